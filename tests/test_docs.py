@@ -123,7 +123,7 @@ def check_module(words: list[str]) -> None:
 
 
 def check_overrides(tree: str, rest: list[str]) -> None:
-    words = [word for word in _from_root(rest) if word not in sweep.FLAGS]
+    words = [word for word in _from_root(rest) if word not in sweep.SWEEP_FLAGS]
     if len(words) < len(rest):
         sweep.combinations(words, tree)
     else:
@@ -139,7 +139,7 @@ def _from_root(rest: list[str]) -> list[str]:
 def check_verb(verb: str, rest: list[str]) -> None:
     if verb in ("eval-prm", "eval-rm"):
         program = main_eval_prm if verb == "eval-prm" else main_eval_rm
-        _, overrides = program.parser().parse_known_args(rest)
+        _, overrides = program.build_parser().parse_known_args(rest)
         check_overrides("prm_trainer" if verb == "eval-prm" else "rm_trainer", overrides)
     elif verb == "eval" and "--bench" in rest:
         overrides = [word for word in rest if "=" in word and not word.startswith("-")]

@@ -40,7 +40,7 @@ GENERATION_BLOCKS = ("trainer", "data", "model", "rollout", "actor", "ray_kwargs
 
 
 def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
-    """Return the parquet file of a benchmark's test rows.
+    """Returns the parquet file of a benchmark's test rows.
 
     `folder` holds either the output of `hone data prepare` (NAME/test.parquet or test.parquet) or the
     upstream files, from which the rows are prepared below `work_folder`. A prepared file is used only if its
@@ -54,26 +54,30 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
         raise DataError(f"the data folder {folder} does not exist; name it with --data")
     mismatch = ""
     for file in (folder / benchmark / "test.parquet", folder / "test.parquet"):
-        sources = _sources_of_prepared(file) if file.is_file() else []
-        others = [source for source in sources if _normalize(benchmark) not in _normalize(source)]
-        if sources and not others:
+        sources = _data_sources(file) if file.is_file() else []
+        other_sources = [
+            source for source in sources if _normalize(benchmark) not in _normalize(source)
+        ]
+        if sources and not other_sources:
             return file
-        if others:
-            mismatch = f"{file} holds rows of {', '.join(others[:3])}, not of {benchmark} alone"
+        if other_sources:
+            mismatch = (
+                f"{file} holds rows of {', '.join(other_sources[:3])}, not of {benchmark} alone"
+            )
             if file.parent.name == benchmark:
                 raise DataError(f"{mismatch}; prepare {benchmark} there (`hone data prepare`)")
-    source = folder if RECIPES[benchmark].builder else None
+    source_dir = folder if RECIPES[benchmark].builder else None
     try:
-        prepare(benchmark, local_dir=work_folder / benchmark, source_dir=source)
+        prepare(benchmark, local_dir=work_folder / benchmark, source_dir=source_dir)
     except (DataError, KeyError) as error:
         if mismatch:
-            raise DataError(f"{mismatch}, and {folder} has no other file of it") from error
+            raise DataError(f"{mismatch}, and {folder} has no other file of {benchmark}") from error
         raise
     return work_folder / benchmark / "test.parquet"
 
 
-def _sources_of_prepared(file: Path) -> list[str]:
-    """Return the data sources of a prepared file; an upstream file has none."""
+def _data_sources(file: Path) -> list[str]:
+    """Returns the data sources of a prepared file; an upstream file has none."""
     import pyarrow.parquet as pq
 
     if not {"prompt", "data_source", "reward_model"} <= set(pq.read_schema(file).names):
@@ -83,14 +87,15 @@ def _sources_of_prepared(file: Path) -> list[str]:
 
 
 def _normalize(text: str) -> str:
-    """Normalize a name, so that `HuggingFaceH4/MATH-500` or `aime_2024` contains its benchmark's name."""
+    """Normalizes a name, so that `HuggingFaceH4/MATH-500` or `aime_2024` contains its benchmark's name."""
     return re.sub(r"20(?=\d\d)", "", re.sub(r"[^a-z0-9]", "", text.lower()))
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split overrides into those for generation and those for scoring."""
-    parts: tuple[list[str], list[str]] = ([], [])
+    """Splits overrides into those for generation and those for scoring."""
+    generation_overrides: list[str] = []
+    scoring_overrides: list[str] = []
     for override in overrides:
         block = override.lstrip("+~").partition("=")[0].partition(".")[0]
-        parts[block not in GENERATION_BLOCKS].append(override)
-    return parts
+        (generation_overrides if block in GENERATION_BLOCKS else scoring_overrides).append(override)
+    return generation_overrides, scoring_overrides

@@ -95,7 +95,7 @@ def compose_arguments(
     starting_values: Callable[[Settings], list[Setting]] | None = None,
     extra_checks: ExtraChecks | None = None,
 ) -> Composed:
-    """Compose the configuration of a command line, with the origin of each value.
+    """Composes the configuration of a command line, with the origin of each value.
 
     `schema` is the name of the schema; a user's YAML without a defaults list uses it too. `starting_values`
     returns values for keys that are not set; it is not called if --config-name selects another YAML.
@@ -124,37 +124,44 @@ def compose_arguments(
 
 
 def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Namespace:
-    """Parse the command line; options of Hydra have Hydra's names."""
+    """Parses the command line; options of Hydra have Hydra's names."""
     parser = argparse.ArgumentParser(
         prog=program,
         allow_abbrev=False,
         description=f"Overrides are key=value; `hone config show --tree {schema}` lists the keys.",
     )
     parser.add_argument("--config-path", "-cp", help="folder of your own YAML files")
-    parser.add_argument("--config-dir", "-cd", help="another such folder")
-    parser.add_argument("--config-name", "-cn", help=f"which YAML to start from ({schema})")
+    parser.add_argument("--config-dir", "-cd", help="another folder of your own YAML files")
+    parser.add_argument("--config-name", "-cn", help=f"the YAML to start from (default: {schema})")
     parser.add_argument("--multirun", "-m", action="store_true", help="run key=a,b once per value")
     parser.add_argument("--run", "-r", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"), help="print the config")
     parser.add_argument("--resolve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--package", "-p", metavar="KEY", help="the block that --cfg prints")
-    parser.add_argument("--info", "-i", action="store_true", help="print what was set, and where")
+    parser.add_argument(
+        "--info", "-i", action="store_true", help="print the keys that are set, and where"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = ["--info" if text.startswith("--info=") else text for text in arguments]
     for text in arguments:
         option, _, value = text.partition("=")
         if text.startswith("--") and option not in parser._option_string_actions:
-            raise ConfigError(_unknown_option(option, value or "VALUE", schema))
+            raise ConfigError(_unknown_option_message(option, value or "VALUE", schema))
     return parser.parse_intermixed_args(arguments)
 
 
-def _unknown_option(option: str, value: str, schema: str) -> str:
-    """Return the error message for an option that does not exist, with the keys that it may mean."""
+def _unknown_option_message(option: str, value: str, schema: str) -> str:
+    """Returns the error message for an option that does not exist, with the keys that it may mean."""
     name, root = option.lstrip("-").replace("-", "_"), TREES[schema].root
     keys = list(leaves(root))
-    near = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
-    matches = [name] if name in keys else suggested_keys(root, name) or [key for key in near if key]
-    advice = ", as in " * bool(matches) + " or ".join(f"{key}={value}" for key in matches)
+    nearest_keys = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
+    matches = (
+        [name]
+        if name in keys
+        else suggested_keys(root, name) or [key for key in nearest_keys if key]
+    )
+    examples = " or ".join(f"{key}={value}" for key in matches)
+    advice = f", as in {examples}" if matches else ""
     return (
         f"there is no option {option}; settings are key=value{advice} "
         f"(`hone config show --tree {schema}` lists them)"
@@ -162,28 +169,28 @@ def _unknown_option(option: str, value: str, schema: str) -> str:
 
 
 def _describe_saved(config: Block) -> str:
-    """Return a sentence that says what is saved so far, and whether the same command resumes from it."""
+    """Returns a sentence that says what is saved so far, and whether the same command resumes from it."""
     if isinstance(config, GenerationConfig):
-        return "responses that had ended are kept, and the same command goes on with the others"
+        return "finished responses are kept, and the same command generates the others"
     trainer = config.get("trainer")
     if not hasattr(trainer, "default_local_dir"):
         return "nothing was written"
-    saved = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()
-    if not saved:
+    checkpoints = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()
+    if not checkpoints:
         return "nothing is saved yet, and the same command starts anew"
-    resumes = "the same command" if trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
-    return f"{saved[-1][1]} is saved, and {resumes} goes on from there"
+    command = "the same command" if trainer.resume_mode == "auto" else "trainer.resume_mode=auto"
+    return f"{checkpoints[-1][1]} is saved, and {command} goes on from there"
 
 
 def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return the problems of the plan of a run, and notes on keys without effect."""
+    """Returns the problems of the plan of a run, and notes on keys without effect."""
     from hone.trainer.ppo.plan import find_problems_and_notes
 
     return find_problems_and_notes(config, origins)
 
 
 def print_starting_values_and_notes(composed: Composed) -> None:
-    """Print the starting values, and the given keys without effect."""
+    """Prints the starting values, and the keys that the user set without effect."""
     from hone.tracking.console import screen
 
     keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES_ORIGIN]
@@ -200,7 +207,7 @@ def print_starting_values_and_notes(composed: Composed) -> None:
 
 
 def require_keys(composed: Composed, keys: Mapping[str, str]) -> None:
-    """Raise an error for each key that was not given; `keys` maps a key to its description."""
+    """Raises an error for each key that was not given; `keys` maps a key to its description."""
     missing = [key for key in keys if key not in composed.origins]
     if missing:
         raise ConfigError(
@@ -209,30 +216,30 @@ def require_keys(composed: Composed, keys: Mapping[str, str]) -> None:
 
 
 def require_folder(path: str, key: str) -> None:
-    """Raise an error if a results folder is a file, is inside one, or is not writable."""
-    _require_local(path, key)
+    """Raises an error unless results can be written to this folder, which may be new."""
+    _check_local(path, key)
     folder = Path(path).expanduser().absolute()
     if folder.is_file():
         raise ConfigError(f"{key}={path} is a file; name a folder, new or of an earlier run")
-    _require_writable(folder, f"{key}={path}")
+    _check_writable(folder, f"{key}={path}")
 
 
-def require_file(path: str, key: str) -> None:
-    """Raise an error if a results file is a folder, or its folder is not writable."""
-    _require_local(path, key)
+def check_output_file(path: str, key: str) -> None:
+    """Raises an error unless results can be written to this file, which may be new."""
+    _check_local(path, key)
     file = Path(path).expanduser().absolute()
     if file.is_dir():
         raise ConfigError(f"{key}={path} is a folder; name a file in it")
-    _require_writable(file.parent, f"{key}={path}")
+    _check_writable(file.parent, f"{key}={path}")
 
 
-def _require_local(path: str, key: str) -> None:
+def _check_local(path: str, key: str) -> None:
     if is_non_local(path):
-        store = "; checkpoints are copied to trainer.default_hdfs_dir" if "dir" in key else ""
-        raise ConfigError(f"{key}={path} is in a remote store; name a local path{store}")
+        hint = "; checkpoints are copied to trainer.default_hdfs_dir" if "dir" in key else ""
+        raise ConfigError(f"{key}={path} is in a remote store; name a local path{hint}")
 
 
-def _require_writable(folder: Path, setting: str) -> None:
+def _check_writable(folder: Path, setting: str) -> None:
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if not parent.is_dir():
         raise ConfigError(f"{setting}: {parent} is a file, so nothing can be written below it")
@@ -240,8 +247,8 @@ def _require_writable(folder: Path, setting: str) -> None:
         raise ConfigError(f"{setting}: {parent} cannot be written to; name another place")
 
 
-def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
-    """Return the lock of a run folder, or no lock if later checks will report a problem with it."""
+def lock_run_folder(folder: str) -> AbstractContextManager[FolderLock | None]:
+    """Returns the lock of a run folder; no lock if the folder is invalid, which later checks report."""
     try:
         require_folder(folder, "trainer.default_local_dir")
     except ConfigError:
@@ -252,7 +259,7 @@ def lock_run(folder: str) -> AbstractContextManager[FolderLock | None]:
 def run_ranks(
     composed: Composed, arguments: Sequence[str], module: str, run: Callable[[], object]
 ) -> None:
-    """Call `run` if this process is a rank; else launch the configured ranks."""
+    """Calls `run` if this process is a rank, or else launches the configured ranks."""
     trainer = composed.config.trainer
     if Ranks.from_env().is_first:
         print_starting_values_and_notes(composed)
@@ -268,29 +275,29 @@ def run_ranks(
 
 
 def run_module(main: Callable[[Sequence[str]], int | None], schema: str, module: str) -> int:
-    """Run `python -m module …`, once or as a sweep (`-m`)."""
+    """Runs `python -m module …`, once or as a sweep (`-m`)."""
     from hone.trainer.sweep import run_or_sweep
 
     return run_program(lambda: run_or_sweep(main, sys.argv[1:], schema, ["-m", module]))
 
 
 def run_program(program: Callable[[], int | None]) -> int:
-    """Run a program and return its exit code; print a user error in one sentence."""
+    """Runs a program and returns its exit code; prints a user error in one sentence."""
     global _last_composed
     _last_composed = None
     die_with_launcher()
     try:
         with exit_on_signal():
             return program() or 0
-    except Interrupted as stopped:
-        number = signal.Signals(int(stopped.code or 0) - 128)
+    except Interrupted as interrupt:
+        signal_number = signal.Signals(int(interrupt.code or 0) - 128)
         if Ranks.from_env().is_first:
-            sys.stderr.write(stop_message(f"stopped by {SIGNAL_NAMES[number]}"))
-        return signal_exit_code(number)
-    except (KeyboardInterrupt, Terminated) as stopped:
-        number = signal.SIGINT if isinstance(stopped, KeyboardInterrupt) else signal.SIGTERM
-        sys.stderr.write(stop_message(f"stopped at once by {SIGNAL_NAMES[number]}"))
-        return signal_exit_code(number)
+            sys.stderr.write(stop_message(f"stopped by {SIGNAL_NAMES[signal_number]}"))
+        return signal_exit_code(signal_number)
+    except (KeyboardInterrupt, Terminated) as stop:
+        signal_number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
+        sys.stderr.write(stop_message(f"stopped at once by {SIGNAL_NAMES[signal_number]}"))
+        return signal_exit_code(signal_number)
     except Exception as error:
         message = user_error_message(error)
         if message is None:
@@ -302,7 +309,10 @@ def run_program(program: Callable[[], int | None]) -> int:
 
 
 def write_traceback(error: BaseException, folder: Path | None = None) -> Path | None:
-    """Append an error to the log of a run folder, by default that of the last configuration."""
+    """Appends the traceback of an error to the log of a run folder, and returns the path of the log.
+
+    The default folder is that of the last configuration. None means that nothing was written.
+    """
     if folder is None:
         config = None if _last_composed is None else _last_composed.config
         trainer = getattr(config, "trainer", None)
@@ -319,9 +329,9 @@ def write_traceback(error: BaseException, folder: Path | None = None) -> Path | 
 
 
 def user_error_message(error: BaseException) -> str | None:
-    """Return the message of a user error; None for any other error."""
+    """Returns the message of a user error; None for any other error."""
     if isinstance(error, _user_error_classes()):
-        return _with_key(str(error), getattr(error, "path", None))
+        return _add_key(str(error), getattr(error, "path", None))
     if (message := storage_error_message(error)) is not None:
         return message
     if isinstance(error, OSError) and error.filename is not None:
@@ -333,8 +343,8 @@ def user_error_message(error: BaseException) -> str | None:
     return None
 
 
-def _with_key(message: str, path: str | None) -> str:
-    """Add the key that was set to `path` to a message about that path."""
+def _add_key(message: str, path: str | None) -> str:
+    """Returns the message with the key whose value is `path` in front of it, if there is one."""
     composed = _last_composed
     if composed is None or not path:
         return message

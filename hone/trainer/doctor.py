@@ -18,11 +18,11 @@ from pathlib import Path
 from hone import __version__
 from hone.cores import usable_cores
 
-REQUIRED = (
+REQUIRED_PACKAGES = (
     *("torch", "transformers", "tokenizers", "tensordict", "hydra-core", "omegaconf"),
     *("numpy", "pyarrow", "safetensors", "peft", "rich", "matplotlib"),
 )
-OPTIONAL = {
+OPTIONAL_PACKAGES = {
     "ray": ("ray", "more than one process or machine for `hone train` (trainer.controller=ray)"),
     "tensorboard": ("tensorboard", "the tensorboard tracker"),
     "wandb": ("wandb", "the wandb tracker"),
@@ -58,12 +58,12 @@ class Finding:
 
 
 def examine(*, self_test: bool = True) -> Iterator[Finding]:
-    """Yield every finding as soon as it is known, the slow ones last."""
-    yield from _machine()
-    yield from _packages()
-    yield from _sandbox(self_test)
+    """Yields every finding as soon as it is known; slow checks come last."""
+    yield from _machine_findings()
+    yield from _package_findings()
+    yield from _sandbox_findings(self_test)
     if self_test:
-        yield _try_action("self-test", "one GRPO step of a tiny model", training_step)
+        yield _finding_of_action("self-test", "one GRPO step of a tiny model", run_training_step)
 
 
 def report(
@@ -72,20 +72,22 @@ def report(
     *,
     self_test: bool = True,
 ) -> int:
-    """Print every finding; return 1 if anything is broken, else 0."""
-    broken, section = 0, None
+    """Prints every finding; returns 1 if anything is broken, else 0."""
+    num_broken, section = 0, None
     for finding in findings or examine(self_test=self_test):
         if finding.section != section:
             section = finding.section
             print_line(f"{section}:")
-        broken += finding.state is State.BROKEN
+        num_broken += finding.state is State.BROKEN
         print_line(f"  {finding.state.value} {finding.name:<14} {finding.detail}")
-    print_line("everything needed is here" if not broken else f"{broken} of these need attention")
-    return 1 if broken else 0
+    print_line(
+        "everything needed is here" if not num_broken else f"{num_broken} of these need attention"
+    )
+    return 1 if num_broken else 0
 
 
 def chat_template(model: str) -> Iterator[Finding]:
-    """Check whether a model's chat template renders later turns as the agent loops append them."""
+    """Yields findings on whether a model's chat template renders turns as the agent loops append them."""
     from hone.agents.observations import Drift, drifts
     from hone.models.load import load_tokenizer
 
@@ -100,7 +102,7 @@ def chat_template(model: str) -> Iterator[Finding]:
             yield Finding("chat template", case, State.FINE, "the same tokens")
 
 
-def _machine() -> Iterator[Finding]:
+def _machine_findings() -> Iterator[Finding]:
     details = {
         "hone": __version__,
         "python": platform.python_version(),
@@ -110,7 +112,7 @@ def _machine() -> Iterator[Finding]:
     }
     for name, detail in details.items():
         yield Finding("machine", name, State.FINE, detail)
-    yield _try_action("machine", "devices", _devices)
+    yield _finding_of_action("machine", "devices", _devices)
 
 
 def _devices() -> str:
@@ -122,12 +124,12 @@ def _devices() -> str:
     return f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}"
 
 
-def _packages() -> Iterator[Finding]:
-    for name in REQUIRED:
+def _package_findings() -> Iterator[Finding]:
+    for name in REQUIRED_PACKAGES:
         version = _version(name)
         state = State.FINE if version else State.BROKEN
         yield Finding("packages", name, state, version or "missing: pip install hone-rl")
-    for name, (extra, feature) in OPTIONAL.items():
+    for name, (extra, feature) in OPTIONAL_PACKAGES.items():
         install = f" (pip install 'hone-rl[{extra}]')" if extra else ""
         state, detail = State.MISSING, f"would enable {feature}{install}"
         if version := _version(name):
@@ -142,7 +144,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _sandbox(self_test: bool) -> Iterator[Finding]:
+def _sandbox_findings(self_test: bool) -> Iterator[Finding]:
     from hone.sandbox import SandboxError, layers
     from hone.sandbox import self_test as run_attacks
 
@@ -159,22 +161,23 @@ def _sandbox(self_test: bool) -> Iterator[Finding]:
     for check in checks:
         if not check.passed:
             yield Finding("sandbox", check.name, State.BROKEN, check.detail)
-    n_contained = sum(check.passed for check in checks)
-    state = State.FINE if n_contained == len(checks) else State.BROKEN
+    num_contained = sum(check.passed for check in checks)
+    state = State.FINE if num_contained == len(checks) else State.BROKEN
     yield Finding(
-        "sandbox", "self-test", state, f"{n_contained} of {len(checks)} attacks contained"
+        "sandbox", "self-test", state, f"{num_contained} of {len(checks)} attacks contained"
     )
 
 
-def _try_action(section: str, name: str, action: Callable[[], str]) -> Finding:
+def _finding_of_action(section: str, name: str, action: Callable[[], str]) -> Finding:
+    """Returns a finding with the result of an action, or with its error."""
     try:
         return Finding(section, name, State.FINE, action())
     except Exception as error:  # reported as a finding
         return Finding(section, name, State.BROKEN, f"{type(error).__name__}: {error}")
 
 
-def training_step() -> str:
-    """Run one GRPO step of a tiny model on sums; return its duration and metrics."""
+def run_training_step() -> str:
+    """Runs one GRPO step of a tiny model on sums, and returns its duration and metrics as text."""
     from hone.config import load_config
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
     from hone.tracking import read_metrics

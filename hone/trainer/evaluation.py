@@ -1,7 +1,7 @@
 """Scores responses by data source: mean, pass@k, best@k, maj@k, with confidence intervals.
 
-Scoring runs in processes with a deadline; a response that cannot be scored counts as 0 and is reported.
-generation.py generates the responses; main_eval.py is the command.
+Scoring runs in separate processes with a deadline. A response that cannot be scored counts as 0, and is
+reported. generation.py generates the responses; main_eval.py is the command.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -26,17 +27,17 @@ from hone.rewards.outcome import Response, vote_of
 from hone.rewards.scores.latex import boxed_answer
 from hone.rewards.transcript import of_policy
 from hone.tracking import progress
-from hone.types import Fields, Function, Row
+from hone.types import Function, Row
 
-ALL = "all"
+TOTAL_NAME = "all"
 """The name of the total over several data sources."""
-CHUNK = 512
-"""Responses per call of the scoring processes and per update of the progress bar."""
-ROUNDING = 1e-9
-"""Values that differ by less are equal up to summation order."""
+RESPONSES_PER_CHUNK = 512
+"""Responses that are scored between two updates of the progress bar."""
+EQUALITY_TOLERANCE = 1e-9
+"""Values that differ by less count as equal, since the order of a sum changes its rounding."""
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_MARK = re.compile(r"####\s*([^\n]+)")
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ANSWER_LINE = re.compile(r"####\s*([^\n]+)")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -46,7 +47,7 @@ class EvaluationError(ValueError):
 
 @dataclass
 class Attempts:
-    """The scores of a row's responses, and their answers for majority voting (None has no vote)."""
+    """The scores of a row's responses, and their answers for majority voting; None is no vote."""
 
     source: str
     scores: list[float] = field(default_factory=list)
@@ -75,21 +76,21 @@ class SourceResult:
 
 @dataclass
 class Evaluation:
-    """Results by data source and in total, and the rows with their `scores`."""
+    """The results by data source and in total, and the rows with their column `scores`."""
 
     sources: dict[str, SourceResult]
     rows: list[Row]
     first_failures: dict[str, str] = field(default_factory=dict)
     """The first message per reason why responses could not be scored."""
 
-    def as_dict(self) -> Fields:
-        """Return plain values; `test_score/<source>` is verl's name for the mean."""
-        plain: Fields = {
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the results as JSON values; `test_score/<source>` is verl's name for the mean."""
+        values: dict[str, Any] = {
             f"test_score/{name}": result.metrics["mean"].value
             for name, result in self.sources.items()
             if not result.is_total
         }
-        plain["sources"] = {
+        values["sources"] = {
             name: {
                 "rows": result.rows,
                 "responses": result.responses,
@@ -98,19 +99,19 @@ class Evaluation:
             }
             for name, result in self.sources.items()
         }
-        return plain
+        return values
 
 
 def evaluate(config: EvaluationConfig, compute_score: Function | None = None) -> Evaluation:
-    """Read, score and summarize the responses; raise an error if none could be scored.
+    """Reads, scores and summarizes the responses; raises an error if none could be scored.
 
-    `compute_score` runs in this process with a soft deadline; other scorers run in processes.
+    `compute_score` runs in this process with a soft deadline; other scorers run in separate processes.
     """
     store = read_rows(config.data.path, BadRowPolicy("raise", skip_key=None), "data.path")
     rows = list(store.scan())
     if config.output.scores_path:  # raises for columns that parquet cannot store
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])
-    groups = [_responses(row, store.where(number), config) for number, row in enumerate(rows)]
+    groups = [_responses(row, store.where(index), config) for index, row in enumerate(rows)]
     scorer = compute_score or get_custom_reward_fn(config)
     if scorer is None:
         check_sources((group[0].data_source for group in groups), config.data.data_source_key)
@@ -122,39 +123,37 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
     attempts: list[Attempts] = []
     failures: dict[str, Counter[str]] = {}
     first_failures: dict[str, str] = {}
-    for number, (row, group) in enumerate(zip(rows, groups, strict=True)):
-        source, scored = group[0].data_source, []
+    for index, (row, group) in enumerate(zip(rows, groups, strict=True)):
+        source, row_outcomes = group[0].data_source, []
         for outcome in (next(outcomes) for _ in group):
             if isinstance(outcome, Failed):
                 failures.setdefault(source, Counter())[outcome.reason] += 1
-                first_failures.setdefault(
-                    outcome.reason, f"{store.where(number)}: {outcome.detail}"
-                )
+                first_failures.setdefault(outcome.reason, f"{store.where(index)}: {outcome.detail}")
                 outcome = Scored(0.0)
-            scored.append(outcome)
-        row["scores"] = [outcome.score for outcome in scored]
-        answers = votes(scored, [response.solution_str for response in group])
+            row_outcomes.append(outcome)
+        row["scores"] = [outcome.score for outcome in row_outcomes]
+        answers = votes(row_outcomes, [response.solution_str for response in group])
         attempts.append(Attempts(source, row["scores"], answers))
     if sum(map(Counter.total, failures.values())) == len(responses):
         messages = "; ".join(f"{reason}: {message}" for reason, message in first_failures.items())
         raise EvaluationError(
             f"none of the {len(responses)} responses could be scored, so there is no result ({messages})"
         )
-    return Evaluation(summarise(attempts, config.metrics, failures), rows, first_failures)
+    return Evaluation(summarize(attempts, config.metrics, failures), rows, first_failures)
 
 
-def _responses(row: Row, where: str, config: EvaluationConfig) -> list[Response]:
-    """Return the responses of a row in the form that a scorer reads."""
+def _responses(row: Row, location: str, config: EvaluationConfig) -> list[Response]:
+    """Returns the responses of a row in the form that a scorer reads."""
     data = config.data
     for key in ("response_key", "data_source_key", "reward_model_key"):
         if row.get(data[key]) is None:
             raise DataError(
-                f"{where} has no column {data[key]!r} (data.{key}); it has {', '.join(row)}"
+                f"{location} has no column {data[key]!r} (data.{key}); it has {', '.join(row)}"
             )
     texts = row[data.response_key]
     texts = [texts] if isinstance(texts, str) else list(texts)
     if not texts:
-        raise DataError(f"{where} has no response in {data.response_key!r}")
+        raise DataError(f"{location} has no response in {data.response_key!r}")
     reward_model = dict(row[data.reward_model_key])
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(row.get("extra_info") or {})
@@ -163,132 +162,146 @@ def _responses(row: Row, where: str, config: EvaluationConfig) -> list[Response]
 
 
 def _score_responses(
-    rows: Sequence[Response], scorer: Function, config: EvaluationConfig, *, in_processes: bool
+    responses: Sequence[Response], scorer: Function, config: EvaluationConfig, *, in_processes: bool
 ) -> list[Scored | Failed]:
-    """Return one result per row, in order; a row without the ground truth that its rule needs has failed."""
+    """Returns one outcome per response, in order; scoring fails if the rule's ground truth is missing."""
     manager: PrimeRewardManager | NaiveRewardManager
     policy = FailurePolicy("score", 0.0, config.timeout_s)
     if in_processes:
-        options: Fields = {"memory_limit_mb": config.sandbox_fusion.memory_limit_mb}
+        options: dict[str, Any] = {"memory_limit_mb": config.sandbox_fusion.memory_limit_mb}
         if config.sandbox_fusion.url:
             options["sandbox_fusion_url"] = config.sandbox_fusion.url
         options = options if scorer is default_compute_score else {}
-        count = min(config.num_processes or usable_cores(), max(len(rows), 1))
-        manager = PrimeRewardManager(None, 0, scorer, policy=policy, num_processes=count, **options)
+        num_processes = min(config.num_processes or usable_cores(), max(len(responses), 1))
+        manager = PrimeRewardManager(
+            None, 0, scorer, policy=policy, num_processes=num_processes, **options
+        )
     else:
         manager = NaiveRewardManager(None, 0, scorer, policy=policy)
     column = f"{config.data.reward_model_key}.ground_truth"
-    no_truth = Failed("no_ground_truth", f"{column} is null or empty, and the rule needs one")
-    lacks_truth = [manager.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
-    scorable = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
+    missing_truth = Failed("no_ground_truth", f"{column} is null or empty, and the rule needs one")
+    lacks_truth = [
+        manager.lacks_ground_truth(response.data_source, response.ground_truth)
+        for response in responses
+    ]
+    scorable = [
+        response for response, lacks in zip(responses, lacks_truth, strict=True) if not lacks
+    ]
     outcomes: list[Scored | Failed] = []
     try:
         with progress("score", len(scorable)) as bar:
-            for start in range(0, len(scorable), CHUNK):
-                part = scorable[start : start + CHUNK]
-                outcomes += manager.score_rows(part)
-                bar.advance(len(part))
+            for start in range(0, len(scorable), RESPONSES_PER_CHUNK):
+                chunk = scorable[start : start + RESPONSES_PER_CHUNK]
+                outcomes += manager.score_rows(chunk)
+                bar.advance(len(chunk))
     finally:
         if isinstance(manager, PrimeRewardManager):
             manager.close()
-    scored = iter(outcomes)
-    return [no_truth if lacks else next(scored) for lacks in lacks_truth]
+    scorable_outcomes = iter(outcomes)
+    return [missing_truth if lacks else next(scorable_outcomes) for lacks in lacks_truth]
 
 
-def votes(scored: Sequence[Scored], responses: Sequence[str]) -> list[str | None]:
-    """Return the vote of each response: the scorer's `pred`, else the answer in its text, else None.
+def votes(outcomes: Sequence[Scored], responses: Sequence[str]) -> list[str | None]:
+    """Returns the vote of each response: the scorer's `pred`, else the answer in its text, else None.
 
     If no response has an answer, the votes are the whole texts.
     """
     answers = [
-        vote_of(outcome.extras["pred"]) if "pred" in outcome.extras else answer_of(text)
-        for outcome, text in zip(scored, responses, strict=True)
+        vote_of(outcome.extras["pred"]) if "pred" in outcome.extras else extract_answer(text)
+        for outcome, text in zip(outcomes, responses, strict=True)
     ]
     if any(answer is not None for answer in answers):
         return answers
     return [text.strip() or None for text in responses]
 
 
-def answer_of(response: str) -> str | None:
-    r"""Extract the answer of a response: its last <answer>, \boxed{}, #### line or number."""
-    if tagged := _TAG.findall(response):
-        return tagged[-1].strip() or None
+def extract_answer(response: str) -> str | None:
+    r"""Extracts the answer of a response: its last <answer>, \boxed{}, #### line or number."""
+    if tagged_answers := _ANSWER_TAG.findall(response):
+        return tagged_answers[-1].strip() or None
     boxed = boxed_answer(response)
     if boxed is not None:
         return boxed.strip() or None
-    for pattern in (_MARK, _NUMBER):
+    for pattern in (_ANSWER_LINE, _NUMBER):
         if matches := pattern.findall(response):
             return matches[-1].strip().replace(",", "") or None
     return None
 
 
-def summarise(
+def summarize(
     attempts: Iterable[Attempts],
     config: EvaluationMetricsConfig,
     failures: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, SourceResult]:
-    """Return the statistics of each data source, and of all rows if there are several sources."""
+    """Returns the result of each data source, and that of all rows if there are several sources."""
     rows = list(attempts)
-    groups: dict[str, list[Attempts]] = {}
+    rows_by_source: dict[str, list[Attempts]] = {}
     for row in rows:
-        groups.setdefault(row.source, []).append(row)
-    failed = {name: dict(counts) for name, counts in (failures or {}).items()}
-    results = {name: _result(group, config, failed.get(name, {})) for name, group in groups.items()}
-    if len(groups) > 1:
-        total = sum((Counter(counts) for counts in failed.values()), Counter())
-        name = ALL if ALL not in groups else f"{ALL} {len(groups)} sources"
-        results[name] = _result(rows, config, dict(total))
+        rows_by_source.setdefault(row.source, []).append(row)
+    failure_counts = {name: dict(counts) for name, counts in (failures or {}).items()}
+    results = {
+        name: _source_result(source_rows, config, failure_counts.get(name, {}))
+        for name, source_rows in rows_by_source.items()
+    }
+    if len(rows_by_source) > 1:
+        total_failures = sum((Counter(counts) for counts in failure_counts.values()), Counter())
+        name = (
+            TOTAL_NAME
+            if TOTAL_NAME not in rows_by_source
+            else f"{TOTAL_NAME} {len(rows_by_source)} sources"
+        )
+        results[name] = _source_result(rows, config, dict(total_failures))
         results[name].is_total = True
     return results
 
 
-def _result(
-    group: Sequence[Attempts], config: EvaluationMetricsConfig, failures: dict[str, int]
+def _source_result(
+    rows: Sequence[Attempts], config: EvaluationMetricsConfig, failures: dict[str, int]
 ) -> SourceResult:
-    min_responses = min(len(row.scores) for row in group)
+    min_responses = min(len(row.scores) for row in rows)
     ks = list(config.pass_at) if config.pass_at is not None else [1, *sizes(min_responses)]
-    if too_many := [k for k in ks if not 1 <= k <= min_responses]:
+    if invalid_ks := [k for k in ks if not 1 <= k <= min_responses]:
         raise EvaluationError(
-            f"metrics.pass_at has {too_many[0]}, but rows of {group[0].source} have {min_responses} "
+            f"metrics.pass_at has {invalid_ks[0]}, but rows of {rows[0].source} have {min_responses} "
             f"responses; use 1 to {min_responses}, or generate more (data.n_samples)"
         )
-    columns: dict[str, list[float]] = {"mean": [float(np.mean(row.scores)) for row in group]}
-    correct = [[float(s >= config.correct_from) for s in row.scores] for row in group]
+    columns: dict[str, list[float]] = {"mean": [float(np.mean(row.scores)) for row in rows]}
+    correct_values = [[float(s >= config.correct_from) for s in row.scores] for row in rows]
     for k in dict.fromkeys(ks):
-        columns[f"pass@{k}"] = [best_at(values, k) for values in correct]
+        columns[f"pass@{k}"] = [best_at(values, k) for values in correct_values]
         if k > 1:
-            columns[f"best@{k}"] = [best_at(row.scores, k) for row in group]
-            columns[f"maj@{k}"] = [majority_at(row.scores, row.answers, k) for row in group]
-    responses = sum(len(row.scores) for row in group)
-    return SourceResult(len(group), responses, intervals(columns, config), failures)
+            columns[f"best@{k}"] = [best_at(row.scores, k) for row in rows]
+            columns[f"maj@{k}"] = [majority_at(row.scores, row.answers, k) for row in rows]
+    responses = sum(len(row.scores) for row in rows)
+    return SourceResult(len(rows), responses, bootstrap_estimates(columns, config), failures)
 
 
-def intervals(
+def bootstrap_estimates(
     columns: Mapping[str, Sequence[float]], config: EvaluationMetricsConfig
 ) -> dict[str, Estimate]:
-    """Return means over rows with bootstrap percentile intervals; rows are resampled, not responses.
+    """Returns means over rows with bootstrap percentile intervals; rows are resampled, not responses.
 
     If all rows are 0 or all are 1, the interval is the exact binomial (Clopper-Pearson); if all have
     another common value, it is undefined.
     """
     names, values = list(columns), np.array(list(columns.values()), dtype=np.float64)
-    rows = values.shape[1]
+    num_rows = values.shape[1]
     generator = np.random.default_rng(config.seed)
     means = np.empty((config.bootstrap_samples, len(names)))
     for sample in range(config.bootstrap_samples):
-        means[sample] = values[:, generator.integers(rows, size=rows)].mean(axis=1)
+        means[sample] = values[:, generator.integers(num_rows, size=num_rows)].mean(axis=1)
     tail = (1.0 - config.confidence) / 2
     low, high = np.quantile(means, [tail, 1.0 - tail], axis=0)
-    bound = tail ** (1.0 / rows)
+    exact_bound = tail ** (1.0 / num_rows)
     estimates = {}
     for i, name in enumerate(names):
         bounds: tuple[float | None, float | None] = float(low[i]), float(high[i])
         value = float(values[i].mean())
-        if np.ptp(values[i]) < ROUNDING:
+        if np.ptp(values[i]) < EQUALITY_TOLERANCE:
             value, bounds = float(values[i, 0]), (None, None)
-            if abs(value) < ROUNDING:
-                bounds = (0.0, 1.0 - bound)
-            elif abs(value - 1) < ROUNDING:
-                bounds = (bound, 1.0)
+            if abs(value) < EQUALITY_TOLERANCE:
+                bounds = (0.0, 1.0 - exact_bound)
+            elif abs(value - 1) < EQUALITY_TOLERANCE:
+                bounds = (exact_bound, 1.0)
         estimates[name] = Estimate(value, *bounds)
     return estimates

@@ -1,7 +1,7 @@
 """`hone export CHECKPOINT OUT` converts a training checkpoint to a folder that `from_pretrained` opens.
 
-If the checkpoint has an export it is copied; otherwise the weights are gathered from its shards, whatever
-the number of ranks. LoRA is exported merged, or as an adapter.
+If the checkpoint has an export, it is copied; otherwise the weights are gathered from its shards, which any
+number of ranks may have written. LoRA is exported merged, or as an adapter.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from hone.tracking import RunFolder
 from hone.tracking.console import screen
 from hone.tracking.manifest import checkpoint_of, find_damage
 from hone.trainer.model_card import write_card
-from hone.trainer.ppo.checkpoint import newest_valid
+from hone.trainer.ppo.checkpoint import newest_valid_checkpoint
 
-_VALUE_HEAD = "model.value_head."
-_MAX_TOKENS = 8192
+_VALUE_HEAD_PREFIX = "model.value_head."
+_TOKENS_PER_MICRO_BATCH = 8192
 _INVALID_CONFIG_ERRORS = (AttributeError, KeyError, TypeError, RecursionError)
-"""Raised by a config.yaml that is valid YAML but not a config."""
+"""Errors that a config.yaml causes if it is valid YAML but not a config."""
 
 
 class ExportError(ValueError):
@@ -51,7 +51,7 @@ class ExportError(ValueError):
 
 @contextmanager
 def local_target(out: str) -> Iterator[str]:
-    """Yield a local folder to export to; it is uploaded if `out` is remote, `config.json` last."""
+    """Yields a local folder to export to, and uploads it if `out` is remote, with `config.json` last."""
     if not is_non_local(out):
         yield out
         return
@@ -71,7 +71,7 @@ def export(
     external_lib: str | None = None,
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the model of a checkpoint to `out`, a new or empty folder.
+    """Writes the model of a checkpoint to `out`, a new or empty folder.
 
     Custom code is imported only if the arguments name it, never because the run's config.yaml does.
     """
@@ -79,29 +79,29 @@ def export(
     target = Path(out).expanduser()
     if target.exists() and any(target.iterdir()):
         raise ExportError(f"{target} is not empty; name a new folder")
-    part = ADAPTER_FOLDER if adapter_only else EXPORT_FOLDER
+    subfolder = ADAPTER_FOLDER if adapter_only else EXPORT_FOLDER
     with whole_folder(target) as temporary:
-        if (source / part).is_dir():
-            shutil.copytree(source / part, temporary, dirs_exist_ok=True)
+        if (source / subfolder).is_dir():
+            shutil.copytree(source / subfolder, temporary, dirs_exist_ok=True)
         elif (source / METADATA_FILE).is_file():
-            gathered = temporary / "gathered"
-            _gather(source, gathered, external_lib, trust_remote_code)
-            if not (gathered / part).is_dir():
+            gathered_folder = temporary / "gathered"
+            _gather_and_export(source, gathered_folder, external_lib, trust_remote_code)
+            if not (gathered_folder / subfolder).is_dir():
                 raise ExportError(f"{source} was trained without LoRA; it has no adapter to export")
-            shutil.copytree(gathered / part, temporary, dirs_exist_ok=True)
-            shutil.rmtree(gathered)
+            shutil.copytree(gathered_folder / subfolder, temporary, dirs_exist_ok=True)
+            shutil.rmtree(gathered_folder)
         else:
-            raise ExportError(_nothing_to_export(source, part))
+            raise ExportError(_nothing_to_export_message(source, subfolder))
         write_card(temporary, source, target.name)
     return target
 
 
-def _nothing_to_export(source: Path, part: str) -> str:
+def _nothing_to_export_message(source: Path, subfolder: str) -> str:
     if (source / "config.json").is_file():
         return f"{source} is a model folder, not a checkpoint of a run: use it as it is, or copy it"
     if checkpoint_of(source) is not None:
         return (
-            f"{source} holds neither {part}/ nor sharded weights; it was saved without them "
+            f"{source} holds neither {subfolder}/ nor sharded weights; it was saved without them "
             "(checkpoint.save_contents)"
         )
     names = sorted(p.name for p in source.iterdir())
@@ -113,8 +113,8 @@ def _nothing_to_export(source: Path, part: str) -> str:
 
 
 def find_model_folder(folder: Path) -> Path:
-    """Return the folder of the policy's weights in a run, a `global_step_N` or a role's folder."""
-    folder = folder.resolve()  # the run is a parent, and "." has none
+    """Returns the folder of the policy's weights, given a run, a `global_step_N` or a role's folder."""
+    folder = folder.resolve()  # the parents of a relative path do not include the run
     if not folder.is_dir():
         raise ExportError(
             f"there is no checkpoint folder {folder}; name a run folder, or a global_step_N in it"
@@ -122,13 +122,13 @@ def find_model_folder(folder: Path) -> Path:
     run = RunFolder(folder)
     is_run = bool(run.checkpoints())
     if is_run:
-        newest = newest_valid(run)
-        if newest is None:
+        checkpoint_to_export = newest_valid_checkpoint(run)
+        if checkpoint_to_export is None:
             raise ExportError(f"every checkpoint in {folder} is damaged; see the log above")
-        folder = newest[1]
+        folder = checkpoint_to_export[1]
     if (folder / "actor").is_dir():
         folder = folder / "actor"
-    is_critic = any(name.startswith(_VALUE_HEAD) for name in _saved_tensors(folder))
+    is_critic = any(name.startswith(_VALUE_HEAD_PREFIX) for name in _tensor_metadata(folder))
     if folder.name == "critic" or is_critic:
         raise ExportError(
             f"{folder} is a critic: a value head instead of a language-model head, which no "
@@ -140,23 +140,25 @@ def find_model_folder(folder: Path) -> Path:
     return folder
 
 
-def _saved_tensors(folder: Path) -> dict[str, STORAGE_TYPES]:
-    """Return the metadata of the tensors in the shards, by dotted name."""
+def _tensor_metadata(folder: Path) -> dict[str, STORAGE_TYPES]:
+    """Returns the metadata of the tensors in the shards, by dotted name."""
     if not (folder / METADATA_FILE).is_file():
         return {}
     return read_metadata(folder).state_dict_metadata
 
 
-def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code: bool) -> None:
-    """Load the shards into the run's model, in this process, and export it."""
-    model = _replace_code(_model_config(source), external_lib, trust_remote_code)
+def _gather_and_export(
+    source: Path, out: Path, external_lib: str | None, trust_remote_code: bool
+) -> None:
+    """Loads the shards into the run's model, in this process, and exports the model."""
+    model = _replace_custom_code(_model_config(source), external_lib, trust_remote_code)
     tokenizer = build_tokenizer(model)
     dtype = _saved_dtype(source)
     lm = load_causal_lm(model.path, dtype=dtype, override_config=model.override_config)
     policy = PolicyModel(lm)
     if model.uses_lora:
         policy.lm = build_lora(lm, model, seed=0)
-    rule = MicroBatchRule(None, _MAX_TOKENS)
+    rule = MicroBatchRule(None, _TOKENS_PER_MICRO_BATCH)
     engine = build_engine(
         policy,
         optim=None,
@@ -170,10 +172,10 @@ def _gather(source: Path, out: Path, external_lib: str | None, trust_remote_code
     engine.export(out, tokenizer)
 
 
-def _replace_code(
+def _replace_custom_code(
     model: ModelConfig, external_lib: str | None, trust_remote_code: bool
 ) -> ModelConfig:
-    """Return the run's model config with the custom code of the command line instead of its own."""
+    """Returns the run's model config, with the custom code that the command line allows."""
     flags = []
     if model.external_lib and not external_lib:
         lib = model.external_lib
@@ -188,9 +190,9 @@ def _replace_code(
 
 
 def _saved_dtype(source: Path) -> torch.dtype:
-    for name, saved in _saved_tensors(source).items():
-        if name.startswith("model.") and hasattr(saved, "properties"):
-            return saved.properties.dtype
+    for name, metadata in _tensor_metadata(source).items():
+        if name.startswith("model.") and hasattr(metadata, "properties"):
+            return metadata.properties.dtype
     raise ExportError(f"{source} holds no model weights (checkpoint.save_contents without 'model')")
 
 

@@ -56,13 +56,13 @@ from hone.workers.device import pick_device, pick_dtype
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROLLOUT_JOB_KEYS = (
+HASHED_ROLLOUT_KEYS = (
     *(field.name for field in fields(SamplingConfig) if field.name != "seed"),
     *("name", "exact", "dtype", "calculate_log_probs"),
     *("prompt_length", "response_length", "max_model_len"),
 )
 """Keys of the rollout block that affect the output."""
-IGNORED_DATA_KEYS = ("path", "output_path", "overwrite", "batch_size", "max_samples")
+UNHASHED_DATA_KEYS = ("path", "output_path", "overwrite", "batch_size", "max_samples")
 """Keys of the data block that do not affect the output; the job hash covers the rows themselves."""
 
 
@@ -70,18 +70,18 @@ def build_engine(
     config: GenerationConfig,
     tokenizer: Tokenizer,
     ranks: Ranks,
-    check: Callable[[PreTrainedModel], None] = lambda lm: None,
+    check_model: Callable[[PreTrainedModel], None] = lambda lm: None,
 ) -> RolloutEngine:
-    """Build the rollout engine of a generation config; `check` is called with the loaded model."""
+    """Builds the rollout engine of a generation config; `check_model` is called with the loaded model."""
     config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
     model = config.model
     fix_threads(threads)
     device = pick_device(config.trainer.device, ranks.local_rank)
     dtype = pick_dtype(config.rollout.dtype, device)
     lm = load_causal_lm(model.path, dtype=dtype, device=device)
-    check(lm)
+    check_model(lm)
     policy = PolicyModel(lm.eval())
-    end_ids = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
+    eos_token_ids = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
     if model.lora_adapter_path:
         policy.lm = wrap_lora(
             policy.lm,
@@ -101,7 +101,7 @@ def build_engine(
             dtype=dtype,
             device=device,
             tokenizer=tokenizer,
-            eos_ids=tuple(end_ids),
+            eos_ids=tuple(eos_token_ids),
             current_weights=(lambda: merged_weights(policy.lm))
             if model.lora_adapter_path
             else None,
@@ -110,14 +110,16 @@ def build_engine(
 
 
 def max_positions(lm: PreTrainedModel) -> int | None:
-    positions: int | None = getattr(lm.config.get_text_config(), "max_position_embeddings", None)
-    return positions
+    """Returns the maximum sequence length of a model; None if its config has none."""
+    config = lm.config.get_text_config()
+    max_length: int | None = getattr(config, "max_position_embeddings", None)
+    return max_length
 
 
 def sampling_params(
     params: Fields, n: int, *, seed: int, uid: str, max_tokens: int
 ) -> list[Sampling]:
-    """Return the sampling parameters of the `n` responses to a prompt."""
+    """Returns the sampling parameters of each of the `n` responses to a prompt."""
     seeds = (trajectory_seed(seed, uid, sample) for sample in range(n))
     return [Sampling.from_mapping(params, max_tokens=max_tokens, seed=s) for s in seeds]
 
@@ -132,7 +134,11 @@ async def respond(
     in_flight: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Generate for every prompt, `in_flight` at a time; `on_finish` receives all samples of a prompt."""
+    """Generates the responses to all prompts, at most `in_flight` prompts at a time.
+
+    `on_finish` receives the index of a prompt and all of its responses. `name_of` returns the name of a
+    prompt in error messages.
+    """
     slots = asyncio.Semaphore(in_flight)
 
     async def generate_prompt(index: int, ids: list[int]) -> None:
@@ -158,7 +164,7 @@ async def respond(
 
 
 class Generation:
-    """One rank of `hone generate`."""
+    """Generates the rows of one rank of `hone generate`."""
 
     def __init__(self, config: GenerationConfig, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
@@ -169,9 +175,9 @@ class Generation:
                 f"data.output_path={data.output_path} must end in .parquet or .jsonl"
             )
         self.rows = read_rows(data.path, BadRowPolicy("raise", skip_key=None), "data.path")
-        self.count = len(self.rows)
+        self.num_rows = len(self.rows)
         if data.max_samples > 0:
-            self.count = min(self.count, data.max_samples)
+            self.num_rows = min(self.num_rows, data.max_samples)
         if self.output.suffix == ".parquet":
             self._check_columns()
         self.tokenizer = build_tokenizer(config.model)
@@ -179,9 +185,9 @@ class Generation:
         self.files = JobFiles(self.output, self._job_hash(), ranks.rank)
 
     def _check_columns(self) -> None:
-        """Raise an error for columns that parquet cannot store, before anything is generated."""
-        new_columns = self._columns([])
-        rows = islice(self.rows.scan(), self.count)
+        """Raises an error before generation if the rows have columns that parquet cannot store."""
+        new_columns = self._output_columns([])
+        rows = islice(self.rows.scan(), self.num_rows)
         try:
             as_table([{k: v for k, v in row.items() if k not in new_columns} for row in rows])
         except DataError as error:
@@ -191,7 +197,7 @@ class Generation:
             ) from error
 
     def run(self) -> Path:
-        """Generate the missing rows, then write the output in row order."""
+        """Generates the missing rows, then writes the output in row order."""
         files = self.files
         print_line = screen().line if self.ranks.is_first else lambda text: None
         if files.is_done(overwrite=self.config.data.overwrite):
@@ -202,67 +208,70 @@ class Generation:
         if self.ranks.is_first:
             files.warn_about_other_jobs()
         self.ranks.barrier()
-        done = files.finished()
+        columns_by_row = files.finished_columns()
         self.ranks.barrier()  # no rank may write before all have read the same list
-        missing = [i for i in range(self.count) if i not in done]
-        rank_rows = missing[self.ranks.rank :: self.ranks.world_size]
+        missing_rows = [index for index in range(self.num_rows) if index not in columns_by_row]
+        rank_rows = missing_rows[self.ranks.rank :: self.ranks.world_size]
         with GracefulStop("stopping when the started responses have ended; all are kept") as stop:
             if rank_rows:
-                self._generate(rank_rows, stop)
+                self._generate_rows(rank_rows, stop)
             stop.sync_ranks(sum_over_ranks)
-            stop.raise_if_requested(len(done))
+            stop.raise_if_requested(len(columns_by_row))
         if self.ranks.is_first:
-            done = files.finished()
-            files.write([{**self.rows[i], **done[i]} for i in range(self.count)])
+            columns_by_row = files.finished_columns()
+            files.write(
+                [{**self.rows[index], **columns_by_row[index]} for index in range(self.num_rows)]
+            )
         print_line(f"wrote {self.output}")
         return self.output
 
-    def _generate(self, rows: list[int], stop: GracefulStop) -> None:
+    def _generate_rows(self, indices: list[int], stop: GracefulStop) -> None:
         config, is_only_rank = self.config, self.ranks.world_size == 1
-        prompts = [self._prompt_ids(row) for row in rows]
+        prompts = [self._prompt_ids(index) for index in indices]
 
-        def check(lm: PreTrainedModel) -> None:
-            self._check_positions(rows, prompts, max_positions(lm))
+        def check_model(lm: PreTrainedModel) -> None:
+            self._check_max_length(indices, prompts, max_positions(lm))
 
-        engine = build_engine(config, self.tokenizer, self.ranks, check)
-        bar = progress("generate", self.count if is_only_rank else len(rows))
-        tokens, start = 0, time.perf_counter()
+        engine = build_engine(config, self.tokenizer, self.ranks, check_model)
+        bar = progress("generate", self.num_rows if is_only_rank else len(indices))
+        num_tokens, start = 0, time.perf_counter()
         with bar if self.ranks.is_first else nullcontext(silent_bar("generate")) as rank_bar:
-            rank_bar.update(self.count - len(rows) if is_only_rank else 0)
+            rank_bar.update(self.num_rows - len(indices) if is_only_rank else 0)
 
-            def on_finish(index: int, outputs: list[TokenOutput]) -> None:
-                nonlocal tokens
-                self.files.append(rows[index], self._columns(outputs))
-                tokens += sum(len(output.token_ids) for output in outputs)
-                rate = tokens / max(time.perf_counter() - start, 1e-9)
+            def on_finish(prompt_index: int, outputs: list[TokenOutput]) -> None:
+                nonlocal num_tokens
+                self.files.append(indices[prompt_index], self._output_columns(outputs))
+                num_tokens += sum(len(output.token_ids) for output in outputs)
+                rate = num_tokens / max(time.perf_counter() - start, 1e-9)
                 rank_bar.advance(note=f"{rate:,.0f} tokens/s")
 
-            responses = respond(
-                partial(self._response, engine),
+            generation = respond(
+                partial(self._generate_response, engine),
                 prompts,
-                lambda index: self._sampling_params(rows[index], len(prompts[index])),
+                lambda i: self._sampling_params(indices[i], len(prompts[i])),
                 on_finish,
-                name_of=lambda index: self.rows.where(rows[index]),
+                name_of=lambda i: self.rows.where(indices[i]),
                 in_flight=config.data.batch_size,
                 should_stop=lambda: stop.requested,
             )
             try:
-                run_beside(engine, responses)
+                run_beside(engine, generation)
             finally:
                 run_coroutine(engine.close())
 
-    async def _response(
+    async def _generate_response(
         self, engine: RolloutEngine, ids: list[int], sampling: Sampling, request_id: str
     ) -> TokenOutput:
         search, rollout = self.config.search, self.config.rollout
         if search.url is None:
             return await engine.generate(ids, sampling, request_id)
         data = AgentData([], list(ids), request_id, {})
-        stops = (*sampling.stop, *STOPS)
+        stop_strings = (*sampling.stop, *STOPS)
 
-        async def generate(prompt_ids: list[int], limit: int) -> TokenOutput:
-            turn = replace(sampling, max_tokens=min(sampling.max_tokens, limit), stop=stops)
-            return await engine.generate(prompt_ids, turn, request_id)
+        async def generate(prompt_ids: list[int], max_tokens: int) -> TokenOutput:
+            max_tokens = min(sampling.max_tokens, max_tokens)
+            turn_sampling = replace(sampling, max_tokens=max_tokens, stop=stop_strings)
+            return await engine.generate(prompt_ids, turn_sampling, request_id)
 
         await SearchConversation(
             self.tokenizer,
@@ -274,11 +283,12 @@ class Generation:
         tokens, reason = data.prompt_ids[len(ids) :], StopReason(data.stop_reason)
         return TokenOutput(tokens, data.response_logprobs, data.versions, reason)
 
-    def _prompt_ids(self, number: int) -> list[int]:
-        row, data, longest = self.rows[number], self.config.data, self.config.rollout.prompt_length
+    def _prompt_ids(self, index: int) -> list[int]:
+        row, data = self.rows[index], self.config.data
+        max_tokens = self.config.rollout.prompt_length
         if data.prompt_key not in row:
             raise DataError(
-                f"{self.rows.where(number)} has no column {data.prompt_key!r} "
+                f"{self.rows.where(index)} has no column {data.prompt_key!r} "
                 f"(data.prompt_key); it has {', '.join(row)}"
             )
         try:
@@ -287,52 +297,53 @@ class Generation:
                 self.tokenizer,
                 data.prompt_format,
                 template_kwargs=data.apply_chat_template_kwargs,
-                max_tokens=longest,
+                max_tokens=max_tokens,
             )
         except PromptError as error:
-            raise DataError(f"{self.rows.where(number)}: {error}") from error
-        if not 0 < len(ids) <= longest or len(ids) >= self.config.rollout.max_total_tokens:
+            raise DataError(f"{self.rows.where(index)}: {error}") from error
+        if not 0 < len(ids) <= max_tokens or len(ids) >= self.config.rollout.max_total_tokens:
             raise DataError(
-                f"{self.rows.where(number)} has {len(ids)} prompt tokens; 1 to {longest} fit "
+                f"{self.rows.where(index)} has {len(ids)} prompt tokens; 1 to {max_tokens} fit "
                 "(rollout.prompt_length, and below rollout.max_model_len where that is set)"
             )
         return ids
 
-    def _check_positions(
-        self, rows: Sequence[int], prompts: Sequence[list[int]], positions: int | None
+    def _check_max_length(
+        self, indices: Sequence[int], prompts: Sequence[list[int]], max_length: int | None
     ) -> None:
-        number, ids = max(zip(rows, prompts, strict=True), key=lambda pair: len(pair[1]))
-        response = self._sampling_params(number, len(ids))[0].max_tokens
-        if self.config.search.url:  # the turns of a search share the response
-            response = self.config.rollout.response_limit(len(ids))
-        max_length = len(ids) + response
-        if positions is None or max_length <= positions:
+        """Raises an error if the longest prompt and its response exceed the model's maximum length."""
+        index, ids = max(zip(indices, prompts, strict=True), key=lambda pair: len(pair[1]))
+        response_tokens = self._sampling_params(index, len(ids))[0].max_tokens
+        if self.config.search.url:  # all turns of a search share the response limit
+            response_tokens = self.config.rollout.response_limit(len(ids))
+        total_tokens = len(ids) + response_tokens
+        if max_length is None or total_tokens <= max_length:
             return
-        prefix = f"{self.rows.where(number)} has {len(ids)} prompt tokens"
-        left = positions - len(ids)
-        if left <= 0:
+        prefix = f"{self.rows.where(index)} has {len(ids)} prompt tokens"
+        remaining_tokens = max_length - len(ids)
+        if remaining_tokens <= 0:
             raise GenerationError(
-                f"{prefix}, but the model has {positions} positions; leave this row out, or take "
+                f"{prefix}, but the model has {max_length} positions; leave this row out, or take "
                 "another model"
             )
         raise GenerationError(
-            f"{prefix} and may reach {max_length} with "
+            f"{prefix} and may reach {total_tokens} with "
             f"rollout.response_length={self.config.rollout.response_length}, but the model has "
-            f"{positions} positions; set rollout.response_length={left}, or "
-            f"rollout.max_model_len={positions} to cut only the responses to long prompts"
+            f"{max_length} positions; set rollout.response_length={remaining_tokens}, or "
+            f"rollout.max_model_len={max_length} to truncate only the responses to long prompts"
         )
 
-    def _sampling_params(self, number: int, prompt_tokens: int) -> list[Sampling]:
+    def _sampling_params(self, index: int, prompt_tokens: int) -> list[Sampling]:
         rollout = self.config.rollout
         return sampling_params(
             training_sampling(rollout),
             self.config.data.n_samples,
             seed=self._seed,
-            uid=row_uid(*self.rows.key(number), 0, 0),
+            uid=row_uid(*self.rows.key(index), 0, 0),
             max_tokens=rollout.response_limit(prompt_tokens),
         )
 
-    def _columns(self, outputs: Sequence[TokenOutput]) -> Row:
+    def _output_columns(self, outputs: Sequence[TokenOutput]) -> Row:
         columns: Row = {
             "responses": [
                 self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
@@ -346,14 +357,14 @@ class Generation:
         return columns
 
     def _job_hash(self) -> str:
-        """Return a hash of everything that affects the responses: rows, model and sampling."""
+        """Returns a hash of everything that affects the responses: rows, model and sampling."""
         model, rollout, data = self.config.model, self.config.rollout, asdict(self.config.data)
         folders = [resolve_model_path(path) for path in (model.path, model.tokenizer_path) if path]
         settings = {
-            "rows": [self.rows.fingerprint, self.count],
+            "rows": [self.rows.fingerprint, self.num_rows],
             "model": [asdict(model), *map(_file_stats, (*folders, model.lora_adapter_path))],
-            "sampling": {name: getattr(rollout, name) for name in ROLLOUT_JOB_KEYS},
-            "data": {name: value for name, value in data.items() if name not in IGNORED_DATA_KEYS},
+            "sampling": {name: getattr(rollout, name) for name in HASHED_ROLLOUT_KEYS},
+            "data": {name: value for name, value in data.items() if name not in UNHASHED_DATA_KEYS},
             "seed": self._seed,
         }
         if self.config.search.url is not None:
@@ -363,7 +374,10 @@ class Generation:
 
 
 def _file_stats(path: str | None) -> tuple[str | None, list[tuple[str, int, int]]]:
-    """Return a folder, and name, size and modification time of its files; hashing them would be slow."""
+    """Returns the path of a folder, and the name, size and modification time of each file in it.
+
+    The files themselves are not hashed, which would be slow.
+    """
     if path is None or not Path(path).is_dir():
         return path, []
     stats = [(file.name, file.stat()) for file in Path(path).iterdir() if file.is_file()]

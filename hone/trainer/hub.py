@@ -12,7 +12,7 @@ from hone.trainer.export import ExportError
 
 
 def require_hub(repo: str) -> None:
-    """Raise an error if a push would fail, before anything is exported."""
+    """Raises an error if the repository's name, the hub's availability or the token prevent a push."""
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -28,22 +28,26 @@ def require_hub(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, *, private: bool = False) -> str:
-    """Upload a folder as a model repository, created if needed, and return its URL."""
+    """Uploads a folder to a model repository, which is created if needed, and returns the URL."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     require_hub(repo)
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="hone")
-    retry = f"the model is in {folder}, and `hf upload {repo} {folder}` tries again"
+    retry_hint = f"the model is in {folder}, and `hf upload {repo} {folder}` tries again"
     try:
         repository = api.create_repo(repo, private=private or None, exist_ok=True)
-        message = "Model exported by hone"
-        api.upload_folder(repo_id=repository.repo_id, folder_path=folder, commit_message=message)
+        commit_message = "Model exported by hone"
+        api.upload_folder(
+            repo_id=repository.repo_id, folder_path=folder, commit_message=commit_message
+        )
     except HfHubHTTPError as error:
         status = f"{error.response.status_code} {error.response.reason_phrase}"
-        raise ExportError(f"--push {repo}: {api.endpoint} says {status}; {retry}") from None
+        raise ExportError(
+            f"--push {repo}: {api.endpoint} answered {status}; {retry_hint}"
+        ) from None
     except (HTTPError, OSError) as error:
         raise ExportError(
-            f"--push {repo}: {api.endpoint} cannot be reached ({error}); {retry}"
+            f"--push {repo}: {api.endpoint} cannot be reached ({error}); {retry_hint}"
         ) from None
     return str(repository)

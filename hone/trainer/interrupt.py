@@ -1,4 +1,4 @@
-"""Handles Ctrl-C and SIGTERM: the first finishes the step and saves, the second stops at once.
+"""Handles Ctrl-C and SIGTERM: a run saves and stops after the first signal, and exits on the second.
 
 A scheduler that preempts a job may send SIGTERM to all of its processes at once. Ranks therefore treat any
 number of signals as one request, and their launcher kills them on its second signal.
@@ -15,80 +15,82 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-
-from hone.types import Function
+from typing import TypeAlias
 
 log = logging.getLogger(__name__)
 
+SignalHandler: TypeAlias = Callable[[int, FrameType | None], None]
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 @dataclass
-class _Process:
-    """The state of this process."""
+class _ProcessState:
+    """How this process was started, and what it prints when it stops."""
 
     describe_saved: Callable[[], str] | None = None
     """Returns the sentence about saved state that a stopped program prints."""
     was_launched: bool = False
     """Whether `launch` started this process."""
-    programs: int = 0
-    """How many command-line programs run here; 0 in a user's Python program."""
+    num_programs: int = 0
+    """The number of command-line programs that run in this process; 0 in a user's Python program."""
 
 
-_process = _Process()
+_process = _ProcessState()
 
 
-def signal_exit_code(number: int) -> int:
-    """Return the code that a shell reports for a signal: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + number
+def signal_exit_code(signal_number: int) -> int:
+    """Returns the code that a shell reports for a signal: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + signal_number
 
 
-def set_stop_message(message: Callable[[], str]) -> None:
-    """Set the function whose result is printed when the program stops: what is saved, how to resume."""
-    _process.describe_saved = message
+def set_stop_message(describe_saved: Callable[[], str]) -> None:
+    """Sets the function that says, when the program stops, what is saved and how to resume."""
+    _process.describe_saved = describe_saved
 
 
 def stop_message(reason: str) -> str:
-    """Return the last line that a stopped program prints."""
-    saved = _process.describe_saved() if _process.describe_saved else ""
-    return f"{reason}; {saved}\n" if saved else f"{reason}\n"
+    """Returns the last line that a stopped program prints."""
+    saved_description = _process.describe_saved() if _process.describe_saved else ""
+    return f"{reason}; {saved_description}\n" if saved_description else f"{reason}\n"
 
 
 def mark_as_rank() -> None:
-    """Mark this process as a rank, which its launcher kills on a second signal."""
+    """Marks this process as a rank, which its launcher kills on a second signal."""
     _process.was_launched = True
 
 
 def is_rank() -> bool:
-    """Return whether `launch` or torchrun started this process."""
+    """Returns whether `launch` or torchrun started this process."""
     return _process.was_launched or "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def is_program() -> bool:
-    """Return whether this process runs a command-line program, as opposed to a user's Python program."""
-    return _process.programs > 0
+def runs_command_line_program() -> bool:
+    """Returns whether this process runs a command-line program, as opposed to a user's Python program."""
+    return _process.num_programs > 0
 
 
 @contextmanager
-def signal_handler(handle: Function) -> Iterator[None]:
-    """Handle Ctrl-C and SIGTERM with `handle` inside the block, if this is the main thread."""
+def signal_handler(handle: SignalHandler) -> Iterator[None]:
+    """Handles Ctrl-C and SIGTERM with `handle` inside the block, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, handle) for number in SIGNALS}
+    previous_handlers = {
+        signal_number: signal.signal(signal_number, handle) for signal_number in SIGNALS
+    }
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for signal_number, handler in previous_handlers.items():
+            signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)
 
 
 class Interrupted(SystemExit):
     """Raised after saving, when the user or the scheduler requested a stop."""
 
-    def __init__(self, step: int, number: int = signal.SIGINT) -> None:
-        super().__init__(signal_exit_code(number))
+    def __init__(self, step: int, signal_number: int = signal.SIGINT) -> None:
+        super().__init__(signal_exit_code(signal_number))
         self.step = step
 
 
@@ -118,56 +120,56 @@ class GracefulStop:
         self._stack.close()
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
-        """Request a stop on every rank if any rank received a signal; every rank calls this."""
-        flags = (float(self.signal_number == number) for number in SIGNALS)
-        for number, ranks in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
-            if ranks:
-                self.signal_number = number
+        """Requests a stop on every rank if any rank received a signal; all ranks must call it."""
+        flags = (float(self.signal_number == signal_number) for signal_number in SIGNALS)
+        for signal_number, rank_count in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
+            if rank_count:
+                self.signal_number = signal_number
 
     def raise_if_requested(self, step: int) -> None:
         if self.signal_number is not None:
             raise Interrupted(step, self.signal_number)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = SIGNAL_NAMES[signal.Signals(number)]
+    def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+        name = SIGNAL_NAMES[signal.Signals(signal_number)]
         if self.signal_number is None:
-            self.signal_number = number
+            self.signal_number = signal_number
             if not is_rank():
                 log.warning("%s (%s again stops at once)", self._stop_notice, name)
         elif not is_rank():
-            if is_program():
+            if runs_command_line_program():
                 # User code might catch an exception. Files are written atomically, so no clean-up is needed.
                 sys.stderr.write(stop_message(f"stopped at once by {name}"))
                 sys.stderr.flush()
-                os._exit(signal_exit_code(number))
-            _raise_exit(number)
+                os._exit(signal_exit_code(signal_number))
+            _raise_exit(signal_number)
 
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Exit on the first signal, with clean-up; `GracefulStop` replaces this where state can be saved."""
+    """Exits on the first signal, with clean-up; `GracefulStop` replaces this where state can be saved."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle(signal_number: int, frame: FrameType | None) -> None:
         if is_rank():
             for other in SIGNALS:
                 signal.signal(other, signal.SIG_IGN)  # the launcher forwards the same request
-        _raise_exit(number, restore_default=not is_rank())
+        _raise_exit(signal_number, restore_default=not is_rank())
 
-    _process.programs += 1
+    _process.num_programs += 1
     try:
         with signal_handler(handle):
             _process.describe_saved = None
             yield
     finally:
-        _process.programs -= 1
+        _process.num_programs -= 1
 
 
-def _raise_exit(number: int, restore_default: bool = True) -> None:
+def _raise_exit(signal_number: int, restore_default: bool = True) -> None:
     if restore_default:
-        signal.signal(number, signal.SIG_DFL)  # a second signal exits without clean-up
-    if number == signal.SIGINT:
+        signal.signal(signal_number, signal.SIG_DFL)  # a second signal exits without clean-up
+    if signal_number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise Terminated(signal_exit_code(number))
+    raise Terminated(signal_exit_code(signal_number))

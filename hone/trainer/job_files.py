@@ -30,46 +30,49 @@ class JobFiles:
     the output, so files of other jobs are never reused or replaced.
     """
 
-    def __init__(self, output: Path, job: str, rank: int) -> None:
-        self.output, self.job = output, job
-        self.folder = output.with_name(f"{output.stem}.{job}{PARTS_SUFFIX}")
+    def __init__(self, output: Path, job_hash: str, rank: int) -> None:
+        self.output, self.job_hash = output, job_hash
+        self.folder = output.with_name(f"{output.stem}.{job_hash}{PARTS_SUFFIX}")
         self._part = self.folder / f"rank_{rank}.jsonl"
         self._record = output.with_name(f"{output.name}.job")
 
     def warn_about_other_jobs(self) -> None:
         pattern = f"{glob.escape(self.output.stem)}.*{PARTS_SUFFIX}"
-        for other in sorted(self.folder.parent.glob(pattern)):
-            if other != self.folder:
+        for folder in sorted(self.folder.parent.glob(pattern)):
+            if folder != self.folder:
                 log.warning(
                     "%s is from another run (other data, model or sampling) that has not finished; "
                     "it is not used and can be deleted",
-                    other,
+                    folder,
                 )
 
-    def finished(self) -> dict[int, Row]:
-        """Return the generated columns of each finished row, from the parts of all ranks."""
-        rows: dict[int, Row] = {}
+    def finished_columns(self) -> dict[int, Row]:
+        """Returns the generated columns of each finished row, from the parts of all ranks."""
+        columns: dict[int, Row] = {}
         for file in sorted(self.folder.glob("rank_*.jsonl")):
             for line in file.read_bytes().split(b"\n"):
                 try:
                     entry = json.loads(line)
-                    rows[entry["row"]] = entry["columns"]
+                    columns[entry["row"]] = entry["columns"]
                 except (ValueError, TypeError, KeyError, RecursionError):
                     continue  # an incomplete last line, left by a killed process
-        return rows
+        return columns
 
-    def append(self, row: int, columns: Row) -> None:
-        line = json.dumps({"row": row, "columns": columns}) + "\n"
+    def append(self, row_index: int, columns: Row) -> None:
+        line = json.dumps({"row": row_index, "columns": columns}) + "\n"
         self.folder.mkdir(parents=True, exist_ok=True)
         with add_file_name_to_errors(self._part), self._part.open("ab+") as stream:
             if stream.seek(0, 2):
                 stream.seek(-1, 2)
-                if stream.read(1) != b"\n":  # left by a killed process
+                if stream.read(1) != b"\n":  # a killed process left an incomplete line
                     stream.write(b"\n")
             stream.write(line.encode())
 
     def is_done(self, *, overwrite: bool) -> bool:
-        """Return whether this job's output exists; another job's file is an error without `overwrite`."""
+        """Returns whether this job's output exists.
+
+        Raises an error if the file is another job's output and `overwrite` is false.
+        """
         if not self.output.exists():
             return False
         try:
@@ -87,7 +90,10 @@ class JobFiles:
         return False
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Write the output under a temporary name, write the record, rename, and remove the parts."""
+        """Writes the output file and the job record, and deletes the parts.
+
+        The record is written before the output gets its final name.
+        """
         with atomic_path(self.output) as temporary:
             if self.output.suffix == ".parquet":
                 write_parquet(rows, temporary)
@@ -98,4 +104,4 @@ class JobFiles:
         shutil.rmtree(self.folder)
 
     def _job_record(self, file: Path) -> dict[str, str]:
-        return {"job": self.job, "output": file_fingerprint(str(file))}
+        return {"job": self.job_hash, "output": file_fingerprint(str(file))}

@@ -16,9 +16,9 @@ from hone.config import load_config
 from hone.config.errors import ConfigError
 from hone.config.generation import EvaluationConfig
 from hone.trainer.command_line import (
+    check_output_file,
     compose_arguments,
     print_starting_values_and_notes,
-    require_file,
     require_folder,
     require_keys,
     run_module,
@@ -32,7 +32,7 @@ NO_INTERVAL = "–"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, overrides = _parser().parse_known_args(arguments)
+    options, overrides = _build_parser().parse_known_args(arguments)
     if options.bench or options.model:
         run_benchmarks(options, overrides)
         return
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run(composed.config)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     from hone.trainer.benchmarks import BENCHMARKS
 
     parser = argparse.ArgumentParser(
@@ -55,9 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         "rollout configure generation.",
         epilog="`hone config show --tree evaluation` lists the keys.",
     )
-    names = f"benchmark, may be repeated: {', '.join(BENCHMARKS)}"
+    bench_help = f"benchmark, may be repeated: {', '.join(BENCHMARKS)}"
     parser.add_argument("--model", help="model folder or training checkpoint")
-    parser.add_argument("--bench", action="append", default=[], metavar="NAME", help=names)
+    parser.add_argument("--bench", action="append", default=[], metavar="NAME", help=bench_help)
     parser.add_argument("--data", metavar="DIR", help="folder with the benchmarks' files")
     parser.add_argument("--out", metavar="DIR", default="eval", help="folder to write to")
     return parser
@@ -66,22 +66,22 @@ def _parser() -> argparse.ArgumentParser:
 def run(
     config: EvaluationConfig, title: str = "scores", compute_score: Function | None = None
 ) -> Evaluation:
-    """Score as configured, or with `compute_score`; print the table and write the configured files."""
+    """Scores responses as configured, or with `compute_score`; prints tables and writes the output files."""
     from hone.trainer.evaluation import evaluate
 
     output = config.output
     for name in ("json_path", "plot_path", "scores_path"):
         if path := output[name]:
-            require_file(path, f"output.{name}")
+            check_output_file(path, f"output.{name}")
     result = evaluate(config, compute_score)
-    show(result, config, title)
+    print_tables(result, config, title)
     if output.json_path:
         from hone.tracking import atomic_write_text
 
         text = json.dumps(result.as_dict(), indent=1) + "\n"
         atomic_write_text(Path(output.json_path).expanduser(), text)
     if output.plot_path:
-        draw(result, Path(output.plot_path).expanduser(), title)
+        draw_chart(result, Path(output.plot_path).expanduser(), title)
     if output.scores_path:
         from hone.data.rows import write_parquet
 
@@ -90,7 +90,7 @@ def run(
 
 
 def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Generate and score each benchmark, and write the files to `--out`."""
+    """Generates and scores the responses to each benchmark, and writes all files to `--out`."""
     from hone.tracking.lock import lock_folder
     from hone.trainer.benchmarks import RAW_PROMPT_BENCHMARKS, benchmark_file, split_overrides
     from hone.trainer.main_generation import main as generate
@@ -113,16 +113,18 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
             responses = out / f"{bench}.parquet"
             defaults = ["data.n_samples=1", "rollout.do_sample=false", "data.overwrite=true"]
             defaults += ["data.prompt_format=raw"] if bench in RAW_PROMPT_BENCHMARKS else []
-            files = [f"data.path={file}", f"data.output_path={responses}"]
-            generate([*defaults, *generation_overrides, *files, f"model.path={options.model}"])
+            file_overrides = [f"data.path={file}", f"data.output_path={responses}"]
+            generate(
+                [*defaults, *generation_overrides, *file_overrides, f"model.path={options.model}"]
+            )
             json_path, plot_path = (out / f"{bench}{suffix}" for suffix in (".json", ".png"))
-            results = [f"output.json_path={json_path}", f"output.plot_path={plot_path}"]
-            settings = [*results, *scoring_overrides, f"data.path={responses}"]
+            output_overrides = [f"output.json_path={json_path}", f"output.plot_path={plot_path}"]
+            settings = [*output_overrides, *scoring_overrides, f"data.path={responses}"]
             run(load_config(settings, config_name="evaluation"), title=bench)
 
 
-def show(result: Evaluation, config: EvaluationConfig, title: str) -> None:
-    """Print one table per data source."""
+def print_tables(result: Evaluation, config: EvaluationConfig, title: str) -> None:
+    """Prints one table of metrics per data source, and the failures."""
     from rich.table import Table
 
     from hone.tracking.console import screen
@@ -142,13 +144,13 @@ def show(result: Evaluation, config: EvaluationConfig, title: str) -> None:
         if any(estimate.low is None for estimate in source.metrics.values()):
             print_line(f"{NO_INTERVAL}: all rows have the same value, so there is no interval")
         for reason, count in source.failures.items():
-            print_line(f"{name}: {count} responses could not be scored ({reason}); they count 0")
+            print_line(f"{name}: {count} responses could not be scored ({reason}); they count as 0")
     for reason, message in result.first_failures.items():
         print_line(f"first {reason}: {message}")
 
 
-def draw(result: Evaluation, path: Path, title: str) -> None:
-    """Draw every metric with its interval, one panel per data source."""
+def draw_chart(result: Evaluation, path: Path, title: str) -> None:
+    """Draws a bar per metric with its interval, in one panel per data source."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
 """`python -m hone.trainer.main_eval_prm … key=value …` evaluates a process reward model.
 
-`--processbench FILE` evaluates first wrong steps, `--best-of-n FILE` a ranking of responses, and
-`data.val_files` labelled steps. `--baseline MODEL` is evaluated, too.
+`--processbench FILE` tests whether it finds the first wrong step, `--best-of-n FILE` how it ranks responses,
+and `data.val_files` how it classifies labelled steps. `--baseline MODEL` evaluates a second model.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hone.config import ConfigError, replace
 from hone.config.sft import PRMConfig
-from hone.trainer.command_line import compose_arguments, require_file, require_keys, run_module
-from hone.types import Fields
+from hone.trainer.command_line import check_output_file, compose_arguments, require_keys, run_module
 
 MODULE = "hone.trainer.main_eval_prm"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, overrides = parser().parse_known_args(arguments)
+    options, overrides = build_parser().parse_known_args(arguments)
     composed = compose_arguments(overrides, schema="prm_trainer", program="hone eval-prm")
     require_keys(composed, {"model.path": "the process reward model"})
     config: PRMConfig = composed.config
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     check_single_rank(config.world_size, "hone eval-prm")
     if options.out:
-        require_file(options.out, "--out")
+        check_output_file(options.out, "--out")
     paths = {"model": config.model.path}
     if options.baseline:
         paths["baseline"] = options.baseline
@@ -39,14 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name: evaluate_model(replace(config, "model.path", path), options)
         for name, path in paths.items()
     }
-    show(results)
+    print_table(results)
     write_json(results, options.out)
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     from hone.trainer.step_scores import AGGREGATES
 
-    commands = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="hone eval-prm",
         usage="hone eval-prm [--processbench FILE …] [--best-of-n FILE] [--baseline MODEL] "
         "[--out FILE] model.path=MODEL [key=value …]",
@@ -55,35 +55,50 @@ def parser() -> argparse.ArgumentParser:
         "on labelled steps (data.val_files).",
         epilog="`hone config show --tree prm_trainer` lists the keys.",
     )
-    add, aggregates = commands.add_argument, list(AGGREGATES)
-    add("--processbench", action="append", default=[], metavar="FILE", help="may be repeated")
+    add, aggregates = parser.add_argument, list(AGGREGATES)
+    add(
+        "--processbench",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="ProcessBench file; may be repeated",
+    )
     add("--best-of-n", metavar="FILE", help="rows of n responses, as hone generate writes them")
-    add("--aggregate", choices=aggregates, default="soft_min", help="from steps to a response")
-    add("--split", default="\n\n", help="text that ends a step of a response (an empty line)")
+    add("--aggregate", choices=aggregates, default="soft_min", help="how step scores are combined")
+    add(
+        "--split",
+        default="\n\n",
+        help="text between the steps of a response (default: an empty line)",
+    )
     add("--baseline", metavar="MODEL", help="another model to evaluate, such as the untrained base")
     add("--out", metavar="FILE", help="JSON file for the results")
-    return commands
+    return parser
 
 
-def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> Fields:
-    """Return every requested result of one model."""
+def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the results of one model on all files that the options and the config name."""
     from hone.data.steps import typed_text
-    from hone.trainer.prm_evaluation import StepScorer, best_of_n, labelled_steps, process_bench
+    from hone.trainer.prm_evaluation import (
+        StepScorer,
+        best_of_n,
+        labelled_step_metrics,
+        process_bench,
+    )
 
     scorer = StepScorer(config)
-    results: Fields = {"path": config.model.path}
+    results: dict[str, Any] = {"path": config.model.path}
     if options.processbench:
         results["processbench"] = process_bench(scorer, options.processbench)
     if options.best_of_n:
         file, split = options.best_of_n, typed_text(options.split)
         results["best_of_n"] = best_of_n(scorer, file, options.aggregate, split)
     if config.data.val_files:
-        results["labelled_steps"] = labelled_steps(scorer)
+        results["labelled_steps"] = labelled_step_metrics(scorer)
     return results
 
 
 def check_single_rank(world_size: int, program: str) -> None:
-    """Raise an error if several ranks are configured or running."""
+    """Raises an error if several ranks are configured or running."""
     from hone.trainer.ranks import Ranks
 
     if world_size > 1 or Ranks.from_env().world_size > 1:
@@ -92,32 +107,35 @@ def check_single_rank(world_size: int, program: str) -> None:
         )
 
 
-def write_json(results: Fields, out: str | None) -> None:
+def write_json(results: dict[str, Any], out: str | None) -> None:
+    """Writes the results to the file `out`, if it is given."""
     if out:
         from hone.tracking import atomic_write_text
 
         atomic_write_text(Path(out).expanduser(), json.dumps(results, indent=1) + "\n")
 
 
-def show(results: Fields) -> None:
-    """Print one table over all models."""
+def print_table(results: dict[str, Any]) -> None:
+    """Prints a table with one column per model."""
     from rich.table import Table
 
     from hone.tracking.console import screen
 
-    rows = {name: dict(_numbers(result)) for name, result in results.items()}
-    table = Table("metric", *rows)
-    for metric in dict.fromkeys(key for values in rows.values() for key in values):
-        cells = (values.get(metric) for values in rows.values())
-        table.add_row(metric, *("–" if x is None else f"{x:.4g}" for x in cells))
+    values_by_model = {name: dict(_flatten_numbers(result)) for name, result in results.items()}
+    table = Table("metric", *values_by_model)
+    for metric in dict.fromkeys(key for values in values_by_model.values() for key in values):
+        model_values = (values.get(metric) for values in values_by_model.values())
+        table.add_row(metric, *("–" if value is None else f"{value:.4g}" for value in model_values))
     screen().print(table)
 
 
-def _numbers(result: Fields, prefix: str = "") -> Iterator[tuple[str, float | None]]:
-    """Yield the numbers of a result by dotted name; an estimate is its value."""
+def _flatten_numbers(
+    result: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, float | None]]:
+    """Yields the dotted name and the value of each number in a nested result."""
     for key, value in result.items():
         if isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{key}.")
+            yield from _flatten_numbers(value, f"{prefix}{key}.")
         elif value is None or isinstance(value, int | float):
             yield f"{prefix}{key}", value
 

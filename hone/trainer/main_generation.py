@@ -11,8 +11,8 @@ from hone.config.errors import ConfigError
 from hone.config.generation import GenerationConfig
 from hone.tracking.lock import lock_target
 from hone.trainer.command_line import (
+    check_output_file,
     compose_arguments,
-    require_file,
     require_keys,
     run_module,
     run_ranks,
@@ -28,14 +28,14 @@ REQUIRED_KEYS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    arguments = _expand_search(list(sys.argv[1:] if arguments is None else arguments))
+    arguments = _expand_search_option(list(sys.argv[1:] if arguments is None else arguments))
     composed = compose_arguments(arguments, schema="generation", program="hone generate")
     require_keys(composed, REQUIRED_KEYS)
     run_ranks(composed, arguments, _MODULE, lambda: run(composed.config))
 
 
-def _expand_search(arguments: list[str]) -> list[str]:
-    """Replace `--search URL` with `search.url=URL`."""
+def _expand_search_option(arguments: list[str]) -> list[str]:
+    """Replaces `--search URL` with `search.url=URL`."""
     if "--search" not in arguments:
         return arguments
     index = arguments.index("--search")
@@ -47,9 +47,9 @@ def _expand_search(arguments: list[str]) -> list[str]:
 
 
 def run(config: GenerationConfig) -> Path:
-    """Generate this rank's rows as configured and return the output file."""
+    """Generates this rank's rows as configured, and returns the output file."""
     ranks = Ranks.from_env()
-    require_file(config.data.output_path, "data.output_path")
+    check_output_file(config.data.output_path, "data.output_path")
     with lock_target(config.data.output_path) if ranks.is_first else nullcontext():
         from hone.trainer.generation import Generation
 

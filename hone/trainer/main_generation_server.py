@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
-    """Convert the keys of RL training to those of generation."""
+    """Converts the config of RL training to that of generation."""
     policy, data = config.actor_rollout_ref, config.data
     values: dict[str, JsonValue | tuple[str, ...]] = {
         "path": data.train_files,
@@ -56,7 +56,7 @@ def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
 
 
 def _convert_block(cls: type[B], block: Block, **values: JsonValue | tuple[str, ...]) -> B:
-    """Build a config block from `values` and from the keys that it shares with `block`."""
+    """Builds a config block from `values` and from the keys that it shares with `block`."""
     names = [field.name for field in fields(cls) if field.name in block]
     return cls(**{name: block[name] for name in names} | values)
 

@@ -10,7 +10,7 @@ from hone.config import PPOTrainerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import (
     compose_arguments,
-    lock_run,
+    lock_run_folder,
     plan_checks,
     print_starting_values_and_notes,
     require_keys,
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Run `hone train`: like `main`, with starting values for keys that are not set."""
+    """Runs `hone train`, which differs from `main` by starting values for keys that are not set."""
     with progress("load libraries"):
         from hone.trainer.starting_values import REQUIRED_KEYS, starting_values
 
@@ -58,14 +58,14 @@ def run(
     dry_run: bool = False,
     compute_score: Function | None = None,
 ) -> None:
-    """Train as configured, in this process or on Ray; `origins` maps each key to its source.
+    """Trains as configured, in this process or on Ray; `origins` maps each key to the place that set it.
 
     `dry_run` prints a preview and stops before models load. `compute_score` replaces the score function
     of the configuration.
     """
     restart_under_nsys(config.global_profiler)
     # The folder is locked before imports and models, which take minutes. A dry run writes nothing.
-    with nullcontext() if dry_run else lock_run(config.trainer.default_local_dir):
+    with nullcontext() if dry_run else lock_run_folder(config.trainer.default_local_dir):
         with progress("load libraries"):
             from hone.trainer.ppo.preflight import prepare
             from hone.trainer.ppo.restarts import attempts
@@ -85,7 +85,7 @@ def run(
 
 
 def __getattr__(name: str) -> Function:
-    """Import verl's names on first use, since this command does not need them."""
+    """Imports verl's names on first use, since this command does not need them."""
     if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hone.trainer.ppo import verl_steps

@@ -1,7 +1,7 @@
 """`python -m hone.trainer.main_prm key=value …` trains a process reward model on labelled steps.
 
-PURE's two stages are two runs of the SFT trainer: the head over the frozen decoder, in the folder `head`
-of the run, then all parameters. The result is a Hugging Face token classifier.
+PURE's two stages are two runs of the SFT trainer. The first trains the head over the frozen decoder, in the
+folder `head` of the run; the second trains all parameters. The result is a Hugging Face token classifier.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hone.config import ConfigError, replace
 from hone.config.sft import PRMConfig, SupervisedConfig
 from hone.trainer.command_line import compose_arguments, require_keys, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
-from hone.types import Fields
 
 if TYPE_CHECKING:
     from hone.trainer.sft.tasks import Task
@@ -32,16 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(config: PRMConfig, origins: Mapping[str, str] | None = None) -> None:
-    """Train both stages as configured, as one rank."""
+    """Runs this rank's part of both training stages."""
     run_stages(stages(config), origins)
 
 
 def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
-    """Return the config and task of each stage; a stage with 0 epochs is left out."""
+    """Returns the config and task of each stage; a stage with 0 epochs is left out."""
     from hone.trainer.sft.tasks import StepTask
 
-    head, trainer = config.head_stage, config.trainer
-    if not head.total_epochs and not trainer.total_epochs:
+    head_stage, trainer = config.head_stage, config.trainer
+    if not head_stage.total_epochs and not trainer.total_epochs:
         raise ConfigError(
             "head_stage.total_epochs=0 and trainer.total_epochs=0 leave nothing to train; set one"
         )
@@ -53,37 +52,37 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
         raise ConfigError(
             "checkpoint.save_contents needs hf_model: the second stage and RL start from the export"
         )
-    folder = Path(trainer.default_local_dir) / HEAD_FOLDER
-    changes: Fields = {
-        "optim.lr": head.lr,
-        "trainer.total_epochs": head.total_epochs,
-        "trainer.total_training_steps": head.total_training_steps,
+    head_folder = Path(trainer.default_local_dir) / HEAD_FOLDER
+    overrides: dict[str, Any] = {
+        "optim.lr": head_stage.lr,
+        "trainer.total_epochs": head_stage.total_epochs,
+        "trainer.total_training_steps": head_stage.total_training_steps,
         "model.lora_rank": 0,
         "model.lora_adapter_path": None,
     }
     if trainer.total_epochs:
-        changes["trainer.default_local_dir"] = str(folder)
+        overrides["trainer.default_local_dir"] = str(head_folder)
         if trainer.default_hdfs_dir:
-            store = trainer.default_hdfs_dir.rstrip("/")
-            changes["trainer.default_hdfs_dir"] = f"{store}/{HEAD_FOLDER}"
+            remote_folder = trainer.default_hdfs_dir.rstrip("/")
+            overrides["trainer.default_hdfs_dir"] = f"{remote_folder}/{HEAD_FOLDER}"
     head_config = config
-    for key, value in changes.items():
+    for key, value in overrides.items():
         head_config = replace(head_config, key, value)
     full_config = config
-    if head.total_epochs:
-        full_config = replace(config, "model.path", str(folder))
-    if trainer.resume_mode == "resume_path" and trainer.total_epochs and head.total_epochs:
-        if folder in Path(trainer.resume_from_path or "").parents:
+    if head_stage.total_epochs:
+        full_config = replace(config, "model.path", str(head_folder))
+    if trainer.resume_mode == "resume_path" and trainer.total_epochs and head_stage.total_epochs:
+        if head_folder in Path(trainer.resume_from_path or "").parents:
             full_config = replace(full_config, "trainer.resume_mode", "auto")
         else:
             return [(full_config, StepTask())]
     task = StepTask("head")
-    result: list[tuple[SupervisedConfig, Task | None]] = []
-    if head.total_epochs:
-        result.append((head_config, task))
+    stage_list: list[tuple[SupervisedConfig, Task | None]] = []
+    if head_stage.total_epochs:
+        stage_list.append((head_config, task))
     if trainer.total_epochs:
-        result.append((full_config, task.next_stage()))
-    return result
+        stage_list.append((full_config, task.next_stage()))
+    return stage_list
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(config: RMConfig, origins: Mapping[str, str] | None = None) -> None:
-    """Train as configured, as one rank."""
+    """Runs this rank's part of the configured training."""
     from hone.trainer.sft.tasks import PairTask
 
     if "hf_model" not in config.checkpoint.save_contents:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hone.config.sft import SFTConfig, SupervisedConfig
 from hone.tracking.lock import lock_folder
 from hone.trainer.command_line import compose_arguments, require_folder, run_module, run_ranks
-from hone.trainer.ppo.remote_checkpoints import require_store
+from hone.trainer.ppo.remote_checkpoints import check_store
 from hone.trainer.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
-    """Train as configured, as one rank."""
+    """Runs this rank's part of the configured training."""
     run_stages([(config, None)], origins)
 
 
 def run_stages(
     stages: Sequence[tuple[SupervisedConfig, Task | None]], origins: Mapping[str, str] | None = None
 ) -> None:
-    """Train the stages one after the other, as one rank; a finished stage is not repeated."""
+    """Runs this rank's part of the stages, one after the other; a finished stage is not repeated."""
     from hone.trainer.sft.order import check_divisible, data_parallel_slots
 
     ranks = Ranks.from_env()
@@ -47,7 +47,7 @@ def run_stages(
                 check_divisible(config.data.train_batch_size, slots)
             folder = config.trainer.default_local_dir
             require_folder(folder, "trainer.default_local_dir")
-            require_store(config.trainer.default_hdfs_dir)
+            check_store(config.trainer.default_hdfs_dir)
             # The first rank locks the folder for all ranks, since they start and end together.
             with lock_folder(folder) if ranks.is_first else nullcontext():
                 from hone.trainer.sft.run import SFTRun

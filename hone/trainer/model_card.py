@@ -14,37 +14,45 @@ from hone.config.convert import show_value
 from hone.tracking import RunFolder
 from hone.tracking.curve import draw_curve
 from hone.tracking.metrics_file import series
-from hone.types import Fields, JsonValue, Row
+from hone.types import JsonObject, JsonValue, Row
 
-CARD, CURVES = "README.md", "curves.png"
+CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 _CURVE_METRICS = (
     *("critic/score/mean", "response_length/mean", "actor/entropy", "actor/ppo_kl"),
     *("train/loss", "val/loss"),
 )
 _RESULT_METRICS = re.compile(r"val-core/.*|val/loss|critic/score/mean|train/loss")
-_SECRET = re.compile(r"token|secret|passw|key_id|api_key|proxy|env_vars|^ray_kwargs", re.IGNORECASE)
+_SECRET_KEY = re.compile(
+    r"token|secret|passw|key_id|api_key|proxy|env_vars|^ray_kwargs", re.IGNORECASE
+)
 
 
 def write_card(folder: Path, checkpoint: Path, name: str) -> None:
-    """Write the card of the model in `folder`, exported from `checkpoint`."""
+    """Writes the card of the model in `folder`, exported from `checkpoint`."""
     run = next(
         (RunFolder(p) for p in checkpoint.parents[:3] if (p / "config.yaml").is_file()), None
     )
-    config: Fields = run.earlier_config() if run is not None else {}
-    rows = [] if run is None or not run.metrics_file.is_file() else list(run.metrics.rows())
-    step = re.search(r"global_step_(\d+)", str(checkpoint))
-    rows = [row for row in rows if step is None or row["step"] <= int(step[1])]
-    curves = [key for key in _CURVE_METRICS if len(series(rows, key)[0]) > 1]
-    curves += sorted({key for row in rows for key in row if key.startswith("val-core/")})[:2]
+    config: JsonObject = run.earlier_config() if run is not None else {}
+    metric_rows = [] if run is None or not run.metrics_file.is_file() else list(run.metrics.rows())
+    step_match = re.search(r"global_step_(\d+)", str(checkpoint))
+    metric_rows = [
+        row for row in metric_rows if step_match is None or row["step"] <= int(step_match[1])
+    ]
+    curves = [key for key in _CURVE_METRICS if len(series(metric_rows, key)[0]) > 1]
+    curves += sorted({key for row in metric_rows for key in row if key.startswith("val-core/")})[:2]
     if run is not None and curves:
-        draw_curve(run.path, curves, folder / CURVES, "")
+        draw_curve(run.path, curves, folder / CURVES_FILE, "")
     origins = run.read_origins() if run is not None else {}
-    text = "\n".join(_card_lines(name, config, origins, rows, bool(curves))) + "\n"
-    (folder / CARD).write_text(text, encoding="utf-8")
+    text = "\n".join(_card_lines(name, config, origins, metric_rows, bool(curves))) + "\n"
+    (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 
 def _card_lines(
-    name: str, config: Fields, origins: Mapping[str, str], rows: list[Row], has_curves: bool
+    name: str,
+    config: JsonObject,
+    origins: Mapping[str, str],
+    metric_rows: list[Row],
+    has_curves: bool,
 ) -> Iterator[str]:
     model = str(_get(config, "actor_rollout_ref.model.path") or _get(config, "model.path") or "")
     is_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
@@ -56,32 +64,41 @@ def _card_lines(
     yield from (f"# {name}", "")
     base = f" from `{_without_folders(model)}`" if model else ""
     method = f"reinforcement learning (`{estimator}`)" if estimator else "supervised fine-tuning"
-    length = f", {rows[-1]['step']} steps" if rows else ""
-    trained = f"Trained{base} by {method}{length}, with hone {__version__}."
-    yield trained if config else "Exported by hone."
+    step_count = f", {metric_rows[-1]['step']} steps" if metric_rows else ""
+    summary = f"Trained{base} by {method}{step_count}, with hone {__version__}."
+    yield summary if config else "Exported by hone."
     files = {key: _get(config, f"data.{key}_files") for key in ("train", "val")}
     if any(files.values()):
         yield from ("", "## Data", "", "| | files |", "|---|---|")
-        yield from (f"| {key} | {_without_folders(n)} |" for key, n in files.items() if n)
-    keys = [key for key in sorted(origins) if not _SECRET.search(key)]
+        yield from (
+            f"| {key} | {_without_folders(names)} |" for key, names in files.items() if names
+        )
+    keys = [key for key in sorted(origins) if not _SECRET_KEY.search(key)]
     if keys:
-        yield from ("", "## Configuration", "", "What was set; the rest are defaults.", "")
+        yield from (
+            "",
+            "## Configuration",
+            "",
+            "The keys that were set; others are defaults.",
+            "",
+        )
         yield "```yaml"
         yield from (f"{key}: {_without_folders(_get(config, key))}" for key in keys)
         yield "```"
     if has_curves:
-        yield from ("", "## Curves", "", f"![metrics by step]({CURVES})")
-    metrics = sorted({key for row in rows for key in row if _RESULT_METRICS.fullmatch(key)})
+        yield from ("", "## Curves", "", f"![metrics by step]({CURVES_FILE})")
+    metrics = sorted({key for row in metric_rows for key in row if _RESULT_METRICS.fullmatch(key)})
     if metrics:
         yield from ("", "## Evaluation", "", "| metric | first | last |", "|---|---|---|")
     for key in metrics:
-        steps, values = series(rows, key)
+        steps, values = series(metric_rows, key)
         if steps:
             cells = (f"{values[i]:.4g} (step {steps[i]})" for i in (0, -1))
             yield f"| `{key}` | {' | '.join(cells)} |"
 
 
-def _get(config: Fields, key: str) -> JsonValue:
+def _get(config: JsonObject, key: str) -> JsonValue:
+    """Returns the value of a dotted key; None if the config does not have it."""
     value: JsonValue = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -89,10 +106,10 @@ def _get(config: Fields, key: str) -> JsonValue:
 
 
 def _without_folders(value: JsonValue) -> str:
-    """Return a value with each path reduced to its name, so that no local folder is published."""
+    """Returns a value with each path reduced to its name, so that no local folder is published."""
     if isinstance(value, list):
         return ", ".join(map(_without_folders, value)) or "[]"
     if isinstance(value, str) and ("/" in value or "\\" in value) and "://" not in value:
-        is_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value)) and not Path(value).exists()
-        return value if is_name else Path(value).name
+        is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value)) and not Path(value).exists()
+        return value if is_hub_name else Path(value).name
     return show_value(value)

@@ -62,22 +62,23 @@ class BaseModelMerger:
         if config.local_dir is None or config.target_dir is None:
             raise ConfigError("a model merger needs local_dir (a checkpoint) and target_dir")
         self.config = config
-        saved = str(Path(config.local_dir, "huggingface"))
-        self.hf_model_config_path = config.hf_model_path or config.hf_model_config_path or saved
+        default_path = str(Path(config.local_dir, "huggingface"))
+        self.hf_model_config_path = (
+            config.hf_model_path or config.hf_model_config_path or default_path
+        )
 
     @cached_property
     def model_config(self) -> PretrainedConfig:
-        """The model's config in its folder."""
+        """The Hugging Face config in the model's folder."""
         from transformers import AutoConfig
 
-        trust = self.config.trust_remote_code
         config: PretrainedConfig = AutoConfig.from_pretrained(
-            self.hf_model_config_path, trust_remote_code=trust
+            self.hf_model_config_path, trust_remote_code=self.config.trust_remote_code
         )
         return config
 
     def merge_and_save(self) -> None:
-        """Export `local_dir` to `target_dir`, and upload it if `hf_upload_path` is given."""
+        """Exports `local_dir` to `target_dir`, and uploads the export if `hf_upload_path` is given."""
         from hone.trainer.export import export, local_target
         from hone.trainer.hub import push, require_hub
 
@@ -90,10 +91,10 @@ class BaseModelMerger:
                 push(out, config.hf_upload_path, private=config.private)
 
     def cleanup(self) -> None:
-        """Do nothing, since an export has no process group."""
+        """Does nothing, since an export has no process group."""
 
     def get_transformers_auto_model_class(self) -> type[_BaseAutoModelClass]:
-        """Return the transformers class that saves the model."""
+        """Returns the transformers class that saves the model."""
         import transformers
 
         classes = {
@@ -102,13 +103,13 @@ class BaseModelMerger:
             "ForConditionalGeneration": transformers.AutoModelForImageTextToText,
         }
         architecture = self.model_config.architectures[0]
-        for ending, cls in classes.items():
-            if ending in architecture:
+        for name_part, cls in classes.items():
+            if name_part in architecture:
                 return cls
         raise NotImplementedError(f"{architecture} has none of {', '.join(classes)} in its name")
 
     def patch_model_generation_config(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Load the generation config of the model's folder, if there is one."""
+        """Loads the generation config of the model's folder, if there is one."""
         from transformers import GenerationConfig
 
         if (
@@ -119,9 +120,10 @@ class BaseModelMerger:
         return model
 
     def save_lora_adapter(self, state_dict: dict[str, Tensor]) -> str | None:
-        """Move LoRA matrices from `state_dict` to `lora_adapter` in the target folder, and return it.
+        """Moves LoRA matrices from `state_dict` to `lora_adapter` in the target folder, and returns its path.
 
-        The other weights get their names without adapter. Alpha is the checkpoint's, else the rank.
+        The names of the other weights lose their adapter prefixes. Alpha is that of the checkpoint's adapter
+        config, or else the rank.
         """
         from peft import LoraConfig
         from safetensors.torch import save_file
@@ -133,23 +135,23 @@ class BaseModelMerger:
         if not matrices:
             return None
         for name in list(state_dict):
-            plain = name.replace("base_model.model.", "").replace(".base_layer.", ".")
-            state_dict[plain] = state_dict.pop(name)
+            base_name = name.replace("base_model.model.", "").replace(".base_layer.", ".")
+            state_dict[base_name] = state_dict.pop(name)
         rank = min(next(iter(matrices.values())).shape)
-        saved = Path(str(self.config.local_dir), "lora_adapter", "adapter_config.json")
-        adapter = json.loads(saved.read_text("utf-8")) if saved.is_file() else {}
+        file = Path(str(self.config.local_dir), "lora_adapter", "adapter_config.json")
+        adapter_config = json.loads(file.read_text("utf-8")) if file.is_file() else {}
         folder = Path(str(self.config.target_dir), "lora_adapter")
         folder.mkdir(parents=True, exist_ok=True)
         LoraConfig(
             r=rank,
-            lora_alpha=adapter.get("lora_alpha", rank),
+            lora_alpha=adapter_config.get("lora_alpha", rank),
             target_modules=sorted({name.split(".")[-3] for name in matrices}),
         ).save_pretrained(folder)
         save_file(matrices, folder / "adapter_model.safetensors")
         return str(folder)
 
     def save_hf_model_and_tokenizer(self, state_dict: dict[str, Tensor]) -> None:
-        """Save weights, tokenizer and processor to the target folder."""
+        """Saves weights, tokenizer and processor to the target folder."""
         import torch
         from transformers import AutoProcessor
 
@@ -166,7 +168,7 @@ class BaseModelMerger:
             AutoProcessor.from_pretrained(source, trust_remote_code=trust).save_pretrained(target)
 
     def upload_to_huggingface(self) -> None:
-        """Upload the target folder to `hf_upload_path`."""
+        """Uploads the target folder to `hf_upload_path`."""
         from hone.trainer.hub import push
 
         folder, name = str(self.config.target_dir), str(self.config.hf_upload_path)
@@ -182,7 +184,7 @@ class MegatronModelMerger(BaseModelMerger):
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line of verl's program."""
+    """Parses the command line of verl's program."""
     parser = argparse.ArgumentParser(prog="python -m hone.model_merger", description=__doc__)
     parser.add_argument("operation", nargs="?", default="merge", choices=("merge", "test"))
     parser.add_argument("--local_dir", required=True, help="run, global_step_N or actor folder")
@@ -190,7 +192,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--backend", help="ignored: a checkpoint records its format")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--hf_upload_path", help="upload it to the hub too, as NAME or OWNER/NAME")
-    parser.add_argument("--private", action="store_true", help="in a private repository")
+    parser.add_argument("--private", action="store_true", help="upload it to a private repository")
     for name in ("--hf_model_path", "--hf_model_config_path", "--test_hf_dir", "--model_path"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     for name in ("tie-word-embedding", "is-value-model", "use_cpu_initialization"):
@@ -199,7 +201,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def generate_config_from_args(args: argparse.Namespace) -> ModelMergerConfig:
-    """Return the settings of a parsed command line."""
+    """Returns the merger's settings from a parsed command line."""
     names = ModelMergerConfig.__dataclass_fields__.keys() - {"hf_upload"}
     settings: Settings = {name: getattr(args, name, None) for name in names}
     return ModelMergerConfig(**settings)

@@ -8,21 +8,25 @@ import sys
 
 from hone.config.trainer import GlobalProfilerConfig
 from hone.tracking.console import screen
-from hone.trainer.interrupt import is_program
+from hone.trainer.interrupt import runs_command_line_program
 
-UNDER_NSYS = "NSYS_PROFILING_SESSION_ID"
-"""The variable that nsys sets for the programs it runs."""
+NSYS_SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
+"""The environment variable that nsys sets for the programs it runs."""
 
 
 def restart_under_nsys(config: GlobalProfilerConfig) -> None:
-    """Restart this process under nsys if it is configured and installed.
+    """Restarts this process under nsys if it is configured and installed.
 
     Only a command-line program is restarted, never a Python program that calls `hone`.
     """
-    if config.tool != "nsys" or not config.steps or UNDER_NSYS in os.environ:
+    if config.tool != "nsys" or not config.steps or NSYS_SESSION_VARIABLE in os.environ:
         return
-    if shutil.which("nsys") is None or not is_program():
-        reason = "start Python under nsys" if shutil.which("nsys") else "nsys is not on PATH"
+    if shutil.which("nsys") is None or not runs_command_line_program():
+        reason = (
+            "start your Python program under nsys"
+            if shutil.which("nsys")
+            else "nsys is not on PATH"
+        )
         screen().line(f"global_profiler.tool=nsys: {reason}; nothing is recorded")
         return
     os.makedirs(config.save_path, exist_ok=True)

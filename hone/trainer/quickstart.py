@@ -24,22 +24,22 @@ from hone.tracking.console import screen
 from hone.tracking.lock import lock_target
 from hone.types import Row
 
-SOURCE = "arithmetic"
-ACCURACY = f"val-core/{SOURCE}/acc/mean@1"
-HELD_OUT = 320
+DATA_SOURCE = "arithmetic"
+ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
+NUM_HELD_OUT = 320
 MAX_A, MAX_B = 299, 9
 CORRECT_SHARE = 0.25
 """Fraction of right answers in the SFT rows; the others are too large by `WRONG_ANSWER_OFFSET`."""
 WRONG_ANSWER_OFFSET = 10
 """The wrong answers have one extra carry; the last digit is right, so SFT still learns to add."""
-SFT_STEPS, SFT_ROWS, SFT_LR = 500, 64, 2e-3
-"""RL can only improve a policy that can add. With all tested seeds, SFT converged within 400 steps."""
+SFT_STEPS, SFT_BATCH_ROWS, SFT_LR = 500, 64, 2e-3
+"""RL needs a policy that can add. With all tested seeds, SFT converged within 400 steps."""
 ANSWER_TAGS = ("<answer>", "</answer>")
 CHARACTERS = "0123456789+="
 MARKER_FILE = ".quickstart"
-"""A marker file in folders that this program created, which it may therefore delete."""
+"""Marks folders that this program created, and may therefore delete."""
 DATA_FILES = {"train": "train.jsonl", "test": "test.jsonl"}
-BASE, RUN, CURVE = "base", "run", "curve.png"
+BASE_FOLDER, RUN_FOLDER, CURVE_FILE = "base", "run", "curve.png"
 NEXT_COMMANDS = (
     "hone quickstart algorithm.adv_estimator=rloo      # another estimator",
     "hone quickstart algorithm.adv_estimator=gae       # PPO with a critic",
@@ -62,7 +62,7 @@ class Sum:
 
     def row(self, index: int, split: str) -> Row:
         return {
-            "data_source": SOURCE,
+            "data_source": DATA_SOURCE,
             "prompt": self.question,
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": self.a + self.b},
@@ -71,14 +71,14 @@ class Sum:
 
 
 def split_problems(seed: int) -> tuple[list[Sum], list[Sum]]:
-    """Shuffle all sums by seed and split them into (training, held out)."""
+    """Shuffles all sums by seed, and splits them into training and held-out sums."""
     problems = [Sum(a, b) for a in range(MAX_A + 1) for b in range(1, MAX_B + 1)]
     random.Random(seed).shuffle(problems)
-    return problems[HELD_OUT:], problems[:HELD_OUT]
+    return problems[NUM_HELD_OUT:], problems[:NUM_HELD_OUT]
 
 
 def write_data(files: dict[str, Path], seed: int) -> None:
-    """Write the training and held-out RL rows as JSONL."""
+    """Writes the training and held-out RL rows as JSONL."""
     for (name, file), problems in zip(files.items(), split_problems(seed), strict=True):
         lines = [json.dumps(p.row(i, name)) for i, p in enumerate(problems)]
         atomic_write_text(file, "\n".join(lines) + "\n")
@@ -87,13 +87,13 @@ def write_data(files: dict[str, Path], seed: int) -> None:
 def _sft_rows(
     problems: Sequence[Sum], tokenizer: Tokenizer, seed: int
 ) -> Iterator[dict[str, list[int]]]:
-    """Yield SFT rows with the right format and mostly wrong sums."""
+    """Yields eight SFT rows per sum, with the right format and mostly wrong answers."""
     generator = random.Random(seed)
     for problem in problems:
         for _ in range(8):
-            mistake = 0 if generator.random() < CORRECT_SHARE else WRONG_ANSWER_OFFSET
+            offset = 0 if generator.random() < CORRECT_SHARE else WRONG_ANSWER_OFFSET
             prompt = tokenizer.encode(problem.question, add_special_tokens=False)
-            answer = f"<answer>{problem.a + problem.b + mistake:03d}</answer>"
+            answer = f"<answer>{problem.a + problem.b + offset:03d}</answer>"
             response = tokenizer.encode(answer, add_special_tokens=False)
             assert tokenizer.eos_token_id is not None
             response.append(tokenizer.eos_token_id)
@@ -104,7 +104,7 @@ def _sft_rows(
 
 
 def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
-    """Train a new decoder of 0.5M parameters that knows the answer format and mostly adds wrongly."""
+    """Trains a new decoder of 0.5M parameters that knows the answer format but mostly adds wrongly."""
     import torch
 
     from hone.controller.threads import fix_threads
@@ -139,7 +139,7 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
         engine,
         list(_sft_rows(train, tokenizer, seed)),
         pad_token_id=tokenizer.pad_token_id,
-        batch_rows=SFT_ROWS,
+        batch_rows=SFT_BATCH_ROWS,
         seed=seed,
     )
     with progress("warm up a base policy (SFT)", SFT_STEPS) as bar:
@@ -149,7 +149,7 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
 
 
 def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list[str]:
-    """Return the command-line overrides of the RL run."""
+    """Returns the command-line overrides of the RL run."""
     return [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={files['train']}",
@@ -176,7 +176,7 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
 
 
 def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
-    """Check the configuration, build and train the policy, and print a comparison."""
+    """Checks the configuration, builds and trains the policy, and prints a comparison."""
     folder = Path(out) / f"seed-{seed}"
     with progress("load libraries"):
         import hone.trainer.sft.trainer  # noqa: F401 (importing torch and transformers takes seconds)
@@ -184,8 +184,8 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
         from hone.trainer.ppo.plan import Plan
         from hone.trainer.threads import resolve_threads
 
-    files, model = {name: folder / file for name, file in DATA_FILES.items()}, folder / BASE
-    config = load_config([*overrides(files, model, folder / RUN, seed), *extra])
+    files, model = {name: folder / file for name, file in DATA_FILES.items()}, folder / BASE_FOLDER
+    config = load_config([*overrides(files, model, folder / RUN_FOLDER, seed), *extra])
     Plan.of(config)  # raises for an unknown estimator
     with lock_target(folder):
         prepare_folder(folder)
@@ -204,14 +204,14 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create an empty folder; an existing folder with other files is renamed."""
-    own_names = {MARKER_FILE, *DATA_FILES.values(), BASE, RUN, CURVE}
-    files = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if MARKER_FILE in files and files <= own_names:
+    """Creates an empty folder. An earlier result of quickstart is deleted; any other content is renamed."""
+    own_names = {MARKER_FILE, *DATA_FILES.values(), BASE_FOLDER, RUN_FOLDER, CURVE_FILE}
+    file_names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if MARKER_FILE in file_names and file_names <= own_names:
         shutil.rmtree(folder)
-    elif files or folder.is_file():
-        names = (folder.with_name(f"{folder.name}.earlier-{n}") for n in count(1))
-        new_name = next(name for name in names if not name.exists())
+    elif file_names or folder.is_file():
+        candidates = (folder.with_name(f"{folder.name}.earlier-{n}") for n in count(1))
+        new_name = next(candidate for candidate in candidates if not candidate.exists())
         folder.rename(new_name)
         screen().line(f"{folder} has files that quickstart did not write; renamed to {new_name}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -221,44 +221,46 @@ def prepare_folder(folder: Path) -> None:
 def print_summary(
     folder: Path, run: Path, config: PPOTrainerConfig, *, warm_up_s: float, train_s: float
 ) -> None:
-    """Print the before/after table, three answers, the curve and the next commands."""
+    """Prints the before/after table, three answers, the curve and the next commands."""
     from rich.table import Table
 
     from hone.tracking.curve import draw_curve
 
-    lines = [line for line in read_metrics(run / "metrics.jsonl") if ACCURACY in line]
-    before, after = lines[0], lines[-1]
-    title = f"{HELD_OUT} held-out sums, greedy ({config.algorithm.adv_estimator})"
+    validations = [row for row in read_metrics(run / "metrics.jsonl") if ACCURACY in row]
+    before, after = validations[0], validations[-1]
+    title = f"{NUM_HELD_OUT} held-out sums, greedy ({config.algorithm.adv_estimator})"
     table = Table("", "before", "after", title=title)
     table.add_row("accuracy", f"{before[ACCURACY]:.1%}", f"{after[ACCURACY]:.1%}")
     table.add_row("step", str(before["step"]), str(after["step"]))
     table.add_row("seconds", f"{warm_up_s:.0f} (warm-up)", f"{train_s:.0f} (training)")
-    answers = Table("sum", "before", "after", title="three that it learned")
+    answers = Table("sum", "before", "after", title="three sums that it learned")
     for answer in most_improved(run, before["step"], after["step"]):
         answers.add_row(*answer)
     metrics = run / "metrics.jsonl"
-    curve = draw_curve(metrics, [ACCURACY, "reward/mean"], folder / CURVE, "quickstart")
+    curve = draw_curve(metrics, [ACCURACY, "reward/mean"], folder / CURVE_FILE, "quickstart")
     screen().print(table, answers)
-    closing = [f"learning curve: {curve}", f"metrics:        {metrics}", "go on with:"]
-    for line in [*closing, *(f"  {command}" for command in next_commands(folder))]:
+    closing_lines = [f"learning curve: {curve}", f"metrics:        {metrics}", "go on with:"]
+    for line in [*closing_lines, *(f"  {command}" for command in next_commands(folder))]:
         screen().line(line)
 
 
 def next_commands(folder: Path) -> list[str]:
-    """Return the commands of `NEXT_COMMANDS` with the paths of a run in `folder`."""
-    names = {name: folder / file for name, file in DATA_FILES.items()} | {BASE: folder / BASE}
+    """Returns the commands of `NEXT_COMMANDS`, with the paths of the run in `folder`."""
+    names = {name: folder / file for name, file in DATA_FILES.items()} | {
+        "base": folder / BASE_FOLDER
+    }
     paths = {name: shlex.quote(str(path)) for name, path in (names | {"folder": folder}).items()}
     return [command.format(**paths) for command in NEXT_COMMANDS]
 
 
-def most_improved(run: Path, first: int, last: int) -> list[tuple[str, str, str]]:
-    """Return held-out prompts with their answers at two steps, the three with the largest score gain."""
+def most_improved(run: Path, first_step: int, last_step: int) -> list[tuple[str, str, str]]:
+    """Returns the three held-out prompts whose scores rose most, each with its answers at two steps."""
     import pyarrow.parquet as pq
 
     columns = ["prompt_text", "response_text", "score"]
     before, after = (
         pq.read_table(run / "validation" / f"step_{step}.parquet", columns=columns).to_pylist()
-        for step in (first, last)
+        for step in (first_step, last_step)
     )
     pairs = sorted(zip(before, after, strict=True), key=lambda p: p[0]["score"] - p[1]["score"])
     return [(b["prompt_text"], b["response_text"], a["response_text"]) for b, a in pairs[:3]]

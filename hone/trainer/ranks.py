@@ -25,7 +25,7 @@ from types import FrameType
 from hone.engine.rendezvous import STORE_FILE
 from hone.trainer.interrupt import mark_as_rank, signal_exit_code, signal_handler
 
-LAUNCHER_PID = "HONE_LAUNCHER_PID"
+LAUNCHER_PID_VARIABLE = "HONE_LAUNCHER_PID"
 GRACE_S = 3.0
 """Time for the other ranks to exit after one has failed, before they are killed."""
 _PR_SET_PDEATHSIG = 1
@@ -37,7 +37,7 @@ class LaunchError(ValueError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The rank of this process and the world size."""
+    """The rank of this process and the number of ranks, in total and on this machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -46,18 +46,19 @@ class Ranks:
 
     @staticmethod
     def from_env() -> Ranks:
-        """Read the launcher's environment variables; without a launcher there is one rank."""
+        """Reads the launcher's environment variables; without a launcher there is one rank."""
         get = os.environ.get
         world_size = int(get("WORLD_SIZE", 1))
-        local = int(get("LOCAL_RANK", 0)), int(get("LOCAL_WORLD_SIZE", world_size))
-        return Ranks(int(get("RANK", 0)), world_size, *local)
+        local_rank = int(get("LOCAL_RANK", 0))
+        local_world_size = int(get("LOCAL_WORLD_SIZE", world_size))
+        return Ranks(int(get("RANK", 0)), world_size, local_rank, local_world_size)
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def init_process_group(self) -> None:
-        """Initialize the process group; a sharded training engine does so itself."""
+        """Initializes the process group; a sharded training engine does so itself."""
         if self.world_size > 1:
             import torch
 
@@ -80,7 +81,7 @@ class Ranks:
 
 
 def sum_over_ranks(*values: float) -> list[float]:
-    """Sum each value over the ranks of the process group, if there is one."""
+    """Sums each value over the ranks of the process group; without a group, returns the values."""
     import torch
     import torch.distributed as dist
 
@@ -92,12 +93,12 @@ def sum_over_ranks(*values: float) -> list[float]:
 
 
 def must_launch(world_size: int, nnodes: int, module: str) -> bool:
-    """Return whether this process must launch the ranks; raise an error if it cannot."""
+    """Returns whether this process must launch the ranks; raises an error if it cannot."""
     if "WORLD_SIZE" in os.environ:
-        running = Ranks.from_env().world_size
-        if world_size not in (1, running):
+        num_started = Ranks.from_env().world_size
+        if world_size not in (1, num_started):
             raise LaunchError(
-                f"trainer.nnodes x trainer.n_gpus_per_node asks for {world_size} ranks, but {running} "
+                f"trainer.nnodes x trainer.n_gpus_per_node asks for {world_size} ranks, but {num_started} "
                 "were started; leave both at 1 under torchrun, or make them agree"
             )
         return False
@@ -110,48 +111,52 @@ def must_launch(world_size: int, nnodes: int, module: str) -> bool:
     return world_size > 1
 
 
-def launch(count: int, module: str, arguments: Sequence[str]) -> None:
-    """Run `python -m module arguments` as `count` ranks on this machine and wait for all of them."""
+def launch(num_ranks: int, module: str, arguments: Sequence[str]) -> None:
+    """Runs `python -m module arguments` as `num_ranks` ranks on this machine, and waits for all of them."""
     with tempfile.TemporaryDirectory(prefix="hone-ranks-") as folder:
-        environments = [_environment(rank, count, Path(folder) / "store") for rank in range(count)]
-        ranks = _Processes()
-        codes = ranks.run([sys.executable, "-m", module, *arguments], environments)
-    if ranks.stopped_by is not None and any(codes.values()):
-        raise SystemExit(signal_exit_code(ranks.stopped_by))
-    failed = ranks.first_failed
-    if failed is not None:
-        raise LaunchError(f"rank {failed} ended with code {codes[failed]}; its message is above")
+        environments = [
+            _environment(rank, num_ranks, Path(folder) / "store") for rank in range(num_ranks)
+        ]
+        processes = _Processes()
+        exit_codes = processes.run([sys.executable, "-m", module, *arguments], environments)
+    if processes.stop_signal is not None and any(exit_codes.values()):
+        raise SystemExit(signal_exit_code(processes.stop_signal))
+    failed_rank = processes.first_failed_rank
+    if failed_rank is not None:
+        raise LaunchError(
+            f"rank {failed_rank} ended with code {exit_codes[failed_rank]}; its message is above"
+        )
 
 
 def run_python(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Run Python with these arguments; return its exit code and whether a signal arrived."""
+    """Runs Python with these arguments; returns its exit code, and whether a signal stopped it."""
     process = _Processes()
-    environment = dict(os.environ) | {LAUNCHER_PID: str(os.getpid())}
+    environment = dict(os.environ) | {LAUNCHER_PID_VARIABLE: str(os.getpid())}
     (code,) = process.run([sys.executable, *arguments], [environment]).values()
-    return code, process.stopped_by is not None
+    return code, process.stop_signal is not None
 
 
 def die_with_launcher() -> None:
-    """Make this rank exit when its launcher exits, even if the launcher is already gone."""
-    launcher = os.environ.pop(LAUNCHER_PID, None)  # not for child processes
+    """Makes this rank exit when its launcher exits, even if the launcher is already gone."""
+    launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)  # child processes must not inherit it
     if launcher is None:
         return
     mark_as_rank()
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it has already exited
+    if os.getppid() != int(launcher):  # the launcher has already exited
         os._exit(signal_exit_code(signal.SIGKILL))
 
 
-def _environment(rank: int, count: int, store: Path) -> dict[str, str]:
+def _environment(rank: int, num_ranks: int, store_file: Path) -> dict[str, str]:
     rank_variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        STORE_FILE: str(store),
-        LAUNCHER_PID: str(os.getpid()),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        STORE_FILE: str(store_file),
+        LAUNCHER_PID_VARIABLE: str(os.getpid()),
     }
     defaults = {"OMP_NUM_THREADS": "1"}
     for _, name in socket.if_nameindex():
@@ -161,18 +166,18 @@ def _environment(rank: int, count: int, store: Path) -> dict[str, str]:
 
 
 class _Processes:
-    """The processes of one command, the first that failed, and the signal that stopped them."""
+    """The processes of one command, the rank that failed first, and the signal that stopped them."""
 
     def __init__(self) -> None:
-        self.stopped_by: int | None = None
-        self.first_failed: int | None = None
+        self.stop_signal: int | None = None
+        self.first_failed_rank: int | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._exited: queue.Queue[int] = queue.Queue()
+        self._exited_ranks: queue.Queue[int] = queue.Queue()
 
     def run(self, command: Sequence[str], environments: Sequence[dict[str, str]]) -> dict[int, int]:
-        """Run the processes until all exit, and return the exit code of each."""
+        """Runs one process per environment until all exit, and returns their exit codes by rank."""
         try:
-            with signal_handler(self._forward):
+            with signal_handler(self._forward_signal):
                 for rank, environment in enumerate(environments):
                     self._processes.append(subprocess.Popen(command, env=environment))
                     watch = threading.Thread(target=self._watch, args=(rank,), daemon=True)
@@ -183,38 +188,38 @@ class _Processes:
 
     def _watch(self, rank: int) -> None:
         self._processes[rank].wait()
-        self._exited.put(rank)
+        self._exited_ranks.put(rank)
 
     def _wait(self) -> dict[int, int]:
-        """Wait for all processes; when one fails, the others have `GRACE_S` to report errors."""
-        codes: dict[int, int] = {}
+        """Waits for all processes; when one has failed, the others are killed after `GRACE_S`."""
+        exit_codes: dict[int, int] = {}
         deadline: float | None = None
-        while len(codes) < len(self._processes):
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        while len(exit_codes) < len(self._processes):
+            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                rank = self._exited.get(timeout=left_s)
+                rank = self._exited_ranks.get(timeout=remaining_s)
             except queue.Empty:
                 self._kill()
                 deadline = None
                 continue
-            codes[rank] = self._processes[rank].returncode
-            if codes[rank] != 0 and self.first_failed is None:
-                self.first_failed = rank
-                if self.stopped_by is None:
+            exit_codes[rank] = self._processes[rank].returncode
+            if exit_codes[rank] != 0 and self.first_failed_rank is None:
+                self.first_failed_rank = rank
+                if self.stop_signal is None:
                     deadline = time.monotonic() + GRACE_S
-        return codes
+        return exit_codes
 
     def _kill(self) -> None:
         for process in self._processes:
             with contextlib.suppress(OSError):
                 process.kill()
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Forward the first Ctrl-C or SIGTERM to every process; kill them on the second."""
-        if self.stopped_by is not None:
+    def _forward_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        """Forwards the first Ctrl-C or SIGTERM to every process; kills the processes on the second."""
+        if self.stop_signal is not None:
             self._kill()
-            raise SystemExit(signal_exit_code(number))
-        self.stopped_by = number
+            raise SystemExit(signal_exit_code(signal_number))
+        self.stop_signal = signal_number
         for process in self._processes:
             with contextlib.suppress(OSError):
-                process.send_signal(number)
+                process.send_signal(signal_number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hone.algorithms.advantages import groups_of
 from hone.config.sources import Setting
@@ -15,39 +16,41 @@ from hone.models.facts import model_facts
 from hone.plugins import PluginError
 from hone.trainer.command_line import STARTING_VALUES_ORIGIN
 from hone.trainer.threads import uses_gpu
-from hone.types import Fields, JsonValue, Settings
+from hone.types import JsonValue, Settings
 
 REQUIRED_KEYS = {
     "actor_rollout_ref.model.path": "the model's folder or hub name",
     "data.train_files": "the files to train on",
 }
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR_KEY, ROLLOUT_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 RESPONSES_PER_PROMPT = 8
 PROMPTS_PER_STEP = {"cuda": 128, "cpu": 16}
-RESPONSE_TOKENS = {"cuda": 1024, "cpu": 128}
+MAX_RESPONSE_TOKENS = {"cuda": 1024, "cpu": 128}
 LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
 """(minimum number of parameters, learning rate); smaller models use larger rates."""
 
 
 def starting_values(settings: Settings) -> list[Setting]:
-    """Return settings for keys that are not in `settings`, the user's settings by dotted key."""
+    """Returns settings for keys that the user did not set; `settings` has the user's values by dotted key."""
     device = "cuda" if uses_gpu(settings.get("trainer.device", "auto")) else "cpu"
-    model = model_facts(settings.get("actor_rollout_ref.model.path"))
-    values: Fields = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
+    facts = model_facts(settings.get("actor_rollout_ref.model.path"))
+    values: dict[str, Any] = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # An estimator that does not compare groups needs only one response per prompt.
     if _compares_groups(settings.get("algorithm.adv_estimator", "grpo")):
-        values[f"{ROLLOUT}.n"] = RESPONSES_PER_PROMPT
+        values[f"{ROLLOUT_KEY}.n"] = RESPONSES_PER_PROMPT
     files = settings.get("data.train_files")
-    rows = _count_rows([files] if isinstance(files, str) else list(files or ()))
+    num_rows = _count_rows([files] if isinstance(files, str) else list(files or ()))
     # A power of two, no larger than the data set.
-    batch = 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], rows))))
-    values["data.train_batch_size"] = batch
-    values[f"{ACTOR}.ppo_mini_batch_size"] = settings.get("data.train_batch_size", batch)
-    values |= _lengths(settings, device, model.max_position_embeddings)
-    if model.parameters is not None:
-        size = model.parameters
-        values[f"{ACTOR}.optim.lr"] = next(
-            lr for min_size, lr in LEARNING_RATES if size >= min_size
+    batch_size = 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], num_rows))))
+    values["data.train_batch_size"] = batch_size
+    values[f"{ACTOR_KEY}.ppo_mini_batch_size"] = settings.get("data.train_batch_size", batch_size)
+    values |= _length_settings(settings, device, facts.max_position_embeddings)
+    if facts.parameters is not None:
+        num_parameters = facts.parameters
+        values[f"{ACTOR_KEY}.optim.lr"] = next(
+            learning_rate
+            for min_parameters, learning_rate in LEARNING_RATES
+            if num_parameters >= min_parameters
         )
     return [
         Setting(key, value, STARTING_VALUES_ORIGIN)
@@ -64,7 +67,7 @@ def _compares_groups(estimator: JsonValue) -> bool:
 
 
 def _count_rows(files: Sequence[str]) -> int:
-    """Count the rows of the files; the loader reports files that cannot be read."""
+    """Returns the number of rows, or the largest batch size if a file cannot be read."""
     import pyarrow.lib
     import pyarrow.parquet as pq
 
@@ -82,13 +85,18 @@ def _count_rows(files: Sequence[str]) -> int:
     return total or max(PROMPTS_PER_STEP.values())
 
 
-def _lengths(settings: Settings, device: str, max_length: int | None) -> dict[str, int]:
-    """Return lengths by device, so that prompt and response fit the model's maximum length."""
-    prompt, response = settings.get("data.max_prompt_length"), RESPONSE_TOKENS[device]
+def _length_settings(settings: Settings, device: str, max_length: int | None) -> dict[str, int]:
+    """Returns prompt and response lengths for this device that fit the model's maximum length."""
+    prompt_tokens, response_tokens = (
+        settings.get("data.max_prompt_length"),
+        MAX_RESPONSE_TOKENS[device],
+    )
     if max_length:
-        response = min(response, max_length - prompt if prompt else max_length // 2)
-    lengths = {"data.max_response_length": max(1, response)}
-    if max_length and prompt is None:
-        reserved = settings.get("data.max_response_length", response)
-        lengths["data.max_prompt_length"] = max(1, min(512, max_length - reserved))
+        response_tokens = min(
+            response_tokens, max_length - prompt_tokens if prompt_tokens else max_length // 2
+        )
+    lengths = {"data.max_response_length": max(1, response_tokens)}
+    if max_length and prompt_tokens is None:
+        reserved_tokens = settings.get("data.max_response_length", response_tokens)
+        lengths["data.max_prompt_length"] = max(1, min(512, max_length - reserved_tokens))
     return lengths

@@ -1,4 +1,4 @@
-"""Metrics of a process reward model: ProcessBench, best-of-n and weighted majority votes.
+"""Computes metrics of a process reward model: ProcessBench, best-of-n and weighted majority votes.
 
 The prediction for a solution of ProcessBench is its first step with p(good) below a threshold, or none.
 """
@@ -21,7 +21,7 @@ Aggregate = Callable[[np.ndarray], float]
 
 
 def soft_min(scores: np.ndarray) -> float:
-    """Return Σ softmax(−s/T)·s, by which PURE's best-of-n ranks responses."""
+    """Returns Σ softmax(−s/T)·s, by which PURE ranks responses in best-of-n."""
     weights = np.exp(-(scores - scores.min()) / SOFT_MIN_TEMPERATURE)
     return float((weights * scores).sum() / weights.sum())
 
@@ -33,34 +33,37 @@ AGGREGATES: dict[str, Aggregate] = {
     "last": lambda p: float(p[-1]),
     "mean": lambda p: float(p.mean()),
 }
-"""The score of a response, from p(good) of its steps."""
+"""Functions that compute the score of a response from p(good) of its steps, by name."""
 
 
 def first_errors(solutions: Sequence[Probabilities], threshold: float) -> np.ndarray:
-    """Return the number of each solution's first step below the threshold, or -1."""
-    below = [np.flatnonzero(p < threshold) for p in solutions]
-    return np.array([steps[0] if len(steps) else -1 for steps in below])
+    """Returns the index of each solution's first step with p(good) below the threshold, or -1."""
+    low_steps = [np.flatnonzero(p < threshold) for p in solutions]
+    return np.array([steps[0] if len(steps) else -1 for steps in low_steps])
 
 
 def harmonic_mean(first: float, second: float) -> float:
     return 2 * first * second / (first + second) if first + second > 0 else 0.0
 
 
-def process_bench(answers: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Return ProcessBench's accuracies on wrong and on right solutions, and F1, their harmonic mean."""
-    hits, wrong = answers == labels, labels >= 0
-    on_wrong, on_right = (
-        float(hits[rows].mean()) if rows.any() else 0.0 for rows in (wrong, ~wrong)
+def process_bench(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Returns the accuracy on wrong and on right solutions, and ProcessBench's F1, their harmonic mean.
+
+    A prediction or label is the index of the first wrong step, or -1 for a right solution.
+    """
+    hits, has_error = predictions == labels, labels >= 0
+    wrong_accuracy, right_accuracy = (
+        float(hits[rows].mean()) if rows.any() else 0.0 for rows in (has_error, ~has_error)
     )
     return {
-        "accuracy_wrong": on_wrong,
-        "accuracy_right": on_right,
-        "f1": harmonic_mean(on_wrong, on_right),
+        "accuracy_wrong": wrong_accuracy,
+        "accuracy_right": right_accuracy,
+        "f1": harmonic_mean(wrong_accuracy, right_accuracy),
     }
 
 
 def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Return the F1 of PURE's script, which predicts only whether a solution has an error, not where.
+    """Returns the F1 of PURE's script, which predicts only whether a solution has an error, not where.
 
     A solution counts as wrong if the soft minimum of its step scores is 0 or less.
     """
@@ -68,67 +71,67 @@ def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
     return process_bench(np.where(predicted_wrong, 0, -1), np.where(labels >= 0, 0, -1))["f1"]
 
 
-def chance_f1(steps: np.ndarray, labels: np.ndarray) -> float:
-    """Return the F1 of the expected accuracies of a uniform guess among all steps and "no error"."""
-    chances, wrong = 1.0 / (steps + 1), labels >= 0
+def chance_f1(step_counts: np.ndarray, labels: np.ndarray) -> float:
+    """Returns the F1 of the expected accuracies of a uniform guess among all steps and "no error"."""
+    chances, has_error = 1.0 / (step_counts + 1), labels >= 0
     return harmonic_mean(
-        *(float(chances[rows].mean()) if rows.any() else 0.0 for rows in (wrong, ~wrong))
+        *(float(chances[rows].mean()) if rows.any() else 0.0 for rows in (has_error, ~has_error))
     )
 
 
 def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Return the threshold with the highest F1, as the paper chooses it on its GSM8K subset."""
+    """Returns the threshold with the highest F1, as the paper chooses it on its GSM8K subset."""
     values = np.unique(np.concatenate(list(solutions)))
     thresholds = (values[1:] + values[:-1]) / 2
     if len(thresholds) > 500:
         thresholds = np.quantile(thresholds, np.linspace(0, 1, 500))
-    scores = [process_bench(first_errors(solutions, t), labels)["f1"] for t in thresholds]
-    return float(thresholds[int(np.argmax(scores))]) if len(thresholds) else 0.5
+    f1_scores = [process_bench(first_errors(solutions, t), labels)["f1"] for t in thresholds]
+    return float(thresholds[int(np.argmax(f1_scores))]) if len(thresholds) else 0.5
 
 
-def bootstrap_f1(answers: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % percentile interval of F1 over resampled solutions."""
+def bootstrap_f1(predictions: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Returns the 95 % percentile interval of F1 over resampled solutions."""
     generator = np.random.default_rng(1)
     draws = (generator.integers(len(labels), size=len(labels)) for _ in range(1000))
-    scores = [process_bench(answers[rows], labels[rows])["f1"] for rows in draws]
-    low, high = np.quantile(scores, [0.025, 0.975])
+    f1_scores = [process_bench(predictions[rows], labels[rows])["f1"] for rows in draws]
+    low, high = np.quantile(f1_scores, [0.025, 0.975])
     return float(low), float(high)
 
 
-def wilson(hits: int, count: int) -> Estimate:
-    """Return a share with its 95 % Wilson interval."""
-    if not count:
+def wilson_estimate(successes: int, trials: int) -> Estimate:
+    """Returns the share of successes with its 95 % Wilson interval."""
+    if not trials:
         return Estimate(0.0, None, None)
     z = 1.959963984540054
-    share, square = hits / count, z * z / count
+    share, square = successes / trials, z * z / trials
     middle = (share + square / 2) / (1 + square)
-    half_width = z * ((share * (1 - share) + square / 4) / count) ** 0.5 / (1 + square)
+    half_width = z * ((share * (1 - share) + square / 4) / trials) ** 0.5 / (1 + square)
     return Estimate(share, max(0.0, middle - half_width), min(1.0, middle + half_width))
 
 
-def area_under_curve(scores: np.ndarray, good: np.ndarray) -> float | None:
-    """Return the area under the ROC curve: the probability that a good step scores above a bad one."""
-    if good.all() or not good.any():
+def area_under_curve(scores: np.ndarray, is_good: np.ndarray) -> float | None:
+    """Returns the area under the ROC curve: the probability that a good step scores above a bad one."""
+    if is_good.all() or not is_good.any():
         return None
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    positives = int(good.sum())
-    below = ranks[good].sum() - positives * (positives + 1) / 2
-    return float(below / (positives * (len(good) - positives)))
+    num_good = int(is_good.sum())
+    num_lower_pairs = ranks[is_good].sum() - num_good * (num_good + 1) / 2
+    return float(num_lower_pairs / (num_good * (len(is_good) - num_good)))
 
 
-def best_of(scores: Sequence[float], ranks: Sequence[float]) -> float:
-    """Return the score of the response with the highest rank; the mean over ties."""
-    top = [s for s, r in zip(scores, ranks, strict=True) if r == max(ranks)]
-    return sum(top) / len(top)
+def best_of_n_score(scores: Sequence[float], model_scores: Sequence[float]) -> float:
+    """Returns the score of the response with the highest model score; the mean if several have it."""
+    top_scores = [s for s, r in zip(scores, model_scores, strict=True) if r == max(model_scores)]
+    return sum(top_scores) / len(top_scores)
 
 
 def weighted_vote(
     scores: Sequence[float], votes: Sequence[Hashable | None], weights: Sequence[float]
 ) -> float:
-    """Return the mean score of the answer whose responses have the largest sum of weights.
+    """Returns the mean score of the answer whose responses have the largest sum of weights.
 
-    None does not vote; without any vote it is the mean of all scores.
+    A vote of None does not count. Without any vote, the result is the mean of all scores.
     """
     totals: defaultdict[Hashable, float] = defaultdict(float)
     for vote, weight in zip(votes, weights, strict=True):
@@ -136,7 +139,7 @@ def weighted_vote(
             totals[vote] += weight
     if not totals:
         return float(np.mean(scores))
-    best = max(totals.values())
-    winners = [vote for vote, total in totals.items() if total == best]
+    max_total = max(totals.values())
+    winners = [vote for vote, total in totals.items() if total == max_total]
     pairs = list(zip(scores, votes, strict=True))
     return float(np.mean([np.mean([s for s, v in pairs if v == winner]) for winner in winners]))

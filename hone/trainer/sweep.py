@@ -1,4 +1,4 @@
-"""Runs a program once per combination of `-m key=a,b`, sequentially, and prints a table of results.
+"""Runs a program once per combination of `-m key=a,b`, one after the other, and prints the results.
 
 All combinations are checked before the first run starts. A failed run does not stop the others.
 """
@@ -19,8 +19,8 @@ from hone.trainer.command_line import compose_arguments
 from hone.trainer.ranks import run_python
 from hone.types import JsonValue
 
-FLAGS = ("-m", "--multirun")
-OUTPUTS = {
+SWEEP_FLAGS = ("-m", "--multirun")
+OUTPUT_KEYS = {
     "ppo_trainer": ("trainer.default_local_dir",),
     "sft_trainer": ("trainer.default_local_dir",),
     "prm_trainer": ("trainer.default_local_dir",),
@@ -28,16 +28,16 @@ OUTPUTS = {
     "generation": ("data.output_path",),
     "evaluation": ("output.json_path", "output.plot_path", "output.scores_path"),
 }
-"""The output paths, by config, that must differ between the runs of a sweep."""
+"""The keys of the output paths, by config; these paths must differ between the runs of a sweep."""
 
 
 @dataclass
 class Run:
-    """One combination of a sweep."""
+    """One run of a sweep, with its combination of overrides."""
 
     overrides: list[str]
-    outputs: dict[str, str]
-    code: int | None = None
+    output_paths: dict[str, str]
+    exit_code: int | None = None
     """The exit code; None if the run was not started."""
 
 
@@ -47,63 +47,75 @@ def run_or_sweep(
     schema: str,
     command: Sequence[str],
 ) -> int | None:
-    """Run a program once, or as a sweep if its arguments have `-m`; `command` starts each run."""
-    if not any(flag in arguments for flag in FLAGS):
+    """Runs a program once, or as a sweep if its arguments have `-m`; `command` starts each run."""
+    if not any(flag in arguments for flag in SWEEP_FLAGS):
         return main(arguments)
-    return sweep([text for text in arguments if text not in FLAGS], schema, command)
+    return sweep(
+        [argument for argument in arguments if argument not in SWEEP_FLAGS], schema, command
+    )
 
 
 def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
-    """Run every combination; return the exit code of the first failed run, or 0."""
+    """Runs every combination; returns the exit code of the first failed run, or 0."""
     from hone.tracking.console import screen
 
-    shared, runs = combinations(arguments, schema)
+    shared_arguments, runs = combinations(arguments, schema)
     was_stopped = False
     for number, run in enumerate(runs, start=1):
         screen().line(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
-        quoted = {k: v.replace("\\", "\\\\").replace("'", "\\'") for k, v in run.outputs.items()}
-        outputs = [f"{key}='{value}'" for key, value in quoted.items()]
-        run.code, was_stopped = run_python([*command, *shared, *run.overrides, *outputs])
+        quoted_paths = {
+            k: v.replace("\\", "\\\\").replace("'", "\\'") for k, v in run.output_paths.items()
+        }
+        output_overrides = [f"{key}='{value}'" for key, value in quoted_paths.items()]
+        run.exit_code, was_stopped = run_python(
+            [*command, *shared_arguments, *run.overrides, *output_overrides]
+        )
         if was_stopped:
             break
-    _show(runs)
-    return next((run.code for run in runs if run.code), 0)
+    _print_table(runs)
+    return next((run.exit_code for run in runs if run.exit_code), 0)
 
 
 def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list[Run]]:
-    """Return the arguments that all runs share, and the runs."""
-    shared: list[str] = []
-    choices: list[list[str]] = []
-    for text in arguments:
-        parsed = parse_override(text) if "=" in text and not text.startswith("-") else None
-        if parsed is None or not parsed.is_sweep_override():
-            shared.append(text)
+    """Returns the arguments that all runs share, and one run per combination of the others."""
+    shared_arguments: list[str] = []
+    choice_lists: list[list[str]] = []
+    for argument in arguments:
+        override = (
+            parse_override(argument) if "=" in argument and not argument.startswith("-") else None
+        )
+        if override is None or not override.is_sweep_override():
+            shared_arguments.append(argument)
         else:
-            sign = text[: len(text) - len(text.lstrip("+~"))]
-            key = f"{sign}{parsed.get_key_element().lstrip('+~')}"
-            choices.append([f"{key}={value}" for value in parsed.sweep_string_iterator()])
-    runs = [Run(list(values), {}) for values in itertools.product(*choices)]
-    outputs = [_outputs(shared, run.overrides, schema) for run in runs]
-    for run, run_outputs in zip(runs, outputs, strict=True):
-        if sum(run_outputs == other for other in outputs) > 1:  # each run needs its own output path
-            run_outputs = {key: _run_path(path, run.overrides) for key, path in run_outputs.items()}
-        run.outputs = run_outputs
-    return shared, runs
+            prefix = argument[: len(argument) - len(argument.lstrip("+~"))]
+            key = f"{prefix}{override.get_key_element().lstrip('+~')}"
+            choice_lists.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    runs = [Run(list(values), {}) for values in itertools.product(*choice_lists)]
+    paths_by_run = [_output_paths(shared_arguments, run.overrides, schema) for run in runs]
+    for run, paths in zip(runs, paths_by_run, strict=True):
+        if sum(paths == other for other in paths_by_run) > 1:  # each run needs its own output path
+            paths = {key: _path_of_run(path, run.overrides) for key, path in paths.items()}
+        run.output_paths = paths
+    return shared_arguments, runs
 
 
-def _outputs(shared: Sequence[str], overrides: Sequence[str], schema: str) -> dict[str, str]:
+def _output_paths(
+    shared_arguments: Sequence[str], overrides: Sequence[str], schema: str
+) -> dict[str, str]:
     try:
-        config = compose_arguments([*shared, *overrides], schema=schema, program="-m").config
+        config = compose_arguments(
+            [*shared_arguments, *overrides], schema=schema, program="-m"
+        ).config
     except ConfigError as error:
         run = " ".join(overrides)
         raise ConfigError([f"{problem} (run {run})" for problem in error.problems]) from None
-    values: dict[str, JsonValue] = {key: get(config, key) for key in OUTPUTS[schema]}
+    values: dict[str, JsonValue] = {key: get(config, key) for key in OUTPUT_KEYS[schema]}
     return {key: str(value) for key, value in values.items() if value}
 
 
-def _run_path(path: str, overrides: Sequence[str]) -> str:
-    """Add the values of a run to a path: as a subfolder, or before the suffix of a file."""
-    pairs = [text.lstrip("+").partition("=")[::2] for text in overrides]
+def _path_of_run(path: str, overrides: Sequence[str]) -> str:
+    """Adds the values of a run to a path: as a subfolder, or before the suffix of a file."""
+    pairs = [argument.lstrip("+").partition("=")[::2] for argument in overrides]
     names = [key.rpartition(".")[2] for key, _ in pairs]
     keys = [
         name if names.count(name) == 1 else key for (key, _), name in zip(pairs, names, strict=True)
@@ -116,33 +128,35 @@ def _run_path(path: str, overrides: Sequence[str]) -> str:
     return str(output / label)
 
 
-def _show(runs: Sequence[Run]) -> None:
+def _print_table(runs: Sequence[Run]) -> None:
     from rich.table import Table
 
     from hone.tracking.console import screen
 
-    results = [_results(run) for run in runs]
+    results = [_result_metrics(run) for run in runs]
     names = list(dict.fromkeys(name for run_results in results for name in run_results))
     table = Table(title=f"{len(runs)} runs")
     for column in ("run", "values", "exit code", *names, "written to"):
         table.add_column(column, overflow="fold")
     for number, (run, run_results) in enumerate(zip(runs, results, strict=True), start=1):
-        code = "not started" if run.code is None else str(run.code)
+        exit_code = "not started" if run.exit_code is None else str(run.exit_code)
         cells = [show_value(run_results[name]) if name in run_results else "" for name in names]
-        files = "\n".join(run.outputs.values())
-        table.add_row(str(number), "\n".join(run.overrides), code, *cells, files)
+        files = "\n".join(run.output_paths.values())
+        table.add_row(str(number), "\n".join(run.overrides), exit_code, *cells, files)
     screen().print(table)
 
 
-def _results(run: Run) -> dict[str, float]:
-    """Return the last step of a run, with its last validation metrics, else its score or loss."""
+def _result_metrics(run: Run) -> dict[str, float]:
+    """Returns the last step of a run and its last validation metrics, or else its last score or loss."""
     from hone.tracking.metrics_file import MetricsFile
 
-    folder = run.outputs.get("trainer.default_local_dir")
+    folder = run.output_paths.get("trainer.default_local_dir")
     rows = list(MetricsFile(Path(folder).expanduser() / "metrics.jsonl").rows()) if folder else []
     if not rows:
         return {}
-    last: dict[str, float] = {key: value for row in rows for key, value in row.items()}
-    core = [key for key in last if key.startswith("val-core/") or key == "val/loss"]
-    measures = [key for key in ("critic/score/mean", "train/loss") if key in last]
-    return {key: last[key] for key in ("step", *(core or measures))}
+    last_values: dict[str, float] = {key: value for row in rows for key, value in row.items()}
+    validation_keys = [
+        key for key in last_values if key.startswith("val-core/") or key == "val/loss"
+    ]
+    training_keys = [key for key in ("critic/score/mean", "train/loss") if key in last_values]
+    return {key: last_values[key] for key in ("step", *(validation_keys or training_keys))}

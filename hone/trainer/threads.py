@@ -16,7 +16,7 @@ from hone.tracking.console import screen
 
 NUM_THREADS_KEY = "trainer.num_threads"
 MIN_SLOWDOWN = 1.5
-"""Warn if several threads take this many times as long as one."""
+"""A warning is printed if several threads take at least this many times as long as one."""
 
 Config = TypeVar("Config", bound=Block)
 
@@ -24,38 +24,39 @@ Config = TypeVar("Config", bound=Block)
 def resolve_threads(
     config: Config, local_world_size: int, *, warn: bool = True
 ) -> tuple[Config, int]:
-    """Return the config with `trainer.num_threads` set, and the number.
+    """Returns the config with `trainer.num_threads` set, and that number.
 
-    It is the configured number, else that of the resumed run, else it depends on the number of cores.
+    It is the configured number, or that of the resumed run, or one that depends on the number of cores.
     """
     trainer = config["trainer"]  # the configs with this block share no type
-    resumed = _threads_of_resumed_run(trainer)
-    count = trainer.num_threads or resumed or thread_count(local_world_size)
-    if warn and resumed is not None and count != resumed:
+    resumed_threads = _threads_of_resumed_run(trainer)
+    threads = trainer.num_threads or resumed_threads or thread_count(local_world_size)
+    if warn and resumed_threads is not None and threads != resumed_threads:
         screen().line(
-            f"{NUM_THREADS_KEY}={count}, but the run used {resumed} so far: metrics may differ in the "
-            f"last bits from those of an uninterrupted run; {NUM_THREADS_KEY}={resumed} avoids that"
+            f"{NUM_THREADS_KEY}={threads}, but the run used {resumed_threads} so far: metrics may differ "
+            f"in the last bits from those of an uninterrupted run; "
+            f"{NUM_THREADS_KEY}={resumed_threads} avoids that"
         )
-    if warn and trainer.num_threads is None and (warning := busy_warning(count, trainer.device)):
+    if warn and trainer.num_threads is None and (warning := busy_warning(threads, trainer.device)):
         screen().line(warning)
-    return replace(config, NUM_THREADS_KEY, count), count
+    return replace(config, NUM_THREADS_KEY, threads), threads
 
 
-def busy_warning(count: int, device: str) -> str | None:
-    """Return a warning if `count` threads are slower than one because other programs use the cores."""
-    if count == 1 or uses_gpu(device) or (ratio := slowdown(count)) < MIN_SLOWDOWN:
+def busy_warning(threads: int, device: str) -> str | None:
+    """Returns a warning if `threads` threads are slower than one because other programs use the cores."""
+    if threads == 1 or uses_gpu(device) or (ratio := slowdown(threads)) < MIN_SLOWDOWN:
         return None
     cores, load = usable_cores(), load_average()
-    free = 1 if load is None else max(1, min(count - 1, cores - round(load)))
+    suggested_threads = 1 if load is None else max(1, min(threads - 1, cores - round(load)))
     load_note = "" if load is None else f" (load average {load:.1f} on {cores} cores)"
     return (
-        f"{count} threads are {ratio:.1f} times slower than one here: other programs use the "
-        f"cores{load_note}; set {NUM_THREADS_KEY}={free}"
+        f"{threads} threads are {ratio:.1f} times slower than one here: other programs use the "
+        f"cores{load_note}; set {NUM_THREADS_KEY}={suggested_threads}"
     )
 
 
 def _threads_of_resumed_run(trainer: Block) -> int | None:
-    """Return the number of threads in the config of the resumed run, if there is one."""
+    """Returns the number of threads in the config of the resumed run, if there is one."""
     mode, path = trainer.get("resume_mode", "disable"), trainer.get("resume_from_path", "")
     if mode == "disable":
         return None
@@ -64,14 +65,14 @@ def _threads_of_resumed_run(trainer: Block) -> int | None:
     if mode == "auto" and not run.checkpoints():
         return None
     try:
-        count = run.read_config()["trainer"]["num_threads"]
+        threads = run.read_config()["trainer"]["num_threads"]
     except (OSError, ValueError, YAMLError, KeyError, TypeError, RecursionError):
         return None  # loading the checkpoint reports an invalid config
-    return count if isinstance(count, int) and count > 0 else None
+    return threads if isinstance(threads, int) and threads > 0 else None
 
 
 def uses_gpu(device: str) -> bool:
-    """Return whether `trainer.device` is a GPU; `auto` uses one if available."""
+    """Returns whether `device` (`trainer.device`) selects a GPU; `auto` does if one is available."""
     if device != "auto":
         return device == "cuda"
     import torch

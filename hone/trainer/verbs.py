@@ -1,4 +1,4 @@
-"""Declares subcommands of `hone`, and those of `hone data`."""
+"""Declares a subcommand of `hone`, and the subcommands of `hone data`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Options: TypeAlias = argparse.Namespace
 def add_verb(
     verbs: Verbs, name: str, run: Callable[[Options, list[str]], int | None], text: str
 ) -> Parser:
-    """Add a subcommand; `run` receives its options and the remaining arguments."""
+    """Adds a subcommand; `run` receives its options and the remaining arguments."""
     parser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     return parser
 
 
 def print_text(text: str) -> None:
-    """Print the output of a subcommand, one or more lines."""
+    """Prints the output of a subcommand, which may have several lines."""
     from hone.tracking.console import screen
 
     screen().line(text.rstrip("\n"))
 
 
 def add_data_verbs(verbs: Verbs) -> None:
-    """Declare the subcommands of `hone data`."""
+    """Declares the subcommands of `hone data`."""
     data = verbs.add_parser("data", help="prepare or check data files")
     data_verbs = data.add_subparsers(dest="what", metavar="VERB", required=True)
     text = "write a data set's parquet files"
@@ -49,7 +49,7 @@ def add_data_verbs(verbs: Verbs) -> None:
         allow_abbrev=False,
     )
     prepare.set_defaults(run=_data_prepare, takes_more=True, own_parser=prepare)
-    prepare.add_argument("name", nargs="?", help="the data set; none lists them")
+    prepare.add_argument("name", nargs="?", help="the data set; without it, all are listed")
     check = add_verb(data_verbs, "check", _data_check, "what is in a file, and what would go wrong")
     check.add_argument("files", nargs="+", metavar="FILE")
     check.add_argument(
@@ -66,20 +66,22 @@ def add_data_verbs(verbs: Verbs) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="an agent loop of your own that rows may name (repeat for more)",
+        help="an agent loop of your own that rows may name; may be repeated",
     )
 
     show = add_verb(data_verbs, "show", _data_show, "rows as the model will see them")
     show.add_argument("file", metavar="FILE")
     show.add_argument(
-        "--rows", metavar="LIST", help="which, as in 0,3-5; the first three if left out"
+        "--rows", metavar="LIST", help="row numbers, as in 0,3-5 (default: the first three)"
     )
     show.add_argument("--tools", metavar="FILE", help="tools of the run, a YAML list or a .py file")
     _add_rendering_options(show)
 
 
 def _add_rendering_options(parser: Parser) -> None:
-    parser.add_argument("--tokenizer", metavar="MODEL", help="render and count with its tokenizer")
+    parser.add_argument(
+        "--tokenizer", metavar="MODEL", help="render prompts and count tokens with its tokenizer"
+    )
     parser.add_argument("--prompt-key", metavar="COLUMN", help="the prompt's column (prompt)")
     parser.add_argument("--prompt-format", choices=("chat", "raw"), help="as data.prompt_format")
 
@@ -92,15 +94,15 @@ def _data_prepare(options: Options, rest: list[str]) -> None:
     elif options.name is None and rest:
         options.own_parser.error(f"{rest[0]}: name the data set first")
     elif options.name is None:
-        width = max(map(len, RECIPES))
-        print_text("\n".join(f"{name:<{width}}  {r.summary}" for name, r in RECIPES.items()))
+        name_width = max(map(len, RECIPES))
+        print_text("\n".join(f"{name:<{name_width}}  {r.summary}" for name, r in RECIPES.items()))
     else:
         program = f"hone data prepare {options.name}"
         print_text(str(prepare_from_arguments(options.name, rest, program)))
 
 
 def _tokenizer_and_config(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
-    """Return the tokenizer and the data settings of a subcommand's options."""
+    """Returns the tokenizer and the data settings of a subcommand's options."""
     from dataclasses import replace
 
     from hone.config.data import DataConfig

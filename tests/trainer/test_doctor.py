@@ -9,7 +9,7 @@ import pytest
 from hone import sandbox
 from hone.sandbox import Check, SandboxError
 from hone.trainer import doctor
-from hone.trainer.doctor import State, examine, report, training_step
+from hone.trainer.doctor import State, examine, report, run_training_step
 
 
 def findings(**kwargs: bool) -> dict[str, doctor.Finding]:
@@ -41,7 +41,7 @@ def test_a_missing_requirement_fails_the_examination(monkeypatch: pytest.MonkeyP
 
 
 def test_the_training_step_trains() -> None:
-    message = training_step()
+    message = run_training_step()
     norm = float(message.rpartition(" ")[2])
     assert norm > 0
 
@@ -50,7 +50,7 @@ def test_a_step_that_fails_is_reported_and_not_raised(monkeypatch: pytest.Monkey
     def broken() -> str:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(doctor, "training_step", broken)
+    monkeypatch.setattr(doctor, "run_training_step", broken)
     monkeypatch.setattr(sandbox, "self_test", list)
     lines: list[str] = []
     assert report(lines.append) == 1
@@ -59,7 +59,7 @@ def test_a_step_that_fails_is_reported_and_not_raised(monkeypatch: pytest.Monkey
 
 
 def test_a_step_that_works_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "training_step", lambda: "0.1 s: fine")
+    monkeypatch.setattr(doctor, "run_training_step", lambda: "0.1 s: fine")
     monkeypatch.setattr(sandbox, "self_test", list)
     result = findings(self_test=True)["one GRPO step of a tiny model"]
     assert (result.section, result.state, result.detail) == ("self-test", State.FINE, "0.1 s: fine")
@@ -73,7 +73,7 @@ def test_attacks_that_got_through_are_named_and_fail_the_examination(
         Check("read a file", True, "refused"),
         Check("open a socket", False, "connected to 1.2.3.4"),
     ]
-    monkeypatch.setattr(doctor, "training_step", lambda: "fine")
+    monkeypatch.setattr(doctor, "run_training_step", lambda: "fine")
     monkeypatch.setattr(sandbox, "self_test", lambda: checks)
     printed: list[str] = []
     assert report(printed.append) == 1
@@ -89,7 +89,7 @@ def test_a_sandbox_that_cannot_run_is_missing_and_not_broken(
     def absent() -> list[Check]:
         raise SandboxError("no bubblewrap")
 
-    monkeypatch.setattr(doctor, "training_step", lambda: "fine")
+    monkeypatch.setattr(doctor, "run_training_step", lambda: "fine")
     monkeypatch.setattr(sandbox, "self_test", absent)
     result = findings(self_test=True)["self-test"]
     assert result.state is State.MISSING

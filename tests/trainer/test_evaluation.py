@@ -24,10 +24,10 @@ from hone.trainer.evaluation import (
     Estimate,
     Evaluation,
     EvaluationError,
-    answer_of,
+    bootstrap_estimates,
     evaluate,
-    intervals,
-    summarise,
+    extract_answer,
+    summarize,
     votes,
 )
 
@@ -66,7 +66,7 @@ def test_rows_are_scored_by_their_source_without_a_function_of_the_users(tmp_pat
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
     scores = [1.0, 0.0, 0.0, 1.0, 0.0]
-    result = summarise([Attempts("s", scores, list("abcde"))], METRICS)["s"]
+    result = summarize([Attempts("s", scores, list("abcde"))], METRICS)["s"]
     for k in (1, 2, 4, 5):
         subsets = list(itertools.combinations(scores, k))
         expected = sum(max(subset) for subset in subsets) / len(subsets)
@@ -75,15 +75,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
 
 def test_majority_follows_the_most_frequent_answer_not_the_best() -> None:
     attempt = Attempts("s", [1.0, 0.0, 0.0], ["right", "wrong", "wrong"])
-    metrics = summarise([attempt], METRICS)["s"].metrics
+    metrics = summarize([attempt], METRICS)["s"].metrics
     assert metrics["maj@3"].value == 0.0
     assert metrics["best@3"].value == 1.0
 
 
 def test_correct_from_decides_what_passes_but_not_the_mean(tmp_path: Path) -> None:
     attempt = Attempts("s", [0.1, 0.6], ["a", "b"])
-    strict = summarise([attempt], METRICS)["s"].metrics
-    lenient = summarise([attempt], EvaluationMetricsConfig(correct_from=0.5))["s"].metrics
+    strict = summarize([attempt], METRICS)["s"].metrics
+    lenient = summarize([attempt], EvaluationMetricsConfig(correct_from=0.5))["s"].metrics
     assert (strict["pass@2"].value, lenient["pass@2"].value) == (0.0, 1.0)
     assert strict["mean"].value == lenient["mean"].value == pytest.approx(0.35)
 
@@ -91,12 +91,12 @@ def test_correct_from_decides_what_passes_but_not_the_mean(tmp_path: Path) -> No
 def test_intervals_hold_the_mean_and_narrow_with_rows() -> None:
     values = np.random.default_rng(0).random(400).tolist()
     config = EvaluationMetricsConfig(bootstrap_samples=400)
-    wide, narrow = (intervals({"m": values[:n]}, config)["m"] for n in (25, 400))
+    wide, narrow = (bootstrap_estimates({"m": values[:n]}, config)["m"] for n in (25, 400))
     (low, high), (nearer_low, nearer_high) = ends(wide), ends(narrow)
     assert low < wide.value < high
     assert nearer_low < narrow.value < nearer_high
     assert high - low > 2 * (nearer_high - nearer_low)
-    assert intervals({"m": values}, config) == intervals({"m": values}, config)
+    assert bootstrap_estimates({"m": values}, config) == bootstrap_estimates({"m": values}, config)
 
 
 @pytest.mark.parametrize(("confidence", "errors"), [(0.95, 1.960), (0.5, 0.6745)])
@@ -104,7 +104,7 @@ def test_the_interval_is_as_wide_as_its_confidence_says(confidence: float, error
     """The tails are cut on both sides: a 90 % interval, of 1.645 standard errors, is not taken for 95 %."""
     values = np.random.default_rng(0).random(400)
     config = EvaluationMetricsConfig(bootstrap_samples=3000, confidence=confidence)
-    estimate = intervals({"m": values.tolist()}, config)["m"]
+    estimate = bootstrap_estimates({"m": values.tolist()}, config)["m"]
     (low, high), half = ends(estimate), errors * float(values.std()) / 20
     assert high - estimate.value == pytest.approx(half, rel=0.06)
     assert estimate.value - low == pytest.approx(half, rel=0.06)
@@ -122,7 +122,7 @@ def test_rows_all_wrong_or_all_right_get_the_exact_binomial_bound(
 ) -> None:
     """At the bound, so many rows alike have the probability of one tail."""
     config = EvaluationMetricsConfig(bootstrap_samples=20, confidence=confidence)
-    result = intervals({"wrong": [0.0] * rows, "right": [1.0] * rows}, config)
+    result = bootstrap_estimates({"wrong": [0.0] * rows, "right": [1.0] * rows}, config)
     (low, high), tail = ends(result["wrong"]), (1 - confidence) / 2
     assert low == 0.0
     assert (1 - high) ** rows == pytest.approx(tail)
@@ -132,7 +132,9 @@ def test_rows_all_wrong_or_all_right_get_the_exact_binomial_bound(
 
 def test_the_bound_of_eight_rows_is_the_tables() -> None:
     """Clopper-Pearson, 95 %, 0 of 8: 0 to 0.3694."""
-    assert ends(intervals({"m": [0.0] * 8}, METRICS)["m"]) == pytest.approx((0, 0.3694), abs=5e-5)
+    assert ends(bootstrap_estimates({"m": [0.0] * 8}, METRICS)["m"]) == pytest.approx(
+        (0, 0.3694), abs=5e-5
+    )
 
 
 def test_rows_all_alike_between_have_no_interval(
@@ -151,7 +153,7 @@ def test_rows_all_alike_between_have_no_interval(
 
 def test_a_source_called_all_keeps_its_line_beside_the_total(tmp_path: Path) -> None:
     attempts = [Attempts("all", [1.0], ["x"]), Attempts("b", [0.0], ["x"])]
-    results = summarise(attempts, METRICS, {"all": {"timeout": 1}})
+    results = summarize(attempts, METRICS, {"all": {"timeout": 1}})
     assert {name: result.metrics["mean"].value for name, result in results.items()} == {
         "all": 1.0,
         "b": 0.0,
@@ -162,7 +164,7 @@ def test_a_source_called_all_keeps_its_line_beside_the_total(tmp_path: Path) -> 
 
 
 def test_the_total_is_no_test_score() -> None:
-    results = summarise([Attempts("a", [1.0], ["x"]), Attempts("b", [0.0], ["x"])], METRICS)
+    results = summarize([Attempts("a", [1.0], ["x"]), Attempts("b", [0.0], ["x"])], METRICS)
     assert list(results) == ["a", "b", "all"]
     assert "test_score/all" not in Evaluation(results, []).as_dict()
 
@@ -192,7 +194,7 @@ def test_the_rows_are_grouped_in_one_pass_and_votes_drawn_once(
     rows = [
         Counted("s", [float(i % 3 == 0) for i in range(32)], list(range(32))) for _ in range(30)
     ]
-    result = summarise(rows, EvaluationMetricsConfig(bootstrap_samples=1))["s"]
+    result = summarize(rows, EvaluationMetricsConfig(bootstrap_samples=1))["s"]
     at_n._subsets.cache_clear()
     assert result.metrics["maj@32"].value == pytest.approx(11 / 32)  # 32 answers tie
     assert len(calls) < 100  # 30 rows; one group a row would read it 900 times
@@ -201,7 +203,7 @@ def test_the_rows_are_grouped_in_one_pass_and_votes_drawn_once(
 
 def test_responses_stay_together_when_rows_are_resampled() -> None:
     attempts = [Attempts("s", [float(i % 2)] * 8, list("aaaaaaaa")) for i in range(10)]
-    low, high = ends(summarise(attempts, METRICS)["s"].metrics["mean"])
+    low, high = ends(summarize(attempts, METRICS)["s"].metrics["mean"])
     assert high - low > 0.3  # eighty independent responses would give 0.2
 
 
@@ -217,7 +219,7 @@ def test_responses_stay_together_when_rows_are_resampled() -> None:
     ],
 )
 def test_the_answer_of_a_response(text: str, answer: str | None) -> None:
-    assert answer_of(text) == answer
+    assert extract_answer(text) == answer
 
 
 def test_a_users_function_scores_and_its_failures_are_counted(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_a_missing_ground_truth_is_a_failure_that_is_told(
     output = " ".join(capsys.readouterr().out.split())
     assert result.failures == {"no_ground_truth": 2}
     assert result.metrics["mean"].value == pytest.approx(2 / 3)
-    assert "2 responses could not be scored (no_ground_truth); they count 0" in output
+    assert "2 responses could not be scored (no_ground_truth); they count as 0" in output
     assert "responses.jsonl, row 1: reward_model.ground_truth is null" in output
 
 

@@ -126,7 +126,7 @@ def test_parts_of_another_job_are_left_alone_and_named(
     rows = read(other.run())
     assert rows[0]["responses"] != ["stale"]
     assert str(first.files.folder) in caplog.text
-    assert 0 in first.files.finished()
+    assert 0 in first.files.finished_columns()
 
 
 def test_another_kind_of_output_keeps_the_work(settings: list[str], tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_ranks_share_the_rows_and_write_what_one_rank_writes(settings: list[str]
 
     second = generation(settings, Together(rank=1, world_size=2))
     second.run()
-    assert sorted(second.files.finished()) == [1, 3, 5]
+    assert sorted(second.files.finished_columns()) == [1, 3, 5]
     # With rank 1's rows done, rank 0 of another size finishes the rest.
     assert generation(settings).run().read_bytes() == expected
 
@@ -283,7 +283,7 @@ def test_a_signal_keeps_what_has_started_and_the_next_run_finishes(
     with pytest.raises(SystemExit) as caught:
         job.run()
     assert caught.value.code == code
-    assert 0 < len(job.files.finished()) < COUNT
+    assert 0 < len(job.files.finished_columns()) < COUNT
     assert generation(settings).run().read_bytes() == expected
 
 
@@ -345,7 +345,7 @@ def test_a_finished_job_says_so_and_draws_nothing_again(
     first = generation([*settings, "data.max_samples=1"])
     expected = first.run().read_bytes()
     repeated = generation([*settings, "data.max_samples=1", "data.batch_size=1"])
-    monkeypatch.setattr(repeated, "_generate", lambda rows: pytest.fail("it draws"))
+    monkeypatch.setattr(repeated, "_generate_rows", lambda rows: pytest.fail("it draws"))
     screen.cache_clear()
     assert repeated.run().read_bytes() == expected
     screen.cache_clear()

@@ -154,7 +154,7 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_try_again(hub: Hub, 
     hub.refuses = True
     done = exported(run, "--push", "team/model", HF_ENDPOINT=hub.url)
     assert done.returncode == 2
-    assert "says 403 Forbidden" in done.stderr
+    assert "answered 403 Forbidden" in done.stderr
     assert "`hf upload team/model out` tries again" in done.stderr
     assert (run / "out" / "config.json").is_file()
     assert TOKEN not in done.stdout + done.stderr

@@ -254,7 +254,7 @@ def test_a_run_that_is_stopped_at_once_says_what_is_saved(
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ("generation", "responses that had ended are kept, and the same command goes on"),
+        ("generation", "finished responses are kept, and the same command generates"),
         ("evaluation", "nothing was written"),
     ],
 )

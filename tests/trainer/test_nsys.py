@@ -34,7 +34,7 @@ def test_a_program_starts_again_under_nsys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nsys_path", "message"), [(None, "nsys is not on PATH"), ("x", "start Python")]
+    ("nsys_path", "message"), [(None, "nsys is not on PATH"), ("x", "start your Python program")]
 )
 def test_without_nsys_or_in_a_callers_process_a_line_says_that_nothing_is_recorded(
     nsys_path: str | None,

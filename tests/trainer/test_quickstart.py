@@ -118,7 +118,7 @@ def test_the_run_of_ones_own_that_it_proposes_starts_as_printed(
     quickstart.write_data(
         {name: folder / file for name, file in quickstart.DATA_FILES.items()}, seed=1
     )
-    quickstart.build_base_policy(folder / quickstart.BASE, seed=1, threads=1)
+    quickstart.build_base_policy(folder / quickstart.BASE_FOLDER, seed=1, threads=1)
     program, *words = words_of(quickstart.next_commands(folder)[-1])
     assert program == "hone"
     assert cli.main([*words, "trainer.total_training_steps=1", "data.val_max_samples=4"]) == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hone.tracking import read_metrics
-from hone.trainer.ranks import LAUNCHER_PID, launch
+from hone.trainer.ranks import LAUNCHER_PID_VARIABLE, launch
 
 from .around_fixtures import sft_settings, tiny_model
 
@@ -137,7 +137,7 @@ def test_ranks_die_with_their_launcher(launched: Callable[[str], Launched]) -> N
 
 def test_a_rank_whose_launcher_is_dead_already_ends(tmp_path: Path) -> None:
     program = "from hone.trainer.ranks import die_with_launcher as d; d(); print('alive')"
-    environment = {**os.environ, LAUNCHER_PID: "1"}
+    environment = {**os.environ, LAUNCHER_PID_VARIABLE: "1"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
     assert (done.returncode, done.stdout) == (137, b"")
 

@@ -50,9 +50,9 @@ def test_the_threshold_is_the_one_with_the_highest_f1() -> None:
 
 
 def test_wilsons_interval_and_the_area_under_the_curve() -> None:
-    share = metrics.wilson(8, 10)
+    share = metrics.wilson_estimate(8, 10)
     assert (share.value, share.low, share.high) == pytest.approx((0.8, 0.4901625, 0.9433178))
-    assert metrics.wilson(0, 0).low is None
+    assert metrics.wilson_estimate(0, 0).low is None
     scores, good = np.array([0.1, 0.4, 0.4, 0.8]), np.array([False, False, True, True])
     assert metrics.area_under_curve(scores, good) == pytest.approx((2 + 1.5) / 4)
     assert metrics.area_under_curve(scores, np.ones(4, dtype=bool)) is None
@@ -67,8 +67,8 @@ def test_the_interval_of_f1_contains_it_and_narrows_with_more_solutions() -> Non
 
 
 def test_the_best_of_n_and_weighted_votes() -> None:
-    assert metrics.best_of([0.0, 1.0, 0.0], [0.1, 0.9, 0.3]) == 1.0
-    assert metrics.best_of([0.0, 1.0], [0.5, 0.5]) == 0.5
+    assert metrics.best_of_n_score([0.0, 1.0, 0.0], [0.1, 0.9, 0.3]) == 1.0
+    assert metrics.best_of_n_score([0.0, 1.0], [0.5, 0.5]) == 0.5
     votes = ["3", "3", "2", None]
     scores = [0.0, 0.0, 1.0, 0.0]
     assert metrics.weighted_vote(scores, votes, [1, 1, 1, 1]) == 0.0

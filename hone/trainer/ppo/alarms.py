@@ -2,8 +2,8 @@
 
 A rule compares the last `patience` steps with up to `window` steps before them (the reference). It raises
 an alarm if each of the last steps differs from the median of the reference by more than the threshold, and
-by more than `deviations` times the scaled median absolute deviation. It does not if the true score has
-risen to its highest value as well, since that is learning.
+by more than `deviations` times the scaled median absolute deviation. It raises no alarm if the true
+score has also risen to its highest value, since the policy is then learning.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hone.tracking import RunFolder
 
 log = logging.getLogger(__name__)
 
-TRUE_SCORE = "group_info/avg_n/whole_batch/mean"
-"""Share of correct responses; without a rule, the newest core metric of a validation is used."""
+TRUE_SCORE_METRIC = "group_info/avg_n/whole_batch/mean"
+"""The share of correct responses. If a step does not have it, the step's validation score is used."""
 MIN_LEARNING_RISE, SCORE_TOLERANCE = 0.05, 0.02
 MAD_SCALE = 1.4826
-"""The median absolute deviation times this is the standard deviation of normal values."""
+"""The standard deviation of a normal distribution divided by its median absolute deviation."""
 
 
 class AlarmsRaised(RuntimeError):
@@ -42,18 +42,18 @@ class AlarmsState(TypedDict):
 
 @dataclass(frozen=True)
 class Rule:
-    """One sign of reward hacking: a metric, how the threshold bounds it, and a description."""
+    """One sign of reward hacking: a metric, the kind of its bound, and a description."""
 
     metrics: tuple[str, ...]
     """Alternative names of the metric; the first that a step has is read."""
-    bound: str
-    """A key of `_BOUNDS`: a rise or fall by the threshold or by that factor, or a fall to the threshold."""
-    meaning: str
+    bound_name: str
+    """A key of `_BOUNDS`, which computes the bound from the median and the threshold."""
+    description: str
     min_value: float = -math.inf
-    """Values up to this one raise no alarm."""
+    """Values that do not exceed this one raise no alarm."""
     needs_true_score: bool = False
-    """Whether the rule applies only if the true score is known; it then compares with the older half of
-    the reference, since a policy drifts slowly."""
+    """Whether the rule applies only if the true score is known. Such a rule compares with the older half of
+    the reference, since the metric drifts slowly."""
 
 
 _BOUNDS: dict[str, Callable[[float, float], float]] = {
@@ -63,7 +63,7 @@ _BOUNDS: dict[str, Callable[[float, float], float]] = {
     "fall by factor": lambda median, threshold: median / threshold,
     "fall to": lambda median, threshold: threshold,
 }
-_STEPS, _LENGTH = "num_of_steps", "response_length/mean"
+_STEPS_METRIC, _LENGTH_METRIC = "num_of_steps", "response_length/mean"
 RULES = {
     "repetition": Rule(
         ("high_level_scores/repeat_score/mean",), "rise", "responses repeat themselves"
@@ -73,9 +73,11 @@ RULES = {
         "rise",
         "responses are full of reflection phrases",
     ),
-    "few_steps": Rule((f"{_STEPS}/mean",), "fall to", "responses have a single step"),
-    "many_steps": Rule((f"{_STEPS}/mean",), "rise by factor", "the number of steps explodes"),
-    "long_steps": Rule((f"{_STEPS}/tokens_per_step",), "rise by factor", "steps grow"),
+    "few_steps": Rule((f"{_STEPS_METRIC}/mean",), "fall to", "responses have a single step"),
+    "many_steps": Rule(
+        (f"{_STEPS_METRIC}/mean",), "rise by factor", "the number of steps explodes"
+    ),
+    "long_steps": Rule((f"{_STEPS_METRIC}/tokens_per_step",), "rise by factor", "steps grow"),
     "disagreement": Rule(
         ("instant_rewards/orm_match_vr",), "fall", "the reward model agrees less with the rule"
     ),
@@ -91,8 +93,8 @@ RULES = {
         "the reward model's reward jumps and the true score does not rise",
         needs_true_score=True,
     ),
-    "short_responses": Rule((_LENGTH,), "fall by factor", "responses get short"),
-    "long_responses": Rule((_LENGTH,), "rise by factor", "responses get long"),
+    "short_responses": Rule((_LENGTH_METRIC,), "fall by factor", "responses get short"),
+    "long_responses": Rule((_LENGTH_METRIC,), "rise by factor", "responses get long"),
 }
 
 
@@ -103,63 +105,67 @@ class Alarms:
         self.config, self._run = config, run
         self._rules = {name: rule for name, rule in RULES.items() if config[name] is not None}
         self._history: dict[str, list[float]] = {}
-        self._raised: list[str] = []
-        self._protected: list[int] = []
+        self._raised_alarms: list[str] = []
+        self._protected_steps: list[int] = []
         self._stop_message = ""
 
     def observe(self, metrics: Mapping[str, float], step: int) -> dict[str, float]:
-        """Add a step to the history, act on new alarms, and return the alarms as metrics."""
+        """Adds a step to the history, applies the action to new alarms, and returns the alarms as metrics."""
         if not self.config.enable:
             return {}
-        self._record(TRUE_SCORE, _true_score(metrics))
+        self._record(TRUE_SCORE_METRIC, _true_score(metrics))
         is_learning, raised = self._is_learning(), []
         for name, rule in self._rules.items():
             value = next((metrics[key] for key in rule.metrics if key in metrics), None)
             self._record(name, value)
             if self._is_raised(name, rule) and not is_learning:
                 raised.append(name)
-                if name not in self._raised:
+                if name not in self._raised_alarms:
                     self._apply_action(
                         f"step {step}: alarm {name}: {self._describe(name, rule)}", step
                     )
-        self._raised = raised
+        self._raised_alarms = raised
         return {"alarms/raised": len(raised)} | {f"alarms/{name}": 1.0 for name in raised}
 
-    def raise_if_due(self) -> None:
-        """Stop the run if an alarm was raised and the action is to stop."""
+    def raise_if_stopped(self) -> None:
+        """Raises an error if an alarm was raised and the action is `stop`."""
         if self._stop_message:
             raise AlarmsRaised(self._stop_message)
 
     def protected_steps(self, step: int) -> list[int]:
-        """Return the steps of checkpoints that must be kept: those from before an alarm, and the one that
-        an alarm at the next step would need."""
+        """Returns the steps of checkpoints that must not be deleted: those from before an alarm, and the one
+        that an alarm at the next step would need."""
         if not self.config.enable or self.config.action == "warn":
             return []
-        return [*self._protected, *self._newest_checkpoint(step - self.config.patience)]
+        return [*self._protected_steps, *self._newest_checkpoint_up_to(step - self.config.patience)]
 
     def state_dict(self) -> AlarmsState:
-        return {"history": self._history, "raised": self._raised, "kept": self._protected}
+        return {
+            "history": self._history,
+            "raised": self._raised_alarms,
+            "kept": self._protected_steps,
+        }
 
     def load_state_dict(self, state: AlarmsState | None) -> None:
-        """Restore the state; a checkpoint written without alarms has none."""
+        """Restores the state, which is None in a checkpoint that was written without alarms."""
         if state is not None:
             self._history = {name: list(values) for name, values in state["history"].items()}
-            self._raised, self._protected = list(state["raised"]), list(state["kept"])
+            self._raised_alarms, self._protected_steps = list(state["raised"]), list(state["kept"])
 
-    def _newest_checkpoint(self, step: int) -> list[int]:
-        """Return the newest checkpoint up to a step, if there is one."""
+    def _newest_checkpoint_up_to(self, step: int) -> list[int]:
+        """Returns a list with the step of the newest checkpoint up to `step`; empty if there is none."""
         return [number for number, _ in self._run.checkpoints() if number <= step][-1:]
 
     def _apply_action(self, message: str, step: int) -> None:
         # The first of the `patience` steps was generated with the weights of the step before it.
-        before = self._newest_checkpoint(step - self.config.patience - 1)
-        if before:
-            message += f"; {self._run.checkpoint(before[0])} is from before it"
+        earlier_steps = self._newest_checkpoint_up_to(step - self.config.patience - 1)
+        if earlier_steps:
+            message += f"; {self._run.checkpoint(earlier_steps[0])} is from before it"
         else:
             message += "; no checkpoint from before it was saved (trainer.save_freq)"
         log.warning("%s", message)
         if self.config.action != "warn":
-            self._protected = sorted({*self._protected, *before})
+            self._protected_steps = sorted({*self._protected_steps, *earlier_steps})
         if self.config.action == "stop":
             self._stop_message = message
 
@@ -170,53 +176,56 @@ class Alarms:
             del values[: -self.config.window - self.config.patience]
 
     def _reference_and_recent(self, name: str) -> tuple[list[float], list[float]] | None:
-        """Return the reference and the last `patience` values of a metric; None if there are too few."""
+        """Returns the reference and the last `patience` values of a metric; None if there are too few."""
         values, patience = self._history.get(name, []), self.config.patience
         if len(values) < self.config.min_history + patience:
             return None
         return values[:-patience], values[-patience:]
 
     def _is_raised(self, name: str, rule: Rule) -> bool:
-        parts, true_score = self._reference_and_recent(name), self._reference_and_recent(TRUE_SCORE)
+        values = self._reference_and_recent(name)
+        true_scores = self._reference_and_recent(TRUE_SCORE_METRIC)
         # A true score that is always 0 means that the data have no rule.
-        has_true_score = true_score is not None and any(self._history[TRUE_SCORE])
-        if parts is None or (rule.needs_true_score and not has_true_score):
+        has_true_score = true_scores is not None and any(self._history[TRUE_SCORE_METRIC])
+        if values is None or (rule.needs_true_score and not has_true_score):
             return False
-        reference, recent = parts
+        reference, recent_values = values
         if rule.needs_true_score:
             reference = reference[: (len(reference) + 1) // 2]
         threshold, centre = self.config[name], median(reference)
-        distance = self.config.deviations * scaled_mad(reference)
-        bound = _BOUNDS[rule.bound](centre, threshold)
-        if rule.bound.startswith("rise"):
-            return min(recent) > max(bound, centre + distance, rule.min_value)
-        return max(recent) < min(bound, centre - distance)
+        noise_distance = self.config.deviations * scaled_mad(reference)
+        bound = _BOUNDS[rule.bound_name](centre, threshold)
+        if rule.bound_name.startswith("rise"):
+            return min(recent_values) > max(bound, centre + noise_distance, rule.min_value)
+        return max(recent_values) < min(bound, centre - noise_distance)
 
     def _is_learning(self) -> bool:
-        """Return whether the true score has risen and, within its noise, is at its highest."""
-        parts = self._reference_and_recent(TRUE_SCORE)
-        if parts is None:
+        """Returns whether the true score has risen and is, within its noise, at its highest value."""
+        values = self._reference_and_recent(TRUE_SCORE_METRIC)
+        if values is None:
             return False
-        (reference, recent), width = parts, self.config.patience
-        smoothed = [median(reference[i : i + width]) for i in range(len(reference) - width + 1)]
+        (reference, recent_values), patience = values, self.config.patience
+        smoothed_scores = [
+            median(reference[i : i + patience]) for i in range(len(reference) - patience + 1)
+        ]
         changes = [b - a for a, b in pairwise(reference)]
         noise = scaled_mad(changes) / math.sqrt(2)
-        now, highest = median(recent), max(smoothed, default=max(reference))
-        return now >= median(reference) + MIN_LEARNING_RISE and now >= highest - max(
-            noise, SCORE_TOLERANCE
-        )
+        current_score = median(recent_values)
+        has_risen = current_score >= median(reference) + MIN_LEARNING_RISE
+        highest_score = max(smoothed_scores, default=max(reference))
+        return has_risen and current_score >= highest_score - max(noise, SCORE_TOLERANCE)
 
     def _describe(self, name: str, rule: Rule) -> str:
-        *reference, now = self._history[name]
+        *reference, current = self._history[name]
         return (
-            f"{rule.meaning} ({' or '.join(rule.metrics)} is {now:.4g}, its median over the "
+            f"{rule.description} ({' or '.join(rule.metrics)} is {current:.4g}, its median over the "
             f"{len(reference)} steps before was {median(reference):.4g}); trainer.alarms.{name}=null "
             "switches it off"
         )
 
 
 def scaled_mad(values: Sequence[float]) -> float:
-    """Return the scaled median absolute deviation; 0 without values."""
+    """Returns the scaled median absolute deviation; 0 without values."""
     if not values:
         return 0.0
     centre = median(values)
@@ -224,7 +233,9 @@ def scaled_mad(values: Sequence[float]) -> float:
 
 
 def _true_score(metrics: Mapping[str, float]) -> float | None:
-    if TRUE_SCORE in metrics:
-        return metrics[TRUE_SCORE]
-    validation = [v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k]
-    return sum(validation) / len(validation) if validation else None
+    if TRUE_SCORE_METRIC in metrics:
+        return metrics[TRUE_SCORE_METRIC]
+    validation_scores = [
+        v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k
+    ]
+    return sum(validation_scores) / len(validation_scores) if validation_scores else None

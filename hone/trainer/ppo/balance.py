@@ -1,7 +1,7 @@
 """Reorders rows so that each rank gets its part of every mini-batch, balanced by length if configured.
 
-`step_row`, the number of the row or of its trajectory, is written before the rows are reordered. It assigns
-rows to mini-batches, so the updates are the same as with one rank.
+The column `step_row`, the index of the row or of its trajectory, is written before the rows are reordered. It
+assigns rows to mini-batches, so the updates are the same as with one rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hone.protocol import DataProto
 
 
 def check_divisible(config: PPOTrainerConfig, ranks: int) -> None:
-    """Raise an error if a mini-batch is not divisible by the number of data-parallel ranks."""
+    """Raises an error if a mini-batch is not divisible by the number of data-parallel ranks."""
     if problems := list(uneven_batches(config, ranks)):
         raise ConfigError(problems)
 
@@ -29,13 +29,17 @@ def check_divisible(config: PPOTrainerConfig, ranks: int) -> None:
 def balance(
     batch: DataProto, *, ranks: int, rows_per_update: Sequence[int], by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
-    """Reorder rows so that each rank's contiguous part holds its part of every role's mini-batches."""
-    numbers = trajectory_numbers(batch)
-    write(batch, "step_row", torch.arange(len(batch)) if numbers is None else numbers)
+    """Reorders rows so that the contiguous rows of a rank are its part of every role's mini-batches."""
+    trajectory_indices = trajectory_numbers(batch)
+    write(
+        batch,
+        "step_row",
+        torch.arange(len(batch)) if trajectory_indices is None else trajectory_indices,
+    )
     lengths = batch.batch["attention_mask"].sum(1)
-    if numbers is not None and ranks > 1:
-        # A mini-batch is a number of trajectories; its rows go to the ranks in turn, longest first.
-        update_numbers = numbers // min(rows_per_update)
+    if trajectory_indices is not None and ranks > 1:
+        # A mini-batch has a fixed number of trajectories; its rows go to the ranks in turn, longest first.
+        update_numbers = trajectory_indices // min(rows_per_update)
         rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
         return batch.select_idxs(torch.cat([rows[rank::ranks] for rank in range(ranks)])), {}
     if ranks == 1 or len(batch) % ranks:
@@ -50,16 +54,17 @@ def balance(
             row_list += rows[part].tolist()
     order = [row for row_list in rank_rows for row in row_list]
     rows_per_rank = len(batch) // ranks
-    unbalanced = [range(i * rows_per_rank, (i + 1) * rows_per_rank) for i in range(ranks)]
-    before, after = (
-        [float(lengths[list(r)].sum()) for r in parts] for parts in (unbalanced, rank_rows)
+    contiguous_parts = [range(i * rows_per_rank, (i + 1) * rows_per_rank) for i in range(ranks)]
+    tokens_before, tokens_after = (
+        [float(lengths[list(part_rows)].sum()) for part_rows in parts]
+        for parts in (contiguous_parts, rank_rows)
     )
     metrics = {
-        "global_seqlen/min": min(before),
-        "global_seqlen/max": max(before),
-        "global_seqlen/minmax_diff": max(before) - min(before),
-        "global_seqlen/balanced_min": min(after),
-        "global_seqlen/balanced_max": max(after),
+        "global_seqlen/min": min(tokens_before),
+        "global_seqlen/max": max(tokens_before),
+        "global_seqlen/minmax_diff": max(tokens_before) - min(tokens_before),
+        "global_seqlen/balanced_min": min(tokens_after),
+        "global_seqlen/balanced_max": max(tokens_after),
         "global_seqlen/mean": lengths.sum().item() / ranks,
     }
     return batch.select_idxs(torch.tensor(order)), metrics

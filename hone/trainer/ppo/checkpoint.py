@@ -13,10 +13,10 @@ import logging
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hone.config.convert import show_value
 from hone.data.files import copy_to_local
@@ -35,9 +35,9 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-STATE = "trainer_state.json"
-_TEMPORARY = ".tmp"
-MAX_LINES = 6
+STATE_FILE = "trainer_state.json"
+_TEMPORARY_SUFFIX = ".tmp"
+MAX_CHANGES_SHOWN = 6
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PPO_KEYS = (
     *("algorithm", "custom_reward_function", "reward_model", "critic.optim", "trainer.seed"),
@@ -51,8 +51,9 @@ PPO_KEYS = (
     *(f"data.{name}" for name in ("truncation", "prompt_format", "apply_chat_template_kwargs")),
 )
 SFT_KEYS = ("optim", "data.train_batch_size", "data.max_length", "data.truncation", "trainer.seed")
+"""Keys and blocks whose changes are printed when a run resumes, like `PPO_KEYS`."""
 _DERIVED_KEYS = ("total_training_steps", "input_tokenizer")
-"""Keys derived from the length of the run, which a resumed run may change, and from the model."""
+"""Keys that are derived from the length of the run or from the model; their changes are not reported."""
 
 
 class CheckpointError(RuntimeError):
@@ -67,11 +68,11 @@ class NoValidCheckpoint(CheckpointError):
 
 @contextmanager
 def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to `global_step_N` when the block has finished.
+    """Yields a temporary folder, which is renamed to `global_step_N` when the block has finished.
 
     The checkpoint and the metrics file are flushed to disk before the rename.
     """
-    final, temporary = run.checkpoint(step), temporary_folder(run, step)
+    final_folder, temporary = run.checkpoint(step), temporary_folder(run, step)
     require_lock(run.path)
     shutil.rmtree(temporary, ignore_errors=True)
     make_folder(run.path)
@@ -83,28 +84,28 @@ def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
         if run.metrics_file.exists():
             sync(run.metrics_file)
         require_lock(run.path)
-        _remove(final)
-        rename_folder(temporary, final)
+        _remove_checkpoint(final_folder)
+        rename_folder(temporary, final_folder)
     except BaseException as error:  # torch's checkpoint errors do not derive from Exception
         shutil.rmtree(temporary, ignore_errors=True)
-        number = storage_failure(error)
-        if number is None:
+        error_number = storage_failure(error)
+        if error_number is None:
             raise
-        raise CheckpointError(_save_error(run, step, number)) from error
+        raise CheckpointError(_save_error_message(run, step, error_number)) from error
     atomic_write_text(run.latest_file, str(step))
 
 
 def _shard_files(folder: Path) -> set[Path]:
-    """Return the files that the metadata of a sharded checkpoint lists."""
+    """Returns the files that the metadata of a sharded checkpoint lists."""
     return {
-        table.with_name(shard.relative_path)
-        for table in folder.rglob(METADATA_FILE)
-        for shard in (read_metadata(table.parent).storage_data or {}).values()
+        metadata_file.with_name(shard.relative_path)
+        for metadata_file in folder.rglob(METADATA_FILE)
+        for shard in (read_metadata(metadata_file.parent).storage_data or {}).values()
     }
 
 
-def _remove(folder: Path) -> None:
-    """Delete a checkpoint or a link to one; the manifest goes first, so a partial deletion is not valid."""
+def _remove_checkpoint(folder: Path) -> None:
+    """Deletes a checkpoint or a link to one; the manifest is deleted first, which invalidates the rest."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -113,13 +114,13 @@ def _remove(folder: Path) -> None:
 
 
 def temporary_folder(run: RunFolder, step: int) -> Path:
-    """Return the folder that `atomic_folder` yields, for the other ranks."""
-    final = run.checkpoint(step)
-    return final.with_name(f".{final.name}{_TEMPORARY}")
+    """Returns the folder that `atomic_folder` yields, for the other ranks."""
+    final_folder = run.checkpoint(step)
+    return final_folder.with_name(f".{final_folder.name}{_TEMPORARY_SUFFIX}")
 
 
 def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Return step and folder to resume from (see `resume_source`), and discard everything later.
+    """Returns the step and folder to resume from (see `resume_source`), and discards everything later.
 
     Later checkpoints are renamed to `global_step_N.earlier`, and later metrics are deleted.
     """
@@ -127,12 +128,12 @@ def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pa
         remote_checkpoints.pull(run)
     source = resume_source(run, mode, path)
     remote_checkpoints.invalidate_after(run, -1 if source is None else source[0])
-    for folder in run.path.glob(f".global_step_*{_TEMPORARY}"):  # left by a killed process
+    for folder in run.path.glob(f".global_step_*{_TEMPORARY_SUFFIX}"):  # left by a killed process
         shutil.rmtree(folder, ignore_errors=True)
-    for number, folder in run.checkpoints():
-        if source is None or number > source[0]:
+    for step, folder in run.checkpoints():
+        if source is None or step > source[0]:
             new_path = folder.with_name(f"{folder.name}.earlier")
-            _remove(new_path)
+            _remove_checkpoint(new_path)
             folder.rename(new_path)
             log.warning("%s is not the checkpoint to resume; renamed to %s", folder, new_path.name)
     run.truncate_after(-1 if source is None else source[0])
@@ -140,7 +141,7 @@ def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pa
 
 
 def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Return step and folder of the checkpoint to resume; None starts a new run.
+    """Returns the step and folder of the checkpoint to resume from; None means a new run.
 
     `mode` is `trainer.resume_mode` and `path` is `trainer.resume_from_path`.
     """
@@ -151,7 +152,7 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
         if (problem := find_damage(folder)) is not None:
             raise CheckpointError(f"{folder} cannot be resumed: {problem}")
         return step, folder
-    source = newest_valid(run)
+    source = newest_valid_checkpoint(run)
     if source is None and (folders := run.checkpoints()):
         raise NoValidCheckpoint(
             f"{run.path} has {len(folders)} checkpoints, but none can be resumed "
@@ -163,8 +164,8 @@ def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Pat
     return source
 
 
-def newest_valid(run: RunFolder) -> tuple[int, Path] | None:
-    """Return the latest checkpoint whose files all match its manifest."""
+def newest_valid_checkpoint(run: RunFolder) -> tuple[int, Path] | None:
+    """Returns the step and folder of the newest checkpoint whose files all match its manifest."""
     for step, folder in reversed(run.checkpoints()):
         problem = find_damage(folder)
         if problem is None:
@@ -174,10 +175,10 @@ def newest_valid(run: RunFolder) -> tuple[int, Path] | None:
 
 
 def checkpoint_from_path(path: str | None) -> tuple[int, Path]:
-    """Return step and folder of `trainer.resume_from_path`; raise an error if it does not exist."""
+    """Returns the step and folder of `trainer.resume_from_path`; raises an error if there is none."""
     folder = Path(copy_to_local(path or "")).expanduser()
-    number = re.fullmatch(r"global_step_(\d+)", folder.name)
-    if number is None:
+    match = re.fullmatch(r"global_step_(\d+)", folder.name)
+    if match is None:
         raise CheckpointError(
             f"trainer.resume_from_path={path} must name a folder global_step_N (resume_mode=resume_path)"
         )
@@ -185,11 +186,14 @@ def checkpoint_from_path(path: str | None) -> tuple[int, Path]:
         raise CheckpointError(
             f"trainer.resume_from_path={path} does not exist; name a global_step_N"
         )
-    return int(number[1]), folder
+    return int(match[1]), folder
 
 
 def print_resumed(folder: Path, step: int, total_steps: int | None) -> None:
-    """Print where a run resumes, or that it is complete; `total_steps` is None for `val_only`."""
+    """Prints the checkpoint that a run resumes from, or that the run is complete.
+
+    `total_steps` is None for a run that only validates.
+    """
     if total_steps is not None and step >= total_steps:
         screen().line(
             f"already at step {step} of {total_steps}: nothing to do ({folder}); a larger "
@@ -202,85 +206,95 @@ def print_resumed(folder: Path, step: int, total_steps: int | None) -> None:
 
 
 def print_result(run: RunFolder, step: int) -> None:
-    """Print the location of a run's results and the commands that show them."""
+    """Prints the location of a run's results and the commands that show them."""
     folder = run.checkpoint(step)
-    saved = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
-    screen().line(f"done at step {step}: {saved}; the run's metrics and config are in {run.path}")
+    location = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
+    screen().line(
+        f"done at step {step}: {location}; the run's metrics and config are in {run.path}"
+    )
     screen().line(f"look at it: hone report {shlex.quote(str(run.path))} --out report.html")
 
 
-def prune(run: RunFolder, keep: int | None, protected: Collection[int] = ()) -> None:
-    """Delete the oldest checkpoints beyond `keep`, and copy the others to `trainer.default_hdfs_dir`.
+def prune(run: RunFolder, num_to_keep: int | None, protected: Collection[int] = ()) -> None:
+    """Deletes all but the newest `num_to_keep` checkpoints, and copies these to `trainer.default_hdfs_dir`.
 
     The steps in `protected` and symbolic links are not deleted.
     """
     checkpoints = [pair for pair in run.checkpoints() if not pair[1].is_symlink()]
-    keep = max(keep or 0, 0)
-    for step, folder in checkpoints[:-keep]:  # 0 keeps all
+    num_to_keep = max(num_to_keep or 0, 0)
+    for step, folder in checkpoints[:-num_to_keep]:  # [:-0] is empty, so 0 keeps all
         if step not in protected:
-            _remove(folder)
-    remote_checkpoints.push(run, keep, protected)
+            _remove_checkpoint(folder)
+    remote_checkpoints.push(run, num_to_keep, protected)
 
 
-def write_state(folder: Path, state: Settings) -> None:
-    (folder / STATE).write_text(json.dumps(state, default=_to_json))
+def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    (folder / STATE_FILE).write_text(json.dumps(state, default=_to_json))
 
 
-def read_state(folder: Path, *keys: str) -> Settings:
-    """Return the state that `write_state` wrote; raise an error if one of `keys` is missing."""
+def read_state(folder: Path, *keys: str) -> dict[str, Any]:
+    """Returns the state that `write_state` wrote; raises an error if one of `keys` is missing."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if isinstance(state, dict) and state.keys() >= set(keys):
             return state
     raise CheckpointError(
-        f"{folder / STATE} is not the state of a run (it needs {', '.join(keys) or 'a table'}); set "
+        f"{folder / STATE_FILE} is not the state of a run (it needs {', '.join(keys) or 'a table'}); set "
         "trainer.resume_from_path to another checkpoint"
     )
 
 
 def _to_json(value: T) -> JsonValue:
-    """Convert a NumPy value, which the state of a data generator may have."""
+    """Converts a NumPy value, which the state of a data generator may contain."""
     if hasattr(value, "tolist"):
-        plain: JsonValue = value.tolist()
-        return plain
+        json_value: JsonValue = value.tolist()
+        return json_value
     raise TypeError(
         f"a checkpoint cannot hold a {type(value).__name__}; rows, samplers and data generators must "
         "give plain values (numbers, text, lists, dicts) in their state"
     )
 
 
-def changed_settings(before: Settings, now: Settings, keys: tuple[str, ...]) -> list[str]:
-    """Return `key=value, before value` for the first few settings below `keys` that differ."""
-    old, new = dict(flatten(before)), dict(flatten(now))
+def changed_settings(
+    old_config: Settings, new_config: Settings, keys: tuple[str, ...]
+) -> list[str]:
+    """Returns `key=new value, before old value` for the first few settings below `keys` that differ."""
+    old_values, new_values = dict(flatten(old_config)), dict(flatten(new_config))
     prefixes = tuple(f"{key}." for key in keys)
-    changed = [
-        f"{key}={show_value(new[key])}, before {show_value(old[key])}"
-        for key in new
+    changes = [
+        f"{key}={show_value(new_values[key])}, before {show_value(old_values[key])}"
+        for key in new_values
         if f"{key}.".startswith(prefixes)
         and not key.endswith(_DERIVED_KEYS)
-        and key in old
-        and _to_lists(old[key]) != _to_lists(new[key])
+        and key in old_values
+        and _to_lists(old_values[key]) != _to_lists(new_values[key])
     ]
-    if len(changed) > MAX_LINES:
-        changed[MAX_LINES - 1 :] = [f"and {len(changed) - MAX_LINES + 1} settings more"]
-    return changed
+    if len(changes) > MAX_CHANGES_SHOWN:
+        changes[MAX_CHANGES_SHOWN - 1 :] = [
+            f"and {len(changes) - MAX_CHANGES_SHOWN + 1} settings more"
+        ]
+    return changes
 
 
 def _to_lists(value: JsonValue) -> JsonValue:
-    """Convert tuples to lists, as YAML does."""
+    """Converts tuples to lists, as YAML does."""
     return [_to_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _save_error(run: RunFolder, step: int, number: int) -> str:
-    saved = run.checkpoints()
-    state = f"{saved[-1][1].name} is untouched" if saved else "there is no earlier checkpoint"
-    advice = remedy(number).capitalize()
-    if number in (errno.ENOSPC, errno.EDQUOT):
+def _save_error_message(run: RunFolder, step: int, error_number: int) -> str:
+    checkpoints = run.checkpoints()
+    state = (
+        f"{checkpoints[-1][1].name} is untouched"
+        if checkpoints
+        else "there is no earlier checkpoint"
+    )
+    advice = remedy(error_number).capitalize()
+    if error_number in (errno.ENOSPC, errno.EDQUOT):
         advice += (
             ", keep fewer checkpoints (trainer.max_actor_ckpt_to_keep; SFT: trainer.max_ckpt_to_keep), or "
             "leave hf_model out of checkpoint.save_contents,"
         )
     return (
-        f"{reason(number)}: step {step} could not be saved in {run.path}; {state}. {advice} and start "
+        f"{reason(error_number)}: step {step} could not be saved in {run.path}; {state}. {advice} and start "
         "the same command again: it resumes"
     )

@@ -1,4 +1,4 @@
-"""Dynamic sampling and group filters: fills a batch with groups that have a learning signal."""
+"""Fills a batch with groups that have a learning signal, by dynamic sampling or group filters."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hone.tracking.console import screen
 from hone.trainer.ppo.scoring import extra_numbers, has_extra, has_rule_score
 from hone.trainer.ppo.source import TrajectorySource
 
-_CHUNKS = 4
-"""Parts per round; each is scored while the others are still generated."""
+_CHUNKS_PER_ROUND = 4
+"""Chunks per round; each is scored while later ones are still generated."""
 
 
 class NotEnoughSignal(RuntimeError):
@@ -32,20 +32,20 @@ class NotEnoughSignal(RuntimeError):
 
 @dataclass
 class _Round:
-    """One batch of prompts: the numbers of its groups, and the loader's state after it."""
+    """One batch of prompts: the numbers of its groups, and the state of the loader after it."""
 
-    numbers: range
+    group_numbers: range
     loader_state: LoaderState
 
 
 @dataclass(frozen=True)
 class _Group:
-    """One scored group: the position of its rows, its metric values, and whether it is informative."""
+    """One scored group: its chunk and rows there, its metric values, and whether it is informative."""
 
-    chunk: int
+    chunk_index: int
     rows: torch.Tensor
     values: list[float]
-    informative: bool
+    is_informative: bool
 
 
 class DynamicSampling:
@@ -53,7 +53,7 @@ class DynamicSampling:
 
     The batch is the first informative groups in submission order; `filter_groups.order=finish` takes them
     in the order in which they finish. Rounds that are not needed are aborted, and the loader is reset to
-    its state after the last round that is.
+    its state after the last round that is needed.
     """
 
     def __init__(
@@ -69,166 +69,185 @@ class DynamicSampling:
         self._config, self._loader, self._source = config, loader, source
         self._submit, self._take, self._score = submit, take, score
         self._filters = config.algorithm.filter_groups
-        self._metric = self._filters.metric or "reward"
+        self._metric_name = self._filters.metric or "reward"
         self._groups_needed = config.data.train_batch_size
 
     def collect(self) -> DataProto:
-        """Return the scored groups of one step."""
+        """Returns the scored groups of one step."""
         self._rounds: list[_Round] = []
         self._chunks: list[DataProto] = []
         self._groups: dict[int, _Group] = {}  # by number, in scoring order
-        n_reported = 0
-        while (accepted := self._accepted()) is None:
+        num_reported = 0
+        while (accepted_numbers := self._accepted_groups()) is None:
             while self._needs_round():
                 numbers = self._submit(self._loader.next_batch())
                 self._rounds.append(_Round(numbers, self._loader.state_dict()))
-            self._add(self._score(self._take(self._chunk_size())))
-            while n_reported < len(self._rounds) and self._is_scored(self._rounds[n_reported]):
-                n_reported += 1
-                self._report(n_reported)
+            self._record_chunk(self._score(self._take(self._chunk_size())))
+            while num_reported < len(self._rounds) and self._is_scored(self._rounds[num_reported]):
+                num_reported += 1
+                self._report_round(num_reported)
         self._source.abort()
-        needed = next(n for n, r in enumerate(self._rounds, 1) if max(accepted) in r.numbers)
+        rounds_needed = next(
+            n for n, r in enumerate(self._rounds, 1) if max(accepted_numbers) in r.group_numbers
+        )
         if self._filters.order == "submission":
-            self._loader.load_state_dict(self._rounds[needed - 1].loader_state)
-        batch = self._select_groups(accepted)
+            self._loader.load_state_dict(self._rounds[rounds_needed - 1].loader_state)
+        batch = self._select_groups(accepted_numbers)
         metrics = batch.meta_info.setdefault("metrics", {})
-        metrics["training/num_gen_batches"] = float(needed)
+        metrics["training/num_gen_batches"] = float(rounds_needed)
         if self._config.logs_response_metrics:
             from hone.trainer.ppo.response_metrics import filter_metrics
 
-            candidates = [n for r in self._rounds for n in r.numbers if n <= max(accepted)]
-            generated = self._select_groups([n for n in candidates if n in self._groups])
-            metrics |= filter_metrics(generated, batch, self._config)
+            candidates = [
+                n for r in self._rounds for n in r.group_numbers if n <= max(accepted_numbers)
+            ]
+            generated_batch = self._select_groups([n for n in candidates if n in self._groups])
+            metrics |= filter_metrics(generated_batch, batch, self._config)
         return batch
 
     def _needs_round(self) -> bool:
-        """Return whether to start another round: one is needed, or probably needed and there is capacity."""
-        running = [r for r in self._rounds if not self._is_scored(r)]
-        if not running:
+        """Returns whether to start another round: if none runs, or if one is likely needed and allowed."""
+        running_rounds = [r for r in self._rounds if not self._is_scored(r)]
+        if not running_rounds:
             return True
-        max_rounds = (
+        max_concurrent_rounds = (
             self._filters.max_inflight_gen_batches if self._source.generates_concurrently else 1
         )
-        limit = self._filters.max_num_gen_batches
-        if len(running) >= max_rounds or 0 < limit <= len(self._rounds):
+        max_rounds = self._filters.max_num_gen_batches
+        if len(running_rounds) >= max_concurrent_rounds or 0 < max_rounds <= len(self._rounds):
             return False
-        informative = sum(group.informative for group in self._groups.values())
-        unscored = sum(len(r.numbers) for r in self._rounds) - len(self._groups)
-        rate = (informative + 1) / (len(self._groups) + 1)
-        return informative + rate * unscored < self._groups_needed
+        num_informative = sum(group.is_informative for group in self._groups.values())
+        num_unscored = sum(len(r.group_numbers) for r in self._rounds) - len(self._groups)
+        informative_rate = (num_informative + 1) / (len(self._groups) + 1)
+        return num_informative + informative_rate * num_unscored < self._groups_needed
 
     def _chunk_size(self) -> int | None:
-        """Return how many groups to wait for: part of a round, so that the next can start before it ends."""
+        """Returns the number of groups to wait for; None waits for all.
+
+        It is a part of a round, so that the next round can start before this one ends.
+        """
         if not self._source.generates_concurrently:
             return None
-        return max(1, len(self._rounds[0].numbers) // _CHUNKS)
+        return max(1, len(self._rounds[0].group_numbers) // _CHUNKS_PER_ROUND)
 
-    def _add(self, batch: DataProto) -> None:
-        """Record the groups of a scored chunk."""
+    def _record_chunk(self, batch: DataProto) -> None:
+        """Records a scored chunk and its groups."""
         keep = keep_mask(batch, self._config)
         assert keep is not None
         uids = batch.non_tensor_batch["uid"]
-        rows: dict[str, list[int]] = {}
+        rows_by_uid: dict[str, list[int]] = {}
         for row, uid in enumerate(uids):
-            rows.setdefault(uid, []).append(row)
-        values: dict[str, list[float]] = {uid: [] for uid in rows}
-        scores = _metric(batch, self._metric, self._config)
+            rows_by_uid.setdefault(uid, []).append(row)
+        values_by_uid: dict[str, list[float]] = {uid: [] for uid in rows_by_uid}
+        scores = _metric_values(batch, self._metric_name, self._config)
         for uid, value in zip(of_trajectories(batch, uids), scores, strict=True):
-            values[uid].append(float(value))
+            values_by_uid[uid].append(float(value))
         for number, (uid, group_rows) in zip(
-            batch.meta_info["group_numbers"], rows.items(), strict=True
+            batch.meta_info["group_numbers"], rows_by_uid.items(), strict=True
         ):
             self._groups[number] = _Group(
-                len(self._chunks), torch.tensor(group_rows), values[uid], bool(keep[group_rows[0]])
+                len(self._chunks),
+                torch.tensor(group_rows),
+                values_by_uid[uid],
+                bool(keep[group_rows[0]]),
             )
         self._chunks.append(batch)
 
-    def _accepted(self) -> list[int] | None:
-        """Return the numbers of the step's groups, or None while there are too few."""
-        scored = iter(self._groups)
+    def _accepted_groups(self) -> list[int] | None:
+        """Returns the numbers of the step's groups, or None while there are too few."""
+        scored_numbers = iter(self._groups)
         if self._filters.order != "finish":
-            order = (number for r in self._rounds for number in r.numbers)
-            scored = takewhile(self._groups.__contains__, order)
-        informative = [number for number in scored if self._groups[number].informative]
-        has_enough = len(informative) >= self._groups_needed
-        return sorted(informative[: self._groups_needed]) if has_enough else None
+            order = (number for r in self._rounds for number in r.group_numbers)
+            scored_numbers = takewhile(self._groups.__contains__, order)
+        informative_numbers = [
+            number for number in scored_numbers if self._groups[number].is_informative
+        ]
+        has_enough = len(informative_numbers) >= self._groups_needed
+        return sorted(informative_numbers[: self._groups_needed]) if has_enough else None
 
     def _is_scored(self, prompt_round: _Round) -> bool:
-        return all(number in self._groups for number in prompt_round.numbers)
+        return all(number in self._groups for number in prompt_round.group_numbers)
 
     def _select_groups(self, numbers: Sequence[int]) -> DataProto:
         groups = [self._groups[number] for number in numbers]
-        chunk_numbers = sorted({group.chunk for group in groups})
-        starts: dict[int, int] = {}
+        chunk_indices = sorted({group.chunk_index for group in groups})
+        chunk_offsets: dict[int, int] = {}
         total = 0
-        for chunk in chunk_numbers:
-            starts[chunk] = total
-            total += len(self._chunks[chunk])
-        chunks = [self._chunks[chunk] for chunk in chunk_numbers]
+        for chunk_index in chunk_indices:
+            chunk_offsets[chunk_index] = total
+            total += len(self._chunks[chunk_index])
+        chunks = [self._chunks[chunk_index] for chunk_index in chunk_indices]
         batch = chunks[0] if len(chunks) == 1 else concat_padded(chunks)
-        return batch.select_idxs(torch.cat([g.rows + starts[g.chunk] for g in groups]))
+        return batch.select_idxs(torch.cat([g.rows + chunk_offsets[g.chunk_index] for g in groups]))
 
-    def _report(self, count: int) -> None:
-        """Print the result of round `count`; raise an error if it was the last that is allowed."""
-        rounds = [[self._groups[number] for number in r.numbers] for r in self._rounds[:count]]
-        informative = [sum(group.informative for group in groups) for groups in rounds]
-        total = sum(informative)
+    def _report_round(self, round_number: int) -> None:
+        """Prints the result of round `round_number`; raises an error if no further round is allowed."""
+        rounds = [
+            [self._groups[number] for number in r.group_numbers]
+            for r in self._rounds[:round_number]
+        ]
+        informative_counts = [sum(group.is_informative for group in groups) for groups in rounds]
+        total = sum(informative_counts)
         screen().line(
-            f"filter_groups, round {count}: kept {informative[-1]} of {len(rounds[-1])} groups; "
-            f"{min(total, self._groups_needed)} of the {self._groups_needed} needed"
+            f"filter_groups, round {round_number}: kept {informative_counts[-1]} of {len(rounds[-1])} "
+            f"groups; {min(total, self._groups_needed)} of the {self._groups_needed} needed"
         )
-        empty_rounds = len(list(takewhile(lambda n: n == 0, reversed(informative))))
-        limit, max_empty = self._filters.max_num_gen_batches, self._filters.max_empty_gen_batches
-        if total >= self._groups_needed or not (0 < limit <= count or empty_rounds >= max_empty):
+        empty_rounds = len(list(takewhile(lambda n: n == 0, reversed(informative_counts))))
+        max_rounds = self._filters.max_num_gen_batches
+        max_empty_rounds = self._filters.max_empty_gen_batches
+        is_last = 0 < max_rounds <= round_number
+        if total >= self._groups_needed or not (is_last or empty_rounds >= max_empty_rounds):
             return
-        key = f"max_empty_gen_batches={max_empty}"
-        if 0 < limit <= count:
-            key = f"max_num_gen_batches={limit} (0 is no limit)"
+        key = f"max_empty_gen_batches={max_empty_rounds}"
+        if is_last:
+            key = f"max_num_gen_batches={max_rounds} (0 is no limit)"
         groups = [group for groups in rounds for group in groups]
         values = Counter(value for group in groups for value in group.values)
-        common = [
+        most_common = [
             f"{value:g} in {100 * n / values.total():.0f} % of the responses"
             for value, n in values.most_common(3)
         ]
-        equal_groups = sum(
+        num_equal_groups = sum(
             len(group.values) > 1 and len(set(group.values)) == 1 for group in groups
         )
         raise NotEnoughSignal(
-            f"{count} generation rounds gave {total} groups with signal, {self._groups_needed} are needed. "
-            f"In {equal_groups} of {len(groups)} groups all responses have the same {self._metric}: "
-            f"{', '.join(common)}. Check the reward, use prompts that are neither too easy nor too "
-            "hard, a larger actor_rollout_ref.rollout.n or a smaller data.train_batch_size; or raise "
-            f"algorithm.filter_groups.{key}"
+            f"{round_number} generation rounds gave {total} groups with signal, {self._groups_needed} are "
+            f"needed. In {num_equal_groups} of {len(groups)} groups all responses have the same "
+            f"{self._metric_name}: {', '.join(most_common)}. Check the reward, use prompts that are "
+            "neither too easy nor too hard, a larger actor_rollout_ref.rollout.n or a smaller "
+            f"data.train_batch_size; or raise algorithm.filter_groups.{key}"
         )
 
 
 def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None:
-    """Return a [B] bool mask of rows whose groups pass the filters; None if none is configured."""
-    uid = of_trajectories(batch, batch.non_tensor_batch["uid"])
+    """Returns a [B] bool mask of rows whose groups pass the filters; None without a configured filter."""
+    uids = of_trajectories(batch, batch.non_tensor_batch["uid"])
     keep: torch.Tensor | None = None
     filters, curriculum = config.algorithm.filter_groups, config.curriculum_learning
     if filters.enable:
-        keep = keep_informative(_metric(batch, filters.metric or "reward", config), uid)
+        keep = keep_informative(_metric_values(batch, filters.metric or "reward", config), uids)
     if curriculum.enable:
         from hone.trainer.ppo.response_metrics import verifiable_rewards
 
         rewards = verifiable_rewards(batch, config)
         if rewards is not None:
-            passes = torch.ones(len(uid), dtype=torch.bool)
+            passes_curriculum = torch.ones(len(uids), dtype=torch.bool)
             # Trajectories that no rule scores pass: the reward model's score is still a signal.
-            has_score = has_rule_score(batch)
-            scores, labels = totals(batch, rewards)[has_score], uid[has_score.numpy()]
+            is_scored = has_rule_score(batch)
+            scores, scored_uids = totals(batch, rewards)[is_scored], uids[is_scored.numpy()]
             if curriculum.fn_name == "interquartile":
-                passes[has_score] = interquartile(scores, labels, **curriculum.fn_params)
+                passes_curriculum[is_scored] = interquartile(
+                    scores, scored_uids, **curriculum.fn_params
+                )
             else:
-                passes[has_score] = remove_extreme(scores, labels)
-            keep = passes if keep is None else keep & passes
+                passes_curriculum[is_scored] = remove_extreme(scores, scored_uids)
+            keep = passes_curriculum if keep is None else keep & passes_curriculum
     numbers = trajectory_numbers(batch)
     return keep if keep is None or numbers is None else keep[numbers]
 
 
 def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
-    """Return the groups of one round that pass the filters, at most `data.train_batch_size`."""
+    """Returns the groups of one round that pass the filters, at most `data.train_batch_size`."""
     data = config.data
     keep = keep_mask(batch, config)
     if data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1:
@@ -238,9 +257,14 @@ def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
     filtered_batch = batch.select_idxs(keep)
     if len(filtered_batch) == 0:
         raise NotEnoughSignal("the curriculum filter kept no group; widen its bounds or disable it")
-    order: dict[str, int] = {}
-    group = [order.setdefault(uid, len(order)) for uid in filtered_batch.non_tensor_batch["uid"]]
-    filtered_batch = filtered_batch.select_idxs(torch.tensor(group) < config.data.train_batch_size)
+    index_of_uid: dict[str, int] = {}
+    group_indices = [
+        index_of_uid.setdefault(uid, len(index_of_uid))
+        for uid in filtered_batch.non_tensor_batch["uid"]
+    ]
+    filtered_batch = filtered_batch.select_idxs(
+        torch.tensor(group_indices) < config.data.train_batch_size
+    )
     metrics = filtered_batch.meta_info.setdefault("metrics", {})
     metrics["training/num_gen_batches"] = 1.0
     if config.logs_response_metrics:
@@ -253,27 +277,31 @@ def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
 def _sort_preferred_first(
     batch: DataProto, keep: torch.Tensor | None, config: PPOTrainerConfig
 ) -> tuple[DataProto, torch.Tensor]:
-    """Return the batch and its mask, sorted so that groups that pass PRIME's two filters come first."""
+    """Sorts the batch and its mask: groups that pass PRIME's two filters come first."""
     data, uids = config.data, batch.non_tensor_batch["uid"]
     groups = Groups.of(uids)
-    preferred = torch.ones(groups.count, dtype=torch.bool)
+    is_preferred = torch.ones(groups.count, dtype=torch.bool)
     if data.filter_accuracy:
-        mean = Groups.of(of_trajectories(batch, uids)).mean(_metric(batch, "score", config))
-        preferred &= (mean >= data.accuracy_lower_bound) & (mean <= data.accuracy_upper_bound)
+        group_means = Groups.of(of_trajectories(batch, uids)).mean(
+            _metric_values(batch, "score", config)
+        )
+        is_preferred &= (group_means >= data.accuracy_lower_bound) & (
+            group_means <= data.accuracy_upper_bound
+        )
     if data.filter_truncate:
         lengths = require(batch, "response_mask").sum(-1)
-        preferred &= groups.max(lengths) < data.max_response_length
-    order = (~preferred[groups.ids]).int().argsort(stable=True)
+        is_preferred &= groups.max(lengths) < data.max_response_length
+    order = (~is_preferred[groups.ids]).int().argsort(stable=True)
     if keep is None:
         keep = torch.ones(len(batch), dtype=torch.bool)
     batch = batch.select_idxs(order)
-    preferred_share = float(preferred.double().mean())
+    preferred_share = float(is_preferred.double().mean())
     batch.meta_info.setdefault("metrics", {})["training/preferred_groups"] = preferred_share
     return batch, keep[order]
 
 
-def _metric(batch: DataProto, name: str, config: PPOTrainerConfig) -> torch.Tensor:
-    """Return the score of each trajectory, or an extra of the scorer."""
+def _metric_values(batch: DataProto, name: str, config: PPOTrainerConfig) -> torch.Tensor:
+    """Returns the metric `name` of each trajectory: its score, or an extra of the scorer."""
     if name in ("reward", "score", "seq_reward", "seq_final_reward"):
         scores: torch.Tensor = require(batch, "token_level_scores")
         return totals(batch, scores.sum(-1))

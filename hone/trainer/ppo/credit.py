@@ -1,4 +1,4 @@
-"""Computes rewards with the KL penalty, rollout correction and advantages, on the driver."""
+"""Computes rewards with the KL penalty, the rollout correction and advantages, on the driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hone.types import Fields
 def apply_kl_in_reward(
     batch: DataProto, algorithm: AlgorithmConfig, controller: FixedKLController
 ) -> dict[str, float]:
-    """Write `token_level_rewards`: the scores, minus the KL penalty if configured."""
+    """Writes `token_level_rewards`: the scores, minus the KL penalty if configured."""
     if not algorithm.use_kl_in_reward:
         write(batch, "token_level_rewards", require(batch, "token_level_scores").clone())
         return {}
@@ -38,9 +38,9 @@ def apply_kl_in_reward(
 def penalize_kl(
     batch: DataProto, controller: FixedKLController, kl_penalty: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return scores − coefficient · KL [B, T] and metrics, and update the KL controller."""
+    """Returns scores − coefficient · KL [B, T] and metrics, and updates the KL controller."""
     coefficient = controller.value
-    rewards, current = apply_kl_penalty(
+    rewards, current_kl = apply_kl_penalty(
         require(batch, "token_level_scores"),
         require(batch, "old_log_probs"),
         require(batch, "ref_log_prob"),
@@ -48,23 +48,23 @@ def penalize_kl(
         coefficient,
         kl_penalty,
     )
-    controller.update(current_kl=float(current), n_steps=len(batch))
+    controller.update(current_kl=float(current_kl), n_steps=len(batch))
     return rewards, {
-        "actor/reward_kl_penalty": float(current),
+        "actor/reward_kl_penalty": float(current_kl),
         "actor/reward_kl_penalty_coeff": coefficient,
     }
 
 
 def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Write importance weights and the reduced `loss_mask`, if correction is configured."""
-    settings = algorithm.rollout_correction
-    if not settings.narrows_loss:
+    """Writes importance weights and `loss_mask` without the rejected tokens, if correction is configured."""
+    correction = algorithm.rollout_correction
+    if not correction.narrows_loss:
         return {}
     weights, mask, metrics = correct(
         require(batch, "old_log_probs"),
         require(batch, "rollout_log_probs"),
         require(batch, "response_mask"),
-        settings,
+        correction,
     )
     write(batch, "loss_mask", mask)
     if weights is not None:
@@ -75,9 +75,9 @@ def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[st
 def estimate_advantages(
     batch: DataProto, estimator: Estimator, *, whiten: bool, failure_score: float
 ) -> None:
-    """Write `advantages` and `returns`; the estimator receives the columns that it declares.
+    """Writes `advantages` and `returns`; the estimator receives the columns that it declares.
 
-    For a row whose scoring failed, `failure_score` replaces a reward part.
+    `failure_score` replaces a reward part of a row whose scoring failed.
     """
     columns = {c: _required_column(batch, c, failure_score) for c in estimator.requires}
     advantages, returns = run_estimator(batch, estimator, columns)
@@ -88,14 +88,14 @@ def estimate_advantages(
 
 
 def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns [B, T] from `columns` and the estimator's optional columns."""
+    """Returns advantages and returns [B, T] from `columns` and the estimator's optional columns."""
     mask = require(batch, "response_mask")
-    optional = [c for c in (TRAJECTORY, *estimator.uses) if batch.has_column(c)]
+    optional_columns = [c for c in (TRAJECTORY, *estimator.uses) if batch.has_column(c)]
     trajectories = Trajectories(
         require(batch, "token_level_rewards"),
         mask,
         batch.non_tensor_batch.get("uid"),
-        columns | {column: batch.column(column) for column in optional},
+        columns | {column: batch.column(column) for column in optional_columns},
     )
     advantages, returns = estimator(trajectories)
     for name, values in (("advantages", advantages), ("returns", returns)):
@@ -108,7 +108,7 @@ def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tu
 
 
 def _required_column(batch: DataProto, name: str, failure_score: float) -> Tensor:
-    """Return a column; a reward part may also be one number per row from the score function."""
+    """Returns a column; for a reward part, the score function may have returned one number per row."""
     extra = name.removeprefix(REWARD_PREFIX)
     if batch.has_column(name) or name == extra or not has_extra(batch, extra):
         return require(batch, name)
@@ -116,27 +116,29 @@ def _required_column(batch: DataProto, name: str, failure_score: float) -> Tenso
 
 
 def write_derived_columns(batch: DataProto, names: Set[str]) -> None:
-    """Write the columns of `names` that are derived from other columns."""
+    """Writes the columns of `names` that are derived from other columns."""
     for name in names & DERIVED.keys():
         write(batch, name, DERIVED[name](batch))
 
 
-def greedy_baselines(batch: DataProto, greedy: DataProto) -> Tensor:
-    """Return ReMax's baseline [B], the score of the greedy response to each row's prompt."""
-    scores = totals(greedy, require(greedy, "token_level_scores").sum(-1)).tolist()
-    uids = of_trajectories(greedy, greedy.non_tensor_batch["uid"])
+def greedy_baselines(batch: DataProto, greedy_batch: DataProto) -> Tensor:
+    """Returns ReMax's baseline [B], the score of the greedy response to each row's prompt."""
+    scores = totals(greedy_batch, require(greedy_batch, "token_level_scores").sum(-1)).tolist()
+    uids = of_trajectories(greedy_batch, greedy_batch.non_tensor_batch["uid"])
     score_of_uid = dict(zip(uids, scores, strict=True))
     return torch.tensor([score_of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
 
 
 def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: int) -> DataProto:
-    """Resample the trajectories by score (PF-PPO), deterministically from (seed, step)."""
+    """Resamples the trajectories by score (PF-PPO), deterministically from (seed, step)."""
     if not algorithm.use_pf_ppo:
         return batch
     generator = torch.Generator().manual_seed(fold_seed(seed, "pf_ppo", step))
     scores = totals(batch, require(batch, "token_level_scores").sum(-1))
-    settings = algorithm.pf_ppo
-    rows = pf_ppo_rows(scores, settings.reweight_method, settings.weight_pow, generator)
+    pf_ppo = algorithm.pf_ppo
+    indices = pf_ppo_rows(scores, pf_ppo.reweight_method, pf_ppo.weight_pow, generator)
     if (numbers := trajectory_numbers(batch)) is not None:
-        rows = torch.cat([(numbers == trajectory).nonzero().squeeze(1) for trajectory in rows])
-    return batch.select_idxs(rows)
+        indices = torch.cat(
+            [(numbers == trajectory).nonzero().squeeze(1) for trajectory in indices]
+        )
+    return batch.select_idxs(indices)

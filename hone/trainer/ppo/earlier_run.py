@@ -1,6 +1,6 @@
-"""Checks before models load that the checkpoint to resume from matches this run.
+"""Checks, before models load, that the checkpoint to resume from matches this run.
 
-Loading the checkpoint detects damaged files, and may fall back to an earlier one.
+Damaged files are detected later, when the checkpoint is loaded, which may fall back to an earlier one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.plan import Plan
 from hone.types import Settings
 
-MODEL = "actor_rollout_ref.model.path"
+MODEL_KEY = "actor_rollout_ref.model.path"
 
 
 class EarlierRun:
@@ -36,7 +36,7 @@ class EarlierRun:
             self._settings = RunFolder(self.checkpoint.parent).earlier_config()
 
     def problems(self, plan: Plan) -> Iterator[str]:
-        """Yield the reasons why this run cannot resume from the checkpoint."""
+        """Yields the reasons why this run cannot resume from the checkpoint."""
         if self.checkpoint is None:
             return
         has_actor, has_critic = ((self.checkpoint / name).is_dir() for name in ("actor", "critic"))
@@ -47,11 +47,11 @@ class EarlierRun:
                 f"{f' (algorithm.adv_estimator={estimator})' if estimator else ''} trained none, but "
                 f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs one; keep the "
                 "estimator, or start in another trainer.default_local_dir with its model "
-                f"({MODEL}={self.checkpoint})"
+                f"({MODEL_KEY}={self.checkpoint})"
             )
 
     def require_same_data(self, dataset: Dataset | None) -> None:
-        """Raise an error if this is not the data set that the checkpoint was trained on."""
+        """Raises an error if `dataset` is not the data set that the checkpoint was trained on."""
         if self.checkpoint is None or not isinstance(dataset, Stateful):
             return
         with contextlib.suppress(checkpoint.CheckpointError):  # loading the checkpoint reports it
@@ -60,20 +60,20 @@ class EarlierRun:
                 dataset.load_state_dict(state["dataset"])
 
     def changes(self, total_steps: int) -> Iterator[str]:
-        """Yield one line per setting that differs from the earlier run."""
-        before = self._settings
-        if self.checkpoint is None or not before or self.config.trainer.val_only:
+        """Yields one line per setting that differs from the earlier run."""
+        old_config = self._settings
+        if self.checkpoint is None or not old_config or self.config.trainer.val_only:
             return
         if checkpoint.checkpoint_from_path(str(self.checkpoint))[0] >= total_steps:
             return
         path = self.config.actor_rollout_ref.model.path
-        base = before.get("actor_rollout_ref", {}).get("model", {}).get("path")
-        if base is not None and base != path:
+        base_model = old_config.get("actor_rollout_ref", {}).get("model", {}).get("path")
+        if base_model is not None and base_model != path:
             yield (
-                f"{self.checkpoint} was trained from {MODEL}={base}, not from {path}; to train "
+                f"{self.checkpoint} was trained from {MODEL_KEY}={base_model}, not from {path}; to train "
                 f"{path}, set another trainer.default_local_dir"
             )
         for change in checkpoint.changed_settings(
-            before, config_to_dict(self.config), checkpoint.PPO_KEYS
+            old_config, config_to_dict(self.config), checkpoint.PPO_KEYS
         ):
             yield f"from {self.checkpoint.name} on: {change}"

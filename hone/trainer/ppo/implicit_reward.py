@@ -19,28 +19,32 @@ from hone.workers.implicit_reward_model import GROUP, OUTCOME, ImplicitRewardMod
 
 
 def train_implicit_reward_model(
-    batch: DataProto, model: WorkerGroup[ImplicitRewardModelWorker], config: PPOTrainerConfig
+    batch: DataProto, workers: WorkerGroup[ImplicitRewardModelWorker], config: PPOTrainerConfig
 ) -> None:
-    """Write `reward/implicit` [B, T], and the metrics of the reward model's update."""
+    """Updates the reward model, and writes `reward/implicit` [B, T] and the metrics of the update."""
     settings, mask = config.reward_model, require(batch, "response_mask")
     labels, uid = outcome_labels(batch, config), batch.non_tensor_batch["uid"]
     rows = batch.select()
     rows.set_column(OUTCOME, labels)
     rows.set_column(GROUP, Groups.of(uid).ids)
     rows.set_column("step_row", torch.arange(len(batch)))
-    output = model.call(ImplicitRewardModelWorker.update_rm, rows, step_rows=len(batch))
-    ratio, beta = output.batch["log_ratio"], settings.model.beta_train
+    output = workers.call(ImplicitRewardModelWorker.update_rm, rows, step_rows=len(batch))
+    log_ratios, beta = output.batch["log_ratio"], settings.model.beta_train
     rewards = implicit_rewards(
-        ratio, mask, beta=beta, granularity=settings.prime_granularity, norm=settings.prime_norm
+        log_ratios,
+        mask,
+        beta=beta,
+        granularity=settings.prime_granularity,
+        norm=settings.prime_norm,
     )
     write(batch, "reward/implicit", rewards)
-    logit = beta * ratio.sum(-1)
-    pair_accuracy, sign_accuracy = ranking_accuracy(logit, labels, uid)
+    logits = beta * log_ratios.sum(-1)
+    pair_accuracy, sign_accuracy = ranking_accuracy(logits, labels, uid)
     batch.meta_info.setdefault("metrics", {}).update(
         mean_over_ranks(output.meta_info["metrics"])
         | {
             "reward_model/reward": float(rewards.sum(-1).mean()),
-            "reward_model/raw_reward": float(ratio.sum(-1).mean()),
+            "reward_model/raw_reward": float(log_ratios.sum(-1).mean()),
             "reward_model/dpo_acc": pair_accuracy,
             "reward_model/dpo_acc_abs": sign_accuracy,
         }
@@ -48,7 +52,7 @@ def train_implicit_reward_model(
 
 
 def outcome_labels(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B] in 0 … 1
-    """Return the label of each response: the scorer's `acc` if it returns one, else its score."""
+    """Returns the label of each response: the scorer's `acc` if it returns one, else its score."""
     if has_extra(batch, "acc"):
         numbers = extra_numbers(batch, "acc", config.reward_model.reward_kwargs.failure_score)
         labels = torch.tensor(numbers, dtype=torch.float32)

@@ -13,7 +13,7 @@ class OutOfMemory(RuntimeError):
 
 @contextmanager
 def explain_out_of_memory(step: str) -> Iterator[None]:
-    """Replace an out-of-memory error with one that says which settings lower the memory use."""
+    """Replaces an out-of-memory error with one that says which settings lower the memory use."""
     import torch
 
     try:
@@ -35,10 +35,10 @@ def explain_out_of_memory(step: str) -> Iterator[None]:
 
 @contextmanager
 def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
-    """Exclude the objects of a run on a GPU from garbage collection (`gc.freeze`).
+    """Excludes the objects of a run on a GPU from garbage collection (`gc.freeze`).
 
-    Without it, every few steps a full collection takes 0.2 s. Yields a function to call after each step;
-    its first call also excludes the objects of the first step, which imports compilers.
+    Otherwise a full collection takes 0.2 s every few steps. Yields a function to call after each step; its
+    first call also excludes the objects of the first step, which imports compilers.
     """
     import torch
 
@@ -61,14 +61,14 @@ def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
 
 
 def _out_of_memory_message(error: BaseException | None) -> str | None:
-    """Return the first line of an out-of-memory error, or of one among the causes of `error`."""
+    """Returns the first line of the out-of-memory error among `error` and its causes; None without one."""
     import torch
 
     while error is not None:
         lines = str(error).splitlines() or [type(error).__name__]
         # torch's CPU allocator raises a plain RuntimeError.
-        on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-        if on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        is_cpu_error = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+        if is_cpu_error or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             return lines[0]
         error = error.__cause__
     return None

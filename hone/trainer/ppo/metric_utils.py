@@ -72,7 +72,7 @@ class Metric:
 
     @classmethod
     def aggregate_dp(cls, metric_lists: Sequence[Metric]) -> float:
-        """Reduce over ranks: the ranks' mean for sums and means, else the extreme of all."""
+        """Reduces over ranks: averages sums and means over ranks; minima and maxima are over all values."""
         kind = metric_lists[0].aggregation
         if len({len(metric.values) for metric in metric_lists}) != 1:
             raise ValueError("the ranks have different numbers of values")
@@ -92,7 +92,7 @@ class Metric:
 
 
 def reduce_metrics(metrics: Fields) -> dict[str, float]:
-    """Reduce lists to numbers in place: the maximum if the name contains `max`, the minimum for `min`,
+    """Reduces lists to numbers in place: the maximum if the name contains `max`, the minimum for `min`,
     else the mean; NaN for an empty list. A `Metric` has its own reduction.
     """
     for name, values in metrics.items():
@@ -106,25 +106,27 @@ def reduce_metrics(metrics: Fields) -> dict[str, float]:
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Return metrics of scores, rewards, advantages and lengths, and of values with a critic."""
+    """Returns metrics of scores, rewards, advantages and lengths, and of values if `use_critic`."""
     prompts, responses = (part.shape[1] for part in split_attention(batch))
-    metrics = data_metrics(batch, prompt_limit=prompts, response_limit=responses)
+    metrics = data_metrics(batch, max_prompt_length=prompts, max_response_length=responses)
     critic_prefixes = ("critic/values/", "critic/vf_explained_var")
     return {k: v for k, v in metrics.items() if use_critic or not k.startswith(critic_prefixes)}
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds per phase, and milliseconds per token for phases that process tokens."""
+    """Returns seconds per phase, and milliseconds per token for phases that process tokens."""
     lengths = _compute_response_info(batch)
     prompts, responses = (float(lengths[f"{part}_length"].sum()) for part in ("prompt", "response"))
-    per_token = time_per_token(timing_raw, generated=responses, total=prompts + responses)
+    per_token = time_per_token(
+        timing_raw, generated_tokens=responses, total_tokens=prompts + responses
+    )
     return {f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()} | per_token
 
 
 def compute_throughout_metrics(
     batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int
 ) -> dict[str, float]:
-    """Return the tokens and seconds of a step, and tokens per second per device."""
+    """Returns the tokens and seconds of a step, and tokens per second per device."""
     tokens, seconds = sum(batch.meta_info["global_token_num"]), timing_raw["step"]
     return {
         "perf/total_num_tokens": tokens,
@@ -136,7 +138,7 @@ def compute_throughout_metrics(
 def compute_variance_proxy_metrics(
     batch: DataProto, gradient_norm: float | None = None
 ) -> dict[str, float]:
-    """Return estimates of the policy gradient's signal and noise; empty without `sum_pi_squared`.
+    """Returns estimates of the policy gradient's signal and noise; empty without `sum_pi_squared`.
 
     The squared norm of a response's gradient is estimated as its squared mean advantage times the score
     norm, the sum of 1 - 2 pi + sum_pi_squared over its tokens.
@@ -146,13 +148,14 @@ def compute_variance_proxy_metrics(
         return {}
     mask = columns["response_mask"]
     score_norms = 1 - 2 * columns["old_log_probs"].exp() + columns["sum_pi_squared"]  # [B, T]
-    squared = masked_mean(columns["advantages"], mask, -1) ** 2
-    weighted, weight = score_norms, torch.ones_like(squared)
+    squared_advantages = masked_mean(columns["advantages"], mask, -1) ** 2
+    weighted_norms, mean_weights = score_norms, torch.ones_like(squared_advantages)
     if "rollout_is_weights" in columns:
-        weights = columns["rollout_is_weights"]
-        score_norms = score_norms * (weights > 0)  # a rejected token has no gradient
-        weighted, weight = score_norms * weights**2, masked_mean(weights, mask, -1)
-    power = weight**2 * squared * masked_sum(score_norms, mask, -1).clamp(min=0)
+        importance_weights = columns["rollout_is_weights"]
+        score_norms = score_norms * (importance_weights > 0)  # a rejected token has no gradient
+        weighted_norms = score_norms * importance_weights**2
+        mean_weights = masked_mean(importance_weights, mask, -1)
+    power = mean_weights**2 * squared_advantages * masked_sum(score_norms, mask, -1).clamp(min=0)
     total = float(power.mean())
     signal = 0.0 if gradient_norm is None else gradient_norm**2
     has_noise = gradient_norm is not None and len(batch) > 1
@@ -162,8 +165,8 @@ def compute_variance_proxy_metrics(
         "variance_proxy/proxy3_pure_noise": (
             max(0.0, (total - signal) / (len(batch) - 1)) if has_noise else 0.0
         ),
-        "variance_proxy/expected_a_squared": float(squared.mean()),
-        "variance_proxy/expected_w": float(masked_sum(weighted, mask, -1).mean()),
+        "variance_proxy/expected_a_squared": float(squared_advantages.mean()),
+        "variance_proxy/expected_w": float(masked_sum(weighted_norms, mask, -1).mean()),
     }
 
 
@@ -174,7 +177,7 @@ def bootstrap_metric(
     n_bootstrap: int = 1000,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """Return mean and standard deviation of each reduction over bootstrap subsets."""
+    """Returns mean and standard deviation of each reduction over bootstrap subsets."""
     rng = np.random.default_rng(seed)
     rows = rng.integers(len(data), size=(n_bootstrap, subset_size))
     subsets = [[data[row] for row in sample] for sample in rows]
@@ -183,13 +186,13 @@ def bootstrap_metric(
 
 
 def calc_maj_val(data: Sequence[Row], vote_key: str, val_key: str) -> float:
-    """Return the first value of the most frequent answer; ties go to the earliest answer."""
+    """Returns the first value of the most frequent answer; ties go to the earliest answer."""
     winner = Counter(row[vote_key] for row in data).most_common(1)[0][0]
     return float(next(row[val_key] for row in data if row[vote_key] == winner))
 
 
 def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
-    """Return prompt and response lengths [B], and the response mask."""
+    """Returns prompt and response lengths [B], and the response mask."""
     prompts, responses = split_attention(batch)
     return {
         "prompt_length": prompts.sum(-1).float(),

@@ -24,28 +24,31 @@ GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 
 
 class StepWarnings:
-    """Warns about skipped updates and batches without signal, once for consecutive steps."""
+    """Warns about skipped updates, and once about consecutive batches without signal."""
 
     def __init__(self, *, compares_groups: bool) -> None:
         self._compares_groups = compares_groups
         self._had_no_signal = False
-        self._skipped: dict[str, float] = {}
+        self._skipped_counts: dict[str, float] = {}
 
-    def skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
-        """Warn if an update was skipped because its gradient was not finite."""
+    def warn_of_skipped_updates(self, metrics: Mapping[str, float], step: int) -> None:
+        """Warns if an update was skipped because its gradient was not finite."""
         for name in ("actor/skipped_updates", "critic/skipped_updates"):
-            if metrics.get(name, 0.0) > self._skipped.get(name, 0.0):
-                self._skipped[name] = metrics[name]
+            if metrics.get(name, 0.0) > self._skipped_counts.get(name, 0.0):
+                self._skipped_counts[name] = metrics[name]
                 log.warning(
                     "step %d: a gradient was not finite, so the update was skipped (%s=%d); lower "
-                    "optim.lr or grad_clip, and look for NaN in the rewards, if it goes on",
+                    "optim.lr or grad_clip, and look for NaN in the rewards, if this repeats",
                     step,
                     name,
                     metrics[name],
                 )
 
-    def group_signal(self, batch: DataProto, step: int) -> dict[str, float]:
-        """Return the fraction of groups with equal scores; empty if every group has one response."""
+    def check_group_signal(self, batch: DataProto, step: int) -> dict[str, float]:
+        """Returns the fraction of groups with equal scores, and warns if it is 1.
+
+        The result is empty if every group has only one response.
+        """
         arrays = batch.non_tensor_batch
         outcome = outcomes(
             "scores",
@@ -55,16 +58,16 @@ class StepWarnings:
             arrays.get("trajectory_id"),
         )
         groups, scores = outcome.groups, outcome.scores
-        has_several = groups.sizes > 1
-        if not has_several.any():
+        has_several_responses = groups.sizes > 1
+        if not has_several_responses.any():
             return {}
-        has_equal_scores = (groups.max(scores) == groups.min(scores))[has_several]
+        has_equal_scores = (groups.max(scores) == groups.min(scores))[has_several_responses]
         has_no_signal = bool(has_equal_scores.all())
         if has_no_signal and not self._had_no_signal and self._compares_groups:
             log.warning(
                 "step %d: in each of the %d groups all responses have the same score, so the step "
                 "teaches nothing; use prompts that are neither too easy nor too hard, a score with "
-                "more steps, more responses per prompt (actor_rollout_ref.rollout.n), or "
+                "more levels, more responses per prompt (actor_rollout_ref.rollout.n), or "
                 "algorithm.filter_groups.enable=true",
                 step,
                 len(has_equal_scores),
@@ -74,7 +77,7 @@ class StepWarnings:
 
 
 def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
-    """Average worker metrics over ranks; a rank reports the global value or that of its rows."""
+    """Averages the metrics of workers over ranks; a list has one value per rank."""
     return {
         name: float(sum(value) / len(value)) if isinstance(value, list) else float(value)
         for name, value in metrics.items()
@@ -82,7 +85,7 @@ def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, flo
 
 
 def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
-    """Return mean, max and min; empty if there are no values."""
+    """Returns mean, max and min; empty if there are no values."""
     if values.numel() == 0:
         return {}
     values = values.float()
@@ -94,12 +97,14 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 
 
 def split_attention(batch: DataProto) -> tuple[Tensor, Tensor]:
-    """Return the attention masks of prompts [B, P] and responses [B, T]."""
+    """Returns the attention masks of prompts [B, P] and responses [B, T]."""
     return split_at_response(batch.batch["attention_mask"], batch.batch["responses"])
 
 
-def data_metrics(batch: DataProto, prompt_limit: int, response_limit: int) -> dict[str, float]:
-    """Return metrics of scores, rewards, advantages, lengths and turns of one batch."""
+def data_metrics(
+    batch: DataProto, max_prompt_length: int, max_response_length: int
+) -> dict[str, float]:
+    """Returns metrics of scores, rewards, advantages, lengths and turns of one batch."""
     columns, arrays = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()
     prompt_length, response_length = (part.sum(1) for part in split_attention(batch))
@@ -111,8 +116,11 @@ def data_metrics(batch: DataProto, prompt_limit: int, response_limit: int) -> di
         **mean_max_min("critic/returns", columns["returns"][mask]),
         **mean_max_min("response_length", response_length),
         **mean_max_min("prompt_length", prompt_length),
-        "response_length/clip_ratio": (response_length >= response_limit).float().mean().item(),
-        "prompt_length/clip_ratio": (prompt_length >= prompt_limit).float().mean().item(),
+        "response_length/clip_ratio": (response_length >= max_response_length)
+        .float()
+        .mean()
+        .item(),
+        "prompt_length/clip_ratio": (prompt_length >= max_prompt_length).float().mean().item(),
         "reward/mean": scores.mean().item(),
     }
     if (numbers := trajectory_numbers(batch)) is not None:
@@ -153,14 +161,14 @@ def data_metrics(batch: DataProto, prompt_limit: int, response_limit: int) -> di
 
 
 def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[str, float]:
-    """Return the mean score and the share of the rows of each `reward_model.style`."""
-    by_style: dict[str, list[float]] = {}
-    for score, row in zip(scores.tolist(), reward_models, strict=False):
-        style = row.get("style") if isinstance(row, dict) else None
-        by_style.setdefault("model" if style == "model" else "rule", []).append(score)
+    """Returns the mean score and the share of rows of each `reward_model.style`."""
+    scores_by_style: dict[str, list[float]] = {}
+    for score, reward_model in zip(scores.tolist(), reward_models, strict=False):
+        style = reward_model.get("style") if isinstance(reward_model, dict) else None
+        scores_by_style.setdefault("model" if style == "model" else "rule", []).append(score)
     return {
         f"reward/style_{style}/{name}": value
-        for style, style_scores in by_style.items()
+        for style, style_scores in scores_by_style.items()
         for name, value in (
             ("mean", sum(style_scores) / len(style_scores)),
             ("share", len(style_scores) / len(scores)),
@@ -169,13 +177,13 @@ def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[st
 
 
 def environment_columns(batch: DataProto) -> list[str]:
-    """Return the names of numeric columns that agent loops wrote with the prefix `env/`."""
+    """Returns the names of numeric columns that agent loops wrote with the prefix `env/`."""
     names = [n for n in batch.meta_info.get("loop_facts", ()) if n.startswith("env/")]
     return [name for name in names if are_numbers(batch.non_tensor_batch[name])]
 
 
 def are_numbers(values: Iterable[JsonValue]) -> bool:
-    """Return whether all values except None are numbers that fit a float, and there is at least one."""
+    """Returns whether there are values besides None, and all of them are numbers that fit a float."""
     numbers = [v for v in values if v is not None]
     return bool(numbers) and all(
         abs(v) <= sys.float_info.max
@@ -186,27 +194,27 @@ def are_numbers(values: Iterable[JsonValue]) -> bool:
 
 
 def agreement_metrics(batch: DataProto) -> dict[str, float]:
-    """Return the difference between rollout and trainer log-probs on the same tokens."""
+    """Returns metrics of the difference between rollout and trainer log-probs of the same tokens."""
     if not (batch.has_column("rollout_log_probs") and batch.has_column("old_log_probs")):
         return {}
     columns = batch.batch
     mask = columns["response_mask"].bool()
-    trainer, rollout = columns["old_log_probs"], columns["rollout_log_probs"]
-    gap = (trainer - rollout)[mask]
-    if gap.numel() == 0:
+    trainer_log_probs, rollout_log_probs = columns["old_log_probs"], columns["rollout_log_probs"]
+    log_prob_gap = (trainer_log_probs - rollout_log_probs)[mask]
+    if log_prob_gap.numel() == 0:
         return {}
-    probability_gap = (trainer.exp() - rollout.exp())[mask].abs()
-    means, maxima = gap_metrics(trainer, rollout, mask)
+    probability_gap = (trainer_log_probs.exp() - rollout_log_probs.exp())[mask].abs()
+    means, maxima = gap_metrics(trainer_log_probs, rollout_log_probs, mask)
     return {
         **{f"rollout_corr/{name}": value.item() for name, value in (means | maxima).items()},
-        "rollout_corr/k3_kl": (gap.exp() - 1 - gap).mean().item(),
+        "rollout_corr/k3_kl": (log_prob_gap.exp() - 1 - log_prob_gap).mean().item(),
         "training/rollout_probs_diff_mean": probability_gap.mean().item(),
         "training/rollout_probs_diff_max": probability_gap.max().item(),
     }
 
 
 def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
-    """Return the load balance of the experts in each layer, over response tokens."""
+    """Returns the load balance of the experts in each layer, over response tokens."""
     if not batch.has_column("routed_experts"):
         return {}
     from hone.models.load import load_config
@@ -220,11 +228,11 @@ def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
 
 
 def time_per_token(
-    seconds: Mapping[str, float], *, generated: float, total: float
+    seconds: Mapping[str, float], *, generated_tokens: float, total_tokens: float
 ) -> dict[str, float]:
-    """Return milliseconds per token of each phase; generation counts only generated tokens."""
+    """Returns milliseconds per token of each phase; generation counts only generated tokens."""
     phases = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-    tokens = dict.fromkeys(phases, total) | {"gen": generated}
+    tokens = dict.fromkeys(phases, total_tokens) | {"gen": generated_tokens}
     return {
         f"timing_per_token_ms/{phase}": seconds[phase] * 1000 / count if count else 0.0
         for phase, count in tokens.items()
@@ -235,14 +243,14 @@ def time_per_token(
 def throughput_metrics(
     batch: DataProto, timing: Mapping[str, float], ranks: int
 ) -> dict[str, float]:
-    """Return tokens and seconds of a step, tokens per second per rank, and milliseconds per token."""
+    """Returns tokens and seconds of a step, tokens per second per rank, and milliseconds per token."""
     tokens = int(batch.batch["attention_mask"].sum())
-    generated = int(batch.batch["response_mask"].sum())
+    generated_tokens = int(batch.batch["response_mask"].sum())
     seconds = timing.get("timing_s/step", 0.0)
     phases = {name.removeprefix("timing_s/"): value for name, value in timing.items()}
     return {
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": seconds,
         "perf/throughput": tokens / seconds / ranks if seconds else 0.0,
-        **time_per_token(phases, generated=generated, total=tokens),
+        **time_per_token(phases, generated_tokens=generated_tokens, total_tokens=tokens),
     }

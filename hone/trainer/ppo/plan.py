@@ -35,13 +35,16 @@ from hone.types import Function
 T = TypeVar("T")
 
 
-def with_schedule_length(config: PPOTrainerConfig, total: int) -> PPOTrainerConfig:
-    """Set the length of learning-rate schedules to that of the run; the actor's excludes `critic_warmup`."""
-    actor_steps = max(total - config.trainer.critic_warmup, 1)
+def set_schedule_lengths(config: PPOTrainerConfig, total_steps: int) -> PPOTrainerConfig:
+    """Returns the config with learning-rate schedules of the run's length.
+
+    The actor's schedule excludes `trainer.critic_warmup`.
+    """
+    actor_steps = max(total_steps - config.trainer.critic_warmup, 1)
     for block, steps in (
         ("actor_rollout_ref.actor", actor_steps),
-        ("critic", total),
-        ("reward_model.model", total),
+        ("critic", total_steps),
+        ("reward_model.model", total_steps),
     ):
         key = f"{block}.optim.total_training_steps"
         config = replace(config, key, steps) if get(config, key) <= 0 else config
@@ -55,7 +58,7 @@ class Reader:
     setting: str
     columns: tuple[str, ...]
     in_update: bool = False
-    """Whether it reads during the update, when advantages exist."""
+    """Whether the part reads during the update, when advantages exist."""
 
 
 @dataclass(frozen=True)
@@ -64,21 +67,21 @@ class Plan:
 
     estimator: Estimator
     columns: frozenset[str]
-    """All columns that parts of this run read."""
+    """All columns that the readers of this run need."""
     reward_model: Literal["orm", "prm", "prime", "judge"] | None
     uses_rollout_log_probs: bool
     """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
     """Rows per mini-batch, for each trained role."""
-    is_on_server: bool = False
+    has_reward_server: bool = False
     """Whether the reward model runs on a server instead of in workers."""
     records_routing: bool = False
     """Whether the log-prob pass records the experts of each token."""
 
     @property
     def has_external_reward_model(self) -> bool:
-        """Whether a reward manager calls the reward model: one on a server, or a judge."""
-        return self.is_on_server or self.reward_model == "judge"
+        """Whether a reward manager calls the reward model, which is a judge or runs on a server."""
+        return self.has_reward_server or self.reward_model == "judge"
 
     @property
     def needs_reference(self) -> bool:
@@ -98,8 +101,8 @@ class Plan:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether the log-prob pass computes them; with one update per batch, the forward pass of the
-        update gives the same values."""
+        """Whether the log-prob pass computes the old log-probs; with one update per batch, the forward pass
+        of the update gives the same values."""
         return "old_log_probs" in self.columns and not self.uses_rollout_log_probs
 
     @property
@@ -114,17 +117,17 @@ class Plan:
     @property
     def log_prob_columns(self) -> tuple[str, ...]:
         """The columns that the log-prob pass writes; entropies are always among them."""
-        old = ("old_log_probs",) if self.needs_old_log_probs else ()
+        log_probs = ("old_log_probs",) if self.needs_old_log_probs else ()
         routing = ("routed_experts",) if self.records_routing else ()
         squares = ("sum_pi_squared",) if self.needs_sum_pi_squared else ()
-        return (*old, "entropys", *squares, *routing)
+        return (*log_probs, "entropys", *squares, *routing)
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
-        """Return the plan, or raise a ConfigError that lists every problem."""
+        """Returns the plan, or raises a ConfigError that lists every problem."""
         plan, problems = _build_plan(config)
         if plan is not None:
-            problems += _problems(config, plan)
+            problems += _plan_problems(config, plan)
         if problems or plan is None:
             raise ConfigError(problems)
         return plan
@@ -133,20 +136,20 @@ class Plan:
 def find_problems_and_notes(
     config: Block, origins: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the problems of a config's plan, and notes on given keys without effect."""
+    """Returns the problems of a config's plan, and notes on given keys without effect."""
     if not isinstance(config, PPOTrainerConfig):
         return [], []
     plan, problems = _build_plan(config)
     problems += unknown_name_problems(config)
     if plan is None:
         return problems, []
-    return [*problems, *_problems(config, plan)], topics(
+    return [*problems, *_plan_problems(config, plan)], topics(
         _keys_without_effect(config, plan, origins)
     )
 
 
 def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
-    """Yield a problem per unknown plug-in name, except estimator, loss and KL (see `_build_plan`)."""
+    """Yields a problem per unknown plug-in name; `_build_plan` checks those of estimator, loss and KL."""
     rollout = config.actor_rollout_ref.rollout
     tables: dict[str, tuple[Table[Function], str]] = {
         "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),
@@ -159,64 +162,77 @@ def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
         tables[key] = (LOOPS, rollout.default_loop)
     for key, (table, name) in tables.items():
         if name not in table and ":" not in name:
-            near = did_you_mean(nearest(name, table.names()))
-            yield f"{key}={name}: unknown {table.kind}.{near} Known: {', '.join(table.names())}"
+            suggestion = did_you_mean(nearest(name, table.names()))
+            yield f"{key}={name}: unknown {table.kind}.{suggestion} Known: {', '.join(table.names())}"
 
 
 def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
-    """Return the plan and the problems of its parts; the plan is None without a valid estimator."""
+    """Returns the plan, or None without a valid estimator, and the problems of its parts."""
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
-    kind: Literal["orm", "prm", "prime", "judge"] | None = model.type if model.enable else None
+    reward_model_type: Literal["orm", "prm", "prime", "judge"] | None = (
+        model.type if model.enable else None
+    )
     problems: list[str] = []
 
-    def try_get(get: Callable[[], T], key: str = "") -> T | None:
+    def try_build(build: Callable[[], T], key: str = "") -> T | None:
         try:
-            return get()
+            return build()
         except ValueError as error:  # an unknown name, or options that do not fit
             prefix = f"{key}: " if key and isinstance(error, PluginError) else ""
             problems.append(f"{prefix}{error}")
             return None
 
     # A user's module may register the estimator or the loss that the configuration names.
-    try_get(lambda: import_external(config.actor_rollout_ref.model.external_lib))
-    credit = model.credit_assignment if kind == "prm" else None
-    name = algorithm.adv_estimator
-    name = "prime_rloo" if kind == "prime" and name == "rloo" else name
-    estimator = try_get(
-        lambda: get_estimator(name, algorithm, credit_assignment=credit),
-        f"algorithm.adv_estimator={name}",
+    try_build(lambda: import_external(config.actor_rollout_ref.model.external_lib))
+    credit = model.credit_assignment if reward_model_type == "prm" else None
+    estimator_name = algorithm.adv_estimator
+    if reward_model_type == "prime" and estimator_name == "rloo":
+        estimator_name = "prime_rloo"
+    estimator = try_build(
+        lambda: get_estimator(estimator_name, algorithm, credit_assignment=credit),
+        f"algorithm.adv_estimator={estimator_name}",
     )
-    mode = actor.policy_loss.loss_mode
-    key = f"actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
-    loss = try_get(lambda: get_policy_loss_fn(mode), key)
+    loss_mode = actor.policy_loss.loss_mode
+    key = f"actor_rollout_ref.actor.policy_loss.loss_mode={loss_mode}"
+    loss = try_build(lambda: get_policy_loss_fn(loss_mode), key)
     for key in ("algorithm.kl_penalty", "actor_rollout_ref.actor.kl_loss_type"):
-        try_get(partial(get_kl_estimator, get(config, key), key))
+        try_build(partial(get_kl_estimator, get(config, key), key))
     if estimator is None:
         return None, problems
     readers = list(_readers(config, estimator, loss))
     for reader in readers:
         problems += [p for c in reader.columns if (p := _missing_column_problem(c, reader, config))]
     columns = frozenset(column for reader in readers for column in reader.columns)
-    rows = [actor.sequences_per_update()]
+    rows_per_update = [actor.sequences_per_update()]
     if "values" in columns:
-        rows.append(config.critic.sequences_per_update())
-    bypass = algorithm.rollout_correction.bypass_mode
-    on_server = bool(kind and model.server.url)
+        rows_per_update.append(config.critic.sequences_per_update())
+    uses_rollout_log_probs = algorithm.rollout_correction.bypass_mode
+    has_reward_server = bool(reward_model_type and model.server.url)
     records_routing = config.actor_rollout_ref.actor.router_replay.mode == "R2"
-    return Plan(estimator, columns, kind, bypass, tuple(rows), on_server, records_routing), problems
+    return Plan(
+        estimator,
+        columns,
+        reward_model_type,
+        uses_rollout_log_probs,
+        tuple(rows_per_update),
+        has_reward_server,
+        records_routing,
+    ), problems
 
 
 def _readers(
     config: PPOTrainerConfig, estimator: Estimator, loss: Function | None
 ) -> Iterator[Reader]:
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
-    correction, key = algorithm.rollout_correction, "algorithm.rollout_correction"
+    correction, correction_key = algorithm.rollout_correction, "algorithm.rollout_correction"
     yield Reader(f"algorithm.adv_estimator={algorithm.adv_estimator}", estimator.requires)
-    mode = f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}"
-    yield Reader(mode, needs_of(loss) if loss is not None else (), in_update=True)
-    one_update = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
-    if not one_update:
-        # Only in the first update are they equal to the log-probs of its own forward pass.
+    loss_key = f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}"
+    yield Reader(loss_key, needs_of(loss) if loss is not None else (), in_update=True)
+    has_one_update = (
+        actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+    )
+    if not has_one_update:
+        # Only the first update computes the old log-probs in its own forward pass.
         yield Reader("more than one update per batch", ("old_log_probs",), in_update=True)
     if config.trainer.critic_warmup > 0:
         yield Reader("trainer.critic_warmup", ("old_log_probs",), in_update=True)
@@ -225,18 +241,18 @@ def _readers(
     if actor.use_kl_loss:
         yield Reader("actor_rollout_ref.actor.use_kl_loss=true", ("ref_log_prob",), in_update=True)
     if correction.bypass_mode:
-        yield Reader(f"{key}.bypass_mode=true", ("rollout_log_probs",))
+        yield Reader(f"{correction_key}.bypass_mode=true", ("rollout_log_probs",))
     elif correction.narrows_loss:
-        yield Reader(key, ("old_log_probs", "rollout_log_probs"))
+        yield Reader(correction_key, ("old_log_probs", "rollout_log_probs"))
     if actor.calculate_sum_pi_squared:
-        reader = "actor_rollout_ref.actor.calculate_sum_pi_squared=true"
-        yield Reader(reader, ("sum_pi_squared",))
+        setting = "actor_rollout_ref.actor.calculate_sum_pi_squared=true"
+        yield Reader(setting, ("sum_pi_squared",))
     if config.critic.enable:
         yield Reader("critic.enable=true", ("values",), in_update=True)
 
 
-def _missing_columns(config: PPOTrainerConfig) -> dict[str, str]:
-    """Return the columns that this run does not write, each with the setting that would write it."""
+def _remedies_by_column(config: PPOTrainerConfig) -> dict[str, str]:
+    """Returns the setting that would write a column, for each column that this run does not write."""
     model, correction = config.reward_model, config.algorithm.rollout_correction
     correction_key = "algorithm.rollout_correction"
     remedies: dict[str, str] = {}
@@ -250,31 +266,33 @@ def _missing_columns(config: PPOTrainerConfig) -> dict[str, str]:
         remedies["routed_experts"] = "actor_rollout_ref.actor.router_replay.mode=R2"
     if config.critic.enable is False:
         remedies["values"] = "critic.enable=null or true"
-    for kind, type_setting, columns in (
+    for model_type, type_setting, columns in (
         ("orm", "", ("rm_scores", "reward/model")),
         ("prm", " and reward_model.type=prm", ("step_mask", "reward/process")),
         ("prime", " and reward_model.type=prime", ("reward/implicit",)),
     ):
-        if not (model.enable and model.type in (kind, "judge" if kind == "orm" else kind)):
+        types = ("orm", "judge") if model_type == "orm" else (model_type,)
+        if not (model.enable and model.type in types):
             remedy = f"reward_model.enable=true{type_setting} with a reward_model.model.path"
             remedies |= dict.fromkeys(columns, remedy)
     return remedies
 
 
-_AFTER_ESTIMATORS = ("advantages", "returns", "step_row", "padded_row")
+_COLUMNS_AFTER_ESTIMATOR = ("advantages", "returns", "step_row", "padded_row")
 
 
 def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
-    """Return a problem if no step of this run writes the column before it is read."""
+    """Returns a problem if no step of this run writes the column before it is read."""
     column = declared(name)
     if column is None:  # a column of the data, or an extra of a score function
-        near = nearest(name, COLUMNS)
+        nearest_column = nearest(name, COLUMNS)
         return (
-            near and f"{reader.setting} reads {name!r}, which no step writes.{did_you_mean(near)}"
+            nearest_column
+            and f"{reader.setting} reads {name!r}, which no step writes.{did_you_mean(nearest_column)}"
         )
-    if remedy := _missing_columns(config).get(name):
+    if remedy := _remedies_by_column(config).get(name):
         return f"{reader.setting} reads {name}, which this run does not write; use {remedy}"
-    if name in _AFTER_ESTIMATORS and not reader.in_update:
+    if name in _COLUMNS_AFTER_ESTIMATOR and not reader.in_update:
         return (
             f"{reader.setting} reads {name}, which step {column.step!r} writes later; "
             "read the columns that it is computed from"
@@ -282,7 +300,7 @@ def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig)
     return None
 
 
-def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
+def _plan_problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
     algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
     estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if plan.estimator.groups == "required" and n == 1:
@@ -296,10 +314,10 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
             "use 0, or critic.enable=true"
         )
     options = [field.name for field in dataclasses.fields(plan.estimator)]
-    strict = config.reward_model.credit_assignment == STRICT_MIN
-    if plan.reward_model == "prm" and strict and "credit_assignment" not in options:
+    uses_strict_min = config.reward_model.credit_assignment == STRICT_MIN
+    if plan.reward_model == "prm" and uses_strict_min and "credit_assignment" not in options:
         yield (
-            f"reward_model.credit_assignment={STRICT_MIN} is a return of tokens, which "
+            f"reward_model.credit_assignment={STRICT_MIN} is a token-level return, which "
             f"{estimator} does not compute; use algorithm.adv_estimator=rloo_token, or a "
             "temperature such as 0.1"
         )
@@ -310,11 +328,11 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
         )
     ref, critic, reward = config.actor_rollout_ref.ref, config.critic, config.reward_model
     critic_block, reward_block = critic.model.fsdp_config, reward.model.fsdp_config
-    on_engine = plan.reward_model in ("prm", "prime") and not plan.is_on_server
+    uses_reward_engine = plan.reward_model in ("prm", "prime") and not plan.has_reward_server
     for is_used, key, role, block, ranks in (
         (plan.needs_reference, "actor_rollout_ref.ref", ref, ref.fsdp_config, 0),
         (plan.needs_critic, "critic", critic, critic_block, 0),
-        (on_engine, "reward_model", reward, reward_block, sum(config.reward_pool)),
+        (uses_reward_engine, "reward_model", reward, reward_block, sum(config.reward_pool)),
     ):
         if is_used:
             yield from uneven_mesh(
@@ -325,7 +343,7 @@ def _problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
 def _keys_without_effect(
     config: PPOTrainerConfig, plan: Plan, origins: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each given key that has no effect in this run, with the reason."""
+    """Yields each given key that has no effect in this run, with the reason."""
     reasons: dict[str, str] = {}
     if not plan.needs_critic:
         reason = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
@@ -336,17 +354,21 @@ def _keys_without_effect(
     name = config.algorithm.adv_estimator
     if TABLE.is_built_in(name):
         entries = [TABLE.get(other) for other in TABLE.names() if TABLE.is_built_in(other)]
-        options = set().union(*(_options(e.estimator) for e in entries if isinstance(e, VerlForm)))
-        unused = options - _options(type(plan.estimator))
-        reasons |= {f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in unused}
+        options = set().union(
+            *(_algorithm_keys(e.estimator) for e in entries if isinstance(e, VerlForm))
+        )
+        unused_keys = options - _algorithm_keys(type(plan.estimator))
+        reasons |= {
+            f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in unused_keys
+        }
     for prefix, reason in reasons.items():
         for key in origins:
             if key == prefix or key.startswith(prefix + "."):
                 yield key, f"no effect while {reason}"
 
 
-def _options(estimator: type[Estimator]) -> set[str]:
-    """Return the keys of `algorithm` that an estimator reads."""
+def _algorithm_keys(estimator: type[Estimator]) -> set[str]:
+    """Returns the keys of `algorithm` that an estimator reads."""
     keys = {field.name for field in dataclasses.fields(AlgorithmConfig)}
     fields = dataclasses.fields(estimator)
     return {f.name for f in fields if f.metadata != CALL_ONLY} & keys

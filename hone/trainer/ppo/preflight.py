@@ -31,13 +31,13 @@ from hone.trainer.command_line import require_folder, user_error_message
 from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import ResourceEstimate, preview_lines
-from hone.trainer.ppo.remote_checkpoints import require_store
-from hone.trainer.ppo.row_checks import AgentChecks, Lengths, measure_prompts, try_scorers
+from hone.trainer.ppo.remote_checkpoints import check_store
+from hone.trainer.ppo.row_checks import AgentChecks, PromptLengths, measure_prompts, try_scorers
 from hone.trainer.ppo.scoring import load_external_reward_model, load_validation_manager
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.types import Function, Settings
 
-TRAIN, VALIDATION = "data.train_files", "data.val_files"
+TRAIN_KEY, VALIDATION_KEY = "data.train_files", "data.val_files"
 T = TypeVar("T")
 
 
@@ -55,7 +55,7 @@ class PreflightError(ValueError):
 
 @dataclass(frozen=True)
 class Preview:
-    """A summary of the run, and warnings."""
+    """The lines that summarize a run, and the warnings about it."""
 
     lines: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -64,7 +64,7 @@ class Preview:
 def prepare(
     config: PPOTrainerConfig, compute_score: Function | None = None
 ) -> tuple[PPOTrainer, Preview]:
-    """Return the trainer of a run before models load; raise one error for all problems.
+    """Returns the trainer of a run, before models load; raises one error for all problems.
 
     `compute_score` replaces the score function of the configuration.
     """
@@ -88,62 +88,65 @@ class _Preflight:
         self._errors: list[Exception] = []
         self.warnings: list[str] = []
         self.facts = model_facts(config.actor_rollout_ref.model.path)
-        self.lengths: dict[str, Lengths] = {}
+        self.lengths: dict[str, PromptLengths] = {}
         self.managers: dict[str, AbstractRewardManager | None] = {}
 
     def run(self) -> tuple[PPOTrainer, Preview]:
         config, attempt = self.config, self._attempt
         folder, model = config.trainer.default_local_dir, config.actor_rollout_ref.model
         attempt(lambda: require_folder(folder, "trainer.default_local_dir"))
-        attempt(lambda: require_store(config.trainer.default_hdfs_dir))
-        source = replace(model, trust_remote_code=config.data.trust_remote_code)
-        tokenizer = attempt(lambda: build_tokenizer(source))
+        attempt(lambda: check_store(config.trainer.default_hdfs_dir))
+        tokenizer_config = replace(model, trust_remote_code=config.data.trust_remote_code)
+        tokenizer = attempt(lambda: build_tokenizer(tokenizer_config))
         plan = attempt(lambda: Plan.of(config))
         self._check_models(plan)
-        datasets = self._datasets(tokenizer)
-        agents, agent_problems = None, []
+        datasets = self._create_datasets(tokenizer)
+        agent_checks, agent_problems = None, []
         if tokenizer is not None:
-            agents = attempt(lambda: AgentChecks(config, tokenizer, datasets))
-        if agents is not None:
-            agent_problems = list(agents.problems())  # builds the loops
-            attempt(agents.render_prompts)
-        compute_score, val_dataset = self.compute_score, datasets.get(VALIDATION)
-        train = partial(load_reward_manager, num_examine=0)
-        loaders = {TRAIN: train, VALIDATION: partial(load_validation_manager, dataset=val_dataset)}
-        for key, load in loaders.items():
+            agent_checks = attempt(lambda: AgentChecks(config, tokenizer, datasets))
+        if agent_checks is not None:
+            agent_problems = list(agent_checks.problems())  # builds the loops
+            attempt(agent_checks.set_prompt_rendering)
+        compute_score, val_dataset = self.compute_score, datasets.get(VALIDATION_KEY)
+        load_train_manager = partial(load_reward_manager, num_examine=0)
+        manager_loaders = {
+            TRAIN_KEY: load_train_manager,
+            VALIDATION_KEY: partial(load_validation_manager, dataset=val_dataset),
+        }
+        for key, load_manager in manager_loaders.items():
             self.managers[key] = attempt(
-                partial(load, config, tokenizer, compute_score=compute_score)
+                partial(load_manager, config, tokenizer, compute_score=compute_score)
             )
-        earlier = attempt(lambda: EarlierRun(config))
-        if earlier is not None and plan is not None:
-            self._add_problems(earlier.problems(plan))
-            attempt(lambda: earlier.require_same_data(datasets.get(TRAIN)))
-        estimate = ResourceEstimate(config, plan, self.facts) if plan is not None else None
-        self._add_problems(estimate.disk_problems() if estimate is not None else ())
-        if agents is not None:
+        earlier_run = attempt(lambda: EarlierRun(config))
+        if earlier_run is not None and plan is not None:
+            self._add_problems(earlier_run.problems(plan))
+            attempt(lambda: earlier_run.require_same_data(datasets.get(TRAIN_KEY)))
+        resources = ResourceEstimate(config, plan, self.facts) if plan is not None else None
+        self._add_problems(resources.disk_problems() if resources is not None else ())
+        if agent_checks is not None:
             self._add_problems(agent_problems)
-            self.warnings += agents.warnings()
+            self.warnings += agent_checks.warnings()
         if tokenizer is not None:
             self._add_problems(self._prompt_problems(datasets))
             if plan is not None and plan.has_external_reward_model:
                 manager = attempt(lambda: load_external_reward_model(config, tokenizer, None))
-                if manager is not None and (why := manager.scorer.connection_error()):
-                    self.warnings.append(f"the reward model's server cannot be reached ({why})")
+                if manager is not None and (reason := manager.scorer.connection_error()):
+                    self.warnings.append(f"the reward model's server cannot be reached ({reason})")
         self._try_scorers(datasets)
         trainer = self._build_trainer(tokenizer, datasets)
-        self._raise_all()
+        self._raise_problems()
         assert trainer is not None
-        assert estimate is not None
-        assert earlier is not None
-        self.warnings += earlier.changes(trainer.total_steps)
+        assert resources is not None
+        assert earlier_run is not None
+        self.warnings += earlier_run.changes(trainer.total_steps)
         self.warnings += self._setting_warnings(trainer.plan)
-        lines = preview_lines(trainer, estimate, self.lengths)
+        lines = preview_lines(trainer, resources, self.lengths)
         return trainer, Preview(tuple(lines), tuple(self.warnings))
 
-    def _attempt(self, part: Callable[[], T]) -> T | None:
-        """Return the result of `part`, or None after recording a user error."""
+    def _attempt(self, action: Callable[[], T]) -> T | None:
+        """Returns the result of `action`; records a user error and returns None if there is one."""
         try:
-            return part()
+            return action()
         except Exception as error:
             message = user_error_message(error)
             if message is None:
@@ -153,16 +156,16 @@ class _Preflight:
             return None
 
     def _add_problems(self, messages: Iterable[str]) -> bool:
-        """Add the messages whose cause is not yet recorded; return whether any was added."""
-        before = len(self.problems)
+        """Adds the messages whose cause is not yet recorded; returns whether any was added."""
+        count_before = len(self.problems)
         for message in messages:
             cause = message.rpartition("cannot be built: ")[2]
             if not any(cause in problem for problem in self.problems):
                 self.problems.append(message)
-        return len(self.problems) > before
+        return len(self.problems) > count_before
 
-    def _raise_all(self) -> None:
-        """Raise a single error as it is, and several as one PreflightError."""
+    def _raise_problems(self) -> None:
+        """Raises the only recorded error itself, and several problems as one PreflightError."""
         if len(self.problems) == len(self._errors) == 1:
             vars(self._errors[0])["skips_error_log"] = True
             raise self._errors[0]
@@ -170,27 +173,27 @@ class _Preflight:
             raise PreflightError(self.problems) from next(iter(self._errors), None)
 
     def _check_models(self, plan: Plan | None) -> None:
-        """Check that each model to load has a supported config and complete weights."""
+        """Checks that each model to load has a supported config and complete weights."""
         config = self.config
         paths = [config.actor_rollout_ref.model.path]
         if plan is not None and plan.needs_critic and config.critic.model.path:
             paths.append(config.critic.model.path)
         for path in dict.fromkeys(paths):
             self._attempt(partial(check_model, path))
-        for engine in _engines(config, plan):
-            if engine.strategy in ("fsdp", "fsdp2"):
-                self._attempt(engine.check_layout)
-            elif engine.strategy == "megatron":
+        for layout in _engine_layouts(config, plan):
+            if layout.strategy in ("fsdp", "fsdp2"):
+                self._attempt(layout.check_layout)
+            elif layout.strategy == "megatron":
                 from hone.engine.megatron.refusals import (
                     check_role_supported,
                     overrides_without_effect,
                 )
 
-                megatron = engine.role.get("megatron", config.actor_rollout_ref.actor.megatron)
+                megatron = layout.role.get("megatron", config.actor_rollout_ref.actor.megatron)
                 notes = overrides_without_effect(megatron)
                 self.warnings += [note for note in notes if note not in self.warnings]
                 self._attempt(
-                    partial(check_role_supported, engine.path, engine.override_config, megatron)
+                    partial(check_role_supported, layout.path, layout.override_config, megatron)
                 )
         rollout = config.actor_rollout_ref.rollout
         if rollout.name == "native" and (size := rollout.tensor_model_parallel_size) > 1:
@@ -198,27 +201,34 @@ class _Preflight:
 
             ranks, model = config.rollout_ranks, config.actor_rollout_ref.model
             self._attempt(partial(check_sharding, size, ranks, model))
-        scorer = config.reward_model.model.path
-        if plan is not None and plan.reward_model and scorer and not plan.is_on_server:
+        reward_model_path = config.reward_model.model.path
+        if (
+            plan is not None
+            and plan.reward_model
+            and reward_model_path
+            and not plan.has_reward_server
+        ):
             is_judge = plan.reward_model == "judge"
-            self._attempt(lambda: check_model(scorer, is_decoder=is_judge))
-            if plan.reward_model == "orm" and Path(resolve_model_path(scorer)).is_dir():
-                trust = config.reward_model.model.trust_remote_code
-                self._attempt(lambda: classifier_kind(scorer, trust_remote_code=trust))
+            self._attempt(lambda: check_model(reward_model_path, is_decoder=is_judge))
+            if plan.reward_model == "orm" and Path(resolve_model_path(reward_model_path)).is_dir():
+                trust_remote_code = config.reward_model.model.trust_remote_code
+                self._attempt(
+                    lambda: classifier_kind(reward_model_path, trust_remote_code=trust_remote_code)
+                )
 
-    def _datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
-        """Return the data sets by config key; without a tokenizer, prompts are not filtered by length."""
+    def _create_datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
+        """Creates the data sets, by config key; without a tokenizer, prompts are not filtered by length."""
         data = self.config.data
         if tokenizer is None:
             data = replace(data, filter_overlong_prompts=False)
-        read = partial(create_run_dataset, None, data, tokenizer)
-        datasets = {TRAIN: self._attempt(partial(read, is_train=True))}
+        create = partial(create_run_dataset, None, data, tokenizer)
+        datasets = {TRAIN_KEY: self._attempt(partial(create, is_train=True))}
         if data.val_files:
-            datasets[VALIDATION] = self._attempt(partial(read, is_train=False))
+            datasets[VALIDATION_KEY] = self._attempt(partial(create, is_train=False))
         return {key: dataset for key, dataset in datasets.items() if dataset is not None}
 
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
-        """Yield problems of prompts that exceed `data.max_prompt_length` or the model's positions."""
+        """Yields a problem per data set with prompts that exceed `data.max_prompt_length` or the model."""
         data, max_length = self.config.data, self.facts.max_position_embeddings
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
@@ -237,13 +247,13 @@ class _Preflight:
                     "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
                 )
                 continue
-            prompt = min(lengths.longest, data.max_prompt_length)
-            response = data.max_response_length
-            if max_length and prompt + response > max_length:
+            prompt_tokens = min(lengths.longest, data.max_prompt_length)
+            response_tokens = data.max_response_length
+            if max_length and prompt_tokens + response_tokens > max_length:
                 yield (
-                    f"a prompt of {prompt:,} tokens ({lengths.where}) and "
-                    f"data.max_response_length={response} exceed the model's {max_length:,} positions; "
-                    f"use data.max_response_length={max(1, max_length - prompt)} or less"
+                    f"a prompt of {prompt_tokens:,} tokens ({lengths.where}) and "
+                    f"data.max_response_length={response_tokens} exceed the model's {max_length:,} "
+                    f"positions; use data.max_response_length={max(1, max_length - prompt_tokens)} or less"
                 )
 
     def _try_scorers(self, datasets: dict[str, Dataset]) -> None:
@@ -259,10 +269,10 @@ class _Preflight:
     def _build_trainer(
         self, tokenizer: Tokenizer | None, datasets: dict[str, Dataset]
     ) -> PPOTrainer | None:
-        """Return the trainer, whose constructor checks that the parts match; None if a part is missing."""
-        keys = {TRAIN, VALIDATION} if self.config.data.val_files else {TRAIN}
-        managers = [self.managers[TRAIN], self.managers[VALIDATION]]
-        if tokenizer is None or None in managers or keys != set(datasets):
+        """Returns the trainer, whose constructor checks that the parts match; None if a part is missing."""
+        required_keys = {TRAIN_KEY, VALIDATION_KEY} if self.config.data.val_files else {TRAIN_KEY}
+        managers = [self.managers[TRAIN_KEY], self.managers[VALIDATION_KEY]]
+        if tokenizer is None or None in managers or required_keys != set(datasets):
             return None
         return self._attempt(
             lambda: PPOTrainer(
@@ -270,8 +280,8 @@ class _Preflight:
                 tokenizer,
                 reward_fn=managers[0],
                 val_reward_fn=managers[1],
-                train_dataset=datasets[TRAIN],
-                val_dataset=datasets.get(VALIDATION),
+                train_dataset=datasets[TRAIN_KEY],
+                val_dataset=datasets.get(VALIDATION_KEY),
             )
         )
 
@@ -282,8 +292,8 @@ class _Preflight:
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true: the KL to "
                 "the reference counts twice, in the reward and in the loss; one of them is enough"
             )
-        one_response = config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only
-        if plan.estimator.groups == "compared" and one_response:
+        has_one_response = config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only
+        if plan.estimator.groups == "compared" and has_one_response:
             yield (
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses of "
                 "one prompt, and actor_rollout_ref.rollout.n=1: it trains on raw scores, without a "
@@ -292,8 +302,8 @@ class _Preflight:
 
 
 @dataclass(frozen=True)
-class _Engine:
-    """The model and the parallel layout of a role that a training engine computes."""
+class _EngineLayout:
+    """The model and the parallel layout of a training engine, for one role."""
 
     path: str
     override_config: Settings
@@ -304,37 +314,48 @@ class _Engine:
     adapters: bool = False
 
     def check_layout(self) -> None:
-        sequence = sequence_parallel(self.role, self.sharding)
-        tensor = self.sharding.tensor_parallel_size
-        if sequence * tensor > 1:
+        sequence_parallel_size = sequence_parallel(self.role, self.sharding)
+        tensor_parallel_size = self.sharding.tensor_parallel_size
+        if sequence_parallel_size * tensor_parallel_size > 1:
             from hone.engine.mesh import check_layout
 
             check_layout(
                 self.path,
                 self.ranks,
-                sequence=sequence,
-                tensor=tensor,
+                sequence=sequence_parallel_size,
+                tensor=tensor_parallel_size,
                 shard_size=self.sharding.fsdp_size,
                 adapters=self.adapters,
             )
 
 
-def _engines(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_Engine]:
-    """Yield the training engines of the run; without a plan only the actor's."""
+def _engine_layouts(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_EngineLayout]:
+    """Yields the layout of each training engine of the run; without a plan, only that of the actor."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    actor, ref, ranks, lora = policy.actor, policy.ref, config.world_size, policy.model.uses_lora
-    path, changes = policy.model.path, policy.model.override_config
-    yield _Engine(path, changes, actor.strategy, actor, actor.fsdp_config, ranks, lora)
+    actor, ref = policy.actor, policy.ref
+    ranks, uses_lora = config.world_size, policy.model.uses_lora
+    path, override_config = policy.model.path, policy.model.override_config
+    yield _EngineLayout(
+        path, override_config, actor.strategy, actor, actor.fsdp_config, ranks, uses_lora
+    )
     if plan is None:
         return
-    if plan.needs_reference and not lora:
-        yield _Engine(path, changes, ref.strategy, ref, ref.fsdp_config, ranks)
+    if plan.needs_reference and not uses_lora:
+        yield _EngineLayout(path, override_config, ref.strategy, ref, ref.fsdp_config, ranks)
     if plan.needs_critic:
-        model, critic_lora = critic.model, critic.model.lora_rank > 0
-        path, changes = model.path or path, model.override_config
-        yield _Engine(path, changes, critic.strategy, critic, model.fsdp_config, ranks, critic_lora)
-    if plan.reward_model in ("prm", "prime") and not plan.is_on_server and reward.model.path:
+        model, critic_uses_lora = critic.model, critic.model.lora_rank > 0
+        path, override_config = model.path or path, model.override_config
+        yield _EngineLayout(
+            path,
+            override_config,
+            critic.strategy,
+            critic,
+            model.fsdp_config,
+            ranks,
+            critic_uses_lora,
+        )
+    if plan.reward_model in ("prm", "prime") and not plan.has_reward_server and reward.model.path:
         strategy = actor.strategy if plan.reward_model == "prime" else "fsdp2"
         ranks = sum(config.reward_pool) or ranks
-        changes, sharding = reward.model.override_config, reward.model.fsdp_config
-        yield _Engine(reward.model.path, changes, strategy, reward, sharding, ranks)
+        override_config, sharding = reward.model.override_config, reward.model.fsdp_config
+        yield _EngineLayout(reward.model.path, override_config, strategy, reward, sharding, ranks)

@@ -14,7 +14,7 @@ from hone.trainer.ppo.memory import explain_out_of_memory
 
 
 def profiled_ranks(config: PPOTrainerConfig, role: Role) -> tuple[int, ...] | None:
-    """Return the ranks of a role to profile; None means all."""
+    """Returns the ranks of a role to profile; None means all."""
     policy = config.actor_rollout_ref
     blocks: dict[Role, ProfilerConfig] = {
         Role.Rollout: policy.rollout.profiler,
@@ -23,8 +23,8 @@ def profiled_ranks(config: PPOTrainerConfig, role: Role) -> tuple[int, ...] | No
         Role.RewardModel: config.reward_model.profiler,
     }
     block = blocks.get(role, policy.actor.profiler)
-    some_enabled = any(other.enable for other in (policy.actor.profiler, *blocks.values()))
-    if block.enable is False or (some_enabled and not block.enable):
+    any_enabled = any(other.enable for other in (policy.actor.profiler, *blocks.values()))
+    if block.enable is False or (any_enabled and not block.enable):
         return ()
     if block.all_ranks or not (block.enable or block.ranks):
         return None
@@ -52,20 +52,20 @@ class StepProfiler:
             )
 
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
-        """Profile the enclosed block if this step is listed; a failed step writes no file."""
+    def step(self, step_number: int) -> Iterator[None]:
+        """Profiles the enclosed block if this step is listed; a failed step writes no file."""
         config = self._config
-        with explain_out_of_memory(f"step {number}"):
-            if number in (config.steps or ()) and config.tool and self._has_ranks:
-                with self._profile(config.tool, number):
+        with explain_out_of_memory(f"step {step_number}"):
+            if step_number in (config.steps or ()) and config.tool and self._has_ranks:
+                with self._profile(config.tool, step_number):
                     yield
             else:
                 yield
 
     @contextmanager
-    def _profile(self, tool: str, number: int) -> Iterator[None]:
+    def _profile(self, tool: str, step_number: int) -> Iterator[None]:
         for role, group in self._groups.items():
-            group.call(Worker.start_profile, tool, number, str(role), self._ranks[role])
+            group.call(Worker.start_profile, tool, step_number, str(role), self._ranks[role])
         try:
             yield
         except BaseException:
@@ -74,4 +74,4 @@ class StepProfiler:
         for group in self._groups.values():
             group.call(Worker.stop_profile, self._config.save_path)
         if tool == "torch":
-            screen().line(f"step {number}: traces in {self._config.save_path}")
+            screen().line(f"step {step_number}: traces in {self._config.save_path}")

@@ -18,56 +18,62 @@ class Publisher:
 
     def __init__(
         self,
-        trainer: WorkerGroup[ActorWorker],
+        actor: WorkerGroup[ActorWorker],
         rollout: WorkerGroup[RolloutWorker],
         config: CheckpointEngineConfig,
     ) -> None:
-        self._trainer, self._rollout = trainer, rollout
-        self.path = rollout.call(RolloutWorker.weight_path)
+        self._actor, self._rollout = actor, rollout
+        self.weight_path = rollout.call(RolloutWorker.weight_path)
         self.published = 0
-        """How many times weights were published, the unit of staleness."""
-        self._number_of_version: dict[int, int] = {}
-        self._previous = 0
+        """The number of times that weights were published; staleness is measured in these."""
+        self._publish_number_of_version: dict[int, int] = {}
+        self._published_before_update = 0
         self._transport = ""
-        if self.path == "streamed":
-            self._adapters = rollout.call(RolloutWorker.takes_adapters)
-            sender = trainer.call(ActorWorker.location)
+        if self.weight_path == "streamed":
+            self._sends_adapters = rollout.call(RolloutWorker.takes_adapters)
+            sender = actor.call(ActorWorker.location)
             receivers = rollout.call_all(RolloutWorker.location)
             self._transport = choose_transport(sender, receivers, config.backend)
 
     def publish(self) -> dict[str, float]:
-        """Send the new weights, all or none; return the bytes sent as a metric."""
-        trainer, rollout = self._trainer, self._rollout
-        version = trainer.call(ActorWorker.version)
-        if self.path == "streamed":
+        """Sends the new weights, and returns the number of bytes sent as a metric."""
+        actor, rollout = self._actor, self._rollout
+        version = actor.call(ActorWorker.version)
+        if self.weight_path == "streamed":
             receivers = rollout.world_size
-            address = trainer.call(ActorWorker.offer_weights, self._transport, receivers)
-            receiving = rollout.begin(RolloutWorker.receive_weights, address, version)
+            address = actor.call(ActorWorker.offer_weights, self._transport, receivers)
+            receive_call = rollout.begin(RolloutWorker.receive_weights, address, version)
             try:
-                sent = sum(trainer.call_all(ActorWorker.send_weights, self._adapters))
+                num_bytes = sum(actor.call_all(ActorWorker.send_weights, self._sends_adapters))
             except Exception:
-                receiving.get()  # raises the receiver's error, if it is the cause
+                receive_call.get()  # raises the receiver's error, if it is the cause
                 raise
-            receiving.get()
-            rollout.traffic["weights"] += sent * receivers
+            receive_call.get()
+            rollout.traffic["weights"] += num_bytes * receivers
         else:
-            sent = sum(rollout.call_all(RolloutWorker.announce_weights, version))
-            rollout.traffic["weights"] += sent
-        self._previous = self.published
+            num_bytes = sum(rollout.call_all(RolloutWorker.announce_weights, version))
+            rollout.traffic["weights"] += num_bytes
+        self._published_before_update = self.published
         self.published += 1
-        self._number_of_version[version] = self.published
-        return {"perf/weight_bytes": float(sent)}
+        self._publish_number_of_version[version] = self.published
+        return {"perf/weight_bytes": float(num_bytes)}
 
     def staleness(self, batch: DataProto) -> dict[str, float]:
-        """Return the staleness of trajectories in publishes: how far the oldest token is behind the weights
-        before this update, and how far behind the newest token."""
+        """Returns how many publications the weights of each trajectory's oldest token are behind.
+
+        They are compared with the weights before this update, and with those of the newest token.
+        """
         column = batch.non_tensor_batch.get("versions", ())
         versions = [v for v in column if v is not None and len(v)]
         if not versions:
             return {}
-        oldest = torch.tensor([float(self._number_of_version.get(min(v), 0)) for v in versions])
-        newest = torch.tensor([float(self._number_of_version.get(max(v), 0)) for v in versions])
+        number_of_version = self._publish_number_of_version
+        oldest_numbers = torch.tensor([float(number_of_version.get(min(v), 0)) for v in versions])
+        newest_numbers = torch.tensor([float(number_of_version.get(max(v), 0)) for v in versions])
         staleness = mean_max_min(
-            "training/off_policy/trajectory_staleness", self._previous - oldest
+            "training/off_policy/trajectory_staleness",
+            self._published_before_update - oldest_numbers,
         )
-        return staleness | mean_max_min("training/off_policy/trajectory_spans", newest - oldest)
+        return staleness | mean_max_min(
+            "training/off_policy/trajectory_spans", newest_numbers - oldest_numbers
+        )

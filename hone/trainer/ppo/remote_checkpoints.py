@@ -18,11 +18,11 @@ from hone.tracking.manifest import MANIFEST, find_damage
 
 log = logging.getLogger(__name__)
 
-_EARLIER = f"{MANIFEST}.earlier"
+_EARLIER_MANIFEST = f"{MANIFEST}.earlier"
 
 
-def require_store(url: str | None) -> None:
-    """Raise an error if `trainer.default_hdfs_dir` cannot be reached."""
+def check_store(url: str | None) -> None:
+    """Raises an error if `url`, the value of `trainer.default_hdfs_dir`, cannot be reached."""
     if url is None:
         return
     try:
@@ -35,31 +35,34 @@ def require_store(url: str | None) -> None:
         ) from error
 
 
-def push(run: RunFolder, keep: int, protected: Collection[int] = ()) -> None:
-    """Copy checkpoints, config and metrics to the store, and delete all but the newest `keep` there.
+def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> None:
+    """Copies checkpoints, config and metrics to the store, and deletes old checkpoints there.
 
-    An error of the store is only a warning; the next checkpoint copies everything that is missing.
+    Local and `protected` checkpoints and the newest `num_to_keep` are kept, or all if it is 0. An error of
+    the store is only a warning, since the next call copies everything that is missing.
     """
     if run.remote is None:
         return
     try:
         for step, folder in run.checkpoints():
             url = f"{run.remote}/{folder.name}"
-            if _manifest(url) != (folder / MANIFEST).read_bytes():
+            if _read_manifest(url) != (folder / MANIFEST).read_bytes():
                 upload(folder, url, last=MANIFEST)
                 log.info("checkpoint of step %d copied to %s", step, url)
         for file in (run.config_file, run.metrics_file, run.latest_file):
             if file.is_file():
                 upload(file, f"{run.remote}/{file.name}")
-        local = {step for step, _ in run.checkpoints()}
-        stored = set(_steps(run.remote))
-        for step in stored - {*local, *protected, *sorted(stored)[-keep:]} if keep else ():
+        local_steps = {step for step, _ in run.checkpoints()}
+        remote_steps = set(_complete_steps(run.remote))
+        # [-0:] is the whole list, so 0 keeps all.
+        kept_steps = {*local_steps, *protected, *sorted(remote_steps)[-num_to_keep:]}
+        for step in remote_steps - kept_steps:
             system, path = file_system(f"{run.remote}/global_step_{step}")
             system.rm_file(f"{path}/{MANIFEST}")
             system.rm(path, recursive=True)
     except Exception as error:  # every store has its own errors
         log.warning(
-            "%s: checkpoints could not be copied there (%s); still in %s",
+            "%s: checkpoints could not be copied there (%s); they are still in %s",
             run.remote,
             error,
             run.path,
@@ -67,25 +70,25 @@ def push(run: RunFolder, keep: int, protected: Collection[int] = ()) -> None:
 
 
 def pull(run: RunFolder) -> None:
-    """Download the newest complete checkpoint if it is newer than those of the run folder."""
+    """Downloads the newest complete checkpoint if it is newer than those of the run folder."""
     if run.remote is None:
         return
-    newest = max(
+    newest_step = max(
         (step for step, folder in run.checkpoints() if find_damage(folder) is None), default=-1
     )
-    for step in reversed([step for step in _steps(run.remote) if step > newest]):
-        url, final = f"{run.remote}/global_step_{step}", run.checkpoint(step)
+    for step in reversed([step for step in _complete_steps(run.remote) if step > newest_step]):
+        url, final_folder = f"{run.remote}/global_step_{step}", run.checkpoint(step)
         make_folder(run.path)
-        temporary = final.with_name(f".{final.name}.tmp")
+        temporary = final_folder.with_name(f".{final_folder.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         copy(url, temporary)
         problem = find_damage(temporary)
         if problem is None:
-            shutil.rmtree(final, ignore_errors=True)
-            rename_folder(temporary, final)
+            shutil.rmtree(final_folder, ignore_errors=True)
+            rename_folder(temporary, final_folder)
             for file in (run.config_file, run.metrics_file):
-                replace = file == run.metrics_file or not file.exists()
-                if replace and remote_files(f"{run.remote}/{file.name}"):
+                is_replaced = file == run.metrics_file or not file.exists()
+                if is_replaced and remote_files(f"{run.remote}/{file.name}"):
                     copy(f"{run.remote}/{file.name}", file)
             log.warning("fetched %s, which is newer than what is in %s", url, run.path)
             return
@@ -94,26 +97,28 @@ def pull(run: RunFolder) -> None:
 
 
 def invalidate_after(run: RunFolder, last_step: int) -> None:
-    """Rename the manifests of checkpoints after `last_step`, so that no run resumes from them."""
-    for step in _steps(run.remote) if run.remote is not None else ():
+    """Renames the manifests of checkpoints after `last_step`, so that no run resumes from them."""
+    for step in _complete_steps(run.remote) if run.remote is not None else ():
         if step > last_step:
             url = f"{run.remote}/global_step_{step}"
             system, path = file_system(url)
-            with system.open(f"{path}/{_EARLIER}", "wb") as file:
-                file.write(_manifest(url))
+            with system.open(f"{path}/{_EARLIER_MANIFEST}", "wb") as file:
+                file.write(_read_manifest(url))
             system.rm_file(f"{path}/{MANIFEST}")
-            log.warning("%s is not the checkpoint to resume; its manifest is now %s", url, _EARLIER)
+            log.warning(
+                "%s is not the checkpoint to resume; its manifest is now %s", url, _EARLIER_MANIFEST
+            )
 
 
-def _steps(url: str) -> list[int]:
-    """Return the steps of the complete checkpoints in a store, oldest first."""
+def _complete_steps(url: str) -> list[int]:
+    """Returns the steps of the complete checkpoints in a store, oldest first."""
     matches = (
         re.fullmatch(rf"global_step_(\d+)/{re.escape(MANIFEST)}", n) for n in remote_files(url)
     )
     return sorted(int(match[1]) for match in matches if match)
 
 
-def _manifest(url: str) -> bytes:
-    """Return the manifest of a checkpoint in the store; empty if it is not complete."""
+def _read_manifest(url: str) -> bytes:
+    """Returns the manifest of a checkpoint in the store; empty if the checkpoint is not complete."""
     system, path = file_system(f"{url}/{MANIFEST}")
     return bytes(system.cat_file(path)) if system.exists(path) else b""

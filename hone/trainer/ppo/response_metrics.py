@@ -1,6 +1,6 @@
-"""PURE's metrics of a step: reward parts and their agreement, repetition, reflection, groups, lengths.
+"""Computes PURE's metrics of a step: reward parts, repetition, reflection, groups and lengths.
 
-Since repetition is slow to compute, they are enabled only with a reward model, a curriculum, alarms,
+Since repetition is slow to compute, these metrics are enabled only with a reward model, a curriculum, alarms,
 `reward_manager=prime` or `trainer.response_metrics`.
 """
 
@@ -26,8 +26,8 @@ from hone.tokenizer import Tokenizer
 from hone.trainer.ppo.metrics import are_numbers, mean_max_min, split_attention
 from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_model_style, has_rule_score
 
-CORRECT_ABOVE = 0.5
-REFLECTION = re.compile(
+CORRECT_THRESHOLD = 0.5
+REFLECTION_PATTERN = re.compile(
     r"wait,|recheck[,\s]|retry[,\s]|try again|alternatively,|however,|rethink[,\s]|let's check|let's verify"
 )
 """PURE's reflection patterns, counted in the lower-case response."""
@@ -36,57 +36,62 @@ REFLECTION = re.compile(
 def response_metrics(
     batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig, route_by_style: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of one batch, without those of correctness if no response has a verdict.
+    """Returns the metrics of one batch; those of correctness are left out if no response has a verdict.
 
     If `route_by_style`, the reward model has scored only the rows of style `model`.
     """
     correct = correctness(batch, config)
     has_verdict = ~correct.isnan()
-    parts = {"whole": torch.ones(len(batch), dtype=torch.bool)}
+    row_masks = {"whole": torch.ones(len(batch), dtype=torch.bool)}
     if has_verdict.any():
-        parts |= {"correct": correct == 1, "incorrect": correct == 0}
-    scores = verifiable_rewards(batch, config)
+        row_masks |= {"correct": correct == 1, "incorrect": correct == 0}
+    rule_rewards = verifiable_rewards(batch, config)
     is_filtered = config.algorithm.filter_groups.enable or config.curriculum_learning.enable
     metrics = {
-        **_text_metrics(policy_texts(batch, tokenizer), parts, config.reward_model),
-        **_length_metrics(batch, parts, config.data.max_response_length),
+        **_text_metrics(policy_texts(batch, tokenizer), row_masks, config.reward_model),
+        **_length_metrics(batch, row_masks, config.data.max_response_length),
         **group_metrics(batch, correct, "retained_batch" if is_filtered else "whole_batch"),
     }
-    if scores is not None:
-        rule_scores = totals(batch, scores)[has_rule_score(batch)]
+    if rule_rewards is not None:
+        rule_scores = totals(batch, rule_rewards)[has_rule_score(batch)]
         metrics |= mean_max_min("instant_rewards/verifiable_reward", rule_scores)
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
         is_scored = torch.tensor([has_model_style(style) or not route_by_style for style in styles])
-        if batch.has_column(reward_column(MODEL)) and (last := last_rows(batch)) is not None:
-            is_scored &= torch.zeros_like(is_scored).index_fill(0, last, True)
+        if (
+            batch.has_column(reward_column(MODEL))
+            and (last_row_indices := last_rows(batch)) is not None
+        ):
+            is_scored &= torch.zeros_like(is_scored).index_fill(0, last_row_indices, True)
         metrics |= mean_max_min("instant_rewards/outcome_reward", outcome[is_scored])
         if (has_verdict & is_scored).any():
-            bound = CORRECT_ABOVE if config.reward_model.type == "judge" else 0.0
-            agrees = (outcome > bound) == (correct == 1)
-            match = agrees[has_verdict & is_scored].float().mean().item()
-            metrics["instant_rewards/orm_match_vr"] = match
-    policy = next((n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None)
-    if policy is not None and batch.has_column("ref_log_prob"):
-        kl = k3(batch.batch[policy], batch.batch["ref_log_prob"])
+            threshold = CORRECT_THRESHOLD if config.reward_model.type == "judge" else 0.0
+            agrees = (outcome > threshold) == (correct == 1)
+            agreement = agrees[has_verdict & is_scored].float().mean().item()
+            metrics["instant_rewards/orm_match_vr"] = agreement
+    log_prob_column = next(
+        (n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None
+    )
+    if log_prob_column is not None and batch.has_column("ref_log_prob"):
+        kl = k3(batch.batch[log_prob_column], batch.batch["ref_log_prob"])
         metrics["instant_rewards/kl/mean"] = masked_mean(kl, batch.batch["response_mask"]).item()
     return metrics
 
 
 def filter_metrics(
-    generated: DataProto, retained: DataProto, config: PPOTrainerConfig
+    generated_batch: DataProto, retained_batch: DataProto, config: PPOTrainerConfig
 ) -> dict[str, float]:
-    """Return the metrics of a group filter: correctness before it, and the share of rows it keeps."""
+    """Returns the metrics of a group filter: correctness before it, and the share of rows it keeps."""
     return {
-        **group_metrics(generated, correctness(generated, config), "whole_batch"),
-        "curriculum_learning/original_batch_size": len(generated),
-        "curriculum_learning/filtered_batch_size": len(retained),
-        "curriculum_learning/retain_ratio": len(retained) / max(len(generated), 1),
+        **group_metrics(generated_batch, correctness(generated_batch, config), "whole_batch"),
+        "curriculum_learning/original_batch_size": len(generated_batch),
+        "curriculum_learning/filtered_batch_size": len(retained_batch),
+        "curriculum_learning/retain_ratio": len(retained_batch) / max(len(generated_batch), 1),
     }
 
 
 def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | None:
-    """Return the unweighted score [B] of the rule, or of the agent loop that replaces it."""
+    """Returns the unweighted score [B] of the rule, or of the agent loop that replaces it."""
     for part in (RULE, AGENT):
         is_blank = part == RULE and config.reward_manager.name == "blank"
         if batch.has_column(reward_column(part)) and not is_blank:
@@ -96,7 +101,7 @@ def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | N
 
 
 def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | None:
-    """Return the reward model's unweighted reward [B] of each response.
+    """Returns the reward model's unweighted reward [B] of each response.
 
     Step rewards are combined as in `credit_assignment`: by their minimum, or by their sum.
     """
@@ -115,7 +120,7 @@ def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | Non
 
 
 def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
-    """Return [B]: 1 for a correct response, 0 for a wrong one, and NaN without a verdict.
+    """Returns [B]: 1 for a correct response, 0 for a wrong one, and NaN without a verdict.
 
     A response is correct if the scorer's `acc`, or else its score, is above 0.5. There is no verdict if no
     rule applies, the ground truth is missing, scoring failed, or the row is not its trajectory's last.
@@ -128,19 +133,24 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
     if "acc" in batch.meta_info.get("reward_extra_names", ()) and are_numbers(arrays["acc"]):
         pairs = zip(arrays["acc"], numbers, strict=True)
         numbers = [score if acc is None else float(acc) for acc, score in pairs]
-    verdicts = (torch.tensor(numbers) > CORRECT_ABOVE).float()
+    verdicts = (torch.tensor(numbers) > CORRECT_THRESHOLD).float()
     missing = [None] * len(batch)
-    failures, rules = arrays.get("reward_failure", missing), arrays.get("reward_model", missing)
-    for row, (failure, rule) in enumerate(zip(failures, rules, strict=True)):
-        if failure is not None or (isinstance(rule, dict) and rule.get("style") == "model"):
+    failures = arrays.get("reward_failure", missing)
+    reward_models = arrays.get("reward_model", missing)
+    for row, (failure, reward_model) in enumerate(zip(failures, reward_models, strict=True)):
+        if failure is not None or (
+            isinstance(reward_model, dict) and reward_model.get("style") == "model"
+        ):
             verdicts[row] = torch.nan
-    if (last := last_rows(batch)) is not None:
-        verdicts = torch.full_like(verdicts, torch.nan).index_copy(0, last, verdicts[last])
+    if (last_row_indices := last_rows(batch)) is not None:
+        verdicts = torch.full_like(verdicts, torch.nan).index_copy(
+            0, last_row_indices, verdicts[last_row_indices]
+        )
     return verdicts
 
 
 def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, float]:
-    """Return statistics over prompts of pass@n and of the share of correct responses."""
+    """Returns mean, max and min over prompts of pass@n and of the share of correct responses."""
     has_verdict = ~correct.isnan()
     if not has_verdict.any():
         return {}
@@ -152,7 +162,7 @@ def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, flo
 
 
 def policy_texts(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
-    """Return the text that the policy sampled in each row, without special tokens and observations."""
+    """Returns the text that the policy sampled in each row, without special tokens and observations."""
     columns = batch.batch
     responses, masks = columns["responses"].numpy(), columns["response_mask"].bool().numpy()
     rows = zip(responses, masks, strict=True)
@@ -160,12 +170,12 @@ def policy_texts(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
 
 
 def reflection_score(text: str) -> int:
-    """Return how many of PURE's reflection patterns a response has."""
-    return len(REFLECTION.findall(text.lower()))
+    """Returns the number of matches of PURE's reflection patterns in a response."""
+    return len(REFLECTION_PATTERN.findall(text.lower()))
 
 
 def _text_metrics(
-    texts: Sequence[str], parts: dict[str, Tensor], config: RewardModelConfig
+    texts: Sequence[str], row_masks: dict[str, Tensor], config: RewardModelConfig
 ) -> dict[str, float]:
     prefix = "high_level_scores"
     repeat_scores = torch.tensor(repeatness(texts))
@@ -175,21 +185,23 @@ def _text_metrics(
         **mean_max_min(f"{prefix}/repeat_score", repeat_scores),
         **mean_max_min(f"{prefix}/reflection_pattern_score", reflection_counts),
         **{
-            f"{prefix}/high_repeatness_ratio/{part}": is_repetitive[rows].mean().item()
-            for part, rows in parts.items()
-            if rows.any()
+            f"{prefix}/high_repeatness_ratio/{part}": is_repetitive[is_in_part].mean().item()
+            for part, is_in_part in row_masks.items()
+            if is_in_part.any()
         },
     }
 
 
-def _length_metrics(batch: DataProto, parts: dict[str, Tensor], limit: int) -> dict[str, float]:
+def _length_metrics(
+    batch: DataProto, row_masks: dict[str, Tensor], max_length: int
+) -> dict[str, float]:
     lengths = split_attention(batch)[1].sum(-1)
     metrics: dict[str, float] = {}
-    for part, rows in parts.items():
-        metrics |= mean_max_min(f"response_length/{part}", lengths[rows])
-        if rows.any():
-            clipped = (lengths[rows] >= limit).float().mean().item()
-            metrics[f"response_length/{part}/clip_ratio"] = clipped
+    for part, is_in_part in row_masks.items():
+        metrics |= mean_max_min(f"response_length/{part}", lengths[is_in_part])
+        if is_in_part.any():
+            clip_ratio = (lengths[is_in_part] >= max_length).float().mean().item()
+            metrics[f"response_length/{part}/clip_ratio"] = clip_ratio
     if batch.has_column("step_mask"):
         steps = batch.batch["step_mask"].sum().item()
         tokens = batch.batch["response_mask"].sum().item()

@@ -23,11 +23,11 @@ from hone.trainer.threads import uses_gpu
 
 SCHEMA = "ppo_trainer"
 RELEASE_DEADLINE_S = 30.0
-"""How long the resources of the lost attempt, or of another run, may take to become free."""
+"""The maximum wait until the resources of the lost attempt, or of another run, are free."""
 
 
 def attempts(config: PPOTrainerConfig) -> Iterator[AbstractContextManager[PPOTrainerConfig]]:
-    """Yield contexts in which to run: one, and another after each lost process (`trainer.max_restarts`).
+    """Yields one context per attempt: the first, and one after each lost process (`trainer.max_restarts`).
 
     A context yields the config to train with, and suppresses the error of a lost process.
     """
@@ -46,27 +46,27 @@ def _attempt(
     old_checkpoints: set[tuple[int, int]],
     failures: list[ProcessFailure],
 ) -> Iterator[PPOTrainerConfig]:
-    attempt, folder = config, config.trainer.default_local_dir
+    attempt_config, folder = config, config.trainer.default_local_dir
     with ExitStack() as ray_stack:
         if failures:
-            attempt = _config_for_remaining_nodes(config, ray_stack, failures[-1])
+            attempt_config = _config_for_remaining_nodes(config, ray_stack, failures[-1])
             if _checkpoint_times(folder) - old_checkpoints:  # this run has written a checkpoint
-                attempt = replace(attempt, "trainer.resume_mode", "auto")
-            _print_restart(attempt, number, config)
+                attempt_config = replace(attempt_config, "trainer.resume_mode", "auto")
+            _print_restart(attempt_config, number, config)
         try:
-            yield attempt
+            yield attempt_config
         except ProcessFailure as error:
             if number == config.trainer.max_restarts or not error.may_restart:
                 raise
-            log = write_traceback(error, Path(folder).expanduser())
-            log_note = f" (its log lines: {log})" if log is not None else ""
+            log_file = write_traceback(error, Path(folder).expanduser())
+            log_note = f" (its log lines: {log_file})" if log_file is not None else ""
             screen().line(str(error).partition("\n")[0] + log_note)
-            failures.append(copy(error))  # without the traceback, which keeps the trainer alive
+            failures.append(copy(error))  # without the traceback, which keeps the trainer in memory
 
 
 @contextmanager
 def graceful_stop() -> Iterator[GracefulStop]:
-    """Handle signals as `GracefulStop` does; a process lost after a signal causes no restart."""
+    """Handles signals as `GracefulStop` does; a process lost after a signal causes no restart."""
     with GracefulStop() as stop:
         try:
             yield stop
@@ -76,23 +76,24 @@ def graceful_stop() -> Iterator[GracefulStop]:
 
 
 def _checkpoint_times(folder: str) -> set[tuple[int, int]]:
-    """Return step and modification time of each checkpoint."""
+    """Returns the step and the modification time of each checkpoint."""
     checkpoints = RunFolder(Path(folder).expanduser()).checkpoints()
     return {(step, path.stat().st_mtime_ns) for step, path in checkpoints}
 
 
-def _print_restart(attempt: PPOTrainerConfig, number: int, config: PPOTrainerConfig) -> None:
-    nodes, all_nodes = attempt.trainer.nnodes, config.trainer.nnodes
+def _print_restart(attempt_config: PPOTrainerConfig, number: int, config: PPOTrainerConfig) -> None:
+    nodes, configured_nodes = attempt_config.trainer.nnodes, config.trainer.nnodes
+    ranks = attempt_config.world_size
     screen().line(
-        f"restart {number} of {config.trainer.max_restarts}: {nodes} of {all_nodes} "
-        f"node{'s' * (all_nodes > 1)}, {attempt.world_size} rank{'s' * (attempt.world_size > 1)}"
+        f"restart {number} of {config.trainer.max_restarts}: {nodes} of {configured_nodes} "
+        f"node{'s' * (configured_nodes > 1)}, {ranks} rank{'s' * (ranks > 1)}"
     )
 
 
 def _config_for_remaining_nodes(
     config: PPOTrainerConfig, ray_stack: ExitStack, failure: ProcessFailure
 ) -> PPOTrainerConfig:
-    """Connect to Ray or start it, and return the config for the nodes that still respond.
+    """Connects to Ray or starts it, and returns the config for the nodes that still respond.
 
     Waits up to `RELEASE_DEADLINE_S` for nodes whose resources are not free. Closing `ray_stack` stops Ray.
     """
@@ -101,25 +102,25 @@ def _config_for_remaining_nodes(
     from hone.controller.resource_pool import place
 
     try:
-        has_started = start_ray(vars(config.ray_kwargs.ray_init), report=screen().line)
+        started_ray = start_ray(vars(config.ray_kwargs.ray_init), report=screen().line)
     except Exception as error:
         raise failure from error  # the original failure explains more than that Ray cannot start
-    if has_started:
+    if started_ray:
         ray_stack.callback(stop_ray, config.ray_kwargs.timeline_json_file)
-    end_time = time.monotonic() + RELEASE_DEADLINE_S
-    smaller = list(_smaller_configs(config))
+    deadline = time.monotonic() + RELEASE_DEADLINE_S
+    candidates = list(_smaller_configs(config))
     while True:
         nodes = reachable_nodes()
-        fitting: dict[bool, PPOTrainerConfig] = {}
-        for total in (True, False):
-            for candidate in smaller:
-                free = resources_by_node(nodes, total=total)
-                if all(place(pool, free) is not None for pool in _pools(candidate)):
-                    fitting[total] = candidate
+        largest: dict[str, PPOTrainerConfig] = {}  # the largest config that fits these resources
+        for resources in ("total", "free"):
+            for candidate in candidates:
+                by_node = resources_by_node(nodes, total=resources == "total")
+                if all(place(pool, by_node) is not None for pool in _pools(candidate)):
+                    largest[resources] = candidate
                     break
-        is_late = time.monotonic() > end_time
-        if True in fitting and (fitting.get(False) == fitting[True] or is_late):
-            return fitting.get(False, fitting[True])
+        is_late = time.monotonic() > deadline
+        if "total" in largest and (largest.get("free") == largest["total"] or is_late):
+            return largest.get("free", largest["total"])
         if is_late:
             problems = find_problems(SCHEMA, replace(config, "trainer.nnodes", 1))
             raise ConfigError(
@@ -130,19 +131,21 @@ def _config_for_remaining_nodes(
 
 
 def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
-    """Yield valid configs with the same or fewer nodes, the largest first.
+    """Yields valid configs with the same or fewer nodes, the largest first.
 
-    All of them use Ray; `trainer.controller=auto` would not with one rank.
+    All of them use Ray, which `trainer.controller=auto` would not use with one rank.
     """
     config = replace(config, "trainer.controller", config.uses_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):
-        smaller = replace(config, "trainer.nnodes", nodes)
-        if not list(find_problems(SCHEMA, smaller)):
-            yield smaller
+        smaller_config = replace(config, "trainer.nnodes", nodes)
+        if not list(find_problems(SCHEMA, smaller_config)):
+            yield smaller_config
             for rollout_nodes in range(len(config.rollout_pool) - 1, 0, -1):
-                fewer = replace(smaller, "actor_rollout_ref.rollout.nnodes", rollout_nodes)
-                if not list(find_problems(SCHEMA, fewer)):
-                    yield fewer
+                config_with_fewer = replace(
+                    smaller_config, "actor_rollout_ref.rollout.nnodes", rollout_nodes
+                )
+                if not list(find_problems(SCHEMA, config_with_fewer)):
+                    yield config_with_fewer
 
 
 def _pools(config: PPOTrainerConfig) -> list[ResourcePool]:

@@ -38,26 +38,26 @@ REWARD_WORKERS: dict[str, type] = {
     "judge": JudgeWorker,
 }
 """The worker class by `reward_model.type`."""
-POOL, ROLLOUT_POOL, REWARD_POOL = "global_pool", "rollout_pool", "reward_pool"
+GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL = "global_pool", "rollout_pool", "reward_pool"
 
 
 def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
-    """Return the worker class of each role the plan needs; with LoRA the actor is also the reference."""
+    """Returns the worker class of each role that the plan needs; with `lora`, the actor is the reference."""
     roles: dict[Role, type] = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
     if plan.needs_reference and not lora:
         roles[Role.RefPolicy] = ReferenceWorker
     if plan.needs_critic:
         roles[Role.Critic] = CriticWorker
-    if plan.reward_model in ("prm", "prime") or (plan.reward_model and not plan.is_on_server):
+    if plan.reward_model in ("prm", "prime") or (plan.reward_model and not plan.has_reward_server):
         roles[Role.RewardModel] = REWARD_WORKERS[plan.reward_model]
     return roles
 
 
 def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> ResourcePoolManager:
-    """Return the pool of `nnodes` × `n_gpus_per_node` processes, and those of rollout and reward model."""
+    """Returns the global pool, and the pools of rollout and reward model if these are configured."""
     trainer = config.trainer
-    pools = {POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
-    mapping = dict.fromkeys(roles, POOL)
+    pools = {GLOBAL_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
+    mapping = dict.fromkeys(roles, GLOBAL_POOL)
     if config.rollout_pool:
         pools[ROLLOUT_POOL] = list(config.rollout_pool)
         mapping[Role.Rollout] = ROLLOUT_POOL
@@ -68,7 +68,7 @@ def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> Resou
 
 
 def group_class(config: PPOTrainerConfig) -> GroupClass:
-    """Return the worker group class; `auto` is local at world size 1, else Ray."""
+    """Returns the worker group class that `trainer.controller` selects."""
     if config.uses_controller == "local":
         return LocalWorkerGroup
     from hone.controller.ray import RayWorkerGroup
@@ -83,7 +83,7 @@ def start_workers(
     group_cls: GroupClass,
     stack: ExitStack,
 ) -> dict[Role, AnyGroup]:
-    """Start one group per role; roles of a pool share its processes. Closing `stack` stops them."""
+    """Starts one group per role; roles of a pool share its processes. Closing `stack` stops the groups."""
     from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 
     pool_members: dict[str, dict[str, ClassWithInitArgs]] = {}
@@ -126,9 +126,10 @@ def start_workers(
 def policy_groups(
     groups: Mapping[Role, AnyGroup],
 ) -> tuple[WorkerGroup[ActorWorker], WorkerGroup[RolloutWorker], WorkerGroup[ReferenceWorker]]:
-    """Return the groups of actor, rollout and reference, which may be one group as in verl."""
-    hybrid = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
-    actor, rollout = groups.get(Role.Actor) or hybrid, groups.get(Role.Rollout) or hybrid
+    """Returns the groups of actor, rollout and reference; these may be the same group, as in verl."""
+    hybrid_group = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
+    actor = groups.get(Role.Actor) or hybrid_group
+    rollout = groups.get(Role.Rollout) or hybrid_group
     if actor is None or rollout is None:
         raise ValueError(
             f"the roles {sorted(map(str, groups))} have no actor or no rollout; map Role.Actor and "
@@ -138,7 +139,7 @@ def policy_groups(
 
 
 def trained_groups(groups: Mapping[Role, AnyGroup], plan: Plan) -> dict[str, AnyGroup]:
-    """Return the groups of trained roles, by the name of their checkpoint folder."""
+    """Returns the groups of trained roles, by the name of their checkpoint folder."""
     trained = {"actor": policy_groups(groups)[0], "critic": groups.get(Role.Critic)}
     if plan.needs_implicit_rewards:
         trained["reward"] = groups[Role.RewardModel]
@@ -146,7 +147,7 @@ def trained_groups(groups: Mapping[Role, AnyGroup], plan: Plan) -> dict[str, Any
 
 
 def load_models(groups: Mapping[Role, AnyGroup]) -> None:
-    """Load the model of every role, with a progress bar over ranks."""
+    """Loads the model of every role, with a progress bar over ranks."""
     for role, group in groups.items():
         with _rank_progress(f"load the model of {role}, ranks", group.world_size):
             group.init_model()
@@ -154,7 +155,7 @@ def load_models(groups: Mapping[Role, AnyGroup]) -> None:
 
 @contextmanager
 def _rank_progress(description: str, ranks: int) -> Iterator[None]:
-    """Show a progress bar that counts finished ranks."""
+    """Shows a progress bar that counts finished ranks."""
     with (
         progress(description, ranks) as bar,
         on_wait_progress(lambda done, total: bar.update(done, total=total)),

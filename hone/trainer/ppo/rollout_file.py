@@ -35,7 +35,7 @@ SCHEMA_KEY = "hone_rollout_schema"
 TEMPORARY_KEY = "hone_temporary"
 """Metadata key of a file that is deleted once newer files exist."""
 
-_IDS, _MASK, _NUMBERS = "list<int64>", "list<int8>", "list<float>"
+_IDS_TYPE, _MASK_TYPE, _NUMBERS_TYPE = "list<int64>", "list<int8>", "list<float>"
 SCHEMA: dict[str, str] = {
     "step": "int64",
     "uid": "string",
@@ -46,21 +46,21 @@ SCHEMA: dict[str, str] = {
     "prompt_text": "string",
     "response_text": "string",
     "turns": "string",
-    "prompt_ids": _IDS,
-    "response_ids": _IDS,
-    "response_mask": _MASK,
-    "loss_mask": _MASK,
-    "rollout_log_probs": _NUMBERS,
-    "old_log_probs": _NUMBERS,
-    "ref_log_prob": _NUMBERS,
-    "values": _NUMBERS,
-    "sum_pi_squared": _NUMBERS,
-    "rollout_is_weights": _NUMBERS,
-    "token_level_scores": _NUMBERS,
-    "token_level_rewards": _NUMBERS,
-    "advantages": _NUMBERS,
-    "returns": _NUMBERS,
-    "versions": _IDS,
+    "prompt_ids": _IDS_TYPE,
+    "response_ids": _IDS_TYPE,
+    "response_mask": _MASK_TYPE,
+    "loss_mask": _MASK_TYPE,
+    "rollout_log_probs": _NUMBERS_TYPE,
+    "old_log_probs": _NUMBERS_TYPE,
+    "ref_log_prob": _NUMBERS_TYPE,
+    "values": _NUMBERS_TYPE,
+    "sum_pi_squared": _NUMBERS_TYPE,
+    "rollout_is_weights": _NUMBERS_TYPE,
+    "token_level_scores": _NUMBERS_TYPE,
+    "token_level_rewards": _NUMBERS_TYPE,
+    "advantages": _NUMBERS_TYPE,
+    "returns": _NUMBERS_TYPE,
+    "versions": _IDS_TYPE,
     "stop_reason": "string",
     "num_turns": "int64",
     "score": "double",
@@ -73,7 +73,7 @@ SCHEMA: dict[str, str] = {
     "turn_scores": "string",
     "timeouts": "string",
 }
-"""Maps column to type. Texts of `JSON_COLUMNS` are JSON."""
+"""The Arrow type of each column; the strings of `JSON_COLUMNS` are JSON."""
 JSON_COLUMNS = (
     *("turns", "ground_truth", "extra_info", "tool_outputs", "tool_rewards"),
     *("reward_scores", "turn_scores", "timeouts"),
@@ -95,7 +95,7 @@ _NOT_IN_BATCH = (
 def write_rollouts(
     path: Path, batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
 ) -> None:
-    """Write the trajectories of a step; a temporary file may be deleted once newer files exist."""
+    """Writes the trajectories of a step; a temporary file may be deleted once newer files exist."""
     import pyarrow.parquet as pq
 
     table = rollout_table(batch, tokenizer, step=step, temporary=temporary)
@@ -104,7 +104,7 @@ def write_rollouts(
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a file may be deleted once newer files exist; False for a damaged file."""
+    """Returns whether a file is marked as temporary; False for a damaged file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -115,7 +115,7 @@ def is_temporary(path: Path) -> bool:
 
 
 def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]:
-    """Return the first `count` rows as text, for trackers that show tables."""
+    """Returns the first `count` rows as text, for trackers that show tables."""
     first = batch.select_idxs(list(range(min(count, len(batch)))))
     rows: list[Row] = rollout_table(first, tokenizer, step=0).select(_SAMPLE_COLUMNS).to_pylist()
     return rows
@@ -124,9 +124,9 @@ def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]
 def rollout_table(
     batch: DataProto, tokenizer: Tokenizer, *, step: int, temporary: bool = False
 ) -> pa.Table:
-    """Return the Arrow table of a step in the order of `SCHEMA`, with its version.
+    """Returns the Arrow table of a step, with its columns in the order of `SCHEMA`.
 
-    It is built while the next step runs, so Python loops are over rows, never over tokens.
+    The table is built while the next step runs, so Python loops are over rows, never over tokens.
     """
     import pyarrow as pa
 
@@ -151,19 +151,19 @@ def rollout_table(
 
 
 def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
-    """Return Arrow arrays of the reward parts and the schema, except decoded texts."""
+    """Returns the columns of the schema, except decoded texts, and those of the reward parts."""
     import pyarrow as pa
 
     tensors, arrays = batch.batch, batch.non_tensor_batch
-    rows = len(batch)
-    in_prompt, attended = (part.cpu().numpy() != 0 for part in split_attention(batch))
-    in_response = np.arange(attended.shape[1]) < attended.sum(1)[:, None]
+    num_rows = len(batch)
+    is_prompt, is_attended = (part.cpu().numpy() != 0 for part in split_attention(batch))
+    is_response = np.arange(is_attended.shape[1]) < is_attended.sum(1)[:, None]
     columns: dict[str, pa.Array] = {
-        "step": pa.array(np.full(rows, step), pa.int64()),
-        "prompt_ids": _list_array(tensors["prompts"], in_prompt, "prompt_ids"),
-        "response_ids": _list_array(tensors["responses"], in_response, "response_ids"),
-        "score": pa.nulls(rows, pa.float64()),
-        "reward_baseline": pa.nulls(rows, pa.float64()),
+        "step": pa.array(np.full(num_rows, step), pa.int64()),
+        "prompt_ids": _list_array(tensors["prompts"], is_prompt, "prompt_ids"),
+        "response_ids": _list_array(tensors["responses"], is_response, "response_ids"),
+        "score": pa.nulls(num_rows, pa.float64()),
+        "reward_baseline": pa.nulls(num_rows, pa.float64()),
     }
     if batch.has_column("token_level_scores"):
         scores = totals(batch, tensors["token_level_scores"].sum(-1))
@@ -172,7 +172,10 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
         columns["score"] = pa.array(_to_numpy(scores).astype(float))
     if batch.has_column("reward_baselines"):
         columns["reward_baseline"] = pa.array(_to_numpy(tensors["reward_baselines"]).astype(float))
-    truths = [(m or {}).get("ground_truth") for m in arrays.get("reward_model", [None] * rows)]
+    truths = [
+        (reward_model or {}).get("ground_truth")
+        for reward_model in arrays.get("reward_model", [None] * num_rows)
+    ]
     columns["ground_truth"] = _text_array(map(_as_json, truths))
     parts = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
     for name in [*SCHEMA, *parts]:
@@ -181,25 +184,25 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
         if name in arrays:
             columns[name] = _array_column(name, arrays[name])
         elif batch.has_column(name):
-            columns[name] = _list_array(tensors[name], in_response, name)
+            columns[name] = _list_array(tensors[name], is_response, name)
         else:
-            columns[name] = pa.nulls(rows, _arrow_type(name))
+            columns[name] = pa.nulls(num_rows, _arrow_type(name))
     return columns
 
 
 def _array_column(name: str, values: np.ndarray) -> pa.Array:
     import pyarrow as pa
 
-    kind = _arrow_type(name)
+    arrow_type = _arrow_type(name)
     if name in JSON_COLUMNS:
         # Responses to one prompt share value objects, so each is serialized once.
         texts = {id(value): _clean(_as_json(value)) for value in values}
-        return pa.array([texts[id(value)] for value in values], kind)
+        return pa.array([texts[id(value)] for value in values], arrow_type)
     try:
-        return pa.array(values, type=kind)
+        return pa.array(values, type=arrow_type)
     except (pa.ArrowException, UnicodeError, TypeError, ValueError, OverflowError):
         convert = _to_text if SCHEMA[name] == "string" else _to_int
-        return pa.array([None if v is None else convert(v) for v in values], type=kind)
+        return pa.array([None if v is None else convert(v) for v in values], type=arrow_type)
 
 
 def _to_text(value: JsonValue) -> str:
@@ -213,7 +216,7 @@ def _to_int(value: JsonValue) -> JsonValue:
 def split_turns(
     ids: np.ndarray, mask: Sequence[int], spans: Sequence[Fields] | None, tokenizer: Tokenizer
 ) -> list[Fields]:
-    """Split a response into turns: by the agent loop's spans if they cover it, else by the mask."""
+    """Splits a response into turns: by the agent loop's spans if they cover it, else by the mask."""
     try:
         turns = [{**s, "role": str(s["role"]), "tokens": int(s["tokens"])} for s in spans or ()]
     except (TypeError, ValueError, KeyError):  # a user's loop may return anything
@@ -233,11 +236,11 @@ def split_turns(
 
 
 def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
-    """Add the extra columns that the score function and the agent loops returned."""
+    """Adds the extra columns that the score function and the agent loops returned."""
     import pyarrow as pa
 
     arrays, info = batch.non_tensor_batch, batch.meta_info
-    # `score` is already a column of the file.
+    # The file already has a column `score`.
     scorer_names = (n for n in info.get("reward_extra_names", ()) if n != "score")
     schema_names = {TURN_SPANS, *SCHEMA} - set(_NOT_IN_BATCH)
     loop_names = (n for n in info.get("loop_facts", ()) if n not in schema_names)
@@ -245,15 +248,15 @@ def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
     for name in dict.fromkeys([*scorer_names, *loop_names]):
         if name not in arrays:
             continue
-        column = clean_text(str(name))
-        column = CLASH_PREFIX + column if column in names else column
-        names.add(column)
-        plain = [v.item() if isinstance(v, np.generic) else v for v in arrays[name]]
-        columns[column] = pa.array([_clean(value) for value in _to_one_type(plain)])
+        column_name = clean_text(str(name))
+        column_name = CLASH_PREFIX + column_name if column_name in names else column_name
+        names.add(column_name)
+        values = [v.item() if isinstance(v, np.generic) else v for v in arrays[name]]
+        columns[column_name] = pa.array([_clean(value) for value in _to_one_type(values)])
 
 
 def _list_array(values: Tensor, is_inside: np.ndarray, name: str) -> pa.ListArray:
-    """Return one Arrow list per row with the values where `is_inside` [B, T] is true."""
+    """Returns one Arrow list per row with the values where `is_inside` [B, T] is true."""
     import pyarrow as pa
 
     items = pa.array(_to_numpy(values).reshape(-1).take(np.flatnonzero(is_inside)))
@@ -272,13 +275,13 @@ def _split_rows(column: pa.ListArray) -> list[np.ndarray]:
 
 
 def _arrow_type(name: str) -> pa.DataType:
-    """Return the type in `SCHEMA`; a reward part has one number per token."""
+    """Returns the type in `SCHEMA`; a reward part has one number per token."""
     import pyarrow as pa
 
-    declared = SCHEMA.get(name, _NUMBERS)
-    inner = declared.removeprefix("list<").removesuffix(">")
-    item_type = pa.type_for_alias(inner)
-    return pa.list_(item_type) if inner != declared else item_type
+    type_name = SCHEMA.get(name, _NUMBERS_TYPE)
+    item_name = type_name.removeprefix("list<").removesuffix(">")
+    item_type = pa.type_for_alias(item_name)
+    return pa.list_(item_type) if item_name != type_name else item_type
 
 
 def _text_array(texts: Iterable[str | None]) -> pa.Array:
@@ -288,7 +291,7 @@ def _text_array(texts: Iterable[str | None]) -> pa.Array:
 
 
 def _decode_rows(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
-    """Decode each row; equal rows are decoded once."""
+    """Decodes each row; equal rows are decoded once."""
     texts: dict[bytes, str] = {}
     # transformers checks each number of a list in Python, but not of an array.
     takes_arrays = getattr(tokenizer, "is_fast", False)
@@ -311,19 +314,21 @@ def _as_json(value: JsonValue | list[Fields]) -> str | None:
 
 def _json_default(value: _T) -> JsonValue:
     try:
-        plain: JsonValue = value.tolist() if hasattr(value, "tolist") else str(value)
+        json_value: JsonValue = value.tolist() if hasattr(value, "tolist") else str(value)
     except Exception:  # a user's object may raise anything
         return shown(value)
-    return plain
+    return json_value
 
 
 def _to_one_type(values: list[JsonValue]) -> list[JsonValue]:
-    """Return the values of an extra if all are bools, all text or all numbers; else each as JSON."""
-    present = [v for v in values if v is not None]
-    if all(isinstance(v, bool) for v in present) or all(isinstance(v, str) for v in present):
+    """Converts the values of an extra to one type: bools, text or numbers if all are, or else JSON."""
+    present_values = [v for v in values if v is not None]
+    if all(isinstance(v, bool) for v in present_values) or all(
+        isinstance(v, str) for v in present_values
+    ):
         return values
-    numbers = [v for v in present if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) == len(present):
+    numbers = [v for v in present_values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) == len(present_values):
         if all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in numbers):
             return values
         if all(isinstance(v, float) or abs(v) <= 2**53 for v in numbers):  # exact as float64

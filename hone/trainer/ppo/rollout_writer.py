@@ -29,14 +29,14 @@ class RolloutWriter:
             RunFolder(self._all_steps_folder).path if self._all_steps_folder else run.rollouts
         )
         self._thread_tokenizer: Tokenizer | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
-        self._pending: Future[None] | None = None
-        self._permanent: set[Path] = set()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
+        self._pending_write: Future[None] | None = None
+        self._permanent_files: set[Path] = set()
 
     def write(self, batch: DataProto, step: int, tracking: Tracking | None = None) -> None:
-        """Log some rows of a step to trackers that show tables, and start writing its file.
+        """Logs some rows of a step to trackers that show tables, and starts to write the step's file.
 
-        Raises the error of the previous file if it could not be written.
+        Raises the error of the previous file if that could not be written.
         """
         self._log_samples("train", batch, step, tracking, self._trainer.log_train_generations)
         if not self._all_steps_folder and self._trainer.rollout_steps_to_keep == 0:
@@ -44,10 +44,10 @@ class RolloutWriter:
         self.flush()
         columns = batch.batch.clone(recurse=False)
         batch_copy = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
-        self._pending = self._thread.submit(self._write, batch_copy, step)
+        self._pending_write = self._executor.submit(self._write, batch_copy, step)
 
     def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
-        """Write the file of a validation, and log some rows to trackers that show tables."""
+        """Writes the file of a validation, and logs some rows to trackers that show tables."""
         folder = self._trainer.validation_data_dir
         file = RunFolder(folder).path / f"step_{step}.parquet" if folder else None
         file = file or self._run.validation_file(step)
@@ -55,28 +55,28 @@ class RolloutWriter:
         self._log_samples("val", batch, step, tracking, self._trainer.log_val_generations)
 
     def _log_samples(
-        self, kind: str, batch: DataProto, step: int, tracking: Tracking | None, count: int
+        self, split: str, batch: DataProto, step: int, tracking: Tracking | None, count: int
     ) -> None:
         if tracking is not None and count > 0:
             samples = sample_rows(batch, self._tokenizer, count)
-            tracking.log_samples(f"{kind}/generations", samples, step)
+            tracking.log_samples(f"{split}/generations", samples, step)
 
     def flush(self) -> None:
-        """Wait for the last file, which must be on disk before the checkpoint of its step is renamed."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        """Waits for the last file, which must exist before the checkpoint of its step is renamed."""
+        pending_write, self._pending_write = self._pending_write, None
+        if pending_write is not None:
+            pending_write.result()
 
     def __enter__(self) -> RolloutWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        """Flush, so that no file is written after the run has released its folder."""
-        with contextlib.suppress(*(() if kind is None else (Exception,))):
+    def __exit__(self, error_type: type[BaseException] | None, *exc: object) -> None:
+        """Waits for the last file, so that none is written after the run has released its folder."""
+        with contextlib.suppress(*(() if error_type is None else (Exception,))):
             self.flush()
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._executor.shutdown()
 
     def _write(self, batch: DataProto, step: int) -> None:
         if self._thread_tokenizer is None:  # fast tokenizers are not thread-safe
@@ -87,20 +87,28 @@ class RolloutWriter:
         file, temporary = self._folder / f"step_{step}.parquet", not self._all_steps_folder
         write_rollouts(file, batch, self._thread_tokenizer, step=step, temporary=temporary)
         if temporary:
-            self._remove_old(step)
+            self._remove_old_files(step)
 
-    def _remove_old(self, step: int) -> None:
-        keep = steps_to_keep(step, self._trainer.rollout_steps_to_keep, self._trainer.save_freq)
+    def _remove_old_files(self, step: int) -> None:
+        kept_steps = steps_to_keep(
+            step, self._trainer.rollout_steps_to_keep, self._trainer.save_freq
+        )
         for file_step, file in step_files(self._folder):
-            if file_step > step or file_step in keep or file in self._permanent:
+            if file_step > step or file_step in kept_steps or file in self._permanent_files:
                 continue
             if is_temporary(file):
                 file.unlink(missing_ok=True)
             else:
-                self._permanent.add(file)  # from a run with trainer.rollout_data_dir
+                self._permanent_files.add(file)  # from a run with trainer.rollout_data_dir
 
 
-def steps_to_keep(step: int, keep: int, save_freq: int) -> set[int]:
-    """Return the steps whose files are kept: the last `keep`, and the last `keep` before the checkpoint."""
+def steps_to_keep(step: int, num_steps: int, save_freq: int) -> set[int]:
+    """Returns the steps whose files are kept.
+
+    These are the last `num_steps` steps, and the last `num_steps` steps up to the last checkpoint.
+    """
     last_saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
-    return {*range(step - keep + 1, step + 1), *range(last_saved - keep + 1, last_saved + 1)} - {0}
+    return {
+        *range(step - num_steps + 1, step + 1),
+        *range(last_saved - num_steps + 1, last_saved + 1),
+    } - {0}

@@ -39,10 +39,10 @@ from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_write_text
 from hone.types import JsonObject, JsonValue, Row
 
-MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+MULTI_TURN_KEY = "actor_rollout_ref.rollout.multi_turn"
 MAX_SOURCES = 16
-"""The maximum number of data sources whose scorer is tried, each on its first, middle and last row."""
-CHUNK = 256
+"""The maximum number of data sources whose scorer is tried; it is called on three rows of each."""
+PROMPTS_PER_PROGRESS_UPDATE = 256
 """Prompts per update of the progress bar."""
 
 
@@ -53,14 +53,14 @@ class AgentChecks:
         self, config: PPOTrainerConfig, tokenizer: Tokenizer, datasets: Mapping[str, Dataset]
     ) -> None:
         self.config, self.tokenizer, self.datasets = config, tokenizer, datasets
-        self.names = LoopNames(config.actor_rollout_ref.rollout)
+        self.loop_names = LoopNames(config.actor_rollout_ref.rollout)
         self.loops: dict[str, AgentLoopBase] = {}
 
     def problems(self) -> Iterator[str]:
-        """Build the agent loops that rows name, with tools and interactions, and yield the problems."""
-        for name in sorted(self._loop_names()):
+        """Builds the agent loops that rows name, with tools and interactions, and yields the problems."""
+        for name in sorted(self._loop_names_in_rows()):
             try:
-                self.loops[name] = run_coroutine(self._build(name))
+                self.loops[name] = run_coroutine(self._build_loop(name))
             except (PluginError, ToolError, ValueError, OSError) as error:
                 yield f"agent loop {name!r} cannot be built: {error}"
             except Exception as error:  # a user's loop or tool may raise anything
@@ -81,28 +81,28 @@ class AgentChecks:
                         f"does not have; it has {', '.join(names)}"
                     )
 
-    def render_prompts(self) -> None:
-        """Make the data sets render prompts as tool agent loops do, with tools in the chat template."""
+    def set_prompt_rendering(self) -> None:
+        """Makes the data sets render prompts as tool agent loops do, with tools in the chat template."""
         if any(isinstance(loop, ToolAgentLoop) for loop in self.loops.values()):
             for dataset in self.datasets.values():
                 if isinstance(dataset, RLHFDataset):
                     dataset.render_with(self._whole_prompt)
 
     def _whole_prompt(self, row: Row) -> tuple[Prompt, Tools | None] | None:
-        """Return prompt and tools of a row of the tool agent loop; None for other loops."""
+        """Returns the prompt and the tools of a row if it uses the tool agent loop, or else None."""
         data = self.config.data
-        read = raw_text if data.prompt_format == "raw" else as_messages
+        parse_prompt = raw_text if data.prompt_format == "raw" else as_messages
         try:
-            loop = self.loops.get(self.names.of_row(row.get("agent_name")))
+            loop = self.loops.get(self.loop_names.of_row(row.get("agent_name")))
             if isinstance(loop, ToolAgentLoop):
-                prompt = read(row[data.prompt_key])
+                prompt = parse_prompt(row[data.prompt_key])
                 return loop.whole_prompt(prompt, loop_argument(row, "tool_config"))
         except (PluginError, ToolError, ValueError, TypeError):
             pass  # reported when the row is checked or rendered
         return None
 
     def _tool_config_problems(self) -> Iterator[str]:
-        """Yield a problem per `tool_config` of a row that the tool agent loop does not support."""
+        """Yields a problem per `tool_config` of a row that the tool agent loop does not support."""
         configs = {json.dumps(config): config for config in self._extra_info_field("tool_config")}
         loops = [loop for loop in self.loops.values() if isinstance(loop, ToolAgentLoop)]
         for loop in loops:
@@ -113,8 +113,8 @@ class AgentChecks:
                     yield f"a row's {error}"
 
     def _turn_problems(self) -> Iterator[str]:
-        """Yield a problem if the chat template cannot render the turns that loops append."""
-        chat = self.config.data.prompt_format == "chat"
+        """Yields a problem if the chat template cannot render the turns that loops append."""
+        uses_chat_template = self.config.data.prompt_format == "chat"
         for loop in self.loops.values():
             if not isinstance(loop, ToolAgentLoop):
                 continue
@@ -127,13 +127,13 @@ class AgentChecks:
                         self.tokenizer,
                         last_token=0,
                         template_kwargs=self.config.data.apply_chat_template_kwargs,
-                        chat=chat,
+                        chat=uses_chat_template,
                     )
                 except (PromptError, BrokenTemplate) as error:
                     yield str(error)
 
     def _coefficient_problems(self) -> Iterator[str]:
-        """Yield a problem per reward coefficient without a tool or interaction of that name."""
+        """Yields a problem per reward coefficient without a tool or interaction of that name."""
         names = {
             name
             for loop in self.loops.values()
@@ -147,23 +147,23 @@ class AgentChecks:
                         f"there are {', '.join(sorted(names)) or 'none'}"
                     )
 
-    def _loop_names(self) -> set[str]:
-        """Return the agent loops that rows name; `check_rows` reports unknown names."""
+    def _loop_names_in_rows(self) -> set[str]:
+        """Returns the names of the agent loops in the rows; `check_rows` reports unknown names."""
         names = set()
         column = self._column("agent_name")
         for name in {name if isinstance(name, str) else None for name in column}:
             try:
-                names.add(self.names.of_row(name))
+                names.add(self.loop_names.of_row(name))
             except PluginError:
                 continue
-        return names or {self.names.default}
+        return names or {self.loop_names.default}
 
-    async def _build(self, name: str) -> AgentLoopBase:
+    async def _build_loop(self, name: str) -> AgentLoopBase:
         manager = ServerManager(None, seed=0, max_tokens=1)  # type: ignore[arg-type]
-        return build_loop(self.names.factory(name), self.config, manager, self.tokenizer)
+        return build_loop(self.loop_names.factory(name), self.config, manager, self.tokenizer)
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings about rows and settings that have no effect."""
+        """Yields warnings about rows and settings that have no effect."""
         multi_turn = self.config.actor_rollout_ref.rollout.multi_turn
         tool_loops = [loop for loop in self.loops.values() if hasattr(loop, "tools")]
         tools = {name for loop in tool_loops for name in loop.tools}
@@ -171,20 +171,22 @@ class AgentChecks:
         if any(self._interaction_names()) and not has_interactions:
             yield (
                 "rows have interaction_kwargs, but no interaction is configured: they are ignored; "
-                f"set {MULTI_TURN}.interaction_config_path"
+                f"set {MULTI_TURN_KEY}.interaction_config_path"
             )
         arguments = self._extra_info_field("tools_kwargs")
         names = {name for row in arguments for name, value in row.items() if value is not None}
-        if unknown := sorted(names - tools):
-            yield f"rows have tools_kwargs for {', '.join(unknown)}, but this run has no such tool"
+        if unknown_tools := sorted(names - tools):
+            yield f"rows have tools_kwargs for {', '.join(unknown_tools)}, but this run has no such tool"
         if tool_loops and not tools and not has_interactions:
             yield (
                 "tool_agent has neither tools nor interactions: every row is a single turn; set "
-                f"{MULTI_TURN}.tool_config_path"
+                f"{MULTI_TURN_KEY}.tool_config_path"
             )
         if any(self._extra_info_field("tool_config")) and not tool_loops:
             yield "rows have tool_config, but no row uses the tool agent loop: it is ignored"
-        yield from self._template_drift(tools=bool(tools), users=has_interactions)
+        yield from self._template_warnings(
+            uses_tools=bool(tools), uses_interactions=has_interactions
+        )
         parsers = [getattr(loop, "parser", None) for loop in tool_loops]
         uses_template = all(getattr(parser, "in_template", True) for parser in parsers)
         if tools and uses_template and not self._template_shows_tools(tool_loops[0].tools.values()):
@@ -194,12 +196,14 @@ class AgentChecks:
                 f"(multi_turn.format={multi_turn.format})"
             )
 
-    def _template_drift(self, *, tools: bool, users: bool) -> Iterator[str]:
-        """Yield a warning if the chat template renders later turns differently from the agent loop."""
+    def _template_warnings(self, *, uses_tools: bool, uses_interactions: bool) -> Iterator[str]:
+        """Yields a warning if the chat template renders turns differently from the agent loop."""
         has_template = bool(getattr(self.tokenizer, "chat_template", None))
         if self.config.data.prompt_format != "chat" or not has_template:
             return
-        roles = [role for role, is_used in (("tool", tools), ("user", users)) if is_used]
+        roles = [
+            role for role, is_used in (("tool", uses_tools), ("user", uses_interactions)) if is_used
+        ]
         kwargs = self.config.data.apply_chat_template_kwargs
         cases = [case for case in drifts(self.tokenizer, kwargs, roles) if isinstance(case, Drift)]
         if cases:
@@ -216,7 +220,7 @@ class AgentChecks:
                 yield from (row.get(name) for row in dataset.store.scan((name,)))
 
     def _extra_info_field(self, name: str) -> Iterator[JsonObject]:
-        """Yield a dict field of each row, from its columns or from `extra_info`."""
+        """Yields a dict field of each row, from its columns or from `extra_info`."""
         yield from (value for value in self._column(name) if isinstance(value, dict))
         for extra in self._column("extra_info"):
             if isinstance(extra, dict) and isinstance(value := extra.get(name), dict):
@@ -230,50 +234,57 @@ class AgentChecks:
             return False
         schemas = [tool.tool_schema.model_dump() for tool in tools]
         try:
-            without, with_tools = (
+            ids_without_tools, ids_with_tools = (
                 render_prompt("a", self.tokenizer, "chat", tools=tools) for tools in (None, schemas)
             )
         except PromptError:
             return False
-        return without != with_tools
+        return ids_without_tools != ids_with_tools
 
 
 def try_scorers(
     manager: AbstractRewardManager, dataset: Dataset, config: PPOTrainerConfig
 ) -> Iterator[Verdict]:
-    """Yield a verdict per data source, from calling its scorer on a few rows, and on ground truths."""
+    """Yields verdicts on the scorers, which are called on a few rows, and on missing ground truths."""
     if not isinstance(manager, RuleRewardManager) or not isinstance(dataset, RLHFDataset):
         return
-    key, default = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
+    key, default_loop = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
     used_positions, store = set(dataset.positions), dataset.store
-    rows_of_source: dict[str, list[int]] = {}
-    unscorable: list[int] = []
-    rows_without_truth: dict[str, list[int]] = {}
-    count = 0
+    candidate_positions: dict[str, list[int]] = {}
+    unscorable_positions: list[int] = []
+    positions_without_truth: dict[str, list[int]] = {}
+    num_rows = 0
     for position, row in enumerate(store.scan((key, "reward_model", "agent_name"))):
         reward_model = row.get("reward_model") or {}
-        single_turn = (row.get("agent_name") or default) == SINGLE_TURN_AGENT
+        is_single_turn = (row.get("agent_name") or default_loop) == SINGLE_TURN_AGENT
         source, truth = str(row.get(key)), reward_model.get("ground_truth")
         has_rule = reward_model.get("style") != "model" and manager.knows(source)
-        if position in used_positions and single_turn and has_rule:
-            unscorable += [position] * manager.lacks_ground_truth(source, truth)
-            count += 1
-            rows = rows_without_truth if is_missing(truth) else rows_of_source
-            rows.setdefault(source, []).append(position)
-    for source, positions in rows_without_truth.items():
+        if position in used_positions and is_single_turn and has_rule:
+            if manager.lacks_ground_truth(source, truth):
+                unscorable_positions.append(position)
+            num_rows += 1
+            positions_by_source = (
+                positions_without_truth if is_missing(truth) else candidate_positions
+            )
+            positions_by_source.setdefault(source, []).append(position)
+    for source, positions in positions_without_truth.items():
         # With a reward model, rows without a ground truth are tried only if no row of the source has one.
         if not manager.masks_missing:
-            rows_of_source[source] = sorted([*rows_of_source.get(source, ()), *positions])
+            candidate_positions[source] = sorted([*candidate_positions.get(source, ()), *positions])
         elif not manager.lacks_ground_truth(source, None):
-            rows_of_source.setdefault(source, positions)
-    for positions in list(rows_of_source.values())[:MAX_SOURCES]:
-        trials = dict.fromkeys((positions[0], positions[len(positions) // 2], positions[-1]))
+            candidate_positions.setdefault(source, positions)
+    for positions in list(candidate_positions.values())[:MAX_SOURCES]:
+        trial_positions = dict.fromkeys(
+            (positions[0], positions[len(positions) // 2], positions[-1])
+        )
         keys = key, config.data.prompt_key
-        yield try_scorer(manager, [TrialRow.of(store[p], store.where(p), *keys) for p in trials])
-    if unscorable:
+        yield try_scorer(
+            manager, [TrialRow.of(store[p], store.where(p), *keys) for p in trial_positions]
+        )
+    if unscorable_positions:
         problem = (
-            f"{len(unscorable):,} of {count:,} rows have no reward_model.ground_truth to compare "
-            f"with (the first: {store.where(unscorable[0])})"
+            f"{len(unscorable_positions):,} of {num_rows:,} rows have no reward_model.ground_truth to "
+            f"compare with (the first: {store.where(unscorable_positions[0])})"
         )
         if manager.masks_missing:
             yield Verdict(warning=f"{problem}: only the reward model scores them")
@@ -284,45 +295,45 @@ def try_scorers(
 
 
 @dataclass(frozen=True)
-class Lengths:
+class PromptLengths:
     """Prompt lengths in tokens, over all rows of a data set."""
 
     rows: int
     shortest: int
     longest: int
-    """A lower bound if it is far above the limit."""
+    """A lower bound if the prompt is far above the limit."""
     too_long: int
     """The number of prompts longer than `data.max_prompt_length`."""
     where: str
     """The file and row of the longest prompt."""
 
 
-def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> Lengths:
-    """Measure the length of every prompt; the result is cached on disk."""
-    cache = _cache_file(dataset)
+def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> PromptLengths:
+    """Measures the length of every prompt; the result is cached on disk."""
+    cache_file = _cache_file(dataset)
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Lengths(**json.loads(cache.read_text()))
-    limit = dataset.settings.max_prompt_length
+        return PromptLengths(**json.loads(cache_file.read_text()))
+    max_length = dataset.settings.max_prompt_length
     lengths: list[int] = []
     for index, length in enumerate(dataset.prompt_lengths()):
         if isinstance(length, PromptTooLong):
-            length = 2 * limit + 65  # a lower bound: tokenization stops there
+            length = 2 * max_length + 65  # a lower bound: tokenization stops there
         elif isinstance(length, PromptError):
             raise DataError(f"{dataset.where(index)}: {length}") from length
         lengths.append(length)
-        if index % CHUNK == CHUNK - 1:
-            advance(CHUNK)
+        if index % PROMPTS_PER_PROGRESS_UPDATE == PROMPTS_PER_PROGRESS_UPDATE - 1:
+            advance(PROMPTS_PER_PROGRESS_UPDATE)
     longest = max(lengths)
-    too_long = sum(length > limit for length in lengths)
+    too_long = sum(length > max_length for length in lengths)
     where = dataset.where(lengths.index(longest))
-    summary = Lengths(len(lengths), min(lengths), longest, too_long, where)
+    summary = PromptLengths(len(lengths), min(lengths), longest, too_long, where)
     with contextlib.suppress(OSError):  # without the cache the next run is only slower
-        atomic_write_text(cache, json.dumps(asdict(summary)))
+        atomic_write_text(cache_file, json.dumps(asdict(summary)))
     return summary
 
 
 def _added_text(dataset: RLHFDataset) -> str:
-    """Return the text that tool agent loops add to a prompt."""
+    """Returns the text that tool agent loops add to a prompt."""
     if dataset.whole_prompt is None:
         return ""
     names = {row.get("agent_name") for row in dataset.store.scan(("agent_name",))}
@@ -332,7 +343,7 @@ def _added_text(dataset: RLHFDataset) -> str:
 
 
 def _cache_file(dataset: RLHFDataset) -> Path:
-    """Return the cache file, named by a hash of all that affects lengths: rows, tokenizer, tools, limit."""
+    """Returns the cache file; its name is a hash of the rows, the tokenizer and all that affects lengths."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     tokenizer, config = dataset.tokenizer, dataset.settings
     backend = getattr(tokenizer, "backend_tokenizer", None)

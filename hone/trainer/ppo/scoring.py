@@ -41,16 +41,16 @@ from hone.types import Function, JsonValue, Row
 from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
-STYLE = "reward_model.style=model"
+MODEL_STYLE = "reward_model.style=model"
 if TYPE_CHECKING:
     from hone.rewards.managers.model import ModelRewardManager
     from hone.workers.judge import JudgeWorker
 
 Extras: TypeAlias = Mapping[str, Sequence[JsonValue]]
-"""Values that a score function returned next to its score: by name, one value per row."""
+"""Values that a score function returned next to its score, by name; one value per row."""
 RewardModel: TypeAlias = WorkerGroup[RewardModelWorker] | RuleRewardManager
-"""The workers of a reward model, or the manager of one that a server runs."""
-FAILURE = "reward_failure"
+"""The workers of a reward model, or the manager of a reward model on a server."""
+FAILURE_COLUMN = "reward_failure"
 """The extra with the reason why a row could not be scored; None for a scored row."""
 NO_VAL_REWARD_FN = (
     ". Validation rows are scored by the configured rules, since val_reward_fn was not given with "
@@ -62,7 +62,7 @@ _ROW_WITHOUT_RULE = {"reward_model": {"style": "model"}}
 def check_rows(
     reward_fn: Function, dataset: Dataset | None, config: PPOTrainerConfig, hint: str = ""
 ) -> None:
-    """Raise an error for reserved columns, images, unknown agent loops, or (with `hint`) missing scorers."""
+    """Checks columns, media, agent loops and scorers of the rows; `hint` ends the error about a scorer."""
     if not isinstance(dataset, RLHFDataset):
         return
     loops = LoopNames(config.actor_rollout_ref.rollout)
@@ -85,13 +85,13 @@ def check_rows(
 
 
 def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """Yield the position and these columns of each row that the data set uses."""
+    """Yields the position and the given columns of each row that the data set uses."""
     positions = set(dataset.positions)
     return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in positions)
 
 
 def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop: str) -> None:
-    """Raise an error for rows with images, videos or audio, which built-in engines and loops do not read."""
+    """Raises an error for rows with images, videos or audio, which built-in engines and loops do not read."""
     keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
     custom_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
     for position, row in _used_rows(dataset, (*keys, "agent_name")):
@@ -110,11 +110,11 @@ def _is_not_empty(value: object) -> bool:
 
 
 def check_columns(store: RowStore, prompt_key: str) -> None:
-    """Raise an error if the data have a column that the training loop writes."""
+    """Raises an error if the data have a column that the training loop writes."""
     parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
-    reserved = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
+    reserved_columns = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
     for file in store.files:
-        for index, row in enumerate(file.scan(reserved)):
+        for index, row in enumerate(file.scan(reserved_columns)):
             if row:
                 name = next(iter(row))
                 column = declared(name)
@@ -128,7 +128,7 @@ def check_columns(store: RowStore, prompt_key: str) -> None:
 def check_sources(
     reward_fn: Function, dataset: RLHFDataset, default_loop: str, *, has_model: bool
 ) -> None:
-    """Raise an error if a row of the single-turn agent loop has no scorer."""
+    """Raises an error if a row of the single-turn agent loop has no scorer."""
     if not isinstance(reward_fn, RuleRewardManager):
         return
     columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
@@ -142,7 +142,7 @@ def check_sources(
                 continue
             if has_model_style(row.get("reward_model")) and reward_fn.uses_table and not has_model:
                 raise DataError(
-                    f"{dataset.store.where(position)}: {STYLE}, but this run has no reward model; "
+                    f"{dataset.store.where(position)}: {MODEL_STYLE}, but this run has no reward model; "
                     "use reward_model.enable=true with a reward_model.model.path or "
                     "reward_model.server.url, your own score function, or style rule"
                 )
@@ -152,12 +152,12 @@ def check_sources(
 
 
 def has_model_style(reward_model: object) -> bool:
-    """Return whether a row's `reward_model` column has style `model`, so the reward model scores it."""
+    """Returns whether a row's `reward_model` column has style `model`, so the reward model scores it."""
     return isinstance(reward_model, Mapping) and reward_model.get("style") == MODEL
 
 
 def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | None) -> bool:
-    """Return whether the reward model scores only the rows of style `model`, and the rule the others."""
+    """Returns whether the reward model scores only the rows of style `model`, and the rule the others."""
     model = config.reward_model
     if not model.enable or model.type in ("prm", "prime") or model.route_by_style is False:
         return False
@@ -168,8 +168,8 @@ def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | Non
         return True
     if model.route_by_style and len(readable) == len(datasets):
         raise DataError(
-            f"reward_model.route_by_style=true, but no row has {STYLE}, so the reward model would score "
-            "nothing; write the style into the rows, or use route_by_style=null"
+            f"reward_model.route_by_style=true, but no row has {MODEL_STYLE}, so the reward model would "
+            "score nothing; write the style into the rows, or use route_by_style=null"
         )
     return bool(model.route_by_style)
 
@@ -180,7 +180,7 @@ def load_validation_manager(
     dataset: Dataset | None,
     compute_score: Function | None = None,
 ) -> AbstractRewardManager:
-    """Return the manager of validation: as in PURE, `prime` replaces `blank` if all rows have a rule."""
+    """Returns the manager of validation; as in PURE, `prime` replaces `blank` if all rows have a rule."""
     manager = load_reward_manager(config, tokenizer, 1, compute_score=compute_score)
     if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
         return manager
@@ -199,56 +199,56 @@ def _score_parts(
     reward_fn: Function,
     model: RewardModel | None,
     route_by_style: bool,
-    by_step: bool,
+    scores_steps: bool,
 ) -> tuple[dict[str, Tensor], Extras]:
-    """Return the token scores [B, T] of each part, and extras; an agent loop's score replaces the rule's.
+    """Returns the token scores [B, T] of each part, and extras; an agent loop's score replaces the rule's.
 
     With a reward model, no rule scores rows of style `model`; with `route_by_style`, an outcome reward model
-    scores only these. Both score the last row of a trajectory; a process reward model (`by_step`) all rows.
+    scores only these. Both score the last row of a trajectory; with `scores_steps` the model scores all rows.
     """
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
     is_last = is_last_row(batch)
-    for_model = np.zeros(len(batch), dtype=bool)
+    has_style = np.zeros(len(batch), dtype=bool)
     if model is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-        for_model = np.array([has_model_style(value) for value in styles], dtype=bool)
+        has_style = np.array([has_model_style(value) for value in styles], dtype=bool)
     if batch.has_column(LOOP_SCORE):
         parts[AGENT] = batch.batch[LOOP_SCORE]
     else:
-        parts[RULE], extras = _score_rows(batch, is_last & ~for_model, reward_fn)
+        parts[RULE], extras = _score_rows(batch, is_last & ~has_style, reward_fn)
         _check_extras(extras, reward_fn)
     if model is not None:
-        rows = is_last & for_model if route_by_style else is_last | by_step
+        rows = is_last & has_style if route_by_style else is_last | scores_steps
         if isinstance(model, RuleRewardManager):
             parts[MODEL], model_extras = _score_rows(batch, rows, model)
             extras = _merge_extras(extras, model_extras)
         elif not rows.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
         else:
-            selected = batch if rows.all() else batch[rows]
-            scored = model.call(RewardModelWorker.compute_rm_score, selected)
-            if scored.has_column("step_mask"):
-                write(batch, "step_mask", _expand_rows(scored.batch["step_mask"], rows))
-                parts[PROCESS] = _expand_rows(scored.batch["process_scores"], rows)
+            selected_batch = batch if rows.all() else batch[rows]
+            output = model.call(RewardModelWorker.compute_rm_score, selected_batch)
+            if output.has_column("step_mask"):
+                write(batch, "step_mask", _expand_rows(output.batch["step_mask"], rows))
+                parts[PROCESS] = _expand_rows(output.batch["process_scores"], rows)
             else:
-                parts[MODEL] = _expand_rows(scored.batch["rm_scores"], rows)
+                parts[MODEL] = _expand_rows(output.batch["rm_scores"], rows)
         if MODEL in parts:
             write(batch, "rm_scores", parts[MODEL])
     return parts, extras
 
 
 def _merge_extras(extras: Extras, model_extras: Extras) -> Extras:
-    """Merge the extras of rule and reward model; a row has failed if either could not score it."""
+    """Merges the extras of rule and reward model; a row has failed if either could not score it."""
     merged = {**{name: v for name, v in model_extras.items() if name != "score"}, **extras}
-    if FAILURE in extras and FAILURE in model_extras:
-        pairs = zip(extras[FAILURE], model_extras[FAILURE], strict=True)
-        merged[FAILURE] = [rule or model for rule, model in pairs]
+    if FAILURE_COLUMN in extras and FAILURE_COLUMN in model_extras:
+        pairs = zip(extras[FAILURE_COLUMN], model_extras[FAILURE_COLUMN], strict=True)
+        merged[FAILURE_COLUMN] = [rule or model for rule, model in pairs]
     return merged
 
 
 def _score_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
-    """Return the manager's scores [B, T] and extras of the selected rows; other rows have 0 and None."""
+    """Returns the manager's scores [B, T] and extras of the selected rows; other rows have 0 and None."""
     if not rows.any() and len(batch):
         return torch.zeros(batch.batch["responses"].shape), {}
     result = reward_fn(batch if rows.all() else batch[rows], return_dict=True)
@@ -260,7 +260,7 @@ def _score_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tupl
 
 
 def _expand_rows(scores: Tensor, rows: np.ndarray) -> Tensor:
-    """Expand the scores of the selected rows to [B, T], with 0 in the other rows."""
+    """Expands the scores of the selected rows to [B, T], with 0 in the other rows."""
     if rows.all():
         return scores
     expanded = torch.zeros((len(rows), *scores.shape[1:]), dtype=scores.dtype)
@@ -269,10 +269,10 @@ def _expand_rows(scores: Tensor, rows: np.ndarray) -> Tensor:
 
 
 def _check_extras(extras: Extras, reward_fn: Function) -> None:
-    """Raise an error if an extra has the name of a column that the training loop writes."""
+    """Raises an error if an extra has the name of a column that the training loop writes."""
     for name in extras:
         column = declared(name)
-        if column is not None and name != FAILURE:
+        if column is not None and name != FAILURE_COLUMN:
             scorer = unbound(getattr(reward_fn, "compute_score", None) or reward_fn)
             scorer_name = getattr(scorer, "__name__", type(scorer).__name__)
             raise RewardError(
@@ -282,13 +282,13 @@ def _check_extras(extras: Extras, reward_fn: Function) -> None:
 
 
 def extra_numbers(batch: DataProto, name: str, failure_score: float) -> list[float]:
-    """Return the scorer's extra `name` per row: `failure_score` for a failed row, and 0 for a row that is
+    """Returns the scorer's extra `name` per row: `failure_score` for a failed row, and 0 for a row that is
     not the last of its trajectory."""
     arrays, missing = batch.non_tensor_batch, [None] * len(batch)
     is_last = is_last_row(batch)
     numbers = []
     for row, (value, failure) in enumerate(
-        zip(arrays.get(name, missing), arrays.get(FAILURE, missing), strict=True)
+        zip(arrays.get(name, missing), arrays.get(FAILURE_COLUMN, missing), strict=True)
     ):
         if value is None and (failure is not None or not is_last[row]):
             value = failure_score if is_last[row] else 0.0
@@ -304,18 +304,20 @@ def extra_numbers(batch: DataProto, name: str, failure_score: float) -> list[flo
 
 
 def has_rule_score(batch: DataProto) -> Tensor:
-    """Return [N] bool: whether a rule scores the trajectory, with the ground truth that it needs."""
+    """Returns [N] bool: whether a rule scored the trajectory, with the ground truth that it needs."""
     arrays, missing = batch.non_tensor_batch, object_array([None] * len(batch))
-    pairs = zip(arrays.get(FAILURE, missing), arrays.get("reward_model", missing), strict=True)
+    pairs = zip(
+        arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing), strict=True
+    )
     rows = [reason != NO_GROUND_TRUTH and not has_model_style(column) for reason, column in pairs]
     return torch.from_numpy(of_trajectories(batch, np.array(rows, dtype=bool)))
 
 
 def has_extra(batch: DataProto, name: str) -> bool:
-    """Return whether the scorer returns the extra `name`; True if it failed on every row."""
-    failures = batch.non_tensor_batch.get(FAILURE, np.empty(0, dtype=object))
-    scored = failures[is_last_row(batch)] if len(failures) else failures
-    all_failed = len(scored) > 0 and all(failure is not None for failure in scored)
+    """Returns whether the scorer returns the extra `name`; True if it failed on every row."""
+    failures = batch.non_tensor_batch.get(FAILURE_COLUMN, np.empty(0, dtype=object))
+    last_failures = failures[is_last_row(batch)] if len(failures) else failures
+    all_failed = len(last_failures) > 0 and all(failure is not None for failure in last_failures)
     return name in batch.meta_info.get("reward_extra_names", ()) or all_failed
 
 
@@ -326,7 +328,7 @@ def score(
     config: RewardModelConfig,
     route_by_style: bool = False,
 ) -> DataProto:
-    """Write `reward/<part>`, their weighted sum, and the extras as columns."""
+    """Writes the score of each part, their weighted sum, and the extras as columns."""
     parts, extras = _score_parts(
         batch, reward_fn, reward_model, route_by_style, config.type == "prm"
     )
@@ -334,31 +336,31 @@ def score(
     total: Tensor | None = None
     for part, scores in parts.items():
         if part == PROCESS:
-            # Written with its weight, since the strict minimum subtracts it from the sum.
+            # This part is written with its weight, since the strict minimum subtracts it from the sum.
             scores = scores * config.modeling_reward_coef
         if part != AGENT:  # the agent loop has already written its own
             write(batch, reward_column(part), scores)
-        weighted = scores * weights.get(part, 1.0)
-        total = weighted if total is None else total + weighted
+        weighted_scores = scores * weights.get(part, 1.0)
+        total = weighted_scores if total is None else total + weighted_scores
     assert total is not None
-    for kind, coefficients, rewards in (
+    for kind, coefficients, compute_rewards in (
         ("turn", config.turn_reward_coef, turn_rewards),
         ("trajectory", config.trajectory_reward_coef, trajectory_rewards),
     ):
         for name, weight in coefficients.items():
-            scores = rewards(batch, name)
+            scores = compute_rewards(batch, name)
             write(batch, f"{REWARD_PREFIX}{kind}/{name}", scores)
             total = total + scores * weight
     write(batch, "token_level_scores", total)
     # Every batch has the failure column, so that batches of several rounds can be concatenated.
-    for name, values in {FAILURE: [None] * len(batch), **extras}.items():
+    for name, values in {FAILURE_COLUMN: [None] * len(batch), **extras}.items():
         batch.set_column(name, object_array(list(values)))
     batch.meta_info["reward_extra_names"] = sorted(extras)
     return batch
 
 
 def pop_metrics(*managers: object) -> dict[str, float]:
-    """Return the metrics of the managers since the last call; a user's manager may have none."""
+    """Returns the metrics of the managers since the last call; a user's manager may have none."""
     return {
         name: value
         for manager in managers
@@ -370,7 +372,7 @@ def pop_metrics(*managers: object) -> dict[str, float]:
 def get_reward_model(
     config: PPOTrainerConfig, plan: Plan, tokenizer: Tokenizer, groups: Mapping[Role, AnyGroup]
 ) -> RewardModel | None:
-    """Return the workers of the reward model, or the manager of an external one (a server or a judge)."""
+    """Returns the workers of the reward model, or the manager of an external one (a server or a judge)."""
     group = None if plan.needs_implicit_rewards else groups.get(Role.RewardModel)
     return (
         load_external_reward_model(config, tokenizer, group)
@@ -382,7 +384,7 @@ def get_reward_model(
 def load_external_reward_model(
     config: PPOTrainerConfig, tokenizer: Tokenizer, group: WorkerGroup[JudgeWorker] | None
 ) -> ModelRewardManager:
-    """Return the manager of a reward model on a server, or of a judge that `group` may run."""
+    """Returns the manager of a reward model on a server, or of a judge that `group` may run."""
     from hone.models.load import load_tokenizer
     from hone.rewards.loading import load_model_manager
 

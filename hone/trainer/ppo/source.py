@@ -27,7 +27,7 @@ from hone.types import Settings
 from hone.workers.rollout_worker import RolloutWorker
 
 _POLL_S = 0.2
-"""How long ranks of a rollout pool wait for a finished group per call."""
+"""The time that the ranks of a rollout pool wait for a finished group, per call."""
 
 
 class GroupState(TypedDict):
@@ -50,7 +50,7 @@ class _Group:
 
 
 def unique_prompts(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarray]:
-    """Return the unique prompt rows of the batch's trajectories."""
+    """Returns the unique prompt rows of the batch's trajectories."""
     arrays = batch.non_tensor_batch
     index_of_uid = dict(zip(arrays["uid"], arrays["dataset_index"], strict=True))
     return loader.rows_again([(int(index), uid) for uid, index in index_of_uid.items()])
@@ -70,81 +70,92 @@ class TrajectorySource:
         self._workers = workers
         self._run_seed = run_seed
         self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
-        self.path = workers.call(RolloutWorker.weight_path)
+        self.weight_path = workers.call(RolloutWorker.weight_path)
         self._leader_ranks = workers.mesh(DATA_PARALLEL).collect_ranks  # the ranks with agent loops
         self._submissions = [0] * workers.world_size  # each rank's runner counts its submissions
-        self._running: dict[tuple[int, int, str], _Group] = {}  # by rank, its submission, uid
-        self._finished: list[_Group] = []  # in finishing order
+        self._running_groups: dict[
+            tuple[int, int, str], _Group
+        ] = {}  # by rank, its submission, uid
+        self._finished_groups: list[_Group] = []  # in finishing order
         self._next_number = 0
         self._metrics: list[dict[str, float]] = []
 
     @property
     def generates_concurrently(self) -> bool:
         """Whether generation continues while the training loop scores or updates."""
-        return self.path != "gathered"
+        return self.weight_path != "gathered"
 
     @property
     def pending(self) -> int:
         """The number of groups that were submitted and not taken."""
-        return len(self._running) + len(self._finished)
+        return len(self._running_groups) + len(self._finished_groups)
 
     def submit(
         self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Settings
     ) -> range:
-        """Start `samples` responses to each prompt row; return the numbers of the groups."""
+        """Starts `samples` responses to each prompt row; returns the numbers of the groups."""
         rows = DataProto(batch=None, non_tensor_batch=dict(prompts)).repeat(
             samples, interleave=True
         )
-        index = np.tile(np.arange(samples), len(rows) // samples).astype(object)
-        write(rows, "sample_index", index)
+        sample_indices = np.tile(np.arange(samples), len(rows) // samples).astype(object)
+        write(rows, "sample_index", sample_indices)
         uids = rows.non_tensor_batch["uid"]
-        attempts = list(zip(uids, index, strict=True))
-        names = [f"{uid}-{i}" for uid, i in attempts]
-        write(rows, "trajectory_id", np.array(names, dtype=object))
+        uid_and_index = list(zip(uids, sample_indices, strict=True))
+        trajectory_ids = [f"{uid}-{i}" for uid, i in uid_and_index]
+        write(rows, "trajectory_id", np.array(trajectory_ids, dtype=object))
         # The seeds that the loop runner uses per trajectory, stored for a replay.
-        seeds = [trajectory_seed(self._run_seed, uid, i) for uid, i in attempts]
+        seeds = [trajectory_seed(self._run_seed, uid, i) for uid, i in uid_and_index]
         write(rows, "seed", np.array(seeds, dtype=object))
         rows.meta_info["sampling_params"] = dict(sampling)
-        first = self._next_number
+        first_number = self._next_number
         self._submit_to_ranks(rows, samples)
-        return range(first, self._next_number)
+        return range(first_number, self._next_number)
 
     def _submit_to_ranks(self, rows: DataProto, samples: int) -> None:
         rank_rows: list[DataProto | None] = [None] * self._workers.world_size
-        rank_groups = np.array_split(np.arange(len(rows) // samples), len(self._leader_ranks))
-        for rank, groups in zip(self._leader_ranks, rank_groups, strict=True):
-            if not len(groups):
+        rank_group_indices = np.array_split(
+            np.arange(len(rows) // samples), len(self._leader_ranks)
+        )
+        for rank, group_indices in zip(self._leader_ranks, rank_group_indices, strict=True):
+            if not len(group_indices):
                 continue
-            rank_rows[rank] = rows.slice(int(groups[0]) * samples, int(groups[-1] + 1) * samples)
+            rank_rows[rank] = rows.slice(
+                int(group_indices[0]) * samples, int(group_indices[-1] + 1) * samples
+            )
             self._submissions[rank] += 1
-            for group in groups:
-                group_rows = rows.slice(int(group) * samples, int(group + 1) * samples)
+            for group_index in group_indices:
+                group_rows = rows.slice(int(group_index) * samples, int(group_index + 1) * samples)
                 key = rank, self._submissions[rank], str(group_rows.non_tensor_batch["uid"][0])
-                self._running[key] = _Group(self._next_number, group_rows)
+                self._running_groups[key] = _Group(self._next_number, group_rows)
                 self._next_number += 1
         self._workers.call_each(RolloutWorker.submit, rank_rows)
 
     def take(self, n_groups: int | None = None) -> DataProto:
-        """Return the first `n_groups` to finish (None: all submitted groups), in submission order.
+        """Returns the first `n_groups` groups to finish, in submission order; the other groups continue.
 
-        The other groups continue.
+        None returns all submitted groups.
         """
-        count = self.pending if n_groups is None else min(n_groups, self.pending)
-        while len(self._finished) < count:
-            one_rank = len(self._leader_ranks) == 1
-            needed = count - len(self._finished) if one_rank else None
-            outputs = self._workers.call_all(RolloutWorker.finished, needed, _POLL_S)
-            for rank, finished in enumerate(outputs):
+        num_groups = self.pending if n_groups is None else min(n_groups, self.pending)
+        while len(self._finished_groups) < num_groups:
+            has_one_leader = len(self._leader_ranks) == 1
+            groups_needed = num_groups - len(self._finished_groups) if has_one_leader else None
+            rank_results = self._workers.call_all(RolloutWorker.finished, groups_needed, _POLL_S)
+            for rank, finished in enumerate(rank_results):
                 for group in finished.groups:
-                    submitted = self._running.pop((rank, group.submission, group.uid))
-                    rows = row_per_output(submitted.rows, group.rows)
-                    self._finished.append(_Group(submitted.number, rows, group.outputs))
+                    submitted_group = self._running_groups.pop((rank, group.submission, group.uid))
+                    rows = row_per_output(submitted_group.rows, group.rows)
+                    self._finished_groups.append(
+                        _Group(submitted_group.number, rows, group.outputs)
+                    )
                 if finished.metrics:
                     self._metrics.append(finished.metrics)
-        groups, self._finished = self._finished[:count], self._finished[count:]
-        return self._batch(sorted(groups, key=lambda group: group.number))
+        groups, self._finished_groups = (
+            self._finished_groups[:num_groups],
+            self._finished_groups[num_groups:],
+        )
+        return self._collate_groups(sorted(groups, key=lambda group: group.number))
 
-    def _batch(self, groups: Sequence[_Group]) -> DataProto:
+    def _collate_groups(self, groups: Sequence[_Group]) -> DataProto:
         outputs = [output for group in groups for output in group.outputs]
         trajectories = collate_outputs(outputs, pad_token_id=self._pad_token_id)
         if not self._keep_log_probs:
@@ -155,21 +166,23 @@ class TrajectorySource:
         row_columns = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
         batch.meta_info["loop_facts"] = sorted({*trajectories.non_tensor_batch, *row_columns})
         names = {name for metrics in self._metrics for name in metrics}
-        means = {name: [m[name] for m in self._metrics if name in m] for name in names}
-        batch.meta_info["metrics"] = loop_metrics(outputs) | mean_over_ranks(means)
+        values_by_name = {name: [m[name] for m in self._metrics if name in m] for name in names}
+        batch.meta_info["metrics"] = loop_metrics(outputs) | mean_over_ranks(values_by_name)
         self._metrics = []
         return batch.union(trajectories)
 
     def abort(self) -> None:
-        """Drop all groups that were submitted and not taken."""
+        """Drops all groups that were submitted and not taken."""
         self._workers.call_all(RolloutWorker.abort, None)
-        self._running, self._finished = {}, []
+        self._running_groups, self._finished_groups = {}, []
 
     # -- state --------------------------------------------------------------------------------
 
     def state_dict(self) -> list[GroupState]:
-        """Return the groups that were submitted and not taken, as positions in the data set."""
-        groups = sorted([*self._running.values(), *self._finished], key=lambda group: group.number)
+        """Returns the groups that were submitted and not taken, with the positions of their prompts."""
+        groups = sorted(
+            [*self._running_groups.values(), *self._finished_groups], key=lambda group: group.number
+        )
         return [
             {
                 "index": int(group.rows.non_tensor_batch["dataset_index"][0]),
@@ -181,7 +194,7 @@ class TrajectorySource:
         ]
 
     def load_state_dict(self, state: Sequence[GroupState], loader: PromptLoader) -> None:
-        """Submit the groups of the checkpoint again; equal seeds give equal trajectories."""
+        """Submits the groups of the checkpoint again; equal seeds give equal trajectories."""
         for group in state:
             prompts = loader.rows_again([(group["index"], group["uid"])])
             self.submit(prompts, samples=group["samples"], sampling=group["sampling"])

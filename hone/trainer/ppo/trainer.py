@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from hone.trainer.ppo.balance import balance, check_divisible
 from hone.trainer.ppo.collect import DynamicSampling, filter_batch
 from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.memory import freeze_garbage_collection
-from hone.trainer.ppo.plan import Plan, with_schedule_length
+from hone.trainer.ppo.plan import Plan, set_schedule_lengths
 from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.response_metrics import response_metrics
@@ -40,7 +41,7 @@ from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.source import TrajectorySource, unique_prompts
 from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads
-from hone.types import Fields, Function
+from hone.types import Function
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.critic import CriticWorker
 from hone.workers.train import TrainWorker
@@ -65,20 +66,19 @@ class PPOTrainer:
         data, trainer = config.data, config.trainer
         self.tokenizer = tokenizer
         self.plan = Plan.of(config)
-        inputs = data, tokenizer, processor
-        self.train_dataset = create_run_dataset(train_dataset, *inputs, is_train=True)
+        dataset_inputs = data, tokenizer, processor
+        self.train_dataset = create_run_dataset(train_dataset, *dataset_inputs, is_train=True)
         self.loader = create_train_loader(
             data, self.train_dataset, data.prompts_per_generation, trainer.seed
         )
         self.val_dataset: Dataset | None = None
         if data.val_files or val_dataset is not None:
-            self.val_dataset = create_run_dataset(val_dataset, *inputs, is_train=False)
+            self.val_dataset = create_run_dataset(val_dataset, *dataset_inputs, is_train=False)
             self.val_loader = create_val_loader(data, self.val_dataset, trainer.seed)
         steps_of_epochs = self.loader.batches_per_epoch * trainer.total_epochs
         self.total_steps = trainer.total_training_steps or steps_of_epochs
-        self.config, _ = resolve_threads(
-            with_schedule_length(config, self.total_steps), trainer.n_gpus_per_node
-        )
+        scheduled_config = set_schedule_lengths(config, self.total_steps)
+        self.config, _ = resolve_threads(scheduled_config, trainer.n_gpus_per_node)
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
         self.val_reward_fn = val_reward_fn or scoring.load_validation_manager(
             config, tokenizer, self.val_dataset
@@ -87,15 +87,15 @@ class PPOTrainer:
         hint = scoring.NO_VAL_REWARD_FN if reward_fn and not val_reward_fn else ""
         scoring.check_rows(self.val_reward_fn, self.val_dataset, config, hint)
         self.route_by_style = scoring.routes_by_style(config, self.train_dataset, self.val_dataset)
-        lora = config.actor_rollout_ref.model.uses_lora
-        self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=lora))
+        uses_lora = config.actor_rollout_ref.model.uses_lora
+        self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=uses_lora))
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
         self.group_cls = ray_worker_group_cls or roles.group_class(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.run = RunFolder(trainer.default_local_dir, trainer.default_hdfs_dir)
-        self.rollouts = RolloutWriter(self.run, trainer, tokenizer)
+        self.run_folder = RunFolder(trainer.default_local_dir, trainer.default_hdfs_dir)
+        self.rollout_writer = RolloutWriter(self.run_folder, trainer, tokenizer)
         self.timers = Timers()
-        self.alarms = Alarms(trainer.alarms, self.run)
+        self.alarms = Alarms(trainer.alarms, self.run_folder)
         compares_groups = self.plan.estimator.groups != "ignored"
         self.warnings = metrics.StepWarnings(compares_groups=compares_groups)
         self.tracking: Tracking | None = None
@@ -104,7 +104,7 @@ class PPOTrainer:
         self.global_step = 0
 
     def init_workers(self) -> None:
-        """Start every role and load its model."""
+        """Starts every role and loads its model."""
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
         groups = roles.start_workers(config, self.roles, self.pools, self.group_cls, self._stack)
         self.profiler = StepProfiler(config, groups)
@@ -114,7 +114,7 @@ class PPOTrainer:
         check_divisible(config, self.actor.data_parallel_size)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
         self.reward_model = scoring.get_reward_model(config, self.plan, self.tokenizer, groups)
-        self.trained = roles.trained_groups(groups, self.plan)
+        self.trained_groups = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,
             run_seed=config.sampling_seed,
@@ -130,29 +130,29 @@ class PPOTrainer:
     # -- the loop -----------------------------------------------------------------------------
 
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
-        """Train to the last step; `origins` maps each config key to its file or argument."""
+        """Trains to the last step; `origins` maps each config key to the file or argument that set it."""
         trainer = self.config.trainer
-        with lock_folder(self.run.path):
+        with lock_folder(self.run_folder.path):
             self.resume()
             will_train = self.global_step < self.total_steps and not trainer.val_only
             if self.global_step > 0 and not (will_train or trainer.val_only):
                 return
             # A run that only validates does not replace the config of the run that trained here.
-            if will_train or not self.run.config_file.exists():
-                self.run.write_config(config_to_dict(self.config), origins)
+            if will_train or not self.run_folder.config_file.exists():
+                self.run_folder.write_config(config_to_dict(self.config), origins)
             tracking = Tracking(
                 trainer.project_name,
                 trainer.experiment_name,
                 trainer.logger,
                 config_to_dict(self.config),
-                self.run,
+                self.run_folder,
                 total_steps=self.total_steps,
                 resumed_from=self.global_step or None,
                 prints_everything=trainer.console == "full",
             )
-            status = progress("step", self.total_steps, has_step_line=True)
-            frozen = freeze_garbage_collection()
-            with graceful_stop() as stop, status as bar, tracking, frozen as freeze, self.rollouts:
+            steps = progress("step", self.total_steps, has_step_line=True)
+            frozen_gc, writer = freeze_garbage_collection(), self.rollout_writer
+            with graceful_stop() as stop, steps as bar, tracking, frozen_gc as freeze, writer:
                 self.tracking, self.bar = tracking, bar
                 validate_first = self.global_step == 0 and trainer.val_before_train
                 if (validate_first or trainer.val_only) and (val_metrics := self.validate()):
@@ -164,19 +164,19 @@ class PPOTrainer:
                         batch, step_metrics = self.step()
                     step_metrics |= self.after_step(batch)
                     step_metrics |= self.alarms.observe(step_metrics, self.global_step)
-                    with self.checkpoint_if_due(stop.requested) as saved:
+                    with self.checkpoint_if_due(stop.requested) as is_saved:
                         timing, ranks = self.timers.drain(), self.actor.world_size
                         step_metrics |= timing | metrics.throughput_metrics(batch, timing, ranks)
                         tracking.log(step_metrics, self.global_step)
                     freeze()
-                    self.alarms.raise_if_due()
-                    if saved:
+                    self.alarms.raise_if_stopped()
+                    if is_saved:
                         stop.raise_if_requested(self.global_step)
             if "console" in trainer.logger:
-                checkpoint.print_result(self.run, self.global_step)
+                checkpoint.print_result(self.run_folder, self.global_step)
 
     def step(self) -> tuple[DataProto, dict[str, float]]:
-        """Run one step of the loop."""
+        """Runs one step of the loop, and returns its batch and metrics."""
         self.global_step += 1
         traffic_metrics(self.traffic)  # drops the traffic of validation and checkpoints
         batch = self.collect()
@@ -187,13 +187,13 @@ class PPOTrainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of the step and show it in the progress bar."""
+        """Times a part of the step, and shows its name in the progress bar."""
         self.bar.update(self.global_step - 1, note=name)
         with self.timers.timer(name):
             yield
 
     def collect(self) -> DataProto:
-        """Return the scored trajectories of a step; dynamic sampling may need several rounds."""
+        """Returns the scored trajectories of a step; dynamic sampling may need several rounds."""
         if self.config.algorithm.filter_groups.enable:
             batch = self.dynamic_sampling.collect()
         else:
@@ -201,12 +201,12 @@ class PPOTrainer:
             batch = filter_batch(self.score(self.take()), self.config)
         if self.plan.needs_greedy_baselines:
             self.submit(unique_prompts(batch, self.loader), greedy=True)
-            greedy = self.score(self.take(phase="gen_max"))
-            write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy))
+            greedy_batch = self.score(self.take(phase="gen_max"))
+            write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy_batch))
         return batch
 
     def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
-        """Start generating the responses to each prompt, or its greedy response."""
+        """Starts generating the responses to each prompt, or its greedy response."""
         rollout = self.config.actor_rollout_ref.rollout
         samples = 1 if greedy else rollout.n
         sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
@@ -214,12 +214,12 @@ class PPOTrainer:
             return self.source.submit(prompts, samples=samples, sampling=sampling)
 
     def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
-        """Return `n_groups` finished groups, or all submitted groups."""
+        """Returns `n_groups` finished groups, or all submitted groups."""
         with self.phase(phase):
             return self.source.take(n_groups)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Write each reward part to a column, and their configured sum to `token_level_scores`."""
+        """Writes each reward part to a column, and their configured sum to `token_level_scores`."""
         with self.phase("reward"):
             return self._score(batch, self.reward_fn)
 
@@ -228,7 +228,7 @@ class PPOTrainer:
         return scoring.score(batch, reward_fn, self.reward_model, config, self.route_by_style)
 
     def estimate(self, batch: DataProto) -> DataProto:
-        """Compute the log-probs and values that the algorithm reads."""
+        """Computes the log-probs, values and implicit rewards that the algorithm reads."""
         plan = self.plan
         credit.write_derived_columns(batch, plan.columns)
         if plan.needs_log_prob_pass:
@@ -246,11 +246,11 @@ class PPOTrainer:
                 adopt(batch, self.critic.call(CriticWorker.compute_values, batch))
         if plan.needs_implicit_rewards:
             with self.phase("update_rm"):
-                train_implicit_reward_model(batch, self.trained["reward"], self.config)
+                train_implicit_reward_model(batch, self.trained_groups["reward"], self.config)
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
-        """Compute rewards with the KL penalty, rollout correction, advantages and returns."""
+        """Computes rewards with the KL penalty, rollout correction, advantages and returns."""
         algorithm = self.config.algorithm
         with self.timers.timer("adv"):
             step_metrics = credit.apply_kl_in_reward(batch, algorithm, self.kl_controller)
@@ -263,7 +263,7 @@ class PPOTrainer:
         return batch
 
     def resample_and_balance(self, batch: DataProto) -> DataProto:
-        """Return the rows of the update, resampled if PF-PPO is enabled, and ordered by rank."""
+        """Returns the rows of the update: resampled if PF-PPO is enabled, and ordered by rank."""
         trainer, algorithm = self.config.trainer, self.config.algorithm
         with self.timers.timer("adv"):
             rows = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
@@ -275,28 +275,28 @@ class PPOTrainer:
         return rows
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Update the critic, then the actor, and publish the actor's weights."""
+        """Updates the critic, then the actor, and publishes the actor's weights."""
         step_metrics: dict[str, float] = {}
-        rows = int(batch.batch["step_row"].max()) + 1
+        num_rows = int(batch.batch["step_row"].max()) + 1
         if self.plan.needs_critic and self.critic is not None:
             with self.phase("update_critic"):
-                output = self.critic.call(CriticWorker.update_critic, batch, step_rows=rows)
+                output = self.critic.call(CriticWorker.update_critic, batch, step_rows=num_rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                output = self.actor.call(ActorWorker.update_actor, batch, step_rows=rows)
+                output = self.actor.call(ActorWorker.update_actor, batch, step_rows=num_rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
             step_metrics |= self.publish()
-        self.warnings.skipped_updates(step_metrics, self.global_step)
+        self.warnings.warn_of_skipped_updates(step_metrics, self.global_step)
         return step_metrics
 
     def publish(self) -> dict[str, float]:
-        """Send the weights of the last update to the rollout."""
+        """Sends the weights of the last update to the rollout."""
         with self.phase("update_weights"):
             return self.publisher.publish()
 
     def report(self, batch: DataProto) -> dict[str, float]:
-        """Return the metrics of a step that are computed from its batch."""
+        """Returns the metrics of a step that are computed from its batch."""
         data = self.config.data
         report = {
             "training/global_step": self.global_step,
@@ -306,7 +306,7 @@ class PPOTrainer:
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
             **(metrics.agreement_metrics(batch) if self.plan.needs_old_log_probs else {}),
             **metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path),
-            **self.warnings.group_signal(batch, self.global_step),
+            **self.warnings.check_group_signal(batch, self.global_step),
             **self.publisher.staleness(batch),
             **traffic_metrics(self.traffic),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
@@ -317,15 +317,15 @@ class PPOTrainer:
         return report | scoring.pop_metrics(self.reward_fn, self.reward_model)
 
     def after_step(self, batch: DataProto) -> dict[str, float]:
-        """Write the rollout file, call data hooks and validate."""
+        """Writes the rollout file, calls data hooks, and validates if it is due."""
         trainer = self.config.trainer
-        self.rollouts.write(batch, self.global_step, self.tracking)
+        self.rollout_writer.write(batch, self.global_step, self.tracking)
         self.loader.on_batch_end(batch)
         is_due = trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0
         return self.validate() if is_due or self.global_step >= self.total_steps else {}
 
     def validate(self) -> dict[str, float]:
-        """Validate on every validation row, greedily or as `val_kwargs` configures."""
+        """Validates on every validation row, greedily or as `val_kwargs` configures."""
         if self.val_dataset is None:
             return {}
         rollout = self.config.actor_rollout_ref.rollout
@@ -337,17 +337,17 @@ class PPOTrainer:
 
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             val_metrics, batch = run_validation(self.val_loader.one_epoch(), generate, samples, bar)
-        self.rollouts.write_validation(batch, self.global_step, self.tracking)
-        counts = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
-        return val_metrics | {f"val-aux/{name}": count for name, count in counts.items()}
+        self.rollout_writer.write_validation(batch, self.global_step, self.tracking)
+        manager_metrics = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
+        return val_metrics | {f"val-aux/{name}": value for name, value in manager_metrics.items()}
 
     # -- state --------------------------------------------------------------------------------
 
     @contextmanager
     def checkpoint_if_due(self, stop_requested: bool) -> Iterator[bool]:
-        """Write a checkpoint if one is due, and yield whether it is; the enclosed block logs the metrics.
+        """Writes a checkpoint if one is due, and yields whether it is; the enclosed block logs the metrics.
 
-        The checkpoint gets its final name after that, so a killed run has both or neither.
+        The checkpoint gets its final name after the block, so a killed run has both or neither.
         """
         trainer = self.config.trainer
         is_due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
@@ -355,31 +355,31 @@ class PPOTrainer:
         if not (is_due or is_last or stop_requested):
             yield False
             return
-        with checkpoint.atomic_folder(self.run, self.global_step) as folder:
+        with checkpoint.atomic_folder(self.run_folder, self.global_step) as folder:
             self.save(folder)
             yield True
         protected = self.alarms.protected_steps(self.global_step)
-        checkpoint.prune(self.run, trainer.checkpoints_to_keep, protected)
+        checkpoint.prune(self.run_folder, trainer.checkpoints_to_keep, protected)
 
     def save(self, folder: Path) -> None:
-        """Save the full state of the run, so that a resumed run computes the same numbers."""
-        self.rollouts.flush()
+        """Saves the full state of the run, so that a resumed run computes the same numbers."""
+        self.rollout_writer.flush()
         with self.phase("save_checkpoint"):
-            for role, group in self.trained.items():
+            for role, group in self.trained_groups.items():
                 group.call_all(TrainWorker.save_checkpoint, str(folder / role))
-            state: Fields = {"step": self.global_step, "loader": self.loader.state_dict()}
+            state: dict[str, Any] = {"step": self.global_step, "loader": self.loader.state_dict()}
             state |= {"not_taken": self.source.state_dict(), "alarms": self.alarms.state_dict()}
             state |= {"kl_controller": self.kl_controller.state_dict()}
             checkpoint.write_state(folder, state)
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint and drop the metrics logged after it."""
-        trainer = self.config.trainer
-        source = checkpoint.prepare_resume(self.run, trainer.resume_mode, trainer.resume_from_path)
+        """Loads the newest valid checkpoint, and drops the metrics that were logged after it."""
+        trainer, run = self.config.trainer, self.run_folder
+        source = checkpoint.prepare_resume(run, trainer.resume_mode, trainer.resume_from_path)
         if source is None:
             return
         step, folder = source
-        for role, group in self.trained.items():
+        for role, group in self.trained_groups.items():
             group.call_all(TrainWorker.load_checkpoint, str(folder / role))
         self.publisher.publish()
         state = checkpoint.read_state(folder, "loader", "kl_controller")
@@ -391,9 +391,9 @@ class PPOTrainer:
         checkpoint.print_resumed(folder, step, None if trainer.val_only else self.total_steps)
 
     def shutdown(self) -> None:
-        """Stop the workers and the scoring processes."""
+        """Stops the workers and the scoring processes."""
         for manager in (self.reward_fn, self.val_reward_fn):
             if hasattr(manager, "close"):
                 manager.close()
-        self.rollouts.close()
+        self.rollout_writer.close()
         self._stack.close()

@@ -28,7 +28,7 @@ def run_validation(
     samples: int,
     bar: Bar,
 ) -> tuple[dict[str, float], DataProto]:
-    """Generate and score every batch of prompts; return the metrics and all trajectories."""
+    """Generates and scores every batch of prompts; returns the metrics and all trajectories."""
     sources: list[str] = []
     uids: list[str] = []
     turns: list[float] = []
@@ -65,7 +65,7 @@ class Group:
 def validation_metrics(
     sources: Sequence[str], uids: Sequence[str], variables: Mapping[str, Sequence[JsonValue]]
 ) -> dict[str, float]:
-    """Return metrics named `val-core/<source>/<variable>/<statistic>` or `val-aux/…`.
+    """Returns metrics named `val-core/<source>/<variable>/<statistic>` or `val-aux/…`.
 
     Core metrics are mean, best and majority over all attempts of the core variable (acc, else reward).
     """
@@ -94,17 +94,17 @@ def process_validation_metrics(
     seed: int = 42,
     expected_acc_counts: Mapping[tuple[str, str], int] | None = None,
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return values by source, variable and statistic, for numeric variables.
+    """Returns values by source, variable and statistic, for numeric variables.
 
-    Name and arguments are verl's; `seed` is unused, since expectations are exact. An attempt that
-    `expected_acc_counts` counts for (source, uid) but that is missing counts as wrong in `acc`.
+    Name and arguments are verl's; `seed` is unused, since expectations are exact. `expected_acc_counts` is
+    the number of attempts by (source, uid); missing attempts count as wrong in `acc`.
     """
     groups: dict[tuple[str, str], Group] = {}
     predictions = infos_dict.get("pred")
-    numeric = sorted(name for name, values in infos_dict.items() if are_numbers(values))
+    numeric_names = sorted(name for name, values in infos_dict.items() if are_numbers(values))
     for row, (source, uid) in enumerate(zip(data_sources, sample_uids, strict=True)):
         group = groups.setdefault((source, uid), Group(source))
-        for name in numeric:
+        for name in numeric_names:
             if isinstance(value := infos_dict[name][row], SupportsFloat):
                 group.variables[name].append(float(value))
         if predictions is not None:
@@ -129,7 +129,7 @@ def process_validation_metrics(
 def _statistics(
     groups: Sequence[tuple[list[float], list[Hashable | None]]], attempts: int
 ) -> dict[str, float]:
-    """Return the mean over prompts of each statistic over a prompt's attempts.
+    """Returns the mean over prompts of each statistic over a prompt's attempts.
 
     A prompt with missing values (the score function failed) counts only in the mean.
     """

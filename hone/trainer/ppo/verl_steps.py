@@ -43,14 +43,14 @@ WorkerType = type[Worker]
 
 
 def compute_response_mask(data: DataProto) -> Tensor:
-    """Return the response part of `attention_mask` [B, T]."""
+    """Returns the response part of `attention_mask` [B, T]."""
     return split_attention(data)[1]
 
 
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: FixedKLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Write `token_level_rewards` = scores − coefficient · KL, and update the KL controller."""
+    """Writes `token_level_rewards` = scores − coefficient · KL, and updates the KL controller."""
     data.batch["token_level_rewards"], metrics = credit.penalize_kl(data, kl_ctrl, kl_penalty)
     return data, metrics
 
@@ -64,7 +64,7 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: AlgorithmConfig | None = None,
 ) -> DataProto:
-    """Write `advantages` and `returns` with any estimator of the table.
+    """Writes `advantages` and `returns` with any estimator of the table.
 
     `gamma` and `lam` apply to gae, `norm_adv_by_std_in_grpo` to grpo; other estimators read `config`.
     `num_repeat` is unused, as in verl: a group is the rows with the same `uid`.
@@ -103,12 +103,12 @@ class TaskRunner:
 def run_ppo(
     config: PPOTrainerConfig | Settings, task_runner_class: type[TaskRunner] | None = None
 ) -> None:
-    """Train as configured; the run starts Ray if it needs it."""
+    """Trains as configured; starts Ray if the run needs it."""
     plain_class(task_runner_class or TaskRunner)().run(config)
 
 
 def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> Sampler | None:
-    """Return the sampler that `data` configures; None for the loader's default order."""
+    """Returns the sampler that `data` configures; None for the loader's default order."""
     config = data_config
     if not isinstance(config, DataConfig):
         config = compose_config({"data": config}).config.data
@@ -116,35 +116,35 @@ def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> S
 
 
 def need_critic(config: PPOTrainerConfig | Settings) -> bool:
-    """Return whether the algorithm reads values, or the critic is enabled."""
+    """Returns whether the algorithm reads values, or the critic is enabled."""
     return Plan.of(compose_config(config).config).needs_critic
 
 
 def need_reference_policy(config: PPOTrainerConfig | Settings) -> bool:
-    """Return whether the algorithm reads the reference policy's log-probs."""
+    """Returns whether the algorithm reads the reference policy's log-probs."""
     return Plan.of(compose_config(config).config).needs_reference
 
 
 def need_reward_model(config: PPOTrainerConfig | Settings) -> bool:
-    """Return whether a reward model scores responses."""
+    """Returns whether a reward model scores responses."""
     return bool(compose_config(config).config.reward_model.enable)
 
 
 def need_teacher_policy(config: PPOTrainerConfig | Settings) -> bool:
-    """Return False, since distillation from a teacher is not supported; check the config."""
+    """Checks the config, and returns False, since distillation from a teacher is not supported."""
     compose_config(config)
     return False
 
 
 def migrate_legacy_reward_impl(config: C) -> C:
-    """Return the config unchanged, since both the old and the new names of reward keys are accepted."""
+    """Returns the config unchanged, since both the old and the new names of reward keys are accepted."""
     return config
 
 
 def validate_config(
     config: PPOTrainerConfig | Settings, use_reference_policy: bool, use_critic: bool
 ) -> None:
-    """Raise a ConfigError with every problem if a run of this config could not start."""
+    """Raises a ConfigError with every problem if a run of this config could not start."""
     compose_config(config)
 
 
@@ -164,12 +164,12 @@ class DistProfilerExtension:
 
 
 def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -> Fields:
-    """Return an empty Ray runtime environment, since workers set the variables they need."""
+    """Returns an empty Ray runtime environment, since workers set the variables they need."""
     return {"env_vars": {}}
 
 
 def compose_config(config: PPOTrainerConfig | Settings) -> Composed:
-    """Check and compose a config from a PPOTrainerConfig, a dict or an OmegaConf object."""
+    """Checks and composes a config from a PPOTrainerConfig, a dict or an OmegaConf object."""
     if isinstance(config, PPOTrainerConfig):
         return Composed(config, {})
     settings = list(flatten(plain_containers(config), "", "the given config"))

@@ -1,4 +1,4 @@
-"""Orders rows: a new permutation per epoch from one seed, which a checkpoint resumes exactly.
+"""Orders rows by a new permutation per epoch, from one seed; a checkpoint resumes the order exactly.
 
 An incomplete batch at the end of an epoch is dropped.
 """
@@ -6,93 +6,95 @@ An incomplete batch at the end of an epoch is dropped.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from typing import Any
 
 from hone.config import ConfigError
 from hone.config.checks import uneven_mesh
 from hone.config.sft import SupervisedConfig
 from hone.data.rows import DataError
-from hone.types import Settings
 
-_MUST_BE_EQUAL = {
+_COMPARED_FIELDS = {
     "rows": "number of rows",
     "batch_rows": "data.train_batch_size",
     "seed": "data.seed (or data.shuffle)",
 }
+"""Fields of the state that must be equal when a run resumes, with their names in messages."""
 
 
-def check_divisible(rows: int, ranks: int) -> None:
-    """Raise an error unless every rank gets the same number of rows of a batch."""
-    if rows % ranks:
+def check_divisible(batch_rows: int, ranks: int) -> None:
+    """Raises an error unless every rank gets the same number of rows of a batch."""
+    if batch_rows % ranks:
         raise ConfigError(
-            f"data.train_batch_size={rows} is not divisible by {ranks} data-parallel ranks; "
-            f"use {rows // ranks * ranks or ranks} or {(rows // ranks + 1) * ranks}"
+            f"data.train_batch_size={batch_rows} is not divisible by {ranks} data-parallel ranks; "
+            f"use {batch_rows // ranks * ranks or ranks} or {(batch_rows // ranks + 1) * ranks}"
         )
 
 
 def data_parallel_slots(config: SupervisedConfig, ranks: int) -> int:
-    """Return the number of data-parallel slots; raise an error if parallel sizes do not divide the ranks."""
+    """Returns the number of data-parallel slots; raises an error if ranks cannot be divided into slots."""
     if problems := list(uneven_mesh(ranks, "", config, "engine", config.engine)):
         raise ConfigError(problems)
     return ranks // config.ranks_per_slot
 
 
-def batches_per_epoch(rows: int, batch_rows: int) -> int:
-    """Return the number of whole batches per epoch, at least one."""
-    if rows < batch_rows:
+def batches_per_epoch(num_rows: int, batch_rows: int) -> int:
+    """Returns the number of whole batches per epoch; raises an error if there is none."""
+    if num_rows < batch_rows:
         raise DataError(
-            f"there are {rows} rows to train on, fewer than one batch of {batch_rows}; use "
-            f"data.train_batch_size={rows} or less"
+            f"there are {num_rows} rows to train on, fewer than one batch of {batch_rows}; use "
+            f"data.train_batch_size={num_rows} or less"
         )
-    return rows // batch_rows
+    return num_rows // batch_rows
 
 
 class RowOrder:
-    """Produces an endless sequence of batches of row numbers."""
+    """Produces an endless sequence of batches of row indices."""
 
-    def __init__(self, rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
-        self.batches_per_epoch = batches_per_epoch(rows, batch_rows)
-        self.rows, self.batch_rows = rows, batch_rows
+    def __init__(self, num_rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
+        self.batches_per_epoch = batches_per_epoch(num_rows, batch_rows)
+        self.num_rows, self.batch_rows = num_rows, batch_rows
         self._seed, self._shuffle = seed, shuffle
-        self.epoch = self.batch = 0
-        self._start(epoch=0, batch=0)
+        self.epoch = self.batch_index = 0
+        self._seek(epoch=0, batch_index=0)
 
     def next_batch(self) -> list[int]:
-        if self.batch == self.batches_per_epoch:
-            self.epoch, self.batch = self.epoch + 1, 0
+        if self.batch_index == self.batches_per_epoch:
+            self.epoch, self.batch_index = self.epoch + 1, 0
             self._order = self._next_order()
-        first = self.batch * self.batch_rows
-        self.batch += 1
-        return self._order[first : first + self.batch_rows]
+        start = self.batch_index * self.batch_rows
+        self.batch_index += 1
+        return self._order[start : start + self.batch_rows]
 
     def state_dict(self) -> dict[str, int | None]:
         return {
             "epoch": self.epoch,
-            "batch": self.batch,
-            "rows": self.rows,
+            "batch": self.batch_index,
+            "rows": self.num_rows,
             "batch_rows": self.batch_rows,
             "seed": self._seed if self._shuffle else None,
         }
 
-    def load_state_dict(self, state: Settings) -> None:
-        """Continue after the last batch of the state; a different data set or order is an error."""
-        current = self.state_dict()
-        for name, meaning in _MUST_BE_EQUAL.items():
-            if state[name] != current[name]:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues after the last batch of `state`; raises an error if the data or the order differ."""
+        current_state = self.state_dict()
+        for name, description in _COMPARED_FIELDS.items():
+            if state[name] != current_state[name]:
                 raise DataError(
-                    f"the checkpoint was written with {meaning} {state[name]}, this run has "
-                    f"{current[name]}; restore it, or set another trainer.default_local_dir for a "
+                    f"the checkpoint was written with {description} {state[name]}, this run has "
+                    f"{current_state[name]}; restore it, or set another trainer.default_local_dir for a "
                     "new run (trainer.resume_mode=disable starts anew in this one)"
                 )
-        self._start(state["epoch"], state["batch"])
+        self._seek(state["epoch"], state["batch"])
 
-    def _start(self, epoch: int, batch: int) -> None:
+    def _seek(self, epoch: int, batch_index: int) -> None:
         self._generator = random.Random(self._seed)
         for _ in range(epoch + 1):  # each permutation depends on the previous one
             self._order = self._next_order()
-        self.epoch, self.batch = epoch, batch
+        self.epoch, self.batch_index = epoch, batch_index
 
     def _next_order(self) -> list[int]:
-        order = list(range(self.rows))
+        order = list(range(self.num_rows))
         if self._shuffle:
             self._generator.shuffle(order)
         return order

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hone.config import config_to_dict, replace
 from hone.config.engine import sequence_parallel
@@ -33,7 +33,6 @@ from hone.trainer.sft.order import batches_per_epoch
 from hone.trainer.sft.tasks import SupervisedTask, Task
 from hone.trainer.sft.trainer import SFTTrainer
 from hone.trainer.threads import resolve_threads
-from hone.types import Settings
 from hone.workers.device import make_deterministic, pick_device, pick_dtype
 
 log = logging.getLogger(__name__)
@@ -62,8 +61,10 @@ class SFTRun:
         self.val_rows = None
         if data.val_files:
             self.val_rows = self._encode("validation rows", data.val_files, data.val_max_samples)
-        self.epoch_steps = batches_per_epoch(len(self.rows), data.train_batch_size)
-        self.total_steps = trainer.total_training_steps or self.epoch_steps * trainer.total_epochs
+        self.steps_per_epoch = batches_per_epoch(len(self.rows), data.train_batch_size)
+        self.total_steps = (
+            trainer.total_training_steps or self.steps_per_epoch * trainer.total_epochs
+        )
         if config.optim.total_training_steps <= 0:
             self.config = replace(self.config, "optim.total_training_steps", self.total_steps)
         self.trainer = SFTTrainer(
@@ -78,18 +79,22 @@ class SFTRun:
         )
 
     def _encode(self, description: str, files: tuple[str, ...], max_samples: int) -> Dataset:
-        """Return the encoded rows of the files; a bad row stops the run before its first step."""
+        """Returns the encoded rows of the files; a bad row stops the run before its first step."""
         rows = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(rows, EncodedDataset):
             return rows  # a user's dataset class encodes its rows itself
         with self._progress(f"encode {description}", len(rows)) as bar:
             rows.encode_all(bar.advance)
-        bad = rows.bad_rows
-        if self.ranks.is_first and bad.total:
-            reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(bad.counts.items()))
-            example = bad.examples[0]
+        bad_rows = rows.bad_rows
+        if self.ranks.is_first and bad_rows.total:
+            reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(bad_rows.counts.items()))
+            example = bad_rows.examples[0]
             log.warning(
-                "left out %d bad %s (%s), such as: %s", bad.total, description, reasons, example
+                "left out %d bad %s (%s), such as: %s",
+                bad_rows.total,
+                description,
+                reasons,
+                example,
             )
         return rows
 
@@ -99,7 +104,7 @@ class SFTRun:
         return progress(description, total)
 
     def fit(self) -> None:
-        """Train to the last step, resuming from a checkpoint if there is one."""
+        """Trains to the last step, resuming from a checkpoint if there is one."""
         with lock_folder(self.folder.path) if self.ranks.is_first else nullcontext():
             self.resume()
             if self.trainer.step_number < self.total_steps:
@@ -131,16 +136,16 @@ class SFTRun:
 
     def _is_due(self, frequency: int | Literal["after_each_epoch"]) -> bool:
         step = self.trainer.step_number
-        steps = self.epoch_steps if frequency == "after_each_epoch" else frequency
+        steps = self.steps_per_epoch if frequency == "after_each_epoch" else frequency
         return step >= self.total_steps or (steps > 0 and step % steps == 0)
 
     def validate(self) -> Metrics:
-        """Return the task's metrics over all validation rows."""
+        """Returns the task's metrics over all validation rows."""
         if self.val_rows is None:
             return {}
-        count = self.config.data.train_batch_size
+        batch_rows = self.config.data.train_batch_size
         with self._progress("validate", len(self.val_rows)) as bar:
-            metrics = self.trainer.validate(self.val_rows, count, bar.advance)
+            metrics = self.trainer.validate(self.val_rows, batch_rows, bar.advance)
         return {f"val/{name}": value for name, value in metrics.items()}
 
     @contextmanager
@@ -148,13 +153,13 @@ class SFTRun:
         if not self.ranks.is_first:
             yield None
             return
-        resolved, trainer = config_to_dict(self.config), self.config.trainer
-        self.folder.write_config(resolved, self._origins)
+        config, trainer = config_to_dict(self.config), self.config.trainer
+        self.folder.write_config(config, self._origins)
         with Tracking(
             trainer.project_name,
             trainer.experiment_name,
             trainer.logger,
-            resolved,
+            config,
             self.folder,
             total_steps=self.total_steps,
             resumed_from=self.trainer.step_number or None,
@@ -165,7 +170,7 @@ class SFTRun:
     # -- state --------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save the full state of the run, so that a resumed run computes the same numbers."""
+        """Saves the full state of the run, so that a resumed run computes the same numbers."""
         step, contents = self.trainer.step_number, self.config.checkpoint.save_contents
         with self._checkpoint_folder(step) as folder:
             self.trainer.engine.save(folder, contents)
@@ -186,20 +191,24 @@ class SFTRun:
 
     @contextmanager
     def _checkpoint_folder(self, step: int) -> Iterator[Path]:
-        """Yield the folder that all ranks write to; the first rank creates and finally renames it."""
-        first = self.ranks.is_first
-        with checkpoint.atomic_folder(self.folder, step) if first else nullcontext() as folder:
+        """Yields the folder that all ranks write to; the first rank creates it, and renames it at the end."""
+        is_first_rank = self.ranks.is_first
+        with (
+            checkpoint.atomic_folder(self.folder, step)
+            if is_first_rank
+            else nullcontext() as folder
+        ):
             self.ranks.barrier()
             yield folder if folder is not None else checkpoint.temporary_folder(self.folder, step)
 
     def resume(self) -> None:
-        """Load the newest valid checkpoint and drop the metrics logged after it."""
-        trainer, first = self.config.trainer, self.ranks.is_first
-        location = (self.folder, trainer.resume_mode, trainer.resume_from_path)
+        """Loads the newest valid checkpoint, and drops the metrics that were logged after it."""
+        trainer, is_first_rank = self.config.trainer, self.ranks.is_first
+        resume_arguments = (self.folder, trainer.resume_mode, trainer.resume_from_path)
         # The first rank cleans the folder before the others read it.
-        source = checkpoint.prepare_resume(*location) if first else None
+        source = checkpoint.prepare_resume(*resume_arguments) if is_first_rank else None
         self.ranks.barrier()
-        source = source if first else checkpoint.resume_source(*location)
+        source = source if is_first_rank else checkpoint.resume_source(*resume_arguments)
         if source is None:
             return
         step, folder = source
@@ -208,19 +217,23 @@ class SFTRun:
         self._require_same_data(state, folder)
         self.trainer.engine.load(folder, self.config.checkpoint.load_contents)
         self.trainer.step_number = step
-        if first:
+        if is_first_rank:
             self._print_resumed(folder, state.get("model", self.config.model.path))
 
     def _data_fingerprint(self) -> str | None:
-        """Return the fingerprint of the data; None for a user's dataset class without one."""
+        """Returns the fingerprint of the data; None for a user's dataset class without one."""
         return getattr(self.rows, "fingerprint", None)
 
-    def _require_same_data(self, state: Settings, folder: Path) -> None:
-        before, now = state.get("data"), self._data_fingerprint()
-        if before is not None and now is not None and before != now:
+    def _require_same_data(self, state: Mapping[str, Any], folder: Path) -> None:
+        saved_fingerprint, fingerprint = state.get("data"), self._data_fingerprint()
+        if (
+            saved_fingerprint is not None
+            and fingerprint is not None
+            and saved_fingerprint != fingerprint
+        ):
             raise DataError(
-                f"the data differ from those that {folder} was trained on ({before[:8]} then, "
-                f"{now[:8]} now); restore data.train_files and the data.* settings, or set another "
+                f"the data differ from those that {folder} was trained on ({saved_fingerprint[:8]} then, "
+                f"{fingerprint[:8]} now); restore data.train_files and the data.* settings, or set another "
                 "trainer.default_local_dir for a run of its own (trainer.resume_mode=disable starts "
                 "anew in this one)"
             )
@@ -243,18 +256,18 @@ class SFTRun:
 def build_engine(
     config: SupervisedConfig, ranks: Ranks, task: Task, *, is_trained: bool = True
 ) -> TrainEngine:
-    """Build the training engine of a task; without `is_trained` it has no optimizer."""
+    """Builds the training engine of a task; it has an optimizer only if `is_trained`."""
     model, data = config.model, config.data
     device = pick_device(config.trainer.device, ranks.local_rank)
     if config.engine.full_determinism:
         make_deterministic(config.engine.seed)
 
-    def rule(count: int) -> MicroBatchRule:
-        sequences = data.sequences_per_micro_batch(count)
-        # Except in a policy, each sequence has an additional padding token (see `collate_scored`).
-        padding = 0 if task.head == "policy" else task.sequences_per_row
-        tokens = data.max_token_len_per_gpu + padding
-        return MicroBatchRule(sequences, tokens, task.sequences_per_row)
+    def micro_batch_rule(micro_batch_rows: int) -> MicroBatchRule:
+        sequences = data.sequences_per_micro_batch(micro_batch_rows)
+        # Except in a policy, each sequence has an additional padding token (see `collate_scored_tokens`).
+        padding_tokens = 0 if task.head == "policy" else task.sequences_per_row
+        max_tokens = data.max_token_len_per_gpu + padding_tokens
+        return MicroBatchRule(sequences, max_tokens, task.sequences_per_row)
 
     spec = EngineSpec(
         head=task.head,
@@ -264,8 +277,8 @@ def build_engine(
         device=device,
         dtype=pick_dtype(config.engine.dtype, device),
         fsdp=config.engine,
-        train_rule=rule,
-        infer_rule=rule,
+        train_rule=micro_batch_rule,
+        infer_rule=micro_batch_rule,
         response_width=data.max_length,
         optim=config.optim if is_trained else None,
         grad_clip=config.optim.clip_grad,

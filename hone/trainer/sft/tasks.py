@@ -1,4 +1,4 @@
-"""The tasks of `hone sft`, `hone train-prm` and `hone train-rm`: data, head, objective and validation."""
+"""Defines the tasks of `hone sft`, `hone train-prm` and `hone train-rm`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Sums = dict[str, tuple[float, float]]
 
 
 class Task(Protocol):
-    """Defines data, head, objective and validation metrics of a supervised run."""
+    """Defines the data, the head, the objective and the validation metrics of a supervised run."""
 
     @property
     def head(self) -> Literal["policy", "steps", "score"]: ...
@@ -40,15 +40,17 @@ class Task(Protocol):
 
     @property
     def sequences_per_row(self) -> int:
-        """The number of sequences of one row, which stay in one micro-batch."""
+        """The number of sequences per row; all sequences of a row are in one micro-batch."""
 
     @property
     def objective(self) -> Objective: ...
 
-    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset: ...
+    def dataset(
+        self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int
+    ) -> Dataset: ...
 
     def num_tokens(self, row: EncodedRow) -> int:
-        """Return the number of tokens of a row."""
+        """Returns the number of tokens of a row."""
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto: ...
 
@@ -56,7 +58,7 @@ class Task(Protocol):
 
 
 class SupervisedTask:
-    """Next-token prediction on the tokens of the loss mask."""
+    """Trains next-token prediction on the tokens of the loss mask."""
 
     head: Literal["policy"] = "policy"
     trained_part: Literal["all"] = "all"
@@ -66,14 +68,14 @@ class SupervisedTask:
     def __init__(self) -> None:
         self.objective = SupervisedObjective()
 
-    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
-        return create_sft_dataset(files, config, tokenizer, count)
+    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
+        return create_sft_dataset(files, config, tokenizer, max_samples)
 
     def num_tokens(self, row: EncodedRow) -> int:
         return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
-        """Build a batch; tokens before the first one with a loss are the prompt, the rest the response."""
+        """Builds a batch; the response of a row starts at its first token with a loss."""
         outputs = []
         for row in rows:
             ids, mask = row["input_ids"], row["loss_mask"]
@@ -93,16 +95,16 @@ class SupervisedTask:
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """A sequence, with a mask of the tokens whose hidden states are scored."""
+    """A sequence with a mask of the tokens whose hidden states are scored."""
 
     ids: list[int]
     mask: list[int]
     prompt_tokens: int
-    """Length of the prompt, which rows may share; only its last token and later ones are scored."""
+    """The length of the prompt; only its last token and later tokens are scored."""
 
 
-def collate_scored(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto:
-    """Build a batch in which column t scores the token before response token t.
+def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto:
+    """Builds a batch in which column t scores the token before response token t.
 
     The engine reads the hidden state before each response token, so one padding token is appended.
     """
@@ -120,7 +122,7 @@ def collate_scored(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto
 
 
 class StepTask:
-    """Trains a process reward model on labelled steps; `trained_part` is PURE's stage."""
+    """Trains a process reward model on labelled steps; `trained_part` selects PURE's stage."""
 
     head: Literal["steps"] = "steps"
     sequences_per_row = 1
@@ -134,18 +136,18 @@ class StepTask:
         self._datasets: dict[tuple[str, int], Dataset] = {}
 
     def next_stage(self) -> StepTask:
-        """Return the task that trains all parameters on the same encoded rows."""
+        """Returns the task that trains all parameters on the same encoded rows."""
         task = StepTask()
         task._datasets = self._datasets
         return task
 
-    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
+    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
         from hone.data.steps import StepDataset
 
-        key = (str(files), count)
+        key = (str(files), max_samples)
         if key not in self._datasets:
             cls = custom_dataset_class(config, StepDataset)
-            self._datasets[key] = cls(files, tokenizer, config, count)
+            self._datasets[key] = cls(files, tokenizer, config, max_samples)
         return self._datasets[key]
 
     def num_tokens(self, row: EncodedRow) -> int:
@@ -156,7 +158,7 @@ class StepTask:
             ScoredTokens(row["input_ids"], row["loss_mask"], row["prompt_tokens"][0])
             for row in rows
         ]
-        batch = collate_scored(scored, pad_token_id)
+        batch = collate_scored_tokens(scored, pad_token_id)
         labels = torch.zeros(batch.batch["response_mask"].shape)
         for target, row in zip(labels, rows, strict=True):
             values = row["labels"][row["prompt_tokens"][0] - 1 :]
@@ -168,11 +170,15 @@ class StepTask:
         mask = batch.batch["response_mask"].bool()
         scores, labels = outputs["scores"][mask].double(), batch.batch["labels"][mask].double()
         loss = F.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
-        good = labels > 0.5
-        hits = (scores > 0) == good
+        is_good = labels > 0.5
+        is_correct = (scores > 0) == is_good
         sums = {"loss": (float(loss), float(mask.sum()))}
-        for name, steps in (("", good | ~good), ("_of_good_steps", good), ("_of_bad_steps", ~good)):
-            sums[f"accuracy{name}"] = float(hits[steps].sum()), float(steps.sum())
+        for name, is_selected in (
+            ("", torch.ones_like(is_good)),
+            ("_of_good_steps", is_good),
+            ("_of_bad_steps", ~is_good),
+        ):
+            sums[f"accuracy{name}"] = float(is_correct[is_selected].sum()), float(is_selected.sum())
         return sums
 
 
@@ -189,10 +195,10 @@ class PairTask:
 
         self.objective = PairObjective()
 
-    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, count: int) -> Dataset:
+    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
         from hone.data.pairs import PairDataset
 
-        return custom_dataset_class(config, PairDataset)(files, tokenizer, config, count)
+        return custom_dataset_class(config, PairDataset)(files, tokenizer, config, max_samples)
 
     def num_tokens(self, row: EncodedRow) -> int:
         return len(row["input_ids"]) + len(row["rejected_ids"])
@@ -203,7 +209,7 @@ class PairTask:
             for row in rows
             for ids in (row["input_ids"], row["rejected_ids"])
         ]
-        batch = collate_scored(scored, pad_token_id)
+        batch = collate_scored_tokens(scored, pad_token_id)
         margins = [row["margin"][0] for row in rows]
         batch.batch["margin"] = torch.tensor(margins).repeat_interleave(2)
         return batch

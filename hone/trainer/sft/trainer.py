@@ -1,4 +1,4 @@
-"""The SFT loop over shuffled, packed rows; the task defines data and loss.
+"""Implements the SFT loop over shuffled, packed rows; the task defines the data and the loss.
 
 Each rank trains on its part of every batch. run.py has the run folder, checkpoints and trackers.
 """
@@ -49,44 +49,47 @@ class SFTTrainer:
         self.step_number = 0
 
     def step(self) -> dict[str, float]:
-        rows = [self._rows[number] for number in self.order.next_batch()]
-        tokens = sum(map(self._task.num_tokens, rows))
+        """Trains on the next batch, and returns its metrics."""
+        rows = [self._rows[index] for index in self.order.next_batch()]
+        num_tokens = sum(map(self._task.num_tokens, rows))
         batch = self._task.collate(self._rank_rows(rows), self._pad_token_id)
         metrics = self.engine.train_minibatch(batch, self._task.objective)
         self.engine.advance_schedule()
         self.step_number += 1
-        prefixed = {name: metrics.pop(name) for name in ("grad_norm", "lr", "skipped_updates")}
+        engine_metrics = {
+            name: metrics.pop(name) for name in ("grad_norm", "lr", "skipped_updates")
+        }
         return {
             **metrics,
-            **{f"train/{name}": value for name, value in prefixed.items()},
-            "train/global_tokens": float(tokens),
+            **{f"train/{name}": value for name, value in engine_metrics.items()},
+            "train/global_tokens": float(num_tokens),
         }
 
     def validate(
         self, rows: EncodedRows, batch_rows: int, on_batch: Callable[[int], None] | None = None
     ) -> dict[str, float]:
-        """Return the task's validation metrics over all rows and ranks."""
+        """Returns the task's validation metrics over all rows and ranks."""
         mesh = self.engine.mesh
         rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         totals: dict[str, list[float]] = {}
         for start in range(0, len(rows), batch_rows):
-            numbers = range(start, min(start + batch_rows, len(rows)))
-            # A rank without rows computes an uncounted one, since every rank must join each collective.
-            rank_numbers = list(numbers[rank::ranks])
+            indices = range(start, min(start + batch_rows, len(rows)))
+            # A rank without rows computes one that does not count, since all ranks must join each collective.
+            rank_indices = list(indices[rank::ranks])
             batch = self._task.collate(
-                [rows[i] for i in rank_numbers or [start]], self._pad_token_id
+                [rows[i] for i in rank_indices or [start]], self._pad_token_id
             )
             outputs = self.engine.infer(batch, **self._task.objective.options)
-            is_counted = bool(rank_numbers and mesh.collects)
+            is_counted = bool(rank_indices and mesh.collects)
             for name, sum_and_count in self._task.validation_sums(outputs, batch).items():
                 total = totals.setdefault(name, [0.0, 0.0])
                 for i, value in enumerate(sum_and_count):
                     total[i] += value * is_counted
             if on_batch is not None:
-                on_batch(len(numbers))
+                on_batch(len(indices))
         sums = iter(sum_over_ranks(*(value for total in totals.values() for value in total)))
-        means = {name: (next(sums), next(sums)) for name in totals}
-        return {name: total / count for name, (total, count) in means.items() if count}
+        sums_and_counts = {name: (next(sums), next(sums)) for name in totals}
+        return {name: total / count for name, (total, count) in sums_and_counts.items() if count}
 
     def _rank_rows(self, rows: list[EncodedRow]) -> list[EncodedRow]:
         mesh = self.engine.mesh

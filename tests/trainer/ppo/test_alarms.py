@@ -17,7 +17,7 @@ from benchmarks import alarms as benchmark
 from hone.config import ConfigError, load_config
 from hone.config.trainer import AlarmsConfig
 from hone.tracking import RunFolder
-from hone.trainer.ppo.alarms import RULES, TRUE_SCORE, Alarms, AlarmsRaised
+from hone.trainer.ppo.alarms import RULES, TRUE_SCORE_METRIC, Alarms, AlarmsRaised
 
 from ..runs import Run
 
@@ -48,7 +48,7 @@ def noisy(level: float, count: int, seed: int = 0) -> Iterator[float]:
 
 def lines(name: str, values: Sequence[float], truth: Sequence[float]) -> list[dict[str, float]]:
     metric = RULES[name].metrics[0]
-    return [{metric: v, TRUE_SCORE: t} for v, t in zip(values, truth, strict=True)]
+    return [{metric: v, TRUE_SCORE_METRIC: t} for v, t in zip(values, truth, strict=True)]
 
 
 def raised(watch: Alarms, rows: Sequence[dict[str, float]], first: int = 1) -> dict[int, list[str]]:
@@ -116,9 +116,9 @@ def test_values_that_are_missing_or_not_finite_are_left_out() -> None:
 def test_the_outcome_needs_a_true_score_that_the_validation_may_give() -> None:
     values = [*noisy(0.3, BEFORE), *noisy(4.0, 4)]
     rows = lines("outcome", values, [0.5] * 24)
-    blind = [{k: v for k, v in row.items() if k != TRUE_SCORE} for row in rows]
+    blind = [{k: v for k, v in row.items() if k != TRUE_SCORE_METRIC} for row in rows]
     assert raised(alarms(), blind) == {}
-    assert raised(alarms(), [row | {TRUE_SCORE: 0.0} for row in blind]) == {}
+    assert raised(alarms(), [row | {TRUE_SCORE_METRIC: 0.0} for row in blind]) == {}
     validated = [row | {"val-core/math500/acc/mean@1": 0.4} for row in blind]
     assert raised(alarms(), validated) == {23: ["outcome"], 24: ["outcome"]}
 

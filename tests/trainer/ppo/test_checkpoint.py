@@ -200,7 +200,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     ):
         copy = RunFolder(shutil.copytree(first.folder, tmp_path / f"copy-{number}"))
         harm(copy.checkpoint(2) / which)
-        assert checkpoint.newest_valid(copy) == (1, copy.checkpoint(1)), which
+        assert checkpoint.newest_valid_checkpoint(copy) == (1, copy.checkpoint(1)), which
     truncate(first.checkpoint(2) / "trainer_state.json")
     with caplog.at_level(logging.WARNING):
         run = train(*FOUR)

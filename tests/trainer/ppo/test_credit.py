@@ -193,18 +193,18 @@ def test_warming_up_the_critic_leaves_the_actor_alone(train: Callable[..., Run])
 
 def test_both_schedules_end_with_the_run_also_after_a_warm_up(task: Task, tmp_path: Path) -> None:
     from hone.config import load_config
-    from hone.trainer.ppo.plan import with_schedule_length
+    from hone.trainer.ppo.plan import set_schedule_lengths
 
     ppo = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=3")
     config = load_config(task.overrides(tmp_path, *ppo))
-    planned = with_schedule_length(config, 10)
+    planned = set_schedule_lengths(config, 10)
     assert planned.actor_rollout_ref.actor.optim.total_training_steps == 7
     assert planned.critic.optim.total_training_steps == 10
-    assert with_schedule_length(config, 2).actor_rollout_ref.actor.optim.total_training_steps == 1
+    assert set_schedule_lengths(config, 2).actor_rollout_ref.actor.optim.total_training_steps == 1
     configured = load_config(
         task.overrides(tmp_path, "actor_rollout_ref.actor.optim.total_training_steps=50")
     )
-    scheduled = with_schedule_length(configured, 10)
+    scheduled = set_schedule_lengths(configured, 10)
     assert scheduled.actor_rollout_ref.actor.optim.total_training_steps == 50
 
 

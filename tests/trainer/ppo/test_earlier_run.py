@@ -11,7 +11,7 @@ import pytest
 
 from hone import cli
 from hone.config import config_to_dict, load_config
-from hone.trainer.ppo.checkpoint import PPO_KEYS, STATE, changed_settings
+from hone.trainer.ppo.checkpoint import PPO_KEYS, STATE_FILE, changed_settings
 from hone.trainer.ppo.trainer import PPOTrainer
 
 from ..runs import Task
@@ -42,7 +42,7 @@ def finished_run(task: Task, tmp_path: Path) -> Path:
     (folder / "config.yaml").write_text(yaml.safe_dump(config_to_dict(config)))
     rows = RLHFDataset(str(task.train), load_tokenizer(str(task.model)), config.data)
     state = {"loader": {"dataset": rows.state_dict()}, "kl_controller": {}, "step": 2}
-    (folder / "global_step_2" / STATE).write_text(json.dumps(state))
+    (folder / "global_step_2" / STATE_FILE).write_text(json.dumps(state))
     return folder
 
 

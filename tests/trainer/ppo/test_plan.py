@@ -218,7 +218,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
             "reward_model.model.path=judge",
             "reward_model.credit_assignment=strict min-form",
         ],
-        "reward_model.credit_assignment=strict min-form is a return of tokens, which "
+        "reward_model.credit_assignment=strict min-form is a token-level return, which "
         "algorithm.adv_estimator=gae does not compute; use algorithm.adv_estimator=rloo_token, or a "
         "temperature such as 0.1",
         ["algorithm.adv_estimator=rloo_token", f"{ROLLOUT}.n=2"],

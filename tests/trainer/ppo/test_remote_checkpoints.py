@@ -84,7 +84,7 @@ def test_a_store_that_fails_costs_a_warning_and_gets_all_the_next_time(
     monkeypatch.setattr(remote_checkpoints, "upload", fails_once)
     with caplog.at_level(logging.WARNING):
         train(*TWO, f"trainer.default_hdfs_dir={store}")
-    assert "could not be copied there (no route to host); still in" in caplog.text
+    assert "could not be copied there (no route to host); they are still in" in caplog.text
     assert whole_copies(store) == {"global_step_1", "global_step_2"}
 
 

@@ -220,7 +220,7 @@ def test_one_token_has_no_explained_variance() -> None:
         }
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return data_metrics(DataProto.from_dict(tensors), prompt_limit=4, response_limit=4)
+            return data_metrics(DataProto.from_dict(tensors), 4, 4)
 
     assert "critic/vf_explained_var" not in step_metrics([1, 0])
     assert step_metrics([1, 1])["critic/vf_explained_var"] == pytest.approx(1.0)
