@@ -158,7 +158,7 @@ def as_tool_call(name: str, arguments: JsonValue, tool_call_id: str | None = Non
     """Returns a call; `arguments` is an object or its JSON text."""
     if isinstance(arguments, str):
         if len(arguments) > MAX_CALL_CHARS:
-            return ToolCall(name, {}, _TOO_LONG_ERROR)
+            return ToolCall(name, {}, _TOO_LONG_ERROR, tool_call_id)
         try:
             arguments = read_json(arguments, strict=True)
         except BadText:

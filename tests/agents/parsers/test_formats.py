@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.agents.parsers.contract import PARSERS, FunctionCall, ToolCall, ToolParser
+from hone.agents.parsers.contract import (
+    MAX_CALL_CHARS,
+    PARSERS,
+    FunctionCall,
+    ToolCall,
+    ToolParser,
+    as_tool_call,
+)
 from hone.agents.parsers.json_calls import HermesToolParser
 from hone.agents.parsers.tagged import Qwen3XMLToolParser
 from hone.agents.tools.contract import OpenAIFunctionToolSchema
@@ -145,6 +152,13 @@ def test_what_is_broken_comes_back_with_an_error() -> None:
     ):
         (call,) = PARSERS.get(name)().calls_with_schemas([ADD], text)
         assert call.error, name
+
+
+@pytest.mark.parametrize("arguments", ["{", "x" * (MAX_CALL_CHARS + 1)], ids=["bad", "long"])
+def test_a_broken_call_keeps_its_id(arguments: str) -> None:
+    call = as_tool_call("add", arguments, "functions.add:0")
+    assert call.error
+    assert call.tool_call_id == "functions.add:0"
 
 
 def test_a_parameter_is_never_run() -> None:
