@@ -77,7 +77,7 @@ class EventLoopEngine(RequestEngine):
         """Waits while the engine is paused; returns False if the request has ended."""
         while True:
             with self._lock:
-                self._raise_failure()
+                self._raise_if_failed()
                 if request.stop_reason is not None:
                     return False
                 if not self._paused:
@@ -127,7 +127,7 @@ class EventLoopEngine(RequestEngine):
 
     async def begin_update(self) -> None:
         with self._step_lock, self._lock:
-            self._raise_failure()
+            self._raise_if_failed()
             self._update.begin(0 if self._paused else len(self._running))
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
