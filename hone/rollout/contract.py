@@ -160,7 +160,7 @@ class Traits:
     """`pause(keep=True)` keeps running requests."""
     multi_modal: bool = False
     adapters: bool = False
-    """`load` accepts only LoRA tensors, over unchanged base weights; other engines need merged weights."""
+    """`load` accepts LoRA tensors without the base weights; other engines need merged weights."""
 
 
 class RolloutError(RuntimeError):
@@ -219,10 +219,10 @@ class RolloutEngine(Protocol):
         on_tokens: OnTokens | None = None,
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
-        """Generates one response. While the engine is paused the request waits."""
+        """Generates one response; waits while the engine is paused."""
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """Ends these requests (None: all), which return their tokens so far; the engine keeps running."""
+        """Ends these requests, or all if None; they return their tokens so far. The engine keeps running."""
 
     async def pause(self, keep: bool = False) -> None:
         """Stops decoding; running requests are aborted or, with `keep`, continue after `resume`."""

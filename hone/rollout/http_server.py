@@ -77,6 +77,7 @@ class HttpServer:
     released_tags: Sequence[str] = ()
     """The tags of the memory that the server has released: kv_cache, weights."""
     recovery: asyncio.Task[None] | None = None
+    """The task that waits until the lost server has recovered."""
     version_verified: bool = False
     """Whether `verify_version` has succeeded since the server was last idle."""
     verify_lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
@@ -86,7 +87,7 @@ class HttpServer:
     kind = "server"
     """The name of the server software."""
     log_prob_hint = "use temperature=1"
-    """What a user does if log-probs are those at temperature 1."""
+    """What to do if the server reports log-probs at temperature 1."""
     samples_by_position = False
     seeded = False
     started_by_hone = False

@@ -11,7 +11,7 @@ from hone.rollout.requests import Request
 _PREFIX_TOKENS = 256
 """Requests whose first tokens are equal, up to this number, go to the same server."""
 _MAX_IMBALANCE = 8
-"""How many more streams a server may have than the least loaded one when a known prefix comes."""
+"""A known prefix goes to the least loaded server if its own has over this many streams more."""
 _MAX_ROUTES = 8192
 """Maximum number of recent trajectories and prefixes whose server is remembered."""
 

@@ -44,14 +44,14 @@ _MAX_STARTS = 3
 _MAX_ROUTES = 4096
 """Maximum number of recent trajectories and prompts whose process is remembered."""
 _MAX_IMBALANCE = 8
-"""How many more streams a process may have than the least loaded one when a known prompt comes."""
+"""A known prompt goes to the least loaded process if its own has over this many streams more."""
 
 
 class VLLMRollout(RemoteEngine):
     """A `RolloutEngine` over vLLM processes."""
 
     name = "vllm"
-    retries = 2**31  # `_restart` limits the starts without a token instead
+    retries = 2**31  # `_ensure_serving` limits the starts without a token instead
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class VLLMRollout(RemoteEngine):
         self._closing = False
         self._current_sleep_level: int | None = None  # None while awake
         self._request_keys = count()
-        self._process_by_route: OrderedDict[object, int] = OrderedDict()
-        self._num_routed = [0] * len(self._processes)
+        self._index_by_route: OrderedDict[object, int] = OrderedDict()
+        self._num_routed = [0] * len(self._processes)  # requests by process
         self._restart_lock, self._wake_lock = asyncio.Lock(), asyncio.Lock()
         super().__init__(rules)
 
@@ -95,7 +95,7 @@ class VLLMRollout(RemoteEngine):
             raise RolloutError(f"vLLM did not start: {error}") from error
         for process in self._processes:
             process.serving = process.alive  # one may have died while another started
-            await self._restart(process)
+            await self._ensure_serving(process)
 
     def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
         if 0 < sampling.temperature < _MIN_TEMPERATURE:
@@ -157,17 +157,17 @@ class VLLMRollout(RemoteEngine):
         least_loaded = min(
             range(len(num_streams)), key=lambda i: (num_streams[i], self._num_routed[i])
         )
-        index = self._process_by_route.get(request.request_id)
+        index = self._index_by_route.get(request.request_id)
         if index is None:
-            index = self._process_by_route.get(prompt_hash, least_loaded)
+            index = self._index_by_route.get(prompt_hash, least_loaded)
             if num_streams[index] > num_streams[least_loaded] + _MAX_IMBALANCE:
                 index = least_loaded
         self._num_routed[index] += 1
         for route in (request.request_id, prompt_hash):
-            self._process_by_route[route] = index
-            self._process_by_route.move_to_end(route)
-        while len(self._process_by_route) > _MAX_ROUTES:
-            self._process_by_route.popitem(last=False)
+            self._index_by_route[route] = index
+            self._index_by_route.move_to_end(route)
+        while len(self._index_by_route) > _MAX_ROUTES:
+            self._index_by_route.popitem(last=False)
         return index
 
     # -- control --------------------------------------------------------------------------------
@@ -201,12 +201,16 @@ class VLLMRollout(RemoteEngine):
     async def _remote_recover(self, error: ConnectionLost) -> None:
         for process in self._processes:
             # Shielded, because other requests wait for the same restart.
-            restart = asyncio.ensure_future(self._restart(process))
+            restart = asyncio.ensure_future(self._ensure_serving(process))
+            # Reads the exception, so that asyncio does not log it if this request is cancelled.
             restart.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(restart)
 
-    async def _restart(self, process: EngineProcess) -> None:
-        """Restarts a dead process with the current weights; during an update, `commit` loads them."""
+    async def _ensure_serving(self, process: EngineProcess) -> None:
+        """Restarts a process that does not serve, and loads the current weights.
+
+        During an update, `commit` loads the weights instead.
+        """
         async with self._restart_lock:
             while not process.serving:
                 if self._closing:
@@ -242,12 +246,12 @@ class VLLMRollout(RemoteEngine):
     async def _remote_sleep(self) -> None:
         """Frees GPU memory; the weights are freed too if `wake_up` can restore them."""
         self._current_sleep_level = self._choose_sleep_level()
-        start, used_before = time.monotonic(), self._gpu_memory_used_gib()
+        start_time, used_before = time.monotonic(), self._gpu_memory_used_gib()
         await self._call_all("sleep", level=self._current_sleep_level)
         log.info(
             "vLLM sleeps at level %d after %.2f s: %.1f GiB of the GPU in use, %.1f GiB before",
             self._current_sleep_level,
-            time.monotonic() - start,
+            time.monotonic() - start_time,
             self._gpu_memory_used_gib(),
             used_before,
         )
@@ -256,7 +260,7 @@ class VLLMRollout(RemoteEngine):
         self._must_restore |= self._current_sleep_level == 2
 
     def _gpu_memory_used_gib(self) -> float:
-        """Returns the memory of the GPU that all processes together use."""
+        """Returns the GPU memory that all processes together use."""
         if not torch.cuda.is_available():
             return 0.0
         free, total = torch.cuda.mem_get_info(self._device)
@@ -273,7 +277,7 @@ class VLLMRollout(RemoteEngine):
                 await self._call_all("wake_up")
             for process in self._processes:
                 while True:
-                    await self._restart(process)
+                    await self._ensure_serving(process)
                     if not process.stale or self._update.in_progress:
                         break
                     try:
@@ -342,7 +346,7 @@ class VLLMRollout(RemoteEngine):
         # A process may die while another finishes its update.
         while outdated_processes := [p for p in self._processes if p.lacks_update]:
             for process in outdated_processes:
-                await self._restart(process)
+                await self._ensure_serving(process)
                 try:
                     if process.has_new_buckets and not process.missed_bucket:
                         await process.call("finish")

@@ -72,7 +72,7 @@ class EngineProcess:
         self.serving = False
         """Whether the process accepts requests; the engine sets it once the weights are current."""
         self.starts_without_tokens = 0
-        """Number of consecutive starts after which the process sampled no token."""
+        """Number of starts since the process last sent a token."""
         self.has_new_buckets = False
         """Whether the process has loaded buckets of the current update."""
         self.missed_bucket = False

@@ -369,15 +369,15 @@ def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None
         open_gate(tmp_path)
         await asyncio.gather(*groups)
         where = {
-            key: index for key, index in engine._process_by_route.items() if isinstance(key, str)
+            key: index for key, index in engine._index_by_route.items() if isinstance(key, str)
         }
         await turn([1, 5, 5], "2-0")  # a later turn
         assert loads == [(4, 4)]
         for g in (1, 2):
             assert len({where[f"{g}-{i}"] for i in range(4)}) == 1
-        assert engine._process_by_route["2-0"] == where["2-0"]
+        assert engine._index_by_route["2-0"] == where["2-0"]
         await asyncio.gather(*(turn([9], f"9-{i}") for i in range(24)))
-        spread = [engine._process_by_route[f"9-{i}"] for i in range(24)]
+        spread = [engine._index_by_route[f"9-{i}"] for i in range(24)]
         assert min(spread.count(0), spread.count(1)) >= 4, "one prompt filled one process"
 
     with_engine(tmp_path, work, processes=2, environment=gated(tmp_path))

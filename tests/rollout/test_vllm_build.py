@@ -173,7 +173,7 @@ def test_a_run_over_two_engines_that_are_killed_reaches_its_end_and_agrees_with_
 
     def killing(self: VLLMRollout, request: Any, chunk: Any) -> None:
         append(self, request, chunk)
-        index = self._process_by_route[request.request_id]
+        index = self._index_by_route[request.request_id]
         engines.setdefault(request.request_id, set()).add(index)
         if self.version == len(kills) + 1 <= KILLS and request.stop_reason is None:
             kills.append(self._processes[index].pid)
