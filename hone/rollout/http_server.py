@@ -172,9 +172,9 @@ class HttpServer:
 
     async def check_weights(self, version: str, folder: WeightFolder | None) -> None:
         """Raises if the server reports another version, or other values for some of the weights."""
-        if (current := await self.weight_version()) != version:
+        if (reported_version := await self.weight_version()) != version:
             raise RolloutError(
-                f"{self.safe_url} acknowledged weights {version!r}, but has {current!r}"
+                f"{self.safe_url} acknowledged weights {version!r}, but has {reported_version!r}"
             )
         num_checked = 0
         for name, tensor in (

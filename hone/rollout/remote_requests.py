@@ -60,7 +60,7 @@ class RemoteEngine(RequestEngine):
 
     traits: Traits
     retries = 3
-    """Number of consecutive streams without a token after which a request is still issued again."""
+    """A request fails after more than this number of consecutive streams without a token."""
 
     def __init__(self, rules: RequestRules) -> None:
         super().__init__(rules)
@@ -80,7 +80,7 @@ class RemoteEngine(RequestEngine):
         raise NotImplementedError
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
-        """Waits until the server has the current weights again; raises RolloutError if it fails."""
+        """Waits until the server has recovered with the current weights; raises if it does not."""
 
     async def _remote_pause(self) -> None:
         """Stops decoding on the server, after every stream has ended."""
@@ -106,12 +106,12 @@ class RemoteEngine(RequestEngine):
 
     async def _decode_request(self, request: Request) -> TokenOutput:
         request.future = asyncio.get_running_loop().create_future()
-        serving = self._submit(self._serve(request))
+        serve_future = self._submit(self._serve(request))
         try:
             return await request.awaited_future
         finally:
             request.cancelled = True
-            serving.cancel()
+            serve_future.cancel()
 
     def _submit(self, coroutine: Coroutine[None, None, T]) -> asyncio.Future[T]:
         """Runs a coroutine in the engine's event loop; returns a future of the caller's event loop."""
@@ -285,7 +285,7 @@ class RemoteEngine(RequestEngine):
         self._paused = True
         if not keep:
             await self._abort(None, include_deferred=False)
-        tasks = [r.task for r in self._running.values() if r.task is not None]
+        tasks = [entry.task for entry in self._running.values() if entry.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:

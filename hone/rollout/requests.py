@@ -63,7 +63,7 @@ class Request:
 
     @property
     def awaited_future(self) -> asyncio.Future[TokenOutput]:
-        """The future, of an engine that always sets it."""
+        """The future of a request that has one."""
         assert self.future is not None
         return self.future
 
@@ -82,8 +82,11 @@ class Request:
         begin, end = self.streamed, len(self.versions)  # `append` writes the version last
         if self.on_tokens is not None and begin < end:
             self.streamed = end
-            new = slice(begin, end)
-            self.on_tokens(TokenDelta(self.token_ids[new], self.log_probs[new], self.versions[new]))
+            self.on_tokens(
+                TokenDelta(
+                    self.token_ids[begin:end], self.log_probs[begin:end], self.versions[begin:end]
+                )
+            )
 
     def output(self) -> TokenOutput:
         assert self.stop_reason is not None
@@ -98,7 +101,7 @@ class Request:
 
 
 def select(requests: Iterable[Request], request_ids: Collection[str] | None) -> list[Request]:
-    """Returns the requests with these ids (None: all)."""
+    """Returns the requests with these ids; None selects all."""
     return [r for r in requests if request_ids is None or r.request_id in request_ids]
 
 

@@ -38,8 +38,8 @@ class WeightFolder:
         """Opens `parent`, a folder that trainer and servers share; None creates a folder in shared memory."""
         self._is_temporary = parent is None
         if parent is None:
-            in_memory = _SHARED_MEMORY.is_dir()
-            parent_folder = _SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
+            has_memory_folder = _SHARED_MEMORY.is_dir()
+            parent_folder = _SHARED_MEMORY if has_memory_folder else Path(tempfile.gettempdir())
             _delete_abandoned_folders(parent_folder)
             # The dot hides the folder from `_delete_abandoned_folders` until it is locked.
             hidden_folder = Path(tempfile.mkdtemp(prefix=f".{_FOLDER_PREFIX}", dir=parent_folder))
@@ -54,6 +54,7 @@ class WeightFolder:
         self._weight_map: dict[str, str] = {}
 
     def begin(self) -> None:
+        """Creates an empty checkpoint for an update; deletes that of an update without `commit`."""
         if self._update_checkpoint is not None:
             shutil.rmtree(self._update_checkpoint, ignore_errors=True)
         self._update_checkpoint = Path(tempfile.mkdtemp(prefix="update-", dir=self.root))
@@ -182,7 +183,7 @@ def meta_model(model_path: str) -> PreTrainedModel:
 
 
 def meta_parameters(model_path: str) -> dict[str, Tensor]:
-    """Returns the parameters of a model on the meta device, by name; tied ones have both names."""
+    """Returns the parameters of a model on the meta device, by name; a tied parameter has two names."""
     return dict(meta_model(model_path).named_parameters(remove_duplicate=False))
 
 

@@ -93,7 +93,7 @@ class Server:
             *(self.start, self.add, self.abort, self.pause, self.resume),
             *(self.load, self.finish, self.adapter, self.sleep, self.wake_up),
         )
-        verbs: dict[str, Callable[[Frame], object]] = {
+        handler_by_verb: dict[str, Callable[[Frame], object]] = {
             handler.__name__: handler for handler in handlers
         }
         while True:
@@ -106,7 +106,7 @@ class Server:
             self._send_tokens(list(self._unsent_outputs))
             answer: Frame = {"call": frame.get("call")}
             try:
-                answer["result"] = verbs[frame["verb"]](frame)
+                answer["result"] = handler_by_verb[frame["verb"]](frame)
             except Exception as error:
                 if self._num_workers > 1:  # other workers may have succeeded, or still wait
                     raise
@@ -130,7 +130,7 @@ class Server:
         """Runs one step of the engine core directly, because `LLM` would build an output object per token."""
         finished_keys = []
         for output in self._llm.llm_engine.engine_core.get_output().outputs:
-            key = output.request_id.partition("-")[0]  # vLLM appends random letters
+            key = output.request_id.partition("-")[0]  # vLLM appends a dash and random letters
             stats = output.prefill_stats
             entry = self._unsent_outputs.setdefault(key, [key, [], [], False, None])
             entry[1] += output.new_token_ids
@@ -166,6 +166,7 @@ class Server:
     # -- commands -------------------------------------------------------------------------------
 
     def start(self, frame: Frame) -> str:
+        """Starts vLLM with the arguments in `engine`; returns its version."""
         import hone_vllm_worker
         import vllm
         from vllm import LLM, SamplingParams
@@ -200,6 +201,7 @@ class Server:
         return str(vllm.__version__)
 
     def add(self, frame: Frame) -> None:
+        """Adds a request to the engine, or sends vLLM's error if it refuses the request."""
         key, engine = frame["key"], self._llm.llm_engine
         try:
             request = engine.input_processor.process_inputs(
