@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
 T = TypeVar("T")
-C = TypeVar("C", torch.Tensor, np.ndarray)
+Column = TypeVar("Column", torch.Tensor, np.ndarray)
 Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
 """Row indices or a boolean mask."""
 
@@ -44,7 +44,7 @@ def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
 
 
 def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
-    """Returns the shape of nested lists, up to the first lists of unequal lengths."""
+    """Returns the shape of nested lists, down to the first level whose lists differ in length."""
     shape, items = [len(values)], list(values)
     while lists := [item for item in items if isinstance(item, list | tuple)]:
         lengths = {len(item) for item in lists}
@@ -65,7 +65,7 @@ def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
     return array
 
 
-def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
+def build_jagged_tensor(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
     """Builds a jagged tensor whose ragged dimension is `ragged_idx`."""
     if not rows or ragged_idx is None or rows[0].dim() == 1:
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
@@ -75,12 +75,12 @@ def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tenso
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_idx)
 
 
-def take_rows(value: C, index: Index) -> C:
+def take_rows(value: Column, index: Index) -> Column:
     """Returns the rows at `index` of a tensor, a TensorDict or an array; a slice gives a view."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         rows = list(value.unbind())
-        selected = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
-        return jagged_rows(selected, getattr(value, "_ragged_idx", None))
+        selected_rows = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
+        return build_jagged_tensor(selected_rows, getattr(value, "_ragged_idx", None))
     if isinstance(value, np.ndarray) and isinstance(index, torch.Tensor):
         return value[index.numpy()]
     return value[index]
@@ -100,7 +100,7 @@ def take_batch(data: DataProto, index: Index) -> DataProto:
     return type(data)(batch, arrays, dict(data.meta_info))
 
 
-def cat_rows(values: list[C]) -> C:
+def cat_rows(values: list[Column]) -> Column:
     """Concatenates one column of several batches along dim 0."""
     first = values[0]
     if isinstance(first, np.ndarray):
@@ -110,11 +110,11 @@ def cat_rows(values: list[C]) -> C:
         return np.concatenate(values, axis=0)
     if isinstance(first, torch.Tensor) and first.is_nested:
         rows = [row for value in values for row in value.unbind()]
-        return jagged_rows(rows, getattr(first, "_ragged_idx", None))
+        return build_jagged_tensor(rows, getattr(first, "_ragged_idx", None))
     return torch.cat(values, dim=0)
 
 
-def cat_columns(batches: list[dict[str, C]], kind: str) -> dict[str, C]:
+def cat_columns(batches: list[dict[str, Column]], kind: str) -> dict[str, Column]:
     """Concatenates each column of the batches, which must have the same columns."""
     names = batches[0].keys()
     for number, batch in enumerate(batches):
@@ -165,29 +165,29 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
     if not data:
         raise ProtocolError("nothing to concatenate: the list of batches is empty")
     batch_class = type(data[0])
-    info = join_meta_info([piece.meta_info for piece in data])
-    arrays = cat_columns([piece.non_tensor_batch for piece in data], "object columns")
-    batches = [piece.batch for piece in data if piece.batch is not None]
-    if not batches:
+    info = join_meta_info([batch.meta_info for batch in data])
+    arrays = cat_columns([batch.non_tensor_batch for batch in data], "object columns")
+    tensordicts = [batch.batch for batch in data if batch.batch is not None]
+    if not tensordicts:
         return batch_class(None, arrays, info)
-    if len(batches) < len(data):
+    if len(tensordicts) < len(data):
         raise ProtocolError("cannot concatenate batches of which only some have tensors")
-    tensors = cat_columns([dict(batch.items()) for batch in batches], "tensor columns")
-    size = (sum(len(piece) for piece in data), *batches[0].batch_size[1:])
+    tensors = cat_columns([dict(td.items()) for td in tensordicts], "tensor columns")
+    size = (sum(len(batch) for batch in data), *tensordicts[0].batch_size[1:])
     return batch_class(TensorDict(tensors, batch_size=size), arrays, info)
 
 
 def fill_object_columns(data: Sequence[DataProto], leave: Collection[str] = ()) -> list[DataProto]:
     """Adds the object columns that a batch lacks, filled with None, except those in `leave`."""
-    names = dict.fromkeys(name for piece in data for name in piece.non_tensor_batch)
-    batches = []
-    for piece in data:
-        missing = [n for n in names if n not in piece.non_tensor_batch and n not in leave]
-        arrays = piece.non_tensor_batch | {
-            name: np.full(len(piece), None, dtype=object) for name in missing
+    names = dict.fromkeys(name for batch in data for name in batch.non_tensor_batch)
+    result = []
+    for batch in data:
+        missing = [n for n in names if n not in batch.non_tensor_batch and n not in leave]
+        arrays = batch.non_tensor_batch | {
+            name: np.full(len(batch), None, dtype=object) for name in missing
         }
-        batches.append(type(piece)(piece.batch, arrays, piece.meta_info))
-    return batches
+        result.append(type(batch)(batch.batch, arrays, batch.meta_info))
+    return result
 
 
 def iterate_epochs(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hone.protocol.rows import (
     ProtocolError,
+    build_jagged_tensor,
     iterate_epochs,
-    jagged_rows,
     same,
     take_rows,
     union_tensor_dict,
@@ -139,13 +139,13 @@ def nested_tensor_from_tensor_list(
     tensors: Sequence[Tensor], ragged_idx: int | None = None
 ) -> Tensor:
     """Builds a jagged tensor whose ragged dimension is `ragged_idx`, by default the last one."""
-    return jagged_rows(list(tensors), ragged_idx or tensors[0].dim())
+    return build_jagged_tensor(list(tensors), ragged_idx or tensors[0].dim())
 
 
 def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenates the rows of several jagged tensors."""
     rows = [row for tensor in tensors for row in tensor.unbind(0)]
-    return jagged_rows(rows, getattr(tensors[0], "_ragged_idx", None))
+    return build_jagged_tensor(rows, getattr(tensors[0], "_ragged_idx", None))
 
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
