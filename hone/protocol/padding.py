@@ -1,4 +1,4 @@
-"""Pads a batch to a multiple of a number, such as that of the ranks, and removes the padding.
+"""Pads a batch, for example to a multiple of the number of ranks, and removes the padding.
 
 The column `padded_row` marks padded rows, so that a worker can exclude them from a mean.
 """
@@ -31,13 +31,8 @@ class _AutoPadding(type):
 
     @property
     def auto_padding(cls) -> bool:
-        enabled_by_environment = os.environ.get(AUTO_PADDING_ENV, "").lower() in {
-            "1",
-            "true",
-            "yes",
-            "on",
-        }
-        return enabled_by_environment or cls._enabled
+        variable = os.environ.get(AUTO_PADDING_ENV, "").lower()
+        return variable in {"1", "true", "yes", "on"} or cls._enabled
 
     @auto_padding.setter
     def auto_padding(cls, enabled: bool) -> None:

@@ -262,7 +262,7 @@ def save(data: T, filepath: str | os.PathLike[str]) -> None:
 
 
 def load(filepath: str | os.PathLike[str], expected_type: type[T]) -> T:
-    """Reads a file of `save`; raises before it would run other code that the file names."""
+    """Reads a file that `save` wrote; raises if the file refers to other code, before any of it runs."""
     data = _unpickle(Path(filepath).read_bytes(), filepath)
     if not isinstance(data, expected_type):
         raise ValueError(
