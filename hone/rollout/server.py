@@ -299,7 +299,7 @@ class ServerRollout(RemoteEngine):
             group, self._group = self._group, None
             await group.close()
         if has_new_weights:
-            self._check_complete()
+            self._check_all_loaded()
             if self._keeps_weights:
                 self._folder.commit()
             new_version = f"{self._version_prefix}-{version}"
@@ -308,7 +308,7 @@ class ServerRollout(RemoteEngine):
         else:  # the weights do not change, and the servers report the same version
             await self._restore_weights()
 
-    def _check_complete(self) -> None:
+    def _check_all_loaded(self) -> None:
         # Compares ids, because tied weights have two names and one tensor.
         loaded_ids = {id(self._parameters[name]) for name in self._loaded_names}
         missing = [name for name, p in self._parameters.items() if id(p) not in loaded_ids]

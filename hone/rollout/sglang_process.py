@@ -45,7 +45,7 @@ class LaunchedSGLang(SGLangServer):
     _child: subprocess.Popen[bytes] | None = None
     _reaper: subprocess.Popen[bytes] | None = None
     _log: IO[bytes] | None = None
-    """An unnamed temporary file."""
+    """The log of the process, an unnamed temporary file."""
 
     started_by_hone = True
 

@@ -24,7 +24,7 @@ class WeightUpdate:
         """Starts an update, or restarts an uncommitted one; raises if requests are running."""
         if num_running:
             raise RolloutError(
-                f"begin_update while {num_running} requests run; pause the engine, or wait for them"
+                f"cannot begin_update while {num_running} requests run; pause the engine, or wait for them"
             )
         self.in_progress, self._load_error = True, None
 
@@ -58,12 +58,15 @@ class WeightUpdate:
     def raise_if_in_progress(self, call: str) -> None:
         if self.in_progress:
             raise RolloutError(
-                f"{call} between begin_update and commit: the engine has half of the new weights"
+                f"{call} is refused between begin_update and commit: the engine has half of the new "
+                "weights"
             )
 
     def _raise_unless_in_progress(self, call: str) -> None:
         if not self.in_progress:
-            raise RolloutError(f"{call} without begin_update; call begin_update, load, commit")
+            raise RolloutError(
+                f"cannot {call} without begin_update; call begin_update, load, commit"
+            )
 
 
 @torch.no_grad()
@@ -84,6 +87,6 @@ def check_name_and_shape(name: str, tensor: Tensor, parameters: Mapping[str, Ten
         raise RolloutError(f"load got {name!r}, which the model does not have.{hint}")
     if parameters[name].shape != tensor.shape:
         raise RolloutError(
-            f"load got {name!r} with shape {tuple(tensor.shape)}; the model's has "
+            f"load got {name!r} with shape {tuple(tensor.shape)}; the model's parameter has "
             f"{tuple(parameters[name].shape)}"
         )
