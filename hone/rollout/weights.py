@@ -87,6 +87,6 @@ def check_name_and_shape(name: str, tensor: Tensor, parameters: Mapping[str, Ten
         raise RolloutError(f"load got {name!r}, which the model does not have.{hint}")
     if parameters[name].shape != tensor.shape:
         raise RolloutError(
-            f"load got {name!r} with shape {tuple(tensor.shape)}; the model's parameter has "
+            f"load got {name!r} with shape {tuple(tensor.shape)}; the model's has "
             f"{tuple(parameters[name].shape)}"
         )
