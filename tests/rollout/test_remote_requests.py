@@ -92,7 +92,7 @@ def test_a_stream_that_ends_without_a_reason_is_continued() -> None:
         (Chunk([1], [float("-inf")]), "-inf as log-prob"),
         (Chunk([1], [0.5]), "0.5 as log-prob"),
         (Chunk([1], [None]), "None as log-prob"),  # type: ignore[list-item]
-        (Chunk([1], [-0.5], finished=True), "ended it after 1 tokens"),
+        (Chunk([1], [-0.5], finished=True), "ended it at token 1"),
     ],
 )
 def test_nonsense_fails_its_request_in_one_sentence(chunk: Chunk, words: str) -> None:
