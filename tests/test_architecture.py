@@ -72,7 +72,7 @@ TESTED_ELSEWHERE = {
     "weights/contract.py",
     # by tests/weights/test_streamed.py, over every transport
     "weights/collective.py",
-    "weights/window.py",
+    "weights/shared_memory.py",
     # not moved yet
     "rollout/native/batch_state.py",
     "rollout/native/cache.py",

@@ -1,4 +1,4 @@
-"""DataProto, the batch type that the training loop and the workers exchange, and its operations.
+"""DataProto, the batch that the training loop and the workers exchange, and its operations.
 
 The columns are declared in hone.columns.
 """

@@ -25,7 +25,7 @@ from hone.protocol.rows import (
     column_array,
     concat_batches,
     iterate_epochs,
-    row_index,
+    row_indices,
     take_batch,
     union_dicts,
     union_numpy_dict,
@@ -59,7 +59,7 @@ class DataProtoItem:
 class DataProto:
     """A batch: tensor columns, object columns, and metadata of the whole batch."""
 
-    batch: TensorDict = None  # may be None; typed without it so that callers need no check
+    batch: TensorDict = None  # may be None; the type leaves it out so that callers need no check
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # None means no columns
     meta_info: Fields = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Builds a batch from columns; equally long lists become a 2-d object array."""
+        """Builds a batch from columns; lists of equal lengths become a 2-d object array."""
         if num_batch_dims < 1:
             raise ProtocolError(
                 f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension"
@@ -139,8 +139,8 @@ class DataProto:
                     f"object column {key!r} is a {type(array).__name__}; wrap it in a numpy array"
                 )
             if array.ndim == 0 or len(array) != rows:
-                got = "no batch dimension" if array.ndim == 0 else f"{len(array)} rows"
-                raise ProtocolError(f"object column {key!r} has {got}; the batch has {rows}")
+                size = "no batch dimension" if array.ndim == 0 else f"{len(array)} rows"
+                raise ProtocolError(f"object column {key!r} has {size}; the batch has {rows}")
 
     # -- access -----------------------------------------------------------------------------
 
@@ -193,12 +193,12 @@ class DataProto:
         raise KeyError(f"batch has no column {name!r}; it has {self.column_names()}")
 
     def column_names(self) -> list[str]:
-        """Returns the sorted names of tensor columns, then of object columns."""
+        """Returns the names of the tensor columns, then those of the object columns, each sorted."""
         tensors = sorted(self.batch.keys()) if self.batch is not None else []
         return tensors + sorted(self.non_tensor_batch)
 
     def set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
-        """Adds or replaces a column, which must have as many rows as the batch."""
+        """Adds or replaces a column; it must have as many rows as the batch."""
         if self.column_names() and len(value) != len(self):
             raise ProtocolError(f"column {name!r} has {len(value)} rows; the batch has {len(self)}")
         if isinstance(value, np.ndarray):
@@ -221,7 +221,7 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> str:
         """Logs and returns the memory use of tensors and object columns."""
-        text = f"{prefix} {selection.memory(self)}".strip()
+        text = f"{prefix} {selection.describe_memory(self)}".strip()
         logger.info(text)
         return text
 
@@ -255,14 +255,14 @@ class DataProto:
         self, start: int | None = None, end: int | None = None, step: int | None = None
     ) -> DataProto:
         """Returns rows start:end:step; tensors are views if the step is positive."""
-        window = slice(start, end, step)
+        index = slice(start, end, step)
         if step is not None and step < 0:  # torch has no negative steps
-            return self.select_idxs(list(range(len(self)))[window])
-        return take_batch(self, window)
+            return self.select_idxs(list(range(len(self)))[index])
+        return take_batch(self, index)
 
     def select_idxs(self, idxs: Index) -> DataProto:
         """Selects rows by an index list, array or tensor, or by a boolean mask."""
-        return take_batch(self, row_index(idxs, len(self)))
+        return take_batch(self, row_indices(idxs, len(self)))
 
     def reorder(self, indices: Index) -> None:
         """Reorders the rows, in place."""
@@ -272,7 +272,7 @@ class DataProto:
         self.batch, self.non_tensor_batch = reordered.batch, reordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Repeats each row `repeat_times` times: AABB when interleaved, else ABAB."""
+        """Repeats each row `repeat_times` times: AABB with `interleave`, else ABAB."""
         if repeat_times < 0:
             raise ProtocolError(f"rows cannot be repeated {repeat_times} times")
         rows = torch.arange(len(self))
@@ -291,7 +291,7 @@ class DataProto:
         return take_batch(self, torch.arange(len(self)).repeat_interleave(times))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Splits into `chunks` batches, which must be equal in size unless padding is enabled."""
+        """Splits the batch into `chunks` parts; raises if they are unequal, unless padding is enabled."""
         rows = len(self)
         if chunks < 1:
             raise ProtocolError(f"a batch cannot be split into {chunks} chunks")
@@ -306,9 +306,9 @@ class DataProto:
         ]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Splits into batches of `split_size` rows; the last may be shorter."""
+        """Splits the batch into parts of `split_size` rows; the last may be shorter."""
         if split_size < 1:
-            raise ProtocolError(f"a batch cannot be split into pieces of {split_size} rows")
+            raise ProtocolError(f"a batch cannot be split into parts of {split_size} rows")
         return [self.slice(i, i + split_size) for i in range(0, len(self), split_size)]
 
     concat = staticmethod(concat_batches)
@@ -362,7 +362,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Reads a file of `save_to_disk`, also verl's; other objects in it are refused."""
+        """Reads a file that `save_to_disk` of hone or verl wrote; raises if it has other objects."""
         return load(filepath, DataProto)
 
 

@@ -1,6 +1,6 @@
 """DataProtoFuture, a batch that workers still compute, and an all-gather of batches.
 
-The controller that creates the handles provides `resolve`, which waits for them up to a deadline.
+The controller that creates a future gives it `resolve`, which waits for the workers up to a deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Value: TypeAlias = Any
 
 
 def resolve_handles(handles: Sequence[Value]) -> list[Value]:
-    """Resolves handles by `.get()` or `.result()`; other values are returned unchanged."""
+    """Returns the results of handles with `.get()` or `.result()`; returns other values unchanged."""
     values = []
     for handle in handles:
         wait = getattr(handle, "get", None) or getattr(handle, "result", None)
@@ -56,7 +56,7 @@ class DataProtoFuture:
         return [self._then(functools.partial(_chunk, i, chunks)) for i in range(chunks)]
 
     def split_padded(self, parts: int) -> list[DataProtoFuture]:
-        """Returns futures of equal parts; added rows are marked."""
+        """Returns futures of the parts of `split_padded(get(), parts)`."""
         return [self._then(functools.partial(_padded_part, i, parts)) for i in range(parts)]
 
     @staticmethod
@@ -66,11 +66,11 @@ class DataProtoFuture:
             raise ProtocolError("nothing to concatenate: the list of futures is empty")
         return DataProtoFuture(collect_fn=_concat, futures=list(data))
 
-    def _then(self, step: Function) -> DataProtoFuture:
-        """Returns a future that also applies `step` to the result."""
+    def _then(self, function: Function) -> DataProtoFuture:
+        """Returns a future that applies `function` to the result of this one."""
         if self.dispatch_fn is not None:
-            step = functools.partial(_compose, self.dispatch_fn, step)
-        return DataProtoFuture(self.collect_fn, self.futures, step, self.resolve)
+            function = functools.partial(_compose, self.dispatch_fn, function)
+        return DataProtoFuture(self.collect_fn, self.futures, function, self.resolve)
 
 
 def _chunk(index: int, chunks: int, data: DataProto) -> DataProto:
@@ -81,8 +81,8 @@ def _padded_part(index: int, parts: int, data: DataProto) -> DataProto:
     return split_padded(data, parts)[index]
 
 
-def _concat(pieces: list[DataProto]) -> DataProto:
-    return type(pieces[0]).concat(pieces)
+def _concat(batches: list[DataProto]) -> DataProto:
+    return type(batches[0]).concat(batches)
 
 
 def _compose(first: Function, second: Function, data: Value) -> Value:
@@ -91,28 +91,30 @@ def _compose(first: Function, second: Function, data: Value) -> Value:
 
 def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | None = None) -> None:
     """Gathers the rows of all ranks into the batch, in place and in rank order."""
-    world = dist.get_world_size(process_group)
-    if world == 1:
+    world_size = dist.get_world_size(process_group)
+    if world_size == 1:
         return
     cls = type(data)
     without_tensors = cls(None, data.non_tensor_batch, data.meta_info)
     tensors = {} if data.batch is None else dict(data.batch.items())
     shapes = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
-    ranks = [(without_tensors, len(data), shapes)] * world
-    dist.all_gather_object(ranks, ranks[0], group=process_group)
-    if any(rank_shapes != shapes for _, _, rank_shapes in ranks):
-        raise ProtocolError(f"ranks have different tensor columns: {[rank[2] for rank in ranks]}")
-    counts = [count for _, count, _ in ranks]
-    gathered = cls.concat([batch for batch, _, _ in ranks])
+    states = [(without_tensors, len(data), shapes)] * world_size
+    dist.all_gather_object(states, states[0], group=process_group)
+    all_shapes = [rank_shapes for _, _, rank_shapes in states]
+    if any(rank_shapes != shapes for rank_shapes in all_shapes):
+        raise ProtocolError(f"ranks have different tensor columns: {all_shapes}")
+    num_rows = [rank_rows for _, rank_rows, _ in states]
+    gathered = cls.concat([batch for batch, _, _ in states])
     columns = {}
     for name in sorted(tensors):
-        # Collectives need equal shapes: pad to the largest number of rows of any rank.
-        sent = tensors[name].new_zeros((max(counts), *shapes[name]))
-        sent[: len(data)] = tensors[name]
-        received = [torch.empty_like(sent) for _ in counts]
-        dist.all_gather(received, sent, group=process_group)
-        pieces = zip(received, counts, strict=True)
-        columns[name] = torch.cat([piece[:count] for piece, count in pieces])
+        # Collectives need equal shapes: pads to the largest number of rows of any rank.
+        padded = tensors[name].new_zeros((max(num_rows), *shapes[name]))
+        padded[: len(data)] = tensors[name]
+        outputs = [torch.empty_like(padded) for _ in num_rows]
+        dist.all_gather(outputs, padded, group=process_group)
+        columns[name] = torch.cat(
+            [output[:rows] for output, rows in zip(outputs, num_rows, strict=True)]
+        )
     if columns:
         gathered = cls.from_dict(columns, gathered.non_tensor_batch, gathered.meta_info)
     data.batch, data.non_tensor_batch = gathered.batch, gathered.non_tensor_batch

@@ -1,4 +1,4 @@
-"""Pads a batch to a multiple of the number of ranks, and removes the padding again.
+"""Pads a batch, for example to a multiple of the number of ranks, and removes the padding.
 
 The column `padded_row` marks padded rows, so that a worker can exclude them from a mean.
 """
@@ -24,29 +24,29 @@ AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
 
 
 class _AutoPadding(type):
-    """Adds the class property `auto_padding`, which HONE_AUTO_PADDING can also enable."""
+    """Adds the class property `auto_padding`, which the variable HONE_AUTO_PADDING can enable too."""
 
     _enabled = False
     auto_padding_key = AUTO_PADDING_KEY
 
     @property
     def auto_padding(cls) -> bool:
-        by_environment = os.environ.get(AUTO_PADDING_ENV, "").lower() in {"1", "true", "yes", "on"}
-        return by_environment or cls._enabled
+        variable = os.environ.get(AUTO_PADDING_ENV, "").lower()
+        return variable in {"1", "true", "yes", "on"} or cls._enabled
 
     @auto_padding.setter
     def auto_padding(cls, enabled: bool) -> None:
         if not isinstance(enabled, bool):
-            raise ProtocolError(f"auto_padding is True or False, not {enabled!r}")
+            raise ProtocolError(f"auto_padding must be True or False, not {enabled!r}")
         cls._enabled = enabled
 
 
 class DataProtoConfig(metaclass=_AutoPadding):
-    """Whether `chunk` may split unevenly; a flag in a batch's meta_info has precedence."""
+    """Its `auto_padding` allows uneven chunks in this process; a batch's own flag has precedence."""
 
 
 def padding_enabled(data: DataProto) -> bool:
-    """Returns the batch's flag, or the process default if the batch has none."""
+    """Whether `chunk` may split the batch unevenly: by its flag in meta_info, else by default."""
     return bool(data.meta_info.get(AUTO_PADDING_KEY, DataProtoConfig.auto_padding))
 
 
@@ -57,14 +57,17 @@ def append_copies(data: DataProto, padding_size: int, padding_candidate: str = "
     rows = len(data)
     if padding_size < 0 or (padding_size and not rows):
         raise ProtocolError(f"cannot pad a batch of {rows} rows by {padding_size}")
-    source_row = 0 if padding_candidate == "first" else rows - 1
-    index = [*range(rows), *[source_row] * padding_size]
+    copied_row = 0 if padding_candidate == "first" else rows - 1
+    index = [*range(rows), *[copied_row] * padding_size]
     padded = take_batch(data, torch.tensor(index, dtype=torch.long))
     data.batch, data.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Repeats rows from the start up to a multiple; also returns the number of added rows."""
+    """Repeats rows from the start, up to a multiple of `size_divisor` rows.
+
+    Returns the batch and the number of added rows.
+    """
     if size_divisor < 1:
         raise ProtocolError(
             f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more"
@@ -73,10 +76,10 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     if rows == 0:
         logger.warning("an empty batch cannot be padded to a multiple of %d", size_divisor)
         return data, 0
-    pad = -rows % size_divisor
-    if pad == 0:
+    pad_size = -rows % size_divisor
+    if pad_size == 0:
         return data, 0
-    return data.select_idxs(torch.arange(rows + pad) % rows), pad
+    return data.select_idxs(torch.arange(rows + pad_size) % rows), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
@@ -87,9 +90,9 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 def split_padded(data: DataProto, parts: int) -> list[DataProto]:
-    """Splits a batch into `parts` batches of equal length; padded rows are marked.
+    """Splits a batch into `parts` batches of equal length; `padded_row` marks the added rows.
 
-    Real rows are distributed evenly and in order, so that each part has at most one padded row.
+    Each part has consecutive rows and at most one padded row.
     """
     if parts < 1:
         raise ProtocolError(f"a batch cannot be split into {parts} parts")
@@ -97,18 +100,18 @@ def split_padded(data: DataProto, parts: int) -> list[DataProto]:
     if rows % parts == 0:
         return data.chunk(parts) if rows else [data.select() for _ in range(parts)]
     length = -(-rows // parts)
-    pieces = []
+    batches = []
     start = 0
     for part in range(parts):
-        real = rows // parts + (part < rows % parts)
+        num_real = rows // parts + (part < rows % parts)
         # A part without real rows repeats the first row of the batch.
-        source = torch.arange(start, start + real) if real else torch.arange(1)
+        source = torch.arange(start, start + num_real) if num_real else torch.arange(1)
         index = source[torch.arange(length) % len(source)]
-        piece = data.select_idxs(index)
-        piece.set_column(PADDED_ROW, torch.arange(length) >= real)
-        pieces.append(piece)
-        start += real
-    return pieces
+        batch = data.select_idxs(index)
+        batch.set_column(PADDED_ROW, torch.arange(length) >= num_real)
+        batches.append(batch)
+        start += num_real
+    return batches
 
 
 def real_rows(data: DataProto) -> torch.Tensor:
@@ -122,6 +125,6 @@ def without_padding(data: DataProto) -> DataProto:
     """Returns the batch without padded rows and without the `padded_row` column."""
     if not data.has_column(PADDED_ROW):
         return data
-    real = data.select_idxs(real_rows(data))
-    real.drop_column(PADDED_ROW)
-    return real
+    batch = data.select_idxs(real_rows(data))
+    batch.drop_column(PADDED_ROW)
+    return batch

@@ -1,4 +1,4 @@
-"""Fields operations on columns (dense and jagged tensors, numpy arrays), and deep equality.
+"""Operations on the rows of columns (dense and jagged tensors, numpy arrays), and deep equality.
 
 `DataProto` selects, concatenates, merges and compares rows with these functions.
 """
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
 T = TypeVar("T")
-C = TypeVar("C", torch.Tensor, np.ndarray)
+Column = TypeVar("Column", torch.Tensor, np.ndarray)
 Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
-"""Fields indices or a boolean mask."""
+"""Row indices or a boolean mask."""
 
 
 class ProtocolError(ValueError, AssertionError):
@@ -31,7 +31,7 @@ class ProtocolError(ValueError, AssertionError):
 
 
 def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
-    """Converts nested lists of equal lengths to an object array of that shape."""
+    """Converts values to an object array; nested lists of equal lengths become further dimensions."""
     if isinstance(values, np.ndarray):
         return values
     shape = _list_shape(values)
@@ -44,7 +44,7 @@ def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
 
 
 def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
-    """Returns the shape of nested lists, up to the first lists of unequal lengths."""
+    """Returns the shape of nested lists, down to the first level whose lists differ in length."""
     shape, items = [len(values)], list(values)
     while lists := [item for item in items if isinstance(item, list | tuple)]:
         lengths = {len(item) for item in lists}
@@ -56,7 +56,7 @@ def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
 
 
 def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
-    """Returns a 1-d object array with one element per row, also for rows that are lists."""
+    """Returns a 1-d object array with one element per row, even if the elements are lists."""
     if isinstance(values, np.ndarray):
         return values
     array = np.empty(len(values), dtype=object)
@@ -65,7 +65,7 @@ def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
     return array
 
 
-def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
+def build_jagged_tensor(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
     """Builds a jagged tensor whose ragged dimension is `ragged_idx`."""
     if not rows or ragged_idx is None or rows[0].dim() == 1:
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
@@ -75,19 +75,19 @@ def jagged_rows(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tenso
     return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=ragged_idx)
 
 
-def take_rows(value: C, index: Index) -> C:
-    """Selects rows of a tensor, a TensorDict or an array; a slice returns a view."""
+def take_rows(value: Column, index: Index) -> Column:
+    """Returns the rows at `index` of a tensor, a TensorDict or an array; a slice gives a view."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         rows = list(value.unbind())
-        selected = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
-        return jagged_rows(selected, getattr(value, "_ragged_idx", None))
+        selected_rows = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
+        return build_jagged_tensor(selected_rows, getattr(value, "_ragged_idx", None))
     if isinstance(value, np.ndarray) and isinstance(index, torch.Tensor):
         return value[index.numpy()]
     return value[index]
 
 
 def take_batch(data: DataProto, index: Index) -> DataProto:
-    """Selects rows of every column and keeps the metadata."""
+    """Returns a batch with the rows at `index` of every column, and with the same metadata."""
     batch = data.batch
     if batch is not None:
         if len(batch.keys()):
@@ -100,32 +100,32 @@ def take_batch(data: DataProto, index: Index) -> DataProto:
     return type(data)(batch, arrays, dict(data.meta_info))
 
 
-def cat_rows(values: list[C]) -> C:
-    """Concatenates values of several batches along dim 0."""
+def cat_rows(values: list[Column]) -> Column:
+    """Concatenates one column of several batches along dim 0."""
     first = values[0]
     if isinstance(first, np.ndarray):
         if len({value.shape[1:] for value in values}) > 1 and first.dtype == object:
-            # Some batches are 2-d because their lists had one length: make all of them 1-d.
+            # Lists of one length became a 2-d array in some batches: makes all arrays 1-d.
             values = [object_array(value.tolist()) for value in values]
         return np.concatenate(values, axis=0)
     if isinstance(first, torch.Tensor) and first.is_nested:
         rows = [row for value in values for row in value.unbind()]
-        return jagged_rows(rows, getattr(first, "_ragged_idx", None))
+        return build_jagged_tensor(rows, getattr(first, "_ragged_idx", None))
     return torch.cat(values, dim=0)
 
 
-def cat_columns(pieces: list[dict[str, C]], kind: str) -> dict[str, C]:
-    """Concatenates each column of all pieces, which must have the same columns."""
-    names = pieces[0].keys()
-    for number, piece in enumerate(pieces):
-        if piece.keys() != names:
-            differing = sorted(piece.keys() ^ names)
+def cat_columns(batches: list[dict[str, Column]], kind: str) -> dict[str, Column]:
+    """Concatenates each column of the batches, which must have the same columns."""
+    names = batches[0].keys()
+    for number, batch in enumerate(batches):
+        if batch.keys() != names:
+            unmatched = sorted(batch.keys() ^ names)
             raise ProtocolError(
-                f"cannot concatenate: {kind} {differing} are not in both batch 0 and batch {number}"
+                f"cannot concatenate: {kind} {unmatched} are not in both batch 0 and batch {number}"
             )
     result = {}
     for name in names:
-        values = [piece[name] for piece in pieces]
+        values = [batch[name] for batch in batches]
         try:
             result[name] = cat_rows(values)
         except (RuntimeError, ValueError) as error:
@@ -152,11 +152,11 @@ def join_meta_info(infos: list[Fields]) -> Fields:
                     f"batch and {value!r} in batch {number}; put values that differ under 'metrics'"
                 )
     if metrics:
-        columns: Fields = {}
+        values_by_metric: Fields = {}
         for entry in metrics:
             for name, value in entry.items():
-                columns.setdefault(name, []).append(value)
-        merged["metrics"] = columns
+                values_by_metric.setdefault(name, []).append(value)
+        merged["metrics"] = values_by_metric
     return merged
 
 
@@ -164,55 +164,57 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
     """Concatenates batches along the rows."""
     if not data:
         raise ProtocolError("nothing to concatenate: the list of batches is empty")
-    kind = type(data[0])
-    info = join_meta_info([piece.meta_info for piece in data])
-    arrays = cat_columns([piece.non_tensor_batch for piece in data], "object columns")
-    batches = [piece.batch for piece in data if piece.batch is not None]
-    if not batches:
-        return kind(None, arrays, info)
-    if len(batches) < len(data):
+    batch_class = type(data[0])
+    info = join_meta_info([batch.meta_info for batch in data])
+    arrays = cat_columns([batch.non_tensor_batch for batch in data], "object columns")
+    tensordicts = [batch.batch for batch in data if batch.batch is not None]
+    if not tensordicts:
+        return batch_class(None, arrays, info)
+    if len(tensordicts) < len(data):
         raise ProtocolError("cannot concatenate batches of which only some have tensors")
-    tensors = cat_columns([dict(batch.items()) for batch in batches], "tensor columns")
-    size = (sum(len(piece) for piece in data), *batches[0].batch_size[1:])
-    return kind(TensorDict(tensors, batch_size=size), arrays, info)
+    tensors = cat_columns([dict(td.items()) for td in tensordicts], "tensor columns")
+    size = (sum(len(batch) for batch in data), *tensordicts[0].batch_size[1:])
+    return batch_class(TensorDict(tensors, batch_size=size), arrays, info)
 
 
 def fill_object_columns(data: Sequence[DataProto], leave: Collection[str] = ()) -> list[DataProto]:
-    """Adds missing object columns, filled with None, except those in `leave`."""
-    names = dict.fromkeys(name for piece in data for name in piece.non_tensor_batch)
-    batches = []
-    for piece in data:
-        absent = [n for n in names if n not in piece.non_tensor_batch and n not in leave]
-        arrays = piece.non_tensor_batch | {
-            name: np.full(len(piece), None, dtype=object) for name in absent
+    """Adds the object columns that a batch lacks, filled with None, except those in `leave`."""
+    names = dict.fromkeys(name for batch in data for name in batch.non_tensor_batch)
+    result = []
+    for batch in data:
+        missing = [n for n in names if n not in batch.non_tensor_batch and n not in leave]
+        arrays = batch.non_tensor_batch | {
+            name: np.full(len(batch), None, dtype=object) for name in missing
         }
-        batches.append(type(piece)(piece.batch, arrays, piece.meta_info))
-    return batches
+        result.append(type(batch)(batch.batch, arrays, batch.meta_info))
+    return result
 
 
 def iterate_epochs(
-    rows: int,
-    size: int,
+    num_rows: int,
+    mini_batch_size: int,
     epochs: int,
     seed: int | None,
-    take: Callable[[Sequence[int]], T],
+    select_rows: Callable[[Sequence[int]], T],
     dataloader_kwargs: Settings,
 ) -> Iterator[T]:
-    """Yields `take(indices)` for `size` row indices at a time, for `epochs` passes."""
-    if size < 1 or rows % size:
-        raise ProtocolError(f"mini_batch_size={size} does not divide a batch of {rows} rows")
+    """Yields the mini-batches of `epochs` passes, built from row indices by `select_rows`."""
+    if mini_batch_size < 1 or num_rows % mini_batch_size:
+        raise ProtocolError(
+            f"mini_batch_size={mini_batch_size} does not divide a batch of {num_rows} rows"
+        )
     generator = None
     if seed is not None:
         generator = torch.Generator()
         generator.manual_seed(seed)
     loader: DataLoader[T] = DataLoader(
-        dataset=range(rows),  # type: ignore[arg-type]
-        batch_size=size,
-        collate_fn=take,
+        dataset=range(num_rows),  # type: ignore[arg-type]
+        batch_size=mini_batch_size,
+        collate_fn=select_rows,
         generator=generator,
         **dataloader_kwargs,
     )
-    return (piece for _ in range(epochs) for piece in loader)
+    return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
 
 def build_tensordict(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
@@ -221,42 +223,43 @@ def build_tensordict(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> T
     first = next(iter(tensors))
     for key, value in tensors.items():
         nested = getattr(value, "is_nested", False)
-        lead = (value.size(0),) if nested else tuple(value.shape[:num_batch_dims])
-        if len(lead) < num_batch_dims:
+        column_size = (value.size(0),) if nested else tuple(value.shape[:num_batch_dims])
+        if len(column_size) < num_batch_dims:
             raise ProtocolError(
-                f"column {key!r} has {len(lead)} dimensions; num_batch_dims is {num_batch_dims}"
+                f"column {key!r} has {len(column_size)} dimensions; "
+                f"num_batch_dims is {num_batch_dims}"
             )
-        if size is not None and lead != size:
+        if size is not None and column_size != size:
             raise ProtocolError(
-                f"column {key!r} has batch size {lead}; column {first!r} has {size}: "
+                f"column {key!r} has batch size {column_size}; column {first!r} has {size}: "
                 "all columns of a batch have one row per sample"
             )
-        size = lead
+        size = column_size
     return TensorDict(tensors, batch_size=size)
 
 
-def row_index(idxs: Index, rows: int) -> torch.Tensor:
-    """Converts a list, array, tensor or mask to row indices and checks their range."""
+def row_indices(idxs: Index, num_rows: int) -> torch.Tensor:
+    """Converts a list, array, tensor or mask to row indices; raises if one is out of range."""
     index = (
         idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else torch.from_numpy(np.array(idxs))
     )
     if index.numel() == 0:
         index = index.reshape(-1)
-        if index.dtype == torch.bool and rows:
-            raise ProtocolError(f"a mask of 0 rows for a batch of {rows} rows")
+        if index.dtype == torch.bool and num_rows:
+            raise ProtocolError(f"the mask has 0 rows, but the batch has {num_rows}")
         return index.long()
     if index.ndim != 1:
-        raise ProtocolError(f"row indices are 1-d, not of shape {tuple(index.shape)}")
+        raise ProtocolError(f"row indices must be 1-d, not of shape {tuple(index.shape)}")
     if index.dtype == torch.bool:
-        if len(index) != rows:
-            raise ProtocolError(f"a mask of {len(index)} rows for a batch of {rows} rows")
+        if len(index) != num_rows:
+            raise ProtocolError(f"the mask has {len(index)} rows, but the batch has {num_rows}")
         return index.nonzero().reshape(-1)
     if index.is_floating_point() or index.is_complex():
-        raise ProtocolError(f"row indices are integers or a bool mask, not {index.dtype}")
+        raise ProtocolError(f"row indices must be integers or a bool mask, not {index.dtype}")
     index = index.long()
-    if int(index.min()) < -rows or int(index.max()) >= rows:
+    if int(index.min()) < -num_rows or int(index.max()) >= num_rows:
         bounds = f"{int(index.min())}..{int(index.max())}"
-        raise IndexError(f"rows {bounds} are out of range: the batch has {rows} rows")
+        raise IndexError(f"rows {bounds} are out of range: the batch has {num_rows} rows")
     return index
 
 
@@ -269,9 +272,9 @@ def union_tensor_dict(first: TensorDict | None, second: TensorDict | None) -> Te
             f"cannot unite tensors of batch size {tuple(first.batch_size)} with "
             f"{tuple(second.batch_size)}"
         )
-    present, added = ({key: td.get(key) for key in td.keys()} for td in (first, second))  # noqa: SIM118
-    union_dicts(present, added, "column")
-    return first.update({key: value for key, value in added.items() if key not in present})
+    columns, more_columns = ({key: td.get(key) for key in td.keys()} for td in (first, second))  # noqa: SIM118
+    union_dicts(columns, more_columns, "column")
+    return first.update({key: more_columns[key] for key in more_columns if key not in columns})
 
 
 def union_numpy_dict(
@@ -317,8 +320,8 @@ def same(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = None) -> bo
         if isinstance(a, dict) and isinstance(b, dict):
             return a.keys() == b.keys() and all(same(a[key], b[key], in_progress) for key in a)
         if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-            alike = type(a) is type(b) and len(a) == len(b)
-            return alike and all(same(x, y, in_progress) for x, y in zip(a, b, strict=True))
+            same_type = type(a) is type(b) and len(a) == len(b)
+            return same_type and all(same(x, y, in_progress) for x, y in zip(a, b, strict=True))
     finally:
         in_progress.discard(pair)
     if isinstance(a, float) and isinstance(b, float) and a != a and b != b:

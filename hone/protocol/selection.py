@@ -1,4 +1,4 @@
-"""Methods of DataProto that select columns by name, reshape rows and describe the batch."""
+"""The methods of DataProto that select columns, reshape the batch and describe it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def select_columns(
     meta_info_keys: Names = None,
     deepcopy: bool = False,
 ) -> DataProto:
-    """Returns a batch with only these columns and metadata; None selects all of a kind."""
+    """Returns a batch with only these columns and metadata; None selects all of that kind."""
     batch = data.batch
     if batch is not None:
         names = list(batch.keys()) if batch_keys is None else list(batch_keys)
@@ -77,11 +77,11 @@ def rename_columns(
     return data
 
 
-def check_columns_exist(names: Sequence[str], present: Collection[str], kind: str) -> None:
-    """Raises a KeyError that lists the missing and the available names."""
-    missing = [key for key in names if key not in present]
+def check_columns_exist(names: Sequence[str], available: Collection[str], kind: str) -> None:
+    """Raises a KeyError if names are missing; the error lists the available names."""
+    missing = [name for name in names if name not in available]
     if missing:
-        raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(present)}")
+        raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(available)}")
 
 
 def pick_entries(source: dict[str, T], keys: Sequence[str] | None, kind: str) -> dict[str, T]:
@@ -113,8 +113,8 @@ def unfold_column_chunks(
                 f"column {name!r} of shape {tuple(value.shape)} cannot be split into {n_split} "
                 "pieces along dim 1"
             )
-        width = value.shape[1] // n_split
-        return value.reshape(value.shape[0] * n_split, width, *value.shape[2:])
+        length = value.shape[1] // n_split
+        return value.reshape(value.shape[0] * n_split, length, *value.shape[2:])
 
     batch = data.batch
     if batch is not None:
@@ -129,7 +129,7 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     rows = len(data)
     if new_batch_size < 1 or rows % new_batch_size:
         raise ProtocolError(
-            f"a batch of {rows} rows does not fold into {new_batch_size} equal rows"
+            f"a batch of {rows} rows does not fold into {new_batch_size} groups of equal size"
         )
     return _reshape_batch_dims(data, 1, (new_batch_size, rows // new_batch_size))
 
@@ -143,25 +143,25 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     return _reshape_batch_dims(data, batch_dims, (-1,))
 
 
-def _reshape_batch_dims(data: DataProto, dims: int, lead: tuple[int, ...]) -> DataProto:
-    """Replaces the leading `dims` dimensions of every column by `lead`; (-1,) flattens them."""
+def _reshape_batch_dims(data: DataProto, num_dims: int, size: tuple[int, ...]) -> DataProto:
+    """Reshapes the first `num_dims` dimensions of every column to `size`; (-1,) flattens them."""
 
     def reshape(value: Column) -> Column:
-        if lead == (-1,):
-            count = int(np.prod(value.shape[:dims], dtype=np.int64))
-            return value.reshape(count, *value.shape[dims:])
-        return value.reshape(*lead, *value.shape[dims:])
+        if size == (-1,):
+            num_rows = int(np.prod(value.shape[:num_dims], dtype=np.int64))
+            return value.reshape(num_rows, *value.shape[num_dims:])
+        return value.reshape(*size, *value.shape[num_dims:])
 
     batch = data.batch
     if batch is not None:
-        size = reshape(torch.empty(tuple(batch.batch_size), device="meta")).shape
-        batch = TensorDict({k: reshape(v) for k, v in batch.items()}, batch_size=size)
+        batch_size = reshape(torch.empty(tuple(batch.batch_size), device="meta")).shape
+        batch = TensorDict({k: reshape(v) for k, v in batch.items()}, batch_size=batch_size)
     arrays = {name: reshape(array) for name, array in data.non_tensor_batch.items()}
     return type(data)(batch, arrays, dict(data.meta_info))
 
 
 def describe(data: DataProto) -> str:
-    """Lists name, shape and dtype of each column, then the meta_info keys."""
+    """Returns lines with the name, shape and dtype of each column, then the meta_info keys."""
     lines = [f"{len(data)} rows"]
     for name in data.column_names():
         value = data.column(name)
@@ -173,11 +173,11 @@ def describe(data: DataProto) -> str:
     return "\n".join(lines)
 
 
-def memory(data: DataProto) -> str:
-    """Describes the memory use of tensors and object columns, in MiB."""
-    in_tensors = 0
+def describe_memory(data: DataProto) -> str:
+    """Returns a line with the memory use of tensors and object columns, in MiB."""
+    tensor_bytes = 0
     if data.batch is not None:
         for value in data.batch.values(include_nested=True, leaves_only=True):
-            in_tensors += value.values().nbytes if value.is_nested else value.nbytes
-    in_arrays = sum(array.nbytes for array in data.non_tensor_batch.values())
-    return f"tensors {in_tensors / 2**20:.3f} MiB, object columns {in_arrays / 2**20:.3f} MiB"
+            tensor_bytes += value.values().nbytes if value.is_nested else value.nbytes
+    array_bytes = sum(array.nbytes for array in data.non_tensor_batch.values())
+    return f"tensors {tensor_bytes / 2**20:.3f} MiB, object columns {array_bytes / 2**20:.3f} MiB"

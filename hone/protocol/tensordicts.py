@@ -18,8 +18,8 @@ from torch import Tensor
 
 from hone.protocol.rows import (
     ProtocolError,
+    build_jagged_tensor,
     iterate_epochs,
-    jagged_rows,
     same,
     take_rows,
     union_tensor_dict,
@@ -56,7 +56,10 @@ def get_tensordict(
             raise ProtocolError(
                 f"column {key!r} is a {type(value).__name__}; give a tensor, a list or an array"
             )
-        columns[key] = value if isinstance(value, Tensor | NonTensorStack) else _stack(key, value)
+        if isinstance(value, Tensor | NonTensorStack):
+            columns[key] = value
+        else:
+            columns[key] = _non_tensor_stack(key, value)
         sizes[key] = value.size(0) if isinstance(value, Tensor) else len(value)
     if len(set(sizes.values())) > 1:
         raise ProtocolError(f"the columns of a batch differ in their number of rows: {sizes}")
@@ -64,8 +67,9 @@ def get_tensordict(
     if duplicates := sorted(columns.keys() & metadata.keys()):
         raise ProtocolError(f"{duplicates} are both columns and metadata; rename one")
     size = [next(iter(sizes.values()))] if sizes else []
-    wrapped = {key: NonTensorData(unwrap_non_tensor_data(value)) for key, value in metadata.items()}
-    return TensorDict({**columns, **wrapped}, batch_size=size)
+    for key, value in metadata.items():
+        columns[key] = NonTensorData(unwrap_non_tensor_data(value))
+    return TensorDict(columns, batch_size=size)
 
 
 def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: T) -> None:
@@ -75,7 +79,7 @@ def assign_non_tensor_data(tensor_dict: TensorDict, key: str, val: T) -> None:
 
 def assign_non_tensor_stack(tensor_dict: TensorDict, key: str, val: Sequence[T]) -> None:
     """Sets a column of non-tensor values, in place."""
-    tensor_dict[key] = _stack(key, val)
+    tensor_dict[key] = _non_tensor_stack(key, val)
 
 
 def assign_non_tensor(tensor_dict: TensorDict, **kwargs: JsonValue | NonTensorStack) -> TensorDict:
@@ -96,7 +100,7 @@ def unwrap_non_tensor_data(data: T) -> T:
 
 
 def get(tensordict: TensorDict, key: str, default: T | None = None) -> T | None:
-    """Returns a tensor, a column as a list, or a metadata value; else `default`."""
+    """Returns a tensor, a column of other values as a list, or a metadata value; else `default`."""
     if key not in tensordict.keys():  # noqa: SIM118
         return default
     value = tensordict.get(key)
@@ -134,43 +138,45 @@ def pop_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 def nested_tensor_from_tensor_list(
     tensors: Sequence[Tensor], ragged_idx: int | None = None
 ) -> Tensor:
-    """Builds a jagged tensor with the ragged dimension `ragged_idx`, by default the last."""
-    return jagged_rows(list(tensors), ragged_idx or tensors[0].dim())
+    """Builds a jagged tensor whose ragged dimension is `ragged_idx`, by default the last one."""
+    return build_jagged_tensor(list(tensors), ragged_idx or tensors[0].dim())
 
 
 def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenates the rows of several jagged tensors."""
     rows = [row for tensor in tensors for row in tensor.unbind(0)]
-    return jagged_rows(rows, getattr(tensors[0], "_ragged_idx", None))
+    return build_jagged_tensor(rows, getattr(tensors[0], "_ragged_idx", None))
 
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
-    """Concatenates batches along the rows; keeps the metadata of the first."""
+    """Concatenates batches along the rows; the result has the metadata of the first."""
     first = data[0]
     if not first.batch_size:
         return concat_tensordict_with_none_bsz(data)
     columns: Fields = {}
     for key in first.keys():  # noqa: SIM118
-        parts = [piece.get(key) for piece in data]
-        if isinstance(parts[0], NonTensorStack):
-            columns[key] = _stack(key, [value for part in parts for value in part.tolist()])
-        elif isinstance(parts[0], NonTensorData):
-            columns[key] = NonTensorData(parts[0].data)
+        values = [batch.get(key) for batch in data]
+        if isinstance(values[0], NonTensorStack):
+            rows = [row for value in values for row in value.tolist()]
+            columns[key] = _non_tensor_stack(key, rows)
+        elif isinstance(values[0], NonTensorData):
+            columns[key] = NonTensorData(values[0].data)
+        elif values[0].is_nested:
+            columns[key] = concat_nested_tensors(values)
         else:
-            nested = parts[0].is_nested
-            columns[key] = concat_nested_tensors(parts) if nested else torch.cat(parts, dim=0)
-    return TensorDict(columns, batch_size=[sum(len(piece) for piece in data)])
+            columns[key] = torch.cat(values, dim=0)
+    return TensorDict(columns, batch_size=[sum(len(batch) for batch in data)])
 
 
 def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
-    """Returns the first of several batches that have metadata only."""
-    if any(piece.batch_size for piece in data):
+    """Returns the first batch; all must have only metadata."""
+    if any(batch.batch_size for batch in data):
         raise ProtocolError("cannot concatenate batches of which only some have rows")
     return data[0]
 
 
 def index_select_tensor_dict(batch: TensorDict | None, indices: Index | slice) -> TensorDict | None:
-    """Selects rows of every column and keeps the metadata."""
+    """Returns a batch with the rows at `indices` of every column, and with the same metadata."""
     return None if batch is None else _select_rows(batch, indices)
 
 
@@ -245,7 +251,7 @@ def make_iterator(
 
 
 def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> None:
-    """Raises an AssertionError unless both have equal columns and metadata."""
+    """Raises an AssertionError if columns or metadata of the two batches differ."""
     names = set(tensordict1.keys())
     if names != set(tensordict2.keys()):
         raise ProtocolError(f"columns {sorted(names)} and {sorted(tensordict2.keys())} differ")
@@ -255,12 +261,15 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
 
 
 def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int]:
-    """Repeats rows from the start up to a multiple; also returns the number of added rows."""
+    """Repeats rows from the start, up to a multiple of `size_divisor` rows.
+
+    Returns the batch and the number of added rows.
+    """
     rows = len(data)
-    pad = -rows % size_divisor if rows else 0
-    if not pad:
+    pad_size = -rows % size_divisor if rows else 0
+    if not pad_size:
         return data, 0
-    return _select_rows(data, torch.arange(rows + pad) % rows), pad
+    return _select_rows(data, torch.arange(rows + pad_size) % rows), pad_size
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
@@ -276,14 +285,14 @@ def contiguous(data: TensorDict) -> TensorDict:
 
 
 def list_of_dict_to_tensordict(list_of_dicts: Sequence[Row]) -> TensorDict:
-    """Builds one row per dict; tensors are stacked, jagged if their shapes differ."""
+    """Builds a batch with one row per dict; tensors of different shapes become a jagged tensor."""
     if not list_of_dicts:
         raise ProtocolError("cannot build a batch: the list of rows is empty")
     columns: Fields = {}
     for key in list_of_dicts[0]:
         values = [row[key] for row in list_of_dicts]
         if not all(isinstance(value, Tensor) for value in values):
-            columns[key] = _stack(key, values)
+            columns[key] = _non_tensor_stack(key, values)
         elif len({value.shape for value in values}) == 1:
             columns[key] = torch.stack(values)
         else:
@@ -292,10 +301,10 @@ def list_of_dict_to_tensordict(list_of_dicts: Sequence[Row]) -> TensorDict:
 
 
 def maybe_fix_3d_position_ids(data: TensorDict) -> None:
-    """Does nothing: a jagged column keeps its ragged dimension here."""
+    """Does nothing, because jagged columns keep their ragged dimension, unlike in verl."""
 
 
-def _stack(key: str, values: Sequence[T] | np.ndarray) -> NonTensorStack:
+def _non_tensor_stack(key: str, values: Sequence[T] | np.ndarray) -> NonTensorStack:
     if any(isinstance(value, Tensor) for value in values):
         raise ProtocolError(f"column {key!r} is a list of tensors; stack them, or give arrays")
     return NonTensorStack.from_list([NonTensorData(value) for value in values])

@@ -21,35 +21,36 @@ from hone.protocol.rows import ProtocolError, object_array
 from hone.types import Fields, Function, JsonValue
 
 T = TypeVar("T")
-Encoded: TypeAlias = tuple[str, Any, Any]
-"""Kind, payload, and extra data that depends on the kind."""
+EncodedValue: TypeAlias = tuple[str, Any, Any]
+"""Kind, payload, and further data that depends on the kind."""
 PackedTensor = tuple[str, tuple[int, ...], np.ndarray]
-"""verl's format: dtype name, shape, and the bytes as a numpy array."""
+"""verl's format of a tensor: dtype name, shape, and the bytes as a numpy array."""
 PackedColumn = PackedTensor | tuple[str, list[PackedTensor]]
+"""A dense tensor, or the layout and the rows of a nested one."""
 PackedTensorDict = tuple[tuple[int, ...], str | None, dict[str, PackedColumn]]
-"""Batch size, device name, and columns: a PackedTensor each, or (layout, rows) if nested."""
+"""verl's format of a TensorDict: batch size, device name and columns."""
 
-_BITS_BY_WIDTH = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_INTEGER_BY_ITEMSIZE = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
-def encode_tensor(tensor: torch.Tensor) -> Encoded:
-    """Encodes a tensor as ("dense", array, dtype name) or ("jagged", values, offsets)."""
+def encode_tensor(tensor: torch.Tensor) -> EncodedValue:
+    """Encodes a tensor: ("dense", array, dtype name) or ("jagged", values, (offsets, ragged dim))."""
     if tensor.is_nested:
         if tensor.layout != torch.jagged:
             tensor = torch.nested.nested_tensor(list(tensor.unbind()), layout=torch.jagged)
-        offsets, ragged = tensor.offsets(), getattr(tensor, "_ragged_idx", 1)  # type: ignore[attr-defined]
-        return "jagged", encode_tensor(tensor.values()), (encode_tensor(offsets), ragged)
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    name = str(plain.dtype).removeprefix("torch.")
+        offsets, ragged_dim = tensor.offsets(), getattr(tensor, "_ragged_idx", 1)  # type: ignore[attr-defined]
+        return "jagged", encode_tensor(tensor.values()), (encode_tensor(offsets), ragged_dim)
+    dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    dtype_name = str(dense.dtype).removeprefix("torch.")
     try:
-        return "dense", plain.numpy(), name
+        return "dense", dense.numpy(), dtype_name
     except TypeError:  # numpy lacks the dtype: send the bits as integers of the same width
-        bits = plain.reshape(-1).view(_BITS_BY_WIDTH[plain.element_size()])
-        return "dense", bits.reshape(plain.shape).numpy(), name
+        bits = dense.reshape(-1).view(_INTEGER_BY_ITEMSIZE[dense.element_size()])
+        return "dense", bits.reshape(dense.shape).numpy(), dtype_name
 
 
 def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
-    """Inverts `encode_tensor`; shares memory with the array if the array is writeable."""
+    """Inverts `encode_tensor`; the tensor shares the memory of the array if that is writeable."""
     if kind == "jagged":
         values, offsets = decode_tensor(*payload), decode_tensor(*extra[0])
         return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=extra[1])
@@ -66,7 +67,7 @@ def encode_tensordict(batch: TensorDict | None) -> Fields | None:
     """Encodes a TensorDict as plain containers and numpy arrays."""
     if batch is None:
         return None
-    entries: dict[str, Encoded] = {}
+    entries: dict[str, EncodedValue] = {}
     for key, value in batch.items():
         if isinstance(value, torch.Tensor):
             entries[key] = encode_tensor(value)
@@ -81,19 +82,19 @@ def decode_tensordict(state: Fields | None) -> TensorDict | None:
     """Inverts `encode_tensordict`, on the CPU."""
     if state is None:
         return None
-    source: Fields = {}
+    columns: Fields = {}
     for key, (kind, payload, extra) in state["entries"].items():
         if kind == "tensordict":
-            source[key] = decode_tensordict(payload)
+            columns[key] = decode_tensordict(payload)
         elif kind == "object":
-            source[key] = payload
+            columns[key] = payload
         else:
-            source[key] = decode_tensor(kind, payload, extra)
-    return TensorDict(source, batch_size=state["batch_size"])
+            columns[key] = decode_tensor(kind, payload, extra)
+    return TensorDict(columns, batch_size=state["batch_size"])
 
 
 def decode_verl_tensors(state: bytes | PackedTensorDict | None) -> TensorDict | None:
-    """Decodes the tensors of a DataProto that verl pickled, without running code from it."""
+    """Decodes the tensors of a DataProto that verl pickled, without running code from the pickle."""
     if isinstance(state, bytes):
         loaded: TensorDict | None = torch.load(
             io.BytesIO(state), weights_only=True, map_location="cpu"
@@ -123,7 +124,7 @@ def split_tensordict(
 def join_tensordict(
     batch: TensorDict | None, arrays: dict[str, np.ndarray], metadata: Fields, rows: int
 ) -> TensorDict:
-    """Inverts `split_tensordict`."""
+    """Inverts `split_tensordict`; without tensors, the batch has `rows` rows."""
     duplicates = sorted(arrays.keys() & metadata.keys())
     if duplicates:
         raise ProtocolError(f"{duplicates} are both object columns and meta_info; rename one")
@@ -137,7 +138,7 @@ def join_tensordict(
 
 
 def _object_column(values: list[JsonValue | np.ndarray]) -> np.ndarray:
-    """Builds an object column; stacks rows that are object arrays of one shape."""
+    """Builds an object column; rows that are object arrays of one shape are stacked."""
     arrays = [v for v in values if isinstance(v, np.ndarray) and v.dtype == object]
     if arrays and len(arrays) == len(values) and len({array.shape for array in arrays}) == 1:
         return np.stack(arrays)
@@ -146,21 +147,21 @@ def _object_column(values: list[JsonValue | np.ndarray]) -> np.ndarray:
 
 def serialize_single_tensor(obj: torch.Tensor) -> PackedTensor:
     """Packs one dense tensor as (dtype name, shape, bytes), as in verl."""
-    flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), flat.numpy()
+    data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return str(obj.dtype).removeprefix("torch."), tuple(obj.shape), data.numpy()
 
 
 def deserialize_single_tensor(arr: PackedTensor) -> torch.Tensor:
     """Inverts `serialize_single_tensor`; the tensor owns its memory."""
-    name, shape, data = arr
-    dtype = getattr(torch, name, None)
+    dtype_name, shape, data = arr
+    dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a torch dtype")
+        raise ValueError(f"{dtype_name!r} is not a torch dtype")
     return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype).reshape(shape)
 
 
 def serialize_tensordict(batch: TensorDict) -> PackedTensorDict:
-    """Packs batch size, device and columns as plain containers and bytes."""
+    """Packs batch size, device and columns as plain containers and bytes, as in verl."""
     columns: dict[str, PackedColumn] = {}
     for key, value in batch.items():
         if value.is_nested:
@@ -189,7 +190,7 @@ def deserialize_tensordict(arr: PackedTensorDict) -> TensorDict:
     return TensorDict(tensors, batch_size=batch_size, device=device)
 
 
-_ALLOWED = {
+_ALLOWED_NAMES = {
     "builtins": "set frozenset complex bytearray slice range list dict",
     "collections": "OrderedDict",
     "datetime": "datetime date timedelta timezone",
@@ -211,16 +212,18 @@ _ALLOWED = {
 """The names that a pickle may refer to, by module."""
 
 
-class ForeignObject(ValueError):
+class UnsafeObject(ValueError):
     """A batch contains objects other than plain values, arrays and tensors."""
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
+    """Loads plain values, arrays, tensors and DataProto; raises UnsafeObject for other names."""
+
     def find_class(self, module: str, name: str) -> Function:
         if (module, name) == ("verl.protocol", "DataProto"):
             module = "hone.protocol.data_proto"
         allowed = (
-            name in _ALLOWED.get(module, "").split()
+            name in _ALLOWED_NAMES.get(module, "").split()
             or (module == "numpy" and _is_numpy_type(name))
             or module == "numpy.dtypes"
         )
@@ -228,12 +231,13 @@ class _PlainUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
-        raise ForeignObject(f"{module}.{name}")
+        raise UnsafeObject(f"{module}.{name}")
 
 
 def _is_numpy_type(name: str) -> bool:
-    kind = getattr(np, name, None)
-    return name in ("ndarray", "dtype") or (isinstance(kind, type) and issubclass(kind, np.generic))
+    value = getattr(np, name, None)
+    is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
+    return name in ("ndarray", "dtype") or is_scalar_type
 
 
 def _load_storage(content: bytes) -> torch.UntypedStorage:
@@ -242,34 +246,36 @@ def _load_storage(content: bytes) -> torch.UntypedStorage:
 
 
 def save(data: T, filepath: str | os.PathLike[str]) -> None:
-    """Writes to a file, atomically; raises if `load` would reject the content."""
+    """Writes `data` to a file, atomically; raises if `load` would reject the content."""
     content = pickle.dumps(data, protocol=5)
-    _read(content, filepath)
+    _unpickle(content, filepath)
     target = Path(filepath)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(target)
+        temporary.replace(target)
     finally:
-        partial.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def load(filepath: str | os.PathLike[str], kind: type[T]) -> T:
-    """Reads a file of `save`; rejects a file that refers to other code before any of it runs."""
-    data = _read(Path(filepath).read_bytes(), filepath)
-    if not isinstance(data, kind):
-        raise ValueError(f"{filepath} contains a {type(data).__name__}, not a {kind.__name__}")
+def load(filepath: str | os.PathLike[str], expected_type: type[T]) -> T:
+    """Reads a file that `save` wrote; raises if the file refers to other code, before any of it runs."""
+    data = _unpickle(Path(filepath).read_bytes(), filepath)
+    if not isinstance(data, expected_type):
+        raise ValueError(
+            f"{filepath} contains a {type(data).__name__}, not a {expected_type.__name__}"
+        )
     return data
 
 
-def _read(content: bytes, filepath: str | os.PathLike[str]) -> object:
+def _unpickle(content: bytes, filepath: str | os.PathLike[str]) -> object:
     try:
-        return _PlainUnpickler(io.BytesIO(content)).load()
-    except ForeignObject as error:
-        raise ForeignObject(
+        return _RestrictedUnpickler(io.BytesIO(content)).load()
+    except UnsafeObject as error:
+        raise UnsafeObject(
             f"{filepath} contains a {error}; convert it: a batch in a file may contain only plain "
             "values, arrays and tensors"
         ) from None

@@ -1,1 +1,1 @@
-"""Rollout engines, which implement one contract from token ids to token ids."""
+"""Rollout engines, which generate token ids from token ids behind one contract."""

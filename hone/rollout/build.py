@@ -23,19 +23,21 @@ _ENGINE_MEMBERS = sorted(name for name in vars(RolloutEngine) if not name.starts
 
 
 def build_rollout(spec: RolloutSpec) -> RolloutEngine:
-    """Builds the engine of `rollout.name` from the spec and checks that it has the contract's methods."""
+    """Builds the engine of `rollout.name`; raises if it lacks a member of the contract."""
     engine = ENGINES.get(spec.config.name)(spec)
     if missing := [member for member in _ENGINE_MEMBERS if not hasattr(engine, member)]:
         raise PluginError(
             f"rollout.name={spec.config.name} built a {type(engine).__name__} without "
-            f"{', '.join(missing)}; an engine has every member of hone.rollout.contract.RolloutEngine"
+            f"{', '.join(missing)}; an engine needs every member of hone.rollout.contract.RolloutEngine"
         )
     return engine
 
 
 def build_native(spec: RolloutSpec) -> RolloutEngine:
-    """Builds the native engine: with a slot cache on a CPU, with a paged cache on a GPU, in exact mode and
-    to record expert routing."""
+    """Builds the native engine.
+
+    It has a paged cache on a GPU, in exact mode, and if it records expert routing; otherwise a slot cache.
+    """
     from hone.rollout.native.engine import NativeRollout
 
     if spec.peers is not None:
@@ -43,8 +45,8 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
 
         return build_sharded(spec, spec.peers)
     config, policy = spec.config, spec.load_policy()
-    record = isinstance(config, RolloutConfig) and config.enable_rollout_routing_replay
-    if not config.exact and not record and spec.device.type != "cuda":
+    record_experts = isinstance(config, RolloutConfig) and config.enable_rollout_routing_replay
+    if not config.exact and not record_experts and spec.device.type != "cuda":
         from hone.rollout.native.core import NativeCore
 
         core = NativeCore(
@@ -58,9 +60,9 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
     from hone.rollout.native.exact_decoder import ExactDecoder
     from hone.rollout.native.paged_core import PagedCore
 
-    exact = ExactDecoder(policy) if config.exact else None
-    if exact is not None:
-        policy.exact = exact
+    exact_decoder = ExactDecoder(policy) if config.exact else None
+    if exact_decoder is not None:
+        policy.exact = exact_decoder
     paged_core = PagedCore(
         policy,
         eos_ids=spec.eos_ids,
@@ -72,8 +74,8 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
         enforce_eager=config.enforce_eager,
         capture_sizes=config.cudagraph_capture_sizes,
         prefix_caching=config.enable_prefix_caching,
-        exact=exact,
-        record_experts=record,
+        exact=exact_decoder,
+        record_experts=record_experts,
     )
     return NativeRollout(paged_core)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hone.tokenizer import Tokenizer
 
 _MIN_TEMPERATURE = 1e-5
-"""The lowest temperature: below it, logits / temperature overflows."""
+"""The lowest temperature above 0; with a lower one, logits / temperature overflows."""
 
 
 class StopReason(str, Enum):
@@ -56,10 +56,10 @@ class Sampling:
         for name, value in integers.items():
             if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
                 raise ValueError(f"sampling: {name}={value!r} must be a 64-bit integer")
-        in_range = self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < math.inf
+        valid_temperature = self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < math.inf
         for name, rule, is_valid in (
             ("max_tokens", "at least 1", self.max_tokens >= 1),
-            ("temperature", f"0 (greedy) or at least {_MIN_TEMPERATURE}", in_range),
+            ("temperature", f"0 (greedy) or at least {_MIN_TEMPERATURE}", valid_temperature),
             ("top_k", "-1 (all) or positive", self.top_k == -1 or self.top_k > 0),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("min_p", "in [0, 1]", 0 <= self.min_p <= 1),
@@ -78,16 +78,16 @@ class Sampling:
 
         `logprobs` and `repetition_penalty=1` are accepted and have no effect. Unknown names raise.
         """
-        known = Sampling.__dataclass_fields__
+        field_names = Sampling.__dataclass_fields__
         values: Fields = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
         for name, value in params.items():
             if name == "max_new_tokens":
                 name = "max_tokens"
             if name == "logprobs" or (name == "repetition_penalty" and value in (None, 1, 1.0)):
                 continue
-            if name not in known:
+            if name not in field_names:
                 raise ValueError(
-                    f"sampling_params has no {name!r}; known: {', '.join(sorted(known))}"
+                    f"sampling_params has no {name!r}; it may have {', '.join(sorted(field_names))}"
                 )
             if value is None:
                 continue
@@ -112,11 +112,11 @@ class TokenOutput:
     """The weight version that sampled each token."""
     stop_reason: StopReason = StopReason.STOP
     num_preempted: int | None = None
-    """Preemptions of the request; None if the engine does not report them."""
+    """Number of preemptions of the request; None if the engine does not report them."""
     cached_tokens: int | None = None
-    """Prompt tokens that hit the prefix cache; None if the engine does not report them."""
+    """Number of prompt tokens that hit the prefix cache; None if the engine does not report it."""
     routed_experts: Tensor | None = None
-    """The experts [tokens, layers, k] of the prompt and of all response tokens but the last, with
+    """The experts [tokens, layers, k] of the prompt and of all response tokens but the last; None without
     `rollout.enable_rollout_routing_replay`."""
     extra_fields: JsonObject = field(default_factory=dict)
 
@@ -137,30 +137,30 @@ class TokenDelta:
 
 
 OnTokens = Callable[[TokenDelta], None]
-"""A callback in the event loop of the request; the deltas add up to the output."""
+"""A callback that runs in the event loop of the request; the deltas add up to the output."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The capabilities of an engine; the contract tests skip those that it lacks."""
+    """The capabilities of an engine; the contract tests of missing capabilities are skipped."""
 
     decodes_with_module: bool
-    """The engine decodes with the module of its spec, which may be the training module; otherwise it has
-    separate weights and receives new ones through `load`."""
+    """The engine decodes with the module of `RolloutSpec.load_policy`, which may be the training module.
+    Other engines have separate weights and receive new ones through `load`."""
     seeded: bool = True
     """The same request with the same seed gets the same tokens."""
-    positional: bool = True
-    """A token depends on the seed only through (seed, absolute position): a request that is issued again
+    samples_by_position: bool = True
+    """The random number of a token depends only on (seed, absolute position): a request that is issued again
     with its tokens as part of the prompt continues as if it had not been interrupted."""
     batch_invariant: bool = True
     """A request gets the same tokens alone and in any batch."""
     untruncated_log_probs: bool = True
-    """Log-probs are those before top-k, top-p and min-p, also of requests with these parameters."""
+    """Log-probs are computed before top-k, top-p and min-p, even if a request sets them."""
     partial_keep: bool = True
     """`pause(keep=True)` keeps running requests."""
     multi_modal: bool = False
     adapters: bool = False
-    """`load` accepts LoRA tensors alone while the base weights are unchanged; otherwise merged weights."""
+    """`load` accepts LoRA tensors without the base weights; other engines need merged weights."""
 
 
 class RolloutError(RuntimeError):
@@ -169,7 +169,7 @@ class RolloutError(RuntimeError):
 
 @dataclass(frozen=True)
 class RolloutSpec:
-    """The argument of every engine factory of `rollout.name`."""
+    """The argument of the engine factory that `rollout.name` selects."""
 
     config: RolloutConfig | GenerationRolloutConfig
     """The `rollout` block; both types have the fields that an engine reads."""
@@ -184,23 +184,23 @@ class RolloutSpec:
     """Token ids that end a response."""
     rank: int = 0
     world_size: int = 1
-    """The rollout workers of the run; each has an engine."""
+    """Number of rollout workers in the run; each has an engine."""
     current_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
     """Returns the published weights, for an engine with separate weights that must load them again; None
     if they are not in this process."""
     peers: Peers | None = None
-    """The tensor-parallel ranks of the native engine: with them, `load_policy` returns a module without
-    weights, and all ranks call `current_weights` together."""
+    """The tensor-parallel group of the native engine, or None. In a group, `load_policy` returns a module
+    without weights, and all ranks call `current_weights` together."""
     adapters: bool = False
-    """The policy has LoRA adapters, and an engine with separate weights may load only the adapters."""
+    """Whether the policy has LoRA adapters, which an engine may load without the base weights."""
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
     """The engine interface that agent loops, workers and `weights/` use.
 
-    Methods may be awaited from any event loop and thread; those that change the engine wait for the
-    current decode step.
+    Methods may be awaited from any event loop and thread; methods that change the engine wait until the
+    current decode step has ended.
     """
 
     @property
@@ -208,7 +208,7 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the weights: the number of updates."""
+        """The weight version, which counts the updates."""
 
     async def generate(
         self,
@@ -219,10 +219,10 @@ class RolloutEngine(Protocol):
         on_tokens: OnTokens | None = None,
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
-        """Generates one response. While the engine is paused the request waits."""
+        """Generates one response; waits while the engine is paused."""
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        """Ends these requests (None: all), which return their tokens so far; the engine keeps running."""
+        """Ends these requests, or all if None; they return their tokens so far. The engine keeps running."""
 
     async def pause(self, keep: bool = False) -> None:
         """Stops decoding; running requests are aborted or, with `keep`, continue after `resume`."""
@@ -230,13 +230,16 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def begin_update(self) -> None:
-        """Starts an update; raises if requests run. Until `commit` new requests raise or, if paused, wait."""
+        """Starts an update; raises if requests run.
+
+        Until `commit`, new requests wait if the engine is paused, and raise otherwise.
+        """
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads some of the new weights by Hugging Face name; may be called repeatedly."""
 
     async def commit(self, version: int) -> None:
-        """Ends the update and sets the version; without a `load` it sets only the version."""
+        """Ends the update and sets the version; without a preceding `load`, only the version changes."""
 
     async def sleep(self) -> None:
         """Frees the memory that only generation needs."""
@@ -255,8 +258,8 @@ class Driven(Protocol):
     def drive(self, until: Callable[[], bool]) -> None:
         """Decodes in this thread until `until()` is true or the engine fails or is closed.
 
-        `until` is called at the start, after requests finish, and after `notify`. No lock is held and
-        nothing decodes during the call, so it may wait for event loops to submit their next requests.
+        `until` is called at the start, after requests finish, and after `notify`. It may wait for event
+        loops that submit requests, because no lock is held and nothing decodes while it runs.
         """
 
     def notify(self) -> None:

@@ -1,4 +1,4 @@
-"""The base class of engines that decode in the event loop: the slow reference and the scripted fake."""
+"""The base class of engines that decode in the caller's event loop: the slow reference and the fake."""
 
 from __future__ import annotations
 
@@ -20,23 +20,20 @@ from hone.rollout.requests import (
 
 
 class EventLoopEngine(RequestEngine):
-    """A `RolloutEngine` whose subclasses sample tokens and load weights.
-
-    Methods may be called from any thread. An error fails every request.
-    """
+    """A `RolloutEngine` whose subclasses sample tokens and load weights."""
 
     def __init__(self, rules: RequestRules, seconds_per_token: float = 0.0) -> None:
         super().__init__(rules)
         self.version = 0
         self._seconds_per_token = seconds_per_token
-        self._lock = threading.Lock()
+        self._state_lock = threading.Lock()
         self._step_lock = threading.Lock()  # held while a token is sampled and while weights change
         self._running: dict[int, Request] = {}  # by id(request)
         self._deferred: dict[int, Request] = {}  # arrived while paused
         self._waiters: list[asyncio.Future[None]] = []
 
-    def _start(self, request: Request) -> None:
-        """A hook before the first token."""
+    def _before_first_token(self, request: Request) -> None:
+        """A hook that subclasses may implement."""
 
     def _sample_token(self, request: Request) -> None:
         """Appends one token or sets the stop reason."""
@@ -49,7 +46,7 @@ class EventLoopEngine(RequestEngine):
         with self._register(request):
             if await self._wait_until_running(request):
                 with self._step(request):
-                    self._start(request)
+                    self._before_first_token(request)
             while await self._wait_until_running(request):
                 await asyncio.sleep(self._seconds_per_token)
                 with self._step(request) as may_sample:
@@ -60,8 +57,8 @@ class EventLoopEngine(RequestEngine):
 
     @contextmanager
     def _register(self, request: Request) -> Iterator[None]:
-        """Registers a request for the block; raises if the engine is closed, failed or in an update."""
-        with self._lock:
+        """Registers a request while the block runs; raises if the engine is stopped or in an update."""
+        with self._state_lock:
             self._raise_if_stopped()
             if not self._paused:
                 self._update.raise_if_in_progress(f"request {request.request_id}")
@@ -69,15 +66,15 @@ class EventLoopEngine(RequestEngine):
         try:
             yield
         finally:
-            with self._lock:
+            with self._state_lock:
                 self._running.pop(id(request), None)
                 self._deferred.pop(id(request), None)
 
     async def _wait_until_running(self, request: Request) -> bool:
-        """Waits while the engine is paused; returns False if the request has ended."""
+        """Waits while the engine is paused; returns whether the request still runs."""
         while True:
-            with self._lock:
-                self._raise_failure()
+            with self._state_lock:
+                self._raise_if_failed()
                 if request.stop_reason is not None:
                     return False
                 if not self._paused:
@@ -88,9 +85,9 @@ class EventLoopEngine(RequestEngine):
 
     @contextmanager
     def _step(self, request: Request) -> Iterator[bool]:
-        """Holds the step lock for one token; yields False after a pause or an abort.
+        """Holds the step lock for one token; yields whether the request may sample it.
 
-        An error in the block fails every request, but a RolloutError fails only its own.
+        A RolloutError in the block fails only this request; another error fails every request.
         """
         with self._step_lock:
             try:
@@ -98,7 +95,7 @@ class EventLoopEngine(RequestEngine):
             except RolloutError:
                 raise
             except BaseException as error:
-                with self._lock:
+                with self._state_lock:
                     self._failure = self._failure or error
                 self._wake_waiters()
                 if not isinstance(error, Exception):
@@ -106,19 +103,19 @@ class EventLoopEngine(RequestEngine):
                 raise decoding_failed(error) from error
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        with self._lock:
+        with self._state_lock:
             _abort([*self._running.values(), *self._deferred.values()], request_ids)
         self._wake_waiters()
 
     async def pause(self, keep: bool = False) -> None:
-        with self._step_lock, self._lock:
+        with self._step_lock, self._state_lock:
             self._paused = True
             if not keep:
                 _abort(self._running.values(), None)
         self._wake_waiters()
 
     async def resume(self) -> None:
-        with self._lock:
+        with self._state_lock:
             self._update.raise_if_in_progress("resume")
             self._paused = False
             self._running |= self._deferred
@@ -126,8 +123,8 @@ class EventLoopEngine(RequestEngine):
         self._wake_waiters()
 
     async def begin_update(self) -> None:
-        with self._step_lock, self._lock:
-            self._raise_failure()
+        with self._step_lock, self._state_lock:
+            self._raise_if_failed()
             self._update.begin(0 if self._paused else len(self._running))
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -135,28 +132,28 @@ class EventLoopEngine(RequestEngine):
             self._load(weights)
 
     async def commit(self, version: int) -> None:
-        with self._lock:
+        with self._state_lock:
             self._update.commit()
         self.version = version
 
     async def sleep(self) -> None:
-        """Does nothing, as no memory is held between tokens."""
+        """Does nothing, because the engine holds no memory between tokens."""
 
     async def wake_up(self) -> None:
-        """Does nothing, as `sleep` frees nothing."""
+        """Does nothing, because `sleep` frees nothing."""
 
     async def close(self) -> None:
         """Aborts running requests; later requests raise."""
-        with self._lock:
+        with self._state_lock:
             self._closed = True
         await self.abort()
 
     def _wake_waiters(self) -> None:
-        with self._lock:
+        with self._state_lock:
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             with suppress(RuntimeError):  # its event loop has closed
-                waiter.get_loop().call_soon_threadsafe(_complete, waiter)
+                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
 
 def _abort(requests: Collection[Request], request_ids: Collection[str] | None) -> None:
@@ -164,6 +161,6 @@ def _abort(requests: Collection[Request], request_ids: Collection[str] | None) -
         request.stop_reason = request.stop_reason or StopReason.ABORT
 
 
-def _complete(waiter: asyncio.Future[None]) -> None:
+def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""An HTTP inference server: calls, streams and errors."""
+"""The base class of clients of an HTTP inference server: calls, streams and errors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Event = dict[str, Any]
 """One JSON object of a stream."""
-_POLL_S = 0.2
-_SAMPLED_WEIGHTS, _SAMPLED_ROWS = 8, 4
-"""Weights that are read back after an update, and rows of each."""
+_HEALTH_POLL_INTERVAL_S = 0.2
+_NUM_CHECKED_WEIGHTS = 8
+"""Number of weights that are read back after an update."""
+_NUM_CHECKED_ROWS = 4
+"""Number of rows that are read back of each such weight."""
 _MAX_ERROR_CHARS = 300
 """Maximum length of a server's response in an error message."""
 
@@ -44,7 +46,7 @@ class ServerLost(ConnectionLost):
 
 @dataclass(frozen=True)
 class LogProbMode:
-    """How a server computes log-probs, as detected by requests at the start."""
+    """How a server computes log-probs; `detect_log_prob_mode` finds it out."""
 
     after_temperature: bool = True
     before_truncation: bool = True
@@ -55,38 +57,41 @@ class Timeouts:
     """The timeouts of one server."""
 
     start_timeout_s: float
-    """Until the server is healthy, at the start and after it was lost."""
+    """The longest wait until the server is healthy, at the start and after it was lost."""
     call_timeout_s: float
-    """Until a call returns, and between two chunks of a stream."""
+    """The longest wait until a call returns, and between two chunks of a stream."""
 
 
 @dataclass(eq=False)
 class HttpServer:
-    """The address and state of a server; subclasses implement its endpoints."""
+    """The client of one server: its address and state. Subclasses implement the endpoints."""
 
     url: str = field(repr=False)
     timeouts: Timeouts
     api_key_env: str | None = None
-    streams: int = 0
+    num_streams: int = 0
     """Number of open streams."""
     healthy: bool = True
-    weights: str | None = None
+    expected_version: str | None = None
     """The weight version that the server must report; None until it is known."""
-    released: Sequence[str] = ()
-    """The memory that is released while the server sleeps: kv_cache, weights."""
+    released_tags: Sequence[str] = ()
+    """The tags of the memory that the server has released: kv_cache, weights."""
     recovery: asyncio.Task[None] | None = None
-    verified: bool = False
-    """Whether the weight version was verified since the server was last idle."""
+    """The task that waits until the lost server has recovered."""
+    version_verified: bool = False
+    """Whether `verify_version` has succeeded since the server was last idle."""
     verify_lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
-    mode: LogProbMode = LogProbMode()
+    log_prob_mode: LogProbMode = LogProbMode()
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
 
     kind = "server"
+    """The name of the server software."""
     log_prob_hint = "use temperature=1"
-    positional = False
+    """What to do if the server reports log-probs at temperature 1."""
+    samples_by_position = False
     seeded = False
     started_by_hone = False
-    """Whether hone started the process, and so detects its restart."""
+    """Whether hone started the server process, so that a restart of it is detected."""
     can_release_memory = False
     """Whether the server can release memory while the actor trains."""
     can_read_weights = False
@@ -109,7 +114,7 @@ class HttpServer:
         raise NotImplementedError
 
     async def sample_one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
-        """Returns the log-probs of one sampled token and of the most likely one."""
+        """Samples one token; returns its log-prob and the highest log-prob of any token."""
         raise NotImplementedError
 
     async def is_healthy(self) -> bool:
@@ -122,18 +127,19 @@ class HttpServer:
     async def verify_version(self) -> None:
         """Raises ServerLost if the server was restarted or updated while it was idle."""
         async with self.verify_lock:
-            if self.verified or self.weights is None:
+            if self.version_verified or self.expected_version is None:
                 return
             try:
                 version = await self.weight_version()
             except RolloutError as error:
                 raise ServerLost(self, f"did not return its weight version: {error}") from error
-            if version != self.weights:
+            if version != self.expected_version:
                 raise ServerLost(
                     self,
-                    f"has weights {version!r} instead of {self.weights!r}: it was restarted or updated",
+                    f"has weights {version!r} instead of {self.expected_version!r}: it was restarted or "
+                    "updated",
                 )
-            self.verified = True
+            self.version_verified = True
 
     async def pause(self) -> None: ...
 
@@ -153,36 +159,34 @@ class HttpServer:
         raise NotImplementedError
 
     async def send_tensors(self, bucket: Mapping[str, Tensor]) -> None:
-        """Sends some new weights in a request."""
+        """Sends some of the new weights in a request."""
         raise NotImplementedError
 
     async def end_update(self, version: str) -> None:
         """Ends an update after `send_tensors`: the server drops its KV cache and reports `version`."""
         raise NotImplementedError
 
-    async def read_weight(self, name: str, count: int) -> Any:
-        """Returns the first `count` rows of one weight; None if the server does not return weights."""
+    async def read_weight(self, name: str, num_rows: int) -> Any:
+        """Returns the first `num_rows` rows of one weight; None if the server does not return weights."""
         return None
 
     async def check_weights(self, version: str, folder: WeightFolder | None) -> None:
-        """Raises if the server has another version, or other values in a sample of its weights."""
-        if (current := await self.weight_version()) != version:
+        """Raises if the server reports another version, or other values for some of the weights."""
+        if (reported_version := await self.weight_version()) != version:
             raise RolloutError(
-                f"{self.safe_url} acknowledged weights {version!r}, but has {current!r}"
+                f"{self.safe_url} acknowledged weights {version!r}, but has {reported_version!r}"
             )
         num_checked = 0
-        for name, tensor in folder.sample(_SAMPLED_WEIGHTS) if folder is not None else ():
-            rows = await self.read_weight(name, _SAMPLED_ROWS)
+        for name, tensor in (
+            folder.sample_weights(_NUM_CHECKED_WEIGHTS) if folder is not None else ()
+        ):
+            rows = await self.read_weight(name, _NUM_CHECKED_ROWS)
             if rows is None:
                 continue
             num_checked += 1
-            values, expected = (
-                torch.tensor(rows).flatten(),
-                tensor[:_SAMPLED_ROWS].float().flatten(),
-            )
-            values = values[
-                : len(expected)
-            ]  # a server with several replicas returns the rows of each
+            expected = tensor[:_NUM_CHECKED_ROWS].float().flatten()
+            # A server with several replicas returns the rows of each.
+            values = torch.tensor(rows).flatten()[: len(expected)]
             if values.shape != expected.shape or not torch.allclose(
                 values.float(), expected, rtol=2e-2, atol=1e-6
             ):
@@ -193,8 +197,8 @@ class HttpServer:
         if folder is not None and not num_checked and self.can_read_weights:
             self.can_read_weights = False  # warn once
             log.warning(
-                "%s returned none of the weights that were read back after an update; updates are checked "
-                "only by their version",
+                "%s returned none of the weights that hone reads after an update; updates are checked only "
+                "by their version",
                 self.safe_url,
             )
 
@@ -202,7 +206,7 @@ class HttpServer:
 
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            aiohttp = _aiohttp()
+            aiohttp = _import_aiohttp()
             headers = {}
             if self.api_key_env:
                 key = os.environ.get(self.api_key_env)
@@ -236,14 +240,14 @@ class HttpServer:
         except ValueError:
             return text
 
-    async def has(self, path: str) -> bool:
+    async def has_route(self, path: str) -> bool:
         status, _ = await self._request("GET", path)
         return status == 200
 
     async def _request(
         self, method: str, path: str, body: Settings | None = None
     ) -> tuple[int, str]:
-        aiohttp = _aiohttp()
+        aiohttp = _import_aiohttp()
         try:
             return await _wait_for(
                 self.timeouts.call_timeout_s, self._send_request(method, path, body)
@@ -253,24 +257,26 @@ class HttpServer:
                 self, f"did not answer {path} within {self.timeouts.call_timeout_s:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerLost(self, f"was lost in {path} ({_describe(error)})") from error
+            raise ServerLost(self, f"was lost during {path} ({_describe_error(error)})") from error
 
     async def _send_request(self, method: str, path: str, body: Settings | None) -> tuple[int, str]:
         async with self.session().request(method, self.url + path, json=body) as response:
             return response.status, await response.text()
 
     async def events(self, path: str, body: Settings) -> AsyncGenerator[Event, None]:
-        """Yields the objects of a stream of `data:` lines, up to `[DONE]`."""
-        aiohttp = _aiohttp()
+        """Yields the JSON objects of a stream of `data:` lines, until `[DONE]`."""
+        aiohttp = _import_aiohttp()
         # A request may wait in the server's queue before its first chunk.
         timeout_s = self.timeouts.start_timeout_s
-        wait = aiohttp.ClientTimeout(
+        client_timeout = aiohttp.ClientTimeout(
             total=None,
             sock_connect=self.timeouts.call_timeout_s,
             sock_read=self.timeouts.start_timeout_s,
         )
         try:
-            async with self.session().post(self.url + path, json=body, timeout=wait) as response:
+            async with self.session().post(
+                self.url + path, json=body, timeout=client_timeout
+            ) as response:
                 if response.status != 200:
                     text = await response.text()
                     if response.status < 500:
@@ -290,13 +296,13 @@ class HttpServer:
                         if text == "data: [DONE]":
                             return
                         if text.startswith("data:"):
-                            yield self._event(text.removeprefix("data:"))
+                            yield self._parse_event(text.removeprefix("data:"))
         except asyncio.TimeoutError:
             raise ServerLost(self, f"sent nothing for {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerLost(self, f"interrupted a stream ({_describe(error)})") from error
+            raise ServerLost(self, f"interrupted a stream ({_describe_error(error)})") from error
 
-    def _event(self, text: str) -> Event:
+    def _parse_event(self, text: str) -> Event:
         try:
             event = json.loads(text)
         except ValueError:
@@ -308,7 +314,7 @@ class HttpServer:
         return event
 
     async def wait_until_healthy(self) -> None:
-        """Polls `/health` until it answers 200; raises RolloutError at the deadline."""
+        """Polls `/health` until it answers 200; raises RolloutError after `start_timeout_s`."""
         reason = "its /health does not answer 200"
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeouts.start_timeout_s
@@ -319,7 +325,7 @@ class HttpServer:
             except ServerLost as error:
                 reason = str(error)
             self.restart_if_ended()
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_HEALTH_POLL_INTERVAL_S)
         raise RolloutError(
             f"{self.safe_url} is not healthy after {self.timeouts.start_timeout_s:g} s "
             f"(rollout.server.max_start_wait_time): {reason}"
@@ -329,19 +335,19 @@ class HttpServer:
         """Restarts the server's process if hone started it and it has ended; raises if that fails."""
 
     async def detect_log_prob_mode(self) -> None:
-        """Detects how the server computes log-probs, from one token at different settings."""
-        greedy, most_likely = await self.sample_one_token([1], {"temperature": 0.0})
-        _, hot = await self.sample_one_token([1], {"temperature": 2.0})
-        truncated, _ = await self.sample_one_token([1], {"temperature": 1.0, "top_k": 1})
-        if abs(most_likely) > 1e-3:  # otherwise the model is certain, and all modes are equal
-            self.mode = LogProbMode(
-                after_temperature=abs(hot - most_likely) > 1e-4 * abs(most_likely),
-                before_truncation=abs(truncated) > 0.5 * abs(greedy),
+        """Detects how the server computes log-probs, from single tokens with different parameters."""
+        greedy, highest = await self.sample_one_token([1], {"temperature": 0.0})
+        _, highest_at_2 = await self.sample_one_token([1], {"temperature": 2.0})
+        with_top_k, _ = await self.sample_one_token([1], {"temperature": 1.0, "top_k": 1})
+        if abs(highest) > 1e-3:  # otherwise the model is certain, and all modes are equal
+            self.log_prob_mode = LogProbMode(
+                after_temperature=abs(highest_at_2 - highest) > 1e-4 * abs(highest),
+                before_truncation=abs(with_top_k) > 0.5 * abs(greedy),
             )
 
 
 async def _wait_for(timeout_s: float, coroutine: Coroutine[None, None, T]) -> T:
-    """`asyncio.wait_for`, which before Python 3.12 loses a cancellation if the coroutine has just ended."""
+    """Replaces `asyncio.wait_for`, which before Python 3.12 loses a cancellation at the coroutine's end."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait({task}, timeout=timeout_s)
@@ -354,15 +360,16 @@ async def _wait_for(timeout_s: float, coroutine: Coroutine[None, None, T]) -> T:
 
 
 def shorten(text: str) -> str:
+    """Returns text on one line, cut to the length that an error message may quote."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " …"
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _aiohttp() -> Any:
+def _import_aiohttp() -> Any:
     try:
         import aiohttp
     except ImportError:

@@ -1,8 +1,8 @@
 """The base class of engines that decode in another process: vLLM, SGLang and running servers.
 
 Every token is streamed, so that no token is lost when the other process dies. A pause ends every stream;
-afterwards the request is issued again with its tokens as part of the prompt. So no stream is open while
-weights change, and the version of every token is exact. All state belongs to one event loop in a thread.
+after it, the request is issued again with its tokens as part of the prompt. So no stream is open while
+weights change, and the version of every token is exact. Only one event loop, in a thread, uses the state.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from hone.rollout.requests import (
     RequestEngine,
     RequestRules,
     decoding_failed,
-    engine_failed,
+    engine_error,
 )
 
 T = TypeVar("T")
+Weights = Iterable[tuple[str, Tensor]]
 log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 30.0
@@ -40,14 +41,15 @@ _CANCEL_TIMEOUT_S = 30.0
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A request, and the task of its current stream or recovery."""
+    """A request and its current task."""
 
     request: Request
     deferred: bool
     """Whether the request arrived while the engine was paused."""
-    stream: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] | None = None
+    """The task of the current stream, or of the recovery after a lost connection."""
     failed_streams: int = 0
-    """Consecutive streams that failed without a new token."""
+    """Number of consecutive streams that failed without a new token."""
 
 
 class RemoteEngine(RequestEngine):
@@ -58,12 +60,12 @@ class RemoteEngine(RequestEngine):
 
     traits: Traits
     retries = 3
-    """How often a request is issued again after consecutive streams without tokens."""
+    """A request fails after more than this number of consecutive streams without a token."""
 
     def __init__(self, rules: RequestRules) -> None:
         super().__init__(rules)
         self.version = 0
-        self._running: dict[int, RunningRequest] = {}  # by id
+        self._running: dict[int, RunningRequest] = {}  # by id(entry)
         self._loop = asyncio.new_event_loop()
         self._not_paused = asyncio.Event()
         self._not_paused.set()
@@ -74,14 +76,11 @@ class RemoteEngine(RequestEngine):
     # -- implemented by subclasses --------------------------------------------------------------
 
     def _remote_stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Streams new tokens after the request's prompt and tokens; raises ConnectionLost.
-
-        Closing the iterator ends the request on the server.
-        """
+        """Yields the next tokens or raises ConnectionLost; closing it ends the request on the server."""
         raise NotImplementedError
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
-        """Waits until the server serves the current weights again; raises RolloutError if it does not."""
+        """Waits until the server has recovered with the current weights; raises if it does not."""
 
     async def _remote_pause(self) -> None:
         """Stops decoding on the server, after every stream has ended."""
@@ -90,12 +89,12 @@ class RemoteEngine(RequestEngine):
 
     async def _remote_begin(self) -> None: ...
 
-    async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Transfers tensors, in the caller's thread and event loop."""
+    async def _load(self, weights: Weights) -> None:
+        """Transfers tensors; runs in the caller's thread and event loop."""
         raise NotImplementedError
 
-    async def _remote_commit(self, version: int, loaded: bool) -> None:
-        """Ends the update; the next token uses the new weights and no old KV cache."""
+    async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
+        """Ends the update; the next token uses the new weights, if there are any, and no old KV cache."""
 
     async def _remote_sleep(self) -> None: ...
 
@@ -107,36 +106,37 @@ class RemoteEngine(RequestEngine):
 
     async def _decode_request(self, request: Request) -> TokenOutput:
         request.future = asyncio.get_running_loop().create_future()
-        job = self._submit(self._serve(request))
+        serve_future = self._submit(self._serve(request))
         try:
             return await request.awaited_future
         finally:
             request.cancelled = True
-            job.cancel()
+            serve_future.cancel()
 
     def _submit(self, coroutine: Coroutine[None, None, T]) -> asyncio.Future[T]:
         """Runs a coroutine in the engine's event loop; returns a future of the caller's event loop."""
         if self._closed:
             coroutine.close()
-            raise engine_failed(None)
+            raise engine_error(None)
         return asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(self._until_closed(coroutine), self._loop)
         )
 
     async def _until_closed(self, coroutine: Coroutine[None, None, T]) -> T:
+        """Awaits a coroutine; raises RolloutError if `close` has cancelled it."""
         try:
             return await coroutine
         except asyncio.CancelledError:
             if self._closed:
-                raise engine_failed(None) from None
+                raise engine_error(None) from None
             raise
 
     async def _serve(self, request: Request) -> None:
-        """Streams a request, again after each interruption, until it ends; sets its future."""
+        """Streams a request until it ends, with a new stream after each interruption; sets its future."""
         try:
-            with self._register(request) as running:
+            with self._register(request) as entry:
                 while request.stop_reason is None:
-                    await self._run_stream(running)
+                    await self._run_stream(entry)
             outcome: TokenOutput | BaseException = request.output()
         except RolloutError as error:
             outcome = error
@@ -150,38 +150,38 @@ class RemoteEngine(RequestEngine):
         self._raise_if_stopped()
         if not self._paused:
             self._update.raise_if_in_progress(f"request {request.request_id}")
-        running = RunningRequest(request, deferred=self._paused)
-        self._running[id(running)] = running
+        entry = RunningRequest(request, deferred=self._paused)
+        self._running[id(entry)] = entry
         try:
-            yield running
+            yield entry
         finally:
-            del self._running[id(running)]
+            del self._running[id(entry)]
 
-    async def _run_stream(self, running: RunningRequest) -> None:
-        """Runs one stream until it ends, `abort` or `pause` cancels it, or the connection is lost."""
-        num_tokens = len(running.request.token_ids)
-        error = await self._run_task(running, self._stream_tokens(running.request))
+    async def _run_stream(self, entry: RunningRequest) -> None:
+        """Runs one stream until it ends or is cancelled; recovers if the connection was lost."""
+        num_tokens = len(entry.request.token_ids)
+        error = await self._run_task(entry, self._stream_tokens(entry.request))
         if isinstance(error, ConnectionLost):
-            if running.request.stop_reason is not None:  # aborted meanwhile
+            if entry.request.stop_reason is not None:  # aborted meanwhile
                 return
-            has_new_tokens = len(running.request.token_ids) > num_tokens
-            running.failed_streams = 1 if has_new_tokens else running.failed_streams + 1
-            if running.failed_streams > self.retries:
+            has_new_tokens = len(entry.request.token_ids) > num_tokens
+            entry.failed_streams = 1 if has_new_tokens else entry.failed_streams + 1
+            if entry.failed_streams > self.retries:
                 raise RolloutError(
-                    f"request {running.request.request_id}: its stream broke off {running.failed_streams} "
+                    f"request {entry.request.request_id}: its stream broke off {entry.failed_streams} "
                     f"times, the last time because {error}"
                 )
             log.info("%s: %s; the request is issued again", self.name, error)
             # An abort also ends the wait for a server that restarts.
-            error = await self._run_task(running, self._remote_recover(error))
+            error = await self._run_task(entry, self._remote_recover(error))
         if error is not None:
             raise error
 
     async def _run_task(
-        self, running: RunningRequest, coroutine: Coroutine[None, None, None]
+        self, entry: RunningRequest, coroutine: Coroutine[None, None, None]
     ) -> BaseException | None:
-        """Returns the error of a coroutine; None if it ended, or `abort` or `pause` has cancelled it."""
-        task = running.stream = asyncio.ensure_future(coroutine)
+        """Runs a coroutine as the request's task; returns its error, or None if there is none."""
+        task = entry.task = asyncio.ensure_future(coroutine)
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:  # the caller has cancelled the request
@@ -210,11 +210,10 @@ class RemoteEngine(RequestEngine):
                     return
                 if chunk.finished:
                     raise RolloutError(
-                        f"request {request.request_id}: the server ended it after "
-                        f"{len(request.token_ids)} tokens, but the last is neither an end token nor a stop "
-                        f"nor token {request.sampling.max_tokens}"
+                        f"request {request.request_id}: the server ended it at token {len(request.token_ids)}"
+                        f", neither an end token nor a stop, before max_tokens={request.sampling.max_tokens}"
                     )
-                # Lets an abort or a pause run before the next buffered chunk.
+                # An abort or a pause may run before the next buffered chunk.
                 await asyncio.sleep(0)
         raise ConnectionLost("the stream ended without a finish reason")
 
@@ -222,40 +221,42 @@ class RemoteEngine(RequestEngine):
         """Returns the sampling parameters of the remaining tokens.
 
         If the server does not sample by absolute position, a continuation gets another seed: with the same
-        seed the server would repeat the random numbers of the first tokens.
+        seed, the server would repeat the random numbers of the first tokens.
         """
-        sampling, count = request.sampling, len(request.token_ids)
-        if not count:
+        sampling, num_tokens = request.sampling, len(request.token_ids)
+        if not num_tokens:
             return sampling
-        seed = sampling.seed if self.traits.positional else fold_seed(sampling.seed, count)
-        return replace(sampling, max_tokens=sampling.max_tokens - count, seed=seed)
+        seed = sampling.seed
+        if not self.traits.samples_by_position:
+            seed = fold_seed(seed, num_tokens)
+        return replace(sampling, max_tokens=sampling.max_tokens - num_tokens, seed=seed)
 
     def _append(self, request: Request, chunk: Chunk) -> None:
-        """Appends tokens until one ends the response; raises for invalid tokens or log-probs."""
-        name, vocabulary = request.request_id, self._rules.vocabulary
+        """Appends the tokens of a chunk until one ends the response; raises for invalid values."""
+        request_id, vocab_size = request.request_id, self._rules.vocab_size
         if len(chunk.token_ids) != len(chunk.log_probs):
             raise RolloutError(
-                f"request {name}: the server sent {len(chunk.token_ids)} tokens with "
+                f"request {request_id}: the server sent {len(chunk.token_ids)} tokens with "
                 f"{len(chunk.log_probs)} log-probs"
             )
-        for number, (token, log_prob) in enumerate(
+        for num_appended, (token, log_prob) in enumerate(
             zip(chunk.token_ids, chunk.log_probs, strict=True), 1
         ):
-            if type(token) is not int or not 0 <= token < (vocabulary or math.inf):
+            if type(token) is not int or not 0 <= token < (vocab_size or math.inf):
                 raise RolloutError(
-                    f"request {name}: the server sent token id {token!r}, but the model knows 0 to "
-                    f"{(vocabulary or 0) - 1}; does it serve another model?"
+                    f"request {request_id}: the server sent token id {token!r}, but the model has ids 0 to "
+                    f"{(vocab_size or 0) - 1}; does the server run another model?"
                 )
             if not isinstance(log_prob, float | int) or not -math.inf < log_prob <= 1e-4:
                 raise RolloutError(
-                    f"request {name}: the server sent {log_prob!r} as log-prob of token {token}; a "
+                    f"request {request_id}: the server sent {log_prob!r} as log-prob of token {token}; a "
                     "log-prob is a finite number of at most 0"
                 )
             request.append(token, min(float(log_prob), 0.0), self.version)
             request.stop_reason = self._rules.stop_reason(request)
             if request.stop_reason is not None:
-                if number < len(chunk.token_ids):
-                    log.debug("request %s: tokens after its end are dropped", name)
+                if num_appended < len(chunk.token_ids):
+                    log.debug("request %s: tokens after its end are dropped", request_id)
                 break
         if request.cached_tokens is None:
             request.cached_tokens = chunk.cached_tokens
@@ -266,29 +267,29 @@ class RemoteEngine(RequestEngine):
         await self._submit(self._abort(request_ids, include_deferred=True))
 
     async def _abort(self, request_ids: Collection[str] | None, *, include_deferred: bool) -> None:
-        for running in list(self._running.values()):
-            request = running.request
+        for entry in list(self._running.values()):
+            request = entry.request
             if request_ids is not None and request.request_id not in request_ids:
                 continue
-            if include_deferred or not running.deferred:
+            if include_deferred or not entry.deferred:
                 request.stop_reason = request.stop_reason or StopReason.ABORT
-                if running.stream is not None:
-                    running.stream.cancel()
+                if entry.task is not None:
+                    entry.task.cancel()
 
     async def pause(self, keep: bool = False) -> None:
         await self._submit(self._pause(keep))
 
     async def _pause(self, keep: bool) -> None:
-        self._raise_failure()
+        self._raise_if_failed()
         self._not_paused.clear()
         self._paused = True
         if not keep:
             await self._abort(None, include_deferred=False)
-        streams = [r.stream for r in self._running.values() if r.stream is not None]
-        for stream in streams:
-            stream.cancel()
-        if streams:
-            await asyncio.wait(streams)
+        tasks = [entry.task for entry in self._running.values() if entry.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
         await self._remote_pause()
 
     async def resume(self) -> None:
@@ -298,8 +299,8 @@ class RemoteEngine(RequestEngine):
         self._update.raise_if_in_progress("resume")
         if self._paused:
             await self._remote_resume()
-        for running in self._running.values():
-            running.deferred = False
+        for entry in self._running.values():
+            entry.deferred = False
         self._paused = False
         self._not_paused.set()
 
@@ -307,19 +308,19 @@ class RemoteEngine(RequestEngine):
         await self._submit(self._begin())
 
     async def _begin(self) -> None:
-        await self._wait_for_cancelled()
-        self._raise_failure()
+        await self._wait_for_cancelled_requests()
+        self._raise_if_failed()
         self._update.begin(0 if self._paused else len(self._running))
-        self._loaded = False
+        self._has_new_weights = False
         await self._remote_begin()
 
-    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def load(self, weights: Weights) -> None:
         with self._update.loading():
-            await self._load(self._mark_loaded(weights))
+            await self._load(self._note_new_weights(weights))
 
-    def _mark_loaded(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _note_new_weights(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for item in weights:
-            self._loaded = True
+            self._has_new_weights = True
             yield item
 
     async def commit(self, version: int) -> None:
@@ -327,36 +328,35 @@ class RemoteEngine(RequestEngine):
 
     async def _commit(self, version: int) -> None:
         with self._update.committing():
-            await self._remote_commit(version, self._loaded)
+            await self._remote_commit(version, self._has_new_weights)
         self.version = version
 
     async def sleep(self) -> None:
         await self._submit(self._sleep())
 
-    async def _wait_for_cancelled(self) -> None:
+    async def _wait_for_cancelled_requests(self) -> None:
         """Waits until cancelled requests have ended on their server."""
         deadline = self._loop.time() + _CANCEL_TIMEOUT_S
-        while any(running.request.cancelled for running in self._running.values()):
+        while any(entry.request.cancelled for entry in self._running.values()):
             if self._loop.time() > deadline:
                 return
             await asyncio.sleep(0.001)
 
     async def _sleep(self) -> None:
-        await self._wait_for_cancelled()
+        await self._wait_for_cancelled_requests()
         if self._running and not self._paused:
-            raise RolloutError("sleep while requests run; abort them first")
+            raise RolloutError("cannot sleep while requests run; abort them first")
         await self._remote_sleep()
 
     async def wake_up(self) -> None:
         await self._submit(self._remote_wake_up())
 
     async def close(self) -> None:
-        """Ends every request; later requests raise."""
         if self._closed:
             return
-        closing = self._submit(self._close())
+        close_future = self._submit(self._close())
         self._closed = True
-        await closing
+        await close_future
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _close(self) -> None:
@@ -367,22 +367,22 @@ class RemoteEngine(RequestEngine):
             await asyncio.sleep(0.001)
         await self._remote_close()
         # Calls that wait for a server would never return after the event loop has stopped.
-        waiting = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in waiting:
+        other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in other_tasks:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*other_tasks, return_exceptions=True)
 
     def _fail(self, error: BaseException) -> None:
-        """Fails every request with the cause."""
+        """Fails every request with `error`."""
         if self._failure is None:
             self._failure = error
-            for running in self._running.values():
-                if running.stream is not None:
-                    running.stream.cancel()
+            for entry in self._running.values():
+                if entry.task is not None:
+                    entry.task.cancel()
 
 
 def _deliver_tokens(request: Request) -> None:
-    """Passes new tokens to `on_tokens`; an error in it ends the request."""
+    """Passes new tokens to `on_tokens`; an error of the callback ends the request."""
     try:
         if not request.awaited_future.done():
             request.stream()

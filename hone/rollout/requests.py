@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ConnectionLost(Exception):
-    """A stream was interrupted or a server did not answer; the request may be issued again."""
+    """A stream was interrupted, or a server did not answer; the request may be issued again."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Chunk:
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     finished: bool = False
-    """Whether the server has ended the response: by an end token, a stop or its length."""
+    """Whether the server has ended the response: at an end token, a stop or the maximum length."""
     cached_tokens: int | None = None
 
 
@@ -51,23 +51,25 @@ class Request:
     versions: list[int] = field(default_factory=list)
     stop_reason: StopReason | None = None
     cancelled: bool = False
-    """The caller has cancelled the request, which ends at its next token."""
+    """Whether the caller has cancelled the request; it then ends at its next token."""
     future: asyncio.Future[TokenOutput] | None = None
     """The future that the caller awaits, if the engine decodes in another thread."""
     on_tokens: OnTokens | None = None
     streamed: int = 0
-    """Tokens passed to `on_tokens` so far."""
+    """Number of tokens that were passed to `on_tokens`."""
     cached_tokens: int | None = None
-    """Prompt tokens that hit the prefix cache; None if the engine has no prefix cache."""
+    """Number of prompt tokens that hit the prefix cache; None if the engine has no prefix cache."""
     routed_experts: Tensor | None = None
 
     @property
     def awaited_future(self) -> asyncio.Future[TokenOutput]:
+        """The future of a request that has one."""
         assert self.future is not None
         return self.future
 
     @property
     def length(self) -> int:
+        """Number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     def append(self, token: int, log_prob: float, version: int) -> None:
@@ -80,8 +82,11 @@ class Request:
         begin, end = self.streamed, len(self.versions)  # `append` writes the version last
         if self.on_tokens is not None and begin < end:
             self.streamed = end
-            new = slice(begin, end)
-            self.on_tokens(TokenDelta(self.token_ids[new], self.log_probs[new], self.versions[new]))
+            self.on_tokens(
+                TokenDelta(
+                    self.token_ids[begin:end], self.log_probs[begin:end], self.versions[begin:end]
+                )
+            )
 
     def output(self) -> TokenOutput:
         assert self.stop_reason is not None
@@ -96,7 +101,7 @@ class Request:
 
 
 def select(requests: Iterable[Request], request_ids: Collection[str] | None) -> list[Request]:
-    """Returns the requests with these ids (None: all)."""
+    """Returns the requests with these ids; None selects all."""
     return [r for r in requests if request_ids is None or r.request_id in request_ids]
 
 
@@ -106,40 +111,42 @@ class RequestRules:
 
     eos_ids: frozenset[int]
     tokenizer: Tokenizer | None = None
-    vocabulary: int | None = None
+    vocab_size: int | None = None
     max_positions: int | None = None
 
     @staticmethod
     def of(
         model_config: PreTrainedConfig, eos_ids: Sequence[int], tokenizer: Tokenizer | None
     ) -> RequestRules:
-        text = model_config.get_text_config()
+        text_config = model_config.get_text_config()
         return RequestRules(
             frozenset(eos_ids),
             tokenizer,
-            getattr(text, "vocab_size", None),
-            getattr(text, "max_position_embeddings", None),
+            getattr(text_config, "vocab_size", None),
+            getattr(text_config, "max_position_embeddings", None),
         )
 
     def check(self, request: Request) -> None:
-        """Raises for a request that cannot be computed, before it can fail other requests."""
-        name, prompt = request.request_id, request.prompt_ids
+        """Raises for a request that cannot be computed and would make other requests fail."""
+        request_id, prompt = request.request_id, request.prompt_ids
         if not prompt:
-            raise RolloutError(f"request {name} has an empty prompt")
-        if self.vocabulary is not None and not 0 <= min(prompt) <= max(prompt) < self.vocabulary:
-            invalid = next(t for t in prompt if not 0 <= t < self.vocabulary)
+            raise RolloutError(f"request {request_id} has an empty prompt")
+        if self.vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            invalid_id = next(t for t in prompt if not 0 <= t < self.vocab_size)
             raise RolloutError(
-                f"request {name} has token id {invalid} in its prompt, but the model knows 0 to "
-                f"{self.vocabulary - 1}; is it tokenised by the model's own tokenizer?"
+                f"request {request_id} has token id {invalid_id} in its prompt, but the model has ids 0 to "
+                f"{self.vocab_size - 1}; does the prompt come from the tokenizer of another model?"
             )
         max_length = len(prompt) + request.sampling.max_tokens
         if self.max_positions is not None and max_length > self.max_positions:
             raise RolloutError(
-                f"request {name} may reach {max_length} tokens, but the model has "
+                f"request {request_id} may reach {max_length} tokens, but the model has "
                 f"{self.max_positions} positions; shorten the prompt or max_tokens"
             )
         if request.sampling.stop and self.tokenizer is None:
-            raise RolloutError("stop strings need a tokenizer; this engine was built without one")
+            raise RolloutError(
+                "stop strings need a tokenizer, and this engine was built without one"
+            )
 
     def stop_reason(self, request: Request) -> StopReason | None:
         """Returns the stop reason after the newest token, or None."""
@@ -156,9 +163,9 @@ class RequestRules:
 
     def _ends_with_stop(self, request: Request) -> bool:
         """Whether the newest token completes a stop string, which may start several tokens earlier."""
-        # A token is at least one byte; 8 more tokens complete the first character.
+        # A token has at least one byte. 8 more tokens complete a character that the tail cuts in half.
         stop_bytes = max(len(s.encode()) for s in request.sampling.stop)
-        assert self.tokenizer is not None, "check() refuses stop strings without one"
+        assert self.tokenizer is not None, "check() refuses stop strings without a tokenizer"
         tail = self.tokenizer.decode(
             request.token_ids[-(stop_bytes + 8) :], clean_up_tokenization_spaces=False
         )
@@ -166,30 +173,30 @@ class RequestRules:
 
 
 def decoding_failed(cause: BaseException) -> RolloutError:
-    """Returns the error for requests that were running when decoding failed."""
+    """Returns the error of requests that were running when decoding failed."""
     error = RolloutError(f"decoding stopped: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
 
 
-def engine_failed(cause: BaseException | None) -> RolloutError:
-    """Returns the error for calls to an engine that has failed (`cause`) or is closed (None)."""
+def engine_error(cause: BaseException | None) -> RolloutError:
+    """Returns the error of calls to an engine that failed with `cause`, or is closed if it is None."""
     state = "is closed" if cause is None else f"failed earlier ({type(cause).__name__}: {cause})"
     error = RolloutError(f"the rollout engine {state}; build a new one")
     error.__cause__ = cause
     return error
 
 
-def check_text_only(request_id: str, media: Settings | None, engine: str) -> None:
-    """Raises for images or audio."""
+def check_text_only(request_id: str, media: Settings | None, engine_name: str) -> None:
+    """Raises if a request has images or audio."""
     if media:
         raise RolloutError(
-            f"request {request_id} has {', '.join(media)}; the {engine} engine supports only text"
+            f"request {request_id} has {', '.join(media)}; the {engine_name} engine supports only text"
         )
 
 
 class RequestEngine:
-    """The base class of engines: common state and the validation of requests."""
+    """The base class of all engines: it has their common state and validates requests."""
 
     name: str
 
@@ -226,8 +233,8 @@ class RequestEngine:
 
     def _raise_if_stopped(self) -> None:
         if self._stopped:
-            raise engine_failed(self._failure)
+            raise engine_error(self._failure)
 
-    def _raise_failure(self) -> None:
+    def _raise_if_failed(self) -> None:
         if self._failure is not None:
-            raise engine_failed(self._failure)
+            raise engine_error(self._failure)

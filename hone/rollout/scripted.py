@@ -1,7 +1,7 @@
 """A fake engine for tests, which returns scripted answers one token at a time.
 
-It implements the contract (limits, stops, abort, versions) and records every request. Of the sampling
-parameters only limits and stops apply.
+It implements the contract (limits, stops, abort, versions) and records every request. It ignores all
+sampling parameters except limits and stops.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ScriptedAnswer:
         if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
             raise ValueError(
                 f"a scripted answer has {len(self.token_ids)} tokens but "
-                f"{len(self.log_probs)} log_probs; give one per token, or none"
+                f"{len(self.log_probs)} log_probs; give one log_prob per token, or None"
             )
 
 
@@ -52,8 +52,8 @@ class ScriptedRollout(EventLoopEngine):
         eos_ids: Sequence[int] | None = None,
         seconds_per_token: float = 0.0,
     ) -> None:
-        self._script = script if callable(script) else None
-        self._answer_list: Iterator[Answer] = iter(()) if callable(script) else iter(script)
+        self._answer_function = script if callable(script) else None
+        self._listed_answers: Iterator[Answer] = iter(()) if callable(script) else iter(script)
         if eos_ids is None:
             eos_id = getattr(tokenizer, "eos_token_id", None)
             eos_ids = () if eos_id is None else (eos_id,)
@@ -62,11 +62,11 @@ class ScriptedRollout(EventLoopEngine):
         self._answers: dict[int, ScriptedAnswer] = {}  # by id(request)
         self.asleep = False
         self.requests: list[Request] = []
-        """Every accepted request in order of arrival."""
-        self.weights: list[str] = []
+        """Every accepted request, in order of arrival."""
+        self.loaded_names: list[str] = []
         """The parameter names of all calls of `load`."""
 
-    def _start(self, request: Request) -> None:
+    def _before_first_token(self, request: Request) -> None:
         if self.asleep:
             raise RolloutError(f"request {request.request_id}: the engine sleeps; call wake_up")
         self.requests.append(request)
@@ -83,15 +83,15 @@ class ScriptedRollout(EventLoopEngine):
             request.stop_reason = StopReason.STOP
 
     def _next_answer(self, request: Request) -> ScriptedAnswer:
-        if self._script is not None:
-            answer = self._script(request.prompt_ids)
+        if self._answer_function is not None:
+            answer = self._answer_function(request.prompt_ids)
         else:
             try:
-                answer = next(self._answer_list)
+                answer = next(self._listed_answers)
             except StopIteration:
                 raise RolloutError(
                     f"the script has no answer for request {request.request_id} "
-                    f"(number {len(self.requests)}); give more answers, or a function"
+                    f"(request number {len(self.requests)}); give more answers, or a function"
                 ) from None
         if isinstance(answer, ScriptedAnswer):
             return answer
@@ -104,7 +104,7 @@ class ScriptedRollout(EventLoopEngine):
         return ScriptedAnswer(ids if eos_id is None else [*ids, eos_id])
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.weights += [name for name, _ in weights]
+        self.loaded_names += [name for name, _ in weights]
 
     async def sleep(self) -> None:
         self.asleep = True

@@ -1,7 +1,7 @@
 """Inference servers as a rollout engine: SGLang (`rollout.name=sglang`), and servers that already run.
 
-Requests are routed by trajectory, prefix and load. After a server is lost, the engine waits for it, sends
-the current weights again if needed, and its requests continue after the tokens received so far.
+Requests are routed by trajectory, prefix and load. If a server is lost, the engine waits for it and sends it
+the current weights again if needed; its requests continue after the tokens that were received.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hone.rollout.http_server import HttpServer, ServerLost
 from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.server_routing import Router
-from hone.rollout.server_weights import WeightFolder, in_buckets
+from hone.rollout.server_weights import WeightFolder, split_into_buckets
 from hone.rollout.weights import check_name_and_shape
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ADAPTER_VERSION = "adapter-"
-"""The prefix of the weight version of a server with an adapter over the base weights of its files."""
+ADAPTER_VERSION_PREFIX = "adapter-"
+"""The weight version of a server with an adapter over the base weights of its files begins with this."""
 
 
 class ServerRollout(RemoteEngine):
-    """A `RolloutEngine` over HTTP servers of one kind."""
+    """A `RolloutEngine` over HTTP servers that all run the same software."""
 
     def __init__(
         self,
@@ -51,35 +51,35 @@ class ServerRollout(RemoteEngine):
         parameters: Mapping[str, Tensor],
         folder: WeightFolder,
         *,
-        direct: bool = False,
-        group: Callable[[], UpdateGroup] | None = None,
+        send_tensors: bool = False,
+        make_group: Callable[[], UpdateGroup] | None = None,
         to_checkpoint: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict,
         keep_weights: bool = True,
         adapters: bool = False,
         bucket_bytes: int = 2**30,
         max_attempts: int = 3,
     ) -> None:
-        """Servers get weights in requests (`direct`), by broadcast (`group`), or load the folder.
+        """Servers get weights in requests (`send_tensors`), by broadcast (`make_group`), or from the folder.
 
-        `parameters` are those of the model, or of a LoRA adapter with `adapters`; `to_checkpoint` converts
-        tensors to the names of a checkpoint.
+        `parameters` has the parameters of the model, or those of its LoRA adapter with `adapters`;
+        `to_checkpoint` gives tensors their names in a checkpoint.
         """
         self.name = servers[0].kind
         self.retries = max_attempts
         self._servers = list(servers)
         self._parameters, self._folder = parameters, folder
-        self._direct, self._open_group = direct, group
-        self._update_group: UpdateGroup | None = None  # of the current update
+        self._sends_tensors, self._make_group = send_tensors, make_group
+        self._group: UpdateGroup | None = None  # of the current update
         self._to_checkpoint = to_checkpoint
-        self._keeps_weights = keep_weights or not (direct or group)
+        self._keeps_weights = keep_weights or not (send_tensors or make_group)
         self._bucket_bytes = bucket_bytes
-        self._token = (ADAPTER_VERSION if adapters else "") + secrets.token_hex(4)
+        self._version_prefix = (ADAPTER_VERSION_PREFIX if adapters else "") + secrets.token_hex(4)
         self._expected_version: str | None = None
-        """The version string of the last published weights; None before the first update."""
-        self._names: set[str] = set()  # of the current update
-        self._stale: set[HttpServer] = set()  # servers that missed a part of the current update
+        """The weight version that servers report after the last update; None before the first update."""
+        self._loaded_names: set[str] = set()  # of the current update
+        self._stale_servers: set[HttpServer] = set()  # they missed a part of the current update
         self._weights_released = False
-        """Whether memory of the weights was released and their values are not restored yet."""
+        """Whether the memory of the weights was released and their values have not been restored."""
         self._wake_lock = asyncio.Lock()
         self._route = Router(self._servers).route
         self._warnings: set[str] = set()
@@ -95,9 +95,9 @@ class ServerRollout(RemoteEngine):
         self.traits = replace(
             self.traits,
             seeded=all(server.seeded for server in self._servers),
-            positional=all(server.positional for server in self._servers),
-            batch_invariant=all(server.positional for server in self._servers),
-            untruncated_log_probs=all(s.mode.before_truncation for s in self._servers),
+            samples_by_position=all(server.samples_by_position for server in self._servers),
+            batch_invariant=all(server.samples_by_position for server in self._servers),
+            untruncated_log_probs=all(s.log_prob_mode.before_truncation for s in self._servers),
         )
 
     async def _connect(self, server: HttpServer) -> None:
@@ -110,7 +110,7 @@ class ServerRollout(RemoteEngine):
     # -- requests -------------------------------------------------------------------------------
 
     def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
-        modes = [server.mode for server in self._servers]
+        modes = [server.log_prob_mode for server in self._servers]
         if not all(mode.after_temperature for mode in modes) and sampling.temperature not in (0, 1):
             self._warn_once(
                 f"log-probs of requests with temperature={sampling.temperature} are those at temperature 1"
@@ -123,82 +123,83 @@ class ServerRollout(RemoteEngine):
     def _warn_once(self, text: str) -> None:
         if text not in self._warnings:
             self._warnings.add(text)
-            log.warning("%s reports: %s (docs/engines.md)", self.name, text)
+            log.warning("%s: %s (see docs/engines.md)", self.name, text)
 
     def check_training_log_probs(self, sampling: Sampling) -> None:
-        """Raises if a server's log-probs with this sampling are not those of the contract."""
+        """Raises if a server's log-probs with these parameters are not those that training needs."""
         for server in self._servers:
-            if not server.mode.after_temperature and sampling.temperature not in (0, 1):
+            if not server.log_prob_mode.after_temperature and sampling.temperature not in (0, 1):
                 raise RolloutError(
                     f"{server.safe_url} reports log-probs at temperature 1, and the rollout has temperature="
                     f"{sampling.temperature}; {server.log_prob_hint}"
                 )
-            if not server.mode.before_truncation and sampling.truncates:
+            if not server.log_prob_mode.before_truncation and sampling.truncates:
                 raise RolloutError(
-                    f"{server.safe_url} reports log-probs after truncation, and the rollout truncates; use "
-                    "top_k=-1, top_p=1.0 and min_p=0.0 for training"
+                    f"{server.safe_url} reports log-probs after truncation; for training, use top_k=-1, "
+                    "top_p=1.0 and min_p=0.0"
                 )
 
     async def _remote_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
-        if any(server.released for server in self._servers):
+        if any(server.released_tags for server in self._servers):
             await self._remote_wake_up()
         server = self._route(request)
-        server.streams += 1
+        server.num_streams += 1
         try:
             await server.verify_version()
             async with aclosing(server.stream(request, sampling)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
-            server.streams -= 1
-            server.verified &= server.streams > 0
+            server.num_streams -= 1
+            server.version_verified &= server.num_streams > 0
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
-        """Repairs the lost server; waits for it only if no other server is healthy."""
+        """Starts the recovery of the lost server; waits for it only if no other server is healthy."""
         if not isinstance(error, ServerLost):
             return
         server = error.server
-        recovery = self._recovery(server)
+        recovery = self._start_recovery(server)
         if not any(other.healthy for other in self._servers if other is not server):
             await recovery
 
-    def _recovery(self, server: HttpServer) -> asyncio.Future[None]:
-        """Returns the repair task of a server, which continues if the caller is cancelled."""
+    def _start_recovery(self, server: HttpServer) -> asyncio.Future[None]:
+        """Returns a future of the server's recovery, which continues if the caller is cancelled."""
         if server.recovery is None or server.recovery.done():
-            server.recovery = asyncio.ensure_future(self._repair(server))
+            server.recovery = asyncio.ensure_future(self._recover(server))
         return asyncio.shield(server.recovery)
 
-    async def _repair(self, server: HttpServer) -> None:
+    async def _recover(self, server: HttpServer) -> None:
+        """Waits until a lost server is healthy, and publishes the current weights if it lacks them."""
         server.healthy = False
         for attempt in range(self.retries):
             await server.wait_until_healthy()
             try:
                 version = await self._read_version(server)
-                if self._update.in_progress:  # the commit repairs it
-                    self._stale.add(server)
+                if self._update.in_progress:  # `commit` publishes the new weights
+                    self._stale_servers.add(server)
                 elif version != self._expected_version:
                     await self._republish(server)
                 break
             except ServerLost as error:
                 if attempt == self.retries - 1:
-                    raise RolloutError(f"{error} again while it was repaired") from error
+                    raise RolloutError(f"{error}, again during its recovery") from error
         server.healthy = True
 
     async def _read_version(self, server: HttpServer) -> str | None:
         """Returns the weight version of a server; None before the first update.
 
-        A version that this engine did not publish means a restart, after which no memory is released.
+        If this engine did not publish the version, the server was restarted and has all its memory.
         """
         version = None if self._expected_version is None else await server.weight_version()
-        if version is not None and not version.startswith(self._token):
-            server.released = ()
+        if version is not None and not version.startswith(self._version_prefix):
+            server.released_tags = ()
         return version
 
     async def _republish(self, server: HttpServer) -> None:
         """Publishes the current weights to a server again."""
-        if self._folder.current is None:
+        if self._folder.current_checkpoint is None:
             raise RolloutError(
                 f"{server.safe_url} has lost its weights, and the engine has no copy; set "
                 "rollout.server.keep_weights=true"
@@ -218,46 +219,46 @@ class ServerRollout(RemoteEngine):
     async def _for_each_server(
         self, call: Callable[[HttpServer], Coroutine[None, None, None]]
     ) -> None:
-        """Calls a function for every server; repairs a lost server and calls it once more."""
+        """Calls a function for every server; if a server is lost, calls it again after the recovery."""
 
-        async def call_with_repair(server: HttpServer) -> None:
+        async def call_with_recovery(server: HttpServer) -> None:
             try:
                 await call(server)
             except ServerLost:
-                await self._recovery(server)
+                await self._start_recovery(server)
                 await call(server)
 
-        await self._gather(call_with_repair(server) for server in self._servers)
+        await self._gather(call_with_recovery(server) for server in self._servers)
 
     async def _gather(self, calls: Iterable[Coroutine[None, None, None]]) -> None:
         """Runs the calls concurrently; raises the first error after all have ended."""
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, ServerLost):
-                raise RolloutError(str(outcome)) from outcome
-            if isinstance(outcome, BaseException):
-                raise outcome
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, ServerLost):
+                raise RolloutError(str(result)) from result
+            if isinstance(result, BaseException):
+                raise result
 
     async def _remote_begin(self) -> None:
         for server in self._servers:
             if server.recovery is not None and not server.recovery.done():
-                await self._recovery(server)
+                await self._start_recovery(server)
             server.check_updates_supported()
         await self._for_each_server(lambda server: self._resume_memory(server, ("weights",)))
-        self._names.clear()
-        self._stale.clear()
+        self._loaded_names.clear()
+        self._stale_servers.clear()
         self._folder.begin()
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for tensors in in_buckets(self._check_names(weights), self._bucket_bytes):
-            self._names |= set(tensors)
+        for tensors in split_into_buckets(self._check_names(weights), self._bucket_bytes):
+            self._loaded_names |= set(tensors)
             bucket = self._to_checkpoint(tensors)
             if self._keeps_weights:
                 self._folder.add(bucket)
-            if self._open_group is not None:
+            if self._make_group is not None:
                 await self._submit(self._broadcast(bucket))
-            elif self._direct:
-                await self._submit(self._send_all(bucket))
+            elif self._sends_tensors:
+                await self._submit(self._send_to_servers(bucket))
 
     def _check_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
@@ -265,112 +266,114 @@ class ServerRollout(RemoteEngine):
             yield name, tensor
 
     async def _broadcast(self, bucket: Mapping[str, Tensor]) -> None:
-        """Broadcasts tensors in the group of this update; if that fails, `commit` publishes the copy."""
-        assert self._open_group is not None
-        if self._stale:
+        """Broadcasts a bucket in the group of this update; if that fails, `commit` publishes the folder."""
+        assert self._make_group is not None
+        if self._stale_servers:
             return
         try:
-            if self._update_group is None:
-                self._update_group = self._open_group()
-                await self._update_group.open()
-            await self._update_group.send(bucket)
+            if self._group is None:
+                self._group = self._make_group()
+                await self._group.open()
+            await self._group.send(bucket)
         except RolloutError as error:
             if not self._keeps_weights:
                 raise
-            log.warning("%s; the servers load the copy instead", error)
-            self._stale |= set(self._servers)
+            log.warning("%s; the servers load the weights from the folder instead", error)
+            self._stale_servers |= set(self._servers)
 
-    async def _send_all(self, bucket: Mapping[str, Tensor]) -> None:
+    async def _send_to_servers(self, bucket: Mapping[str, Tensor]) -> None:
         async def send(server: HttpServer) -> None:
             try:
                 await server.send_tensors(bucket)
             except ServerLost:
                 if not self._keeps_weights:
                     raise
-                self._stale.add(server)
+                self._stale_servers.add(server)
 
-        await self._gather(send(server) for server in self._servers if server not in self._stale)
+        await self._gather(
+            send(server) for server in self._servers if server not in self._stale_servers
+        )
 
-    async def _remote_commit(self, version: int, loaded: bool) -> None:
-        if self._update_group is not None:
-            group, self._update_group = self._update_group, None
+    async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
             await group.close()
-        if loaded:
-            self._check_complete()
+        if has_new_weights:
+            self._check_all_loaded()
             if self._keeps_weights:
                 self._folder.commit()
-            expected = f"{self._token}-{version}"
-            await self._gather(self._publish(server, expected) for server in self._servers)
-            self._expected_version, self._weights_released = expected, False
-        else:  # the weights, and so the servers' version strings, do not change
+            new_version = f"{self._version_prefix}-{version}"
+            await self._gather(self._publish(server, new_version) for server in self._servers)
+            self._expected_version, self._weights_released = new_version, False
+        else:  # the weights do not change, and the servers report the same version
             await self._restore_weights()
 
-    def _check_complete(self) -> None:
-        # By id, because tied weights have two names and one tensor.
-        loaded = {id(self._parameters[name]) for name in self._names}
-        missing = [name for name, tensor in self._parameters.items() if id(tensor) not in loaded]
+    def _check_all_loaded(self) -> None:
+        # Compares ids, because tied weights have two names and one tensor.
+        loaded_ids = {id(self._parameters[name]) for name in self._loaded_names}
+        missing = [name for name, p in self._parameters.items() if id(p) not in loaded_ids]
         if missing:
             raise RolloutError(
-                f"an update has {len(self._names)} of {len(self._parameters)} tensors and lacks "
+                f"an update has {len(self._loaded_names)} of {len(self._parameters)} tensors and lacks "
                 f"{min(missing)!r}"
             )
 
-    async def _publish(self, server: HttpServer, expected: str) -> None:
-        """Ends the update of one server; a lost server gets all weights once more."""
+    async def _publish(self, server: HttpServer, version: str) -> None:
+        """Ends the update of one server; if it is lost meanwhile, publishes all weights again."""
         try:
-            if (self._direct or self._open_group) and server not in self._stale:
-                await server.end_update(expected)
-                await server.check_weights(expected, self._folder if self._keeps_weights else None)
+            if (self._sends_tensors or self._make_group) and server not in self._stale_servers:
+                await server.end_update(version)
+                await server.check_weights(version, self._folder if self._keeps_weights else None)
             else:
-                await self._publish_folder(server, expected)
+                await self._publish_folder(server, version)
         except ServerLost:
             if not self._keeps_weights:
                 raise
             await server.wait_until_healthy()
             await self._read_version(server)
-            await self._publish_folder(server, expected)
-        server.weights, server.healthy = expected, True
+            await self._publish_folder(server, version)
+        server.expected_version, server.healthy = version, True
 
-    async def _publish_folder(self, server: HttpServer, expected: str) -> None:
-        assert self._folder.current is not None
-        if self._direct:
+    async def _publish_folder(self, server: HttpServer, version: str) -> None:
+        assert self._folder.current_checkpoint is not None
+        if self._sends_tensors:
             for shard in self._folder.shards():
                 await server.send_tensors(shard)
-            await server.end_update(expected)
+            await server.end_update(version)
         else:
-            await server.load_folder(str(self._folder.current), expected)
-        await server.check_weights(expected, self._folder)
-        server.weights = expected
+            await server.load_folder(str(self._folder.current_checkpoint), version)
+        await server.check_weights(version, self._folder)
+        server.expected_version = version
 
     async def _remote_sleep(self) -> None:
-        """Frees the KV caches, and the weights if a copy can restore them."""
-        if any(server.released or not server.can_release_memory for server in self._servers):
+        """Frees the KV caches; the weights are freed too if the folder can restore them."""
+        if any(server.released_tags or not server.can_release_memory for server in self._servers):
             return
         tags = ["kv_cache"]
-        if self._expected_version and self._folder.current and not self.traits.adapters:
+        if self._expected_version and self._folder.current_checkpoint and not self.traits.adapters:
             tags.append("weights")
         await self._for_each_server(lambda server: self._release_memory(server, tags))
 
     async def _release_memory(self, server: HttpServer, tags: Sequence[str]) -> None:
         if self._expected_version is None and not server.started_by_hone:
-            return  # a restart could not be detected
+            return  # a restart of the server could not be detected
         if await server.release_memory(tags):
-            server.released = tuple(tags)
+            server.released_tags = tuple(tags)
             self._weights_released |= "weights" in tags
         else:
             log.warning("%s serves other requests and keeps its memory", server.safe_url)
 
     async def _resume_memory(self, server: HttpServer, tags: Sequence[str]) -> None:
-        """Allocates released memory again; a restarted server has it already and would fail."""
-        if server.released:
+        """Allocates released memory again, except in a restarted server, which has it and would fail."""
+        if server.released_tags:
             await self._read_version(server)
-        if released := [tag for tag in server.released if tag in tags]:
-            await server.resume_memory(released)
-            server.released = tuple(tag for tag in server.released if tag not in tags)
+        if tags_to_resume := [tag for tag in server.released_tags if tag in tags]:
+            await server.resume_memory(tags_to_resume)
+            server.released_tags = tuple(tag for tag in server.released_tags if tag not in tags)
 
     async def _remote_wake_up(self) -> None:
         async with self._wake_lock:
-            await self._for_each_server(lambda server: self._resume_memory(server, server.released))
+            await self._for_each_server(lambda s: self._resume_memory(s, s.released_tags))
             if not self._update.in_progress:  # otherwise `commit` publishes the weights
                 await self._restore_weights()
 
@@ -381,7 +384,7 @@ class ServerRollout(RemoteEngine):
             self._weights_released = False
 
     async def _remote_close(self) -> None:
-        async def end(server: HttpServer) -> None:
+        async def close_server(server: HttpServer) -> None:
             if server.recovery is not None:
                 server.recovery.cancel()
             if self._paused:
@@ -390,6 +393,6 @@ class ServerRollout(RemoteEngine):
             await server.close()
 
         try:
-            await self._gather(end(server) for server in self._servers)
+            await self._gather(close_server(server) for server in self._servers)
         finally:
             self._folder.close()

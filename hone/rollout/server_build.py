@@ -22,8 +22,12 @@ from hone.rollout.server_weights import (
     checkpoint_tensors,
     meta_model,
 )
-from hone.rollout.sglang_adapters import all_accept, lora_server_arguments, published_adapter
-from hone.rollout.sglang_process import LaunchedSGLang, server_command
+from hone.rollout.sglang_adapters import (
+    all_servers_accept,
+    lora_server_arguments,
+    publishable_peft_model,
+)
+from hone.rollout.sglang_process import LaunchedSGLang, command_and_environment
 from hone.rollout.sglang_server import SGLangServer
 from hone.rollout.vllm_openai import VLLMServer
 
@@ -35,56 +39,62 @@ if TYPE_CHECKING:
 
 def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running SGLang servers, or starts one."""
-    server, adapter = spec.config.server, published_adapter(spec)
-    timeouts = Timeouts(server.max_start_wait_time, server.timeout)
-    if server.urls:
+    server_config, lm = spec.config.server, publishable_peft_model(spec)
+    timeouts = Timeouts(server_config.max_start_wait_time, server_config.timeout)
+    if server_config.urls:
 
-        def servers_of(spec: RolloutSpec) -> list[SGLangServer]:
+        def make_servers(spec: RolloutSpec) -> list[SGLangServer]:
             return [
-                SGLangServer(url, timeouts, server.api_key_env, eos_ids=spec.eos_ids)
-                for url in urls_of(spec)
+                SGLangServer(url, timeouts, server_config.api_key_env, eos_ids=spec.eos_ids)
+                for url in server_urls(spec)
             ]
 
-        # All workers get the same tensors, so each checks the servers of all workers.
-        all_workers = replace(spec, rank=0, world_size=1)
-        if adapter is not None and not run_coroutine(all_accept(servers_of(all_workers), adapter)):
-            adapter = None
-        return _engine(spec, servers_of(spec), adapter)
-    command, environment = server_command(spec, adapter and lora_server_arguments(adapter))
-    launched = LaunchedSGLang(
+        # All workers get the same tensors, so each worker checks the servers of all workers.
+        all_workers_spec = replace(spec, rank=0, world_size=1)
+        if lm is not None and not run_coroutine(
+            all_servers_accept(make_servers(all_workers_spec), lm)
+        ):
+            lm = None
+        return _build_engine(spec, make_servers(spec), lm)
+    command, environment = command_and_environment(spec, lm and lora_server_arguments(lm))
+    server = LaunchedSGLang(
         "", timeouts, eos_ids=spec.eos_ids, command=command, environment=environment
     )
     try:
-        launched.launch()
-        return _engine(spec, [launched], adapter)
+        server.launch()
+        return _build_engine(spec, [server], lm)
     except BaseException:
-        launched.terminate()
+        server.terminate()
         raise
 
 
 def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running vLLM servers."""
     _check_no_experts(spec)
-    server = spec.config.server
-    timeouts = Timeouts(server.max_start_wait_time, server.timeout)
-    tied = bool(load_config(spec.model_path).tie_word_embeddings)
-    return _engine(
-        spec,
-        [
-            VLLMServer(url, timeouts, server.api_key_env, eos_ids=spec.eos_ids, tied=tied)
-            for url in urls_of(spec)
-        ],
-    )
+    config = spec.config.server
+    timeouts = Timeouts(config.max_start_wait_time, config.timeout)
+    tied_embeddings = bool(load_config(spec.model_path).tie_word_embeddings)
+    servers = [
+        VLLMServer(
+            url,
+            timeouts,
+            config.api_key_env,
+            eos_ids=spec.eos_ids,
+            tied_embeddings=tied_embeddings,
+        )
+        for url in server_urls(spec)
+    ]
+    return _build_engine(spec, servers)
 
 
-def takes_updates(spec: RolloutSpec) -> bool:
-    """Whether an engine of this spec loads weights: of training, or of an adapter to generate with."""
+def receives_weights(spec: RolloutSpec) -> bool:
+    """Whether the engine loads weights after its start: in training, or to generate with an adapter."""
     return isinstance(spec.config, RolloutConfig) or spec.current_weights is not None
 
 
 def _check_no_experts(spec: RolloutSpec) -> None:
-    """Raises for updates of a mixture of experts, which are not tested with vLLM servers."""
-    if takes_updates(spec) and routing_shape(load_config(spec.model_path)) is not None:
+    """Raises if the engine would update a mixture of experts, which is not tested with vLLM servers."""
+    if receives_weights(spec) and routing_shape(load_config(spec.model_path)) is not None:
         raise RolloutError(
             "a running vLLM server cannot load new weights of a mixture of experts, and "
             f"{spec.model_path} is one; use rollout.name=vllm without rollout.server.urls, or "
@@ -92,25 +102,25 @@ def _check_no_experts(spec: RolloutSpec) -> None:
         )
 
 
-def urls_of(spec: RolloutSpec) -> list[str]:
-    """Returns the servers of this rank; ranks share no server, because each updates its own."""
+def server_urls(spec: RolloutSpec) -> list[str]:
+    """Returns the URLs of this rank's servers; ranks share no server, because each updates its own."""
     urls = [url.rstrip("/").removesuffix("/v1") for url in spec.config.server.urls]
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise RolloutError(f"rollout.server.urls: {url!r} must begin with http:// or https://")
     if len(urls) < spec.world_size:
         raise RolloutError(
-            f"rollout.server.urls has {len(urls)} servers for {spec.world_size} rollout workers; give each "
-            "worker one or more"
+            f"rollout.server.urls has {len(urls)} servers for {spec.world_size} rollout workers; each worker "
+            "needs at least one"
         )
     return urls[spec.rank :: spec.world_size]
 
 
-def _group_of(spec: RolloutSpec, servers: Sequence[HttpServer]) -> Callable[[], UpdateGroup]:
+def _group_factory(spec: RolloutSpec, servers: Sequence[HttpServer]) -> Callable[[], UpdateGroup]:
     from hone.rollout.server_group import UpdateGroup
 
-    sglang = [server for server in servers if isinstance(server, SGLangServer)]
-    return lambda: UpdateGroup(sglang, spec.device)
+    sglang_servers = [server for server in servers if isinstance(server, SGLangServer)]
+    return lambda: UpdateGroup(sglang_servers, spec.device)
 
 
 def _check_weight_transfer(spec: RolloutSpec, servers: Sequence[HttpServer]) -> None:
@@ -121,9 +131,10 @@ def _check_weight_transfer(spec: RolloutSpec, servers: Sequence[HttpServer]) -> 
         )
 
 
-def _engine(
-    spec: RolloutSpec, servers: Sequence[HttpServer], adapter: PeftModel | None = None
+def _build_engine(
+    spec: RolloutSpec, servers: Sequence[HttpServer], peft_model: PeftModel | None = None
 ) -> ServerRollout:
+    """Builds the engine; with `peft_model`, the servers get only its adapter."""
     config = spec.config
     _check_weight_transfer(spec, servers)
     path = resolve_model_path(spec.model_path)
@@ -131,15 +142,15 @@ def _engine(
     if isinstance(config, RolloutConfig):
         bucket_bytes = config.checkpoint_engine.bucket_bytes
     rules = RequestRules.of(load_config(path), spec.eos_ids, spec.tokenizer)
-    if adapter is not None:
+    if peft_model is not None:
         for server in servers:
             assert isinstance(server, SGLangServer)
-            server.takes_adapters, server.can_read_weights = True, False
+            server.loads_adapters, server.can_read_weights = True, False
         engine = ServerRollout(
             servers,
             rules,
-            {name: tensor.to("meta") for name, tensor in adapter_weights(adapter)},
-            AdapterFolder(config.server.weights_folder, adapter),
+            {name: tensor.to("meta") for name, tensor in adapter_weights(peft_model)},
+            AdapterFolder(config.server.weights_folder, peft_model),
             adapters=True,
             bucket_bytes=bucket_bytes,
             max_attempts=config.server.max_attempts,
@@ -151,8 +162,10 @@ def _engine(
             rules,
             dict(lm.named_parameters(remove_duplicate=False)),
             WeightFolder(config.server.weights_folder, path),
-            direct=config.server.weights == "tensor",
-            group=_group_of(spec, servers) if config.server.weights == "distributed" else None,
+            send_tensors=config.server.weights == "tensor",
+            make_group=(
+                _group_factory(spec, servers) if config.server.weights == "distributed" else None
+            ),
             to_checkpoint=partial(checkpoint_tensors, lm),
             keep_weights=config.server.keep_weights,
             bucket_bytes=bucket_bytes,
@@ -172,7 +185,7 @@ def _engine(
 
 
 async def _connect(engine: ServerRollout, spec: RolloutSpec) -> None:
-    """Connects to the servers, and loads an adapter to generate with, which is not in their files."""
+    """Connects to the servers; to generate with an adapter, loads it, because their files lack it."""
     await engine.start()
     # A trainer publishes its weights before the first request.
     if spec.current_weights is not None and not isinstance(spec.config, RolloutConfig):

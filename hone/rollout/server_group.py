@@ -1,6 +1,6 @@
-"""The process group of the trainer and its SGLang servers, which broadcasts the weights of one update.
+"""The process group in which the trainer broadcasts the weights of one update to its SGLang servers.
 
-Each update opens a new group, so that restarted servers are members again.
+Each update opens a new group, so that restarted servers join again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class UpdateGroup:
         self._group: Any = None
 
     async def open(self) -> None:
-        """Joins the group together with all servers."""
-        host = _address_towards(self._servers[0].url)
+        """Creates the group together with all servers."""
+        host = _address_reachable_from(self._servers[0].url)
         listener = socket.create_server((host, 0))  # torch's default listens on every interface
         self._store = TCPStore(
             host,
@@ -45,33 +45,33 @@ class UpdateGroup:
             timeout=self._timeout,
             master_listen_fd=listener.detach(),
         )
-        world_size = 1 + sum(server.tensor_parallel for server in self._servers)
-        calls, offset = [], 1
+        world_size = 1 + sum(server.tensor_parallel_size for server in self._servers)
+        calls, rank_offset = [], 1
         for server in self._servers:
             body = {
                 "master_address": host,
                 "master_port": self._store.port,
-                "rank_offset": offset,
+                "rank_offset": rank_offset,
                 "world_size": world_size,
                 "group_name": self._name,
                 "backend": self._backend,
             }
             calls.append(server.call_checked("/init_weights_update_group", body))
-            offset += server.tensor_parallel
+            rank_offset += server.tensor_parallel_size
         await self._gather(asyncio.to_thread(self._join, world_size), *calls)
 
     def _join(self, world_size: int) -> None:
-        # The servers use torch's own groups, so the keys in the store must be the same.
+        # The servers create the group with the same function, so the keys in the store agree.
         assert self._store is not None
         store = PrefixStore(self._name, self._store)
-        join: Any = distributed_c10d._new_process_group_helper
-        self._group, _ = join(
+        create_group: Any = distributed_c10d._new_process_group_helper
+        self._group, _ = create_group(
             world_size, 0, [], self._backend, store, self._name, timeout=self._timeout
         )
         distributed_c10d._world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
     async def send(self, bucket: Mapping[str, Tensor]) -> None:
-        """Broadcasts tensors to every server."""
+        """Broadcasts the tensors of a bucket to every server."""
         tensors = {name: t.detach().to(self._device).contiguous() for name, t in bucket.items()}
         body = {
             "names": list(tensors),
@@ -91,7 +91,7 @@ class UpdateGroup:
             self._group.broadcast(tensor, 0).wait()
 
     async def close(self) -> None:
-        """Leaves the group; errors of lost servers are ignored."""
+        """Destroys the group; ignores the errors of lost servers."""
         body = {"group_name": self._name}
         calls = [server.call("/destroy_weights_update_group", body) for server in self._servers]
         await asyncio.gather(*calls, return_exceptions=True)
@@ -100,17 +100,20 @@ class UpdateGroup:
         self._group = self._store = None
 
     async def _gather(self, *calls: Any) -> None:
-        """Waits for all calls; raises an error of a server rather than of this process, which it causes."""
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        for outcome in reversed(outcomes):
-            if isinstance(outcome, BaseException):
+        """Waits for all calls, of which the first is this process's own; raises if one failed.
+
+        The error of a server is preferred, because it causes the error of this process.
+        """
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in reversed(results):
+            if isinstance(result, BaseException):
                 raise RolloutError(
-                    f"the broadcast of new weights to the servers failed: {outcome}"
-                ) from outcome
+                    f"the broadcast of new weights to the servers failed: {result}"
+                ) from result
 
 
-def _address_towards(url: str) -> str:
-    """Returns the address of this machine that a server can reach; 127.0.0.1 on the same machine."""
+def _address_reachable_from(url: str) -> str:
+    """Returns the address of this machine that the server can reach; 127.0.0.1 on the same machine."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))

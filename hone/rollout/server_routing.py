@@ -9,10 +9,11 @@ from hone.rollout.http_server import HttpServer
 from hone.rollout.requests import Request
 
 _PREFIX_TOKENS = 256
-"""Requests with the same first tokens go to the same server."""
+"""Requests whose first tokens are equal, up to this number, go to the same server."""
 _MAX_IMBALANCE = 8
-"""Requests that a server may have above the least loaded one before its prefixes go elsewhere."""
+"""A known prefix goes to the least loaded server if its own has over this many streams more."""
 _MAX_ROUTES = 8192
+"""Maximum number of recent trajectories and prefixes whose server is remembered."""
 
 
 class Router:
@@ -20,21 +21,28 @@ class Router:
 
     def __init__(self, servers: Sequence[HttpServer]) -> None:
         self._servers = list(servers)
-        self._server_of: OrderedDict[object, HttpServer] = OrderedDict()
+        self._server_by_route: OrderedDict[object, HttpServer] = OrderedDict()
 
     def route(self, request: Request) -> HttpServer:
-        """Returns the trajectory's server, else its prefix's if not overloaded, else the least loaded."""
-        healthy = [server for server in self._servers if server.healthy] or self._servers
-        least = min(healthy, key=lambda server: server.streams)
+        """Returns the server for a request.
+
+        A known trajectory returns to its server, and so does a known prefix unless the server is
+        overloaded. Other requests go to the least loaded server.
+        """
+        healthy_servers = [server for server in self._servers if server.healthy] or self._servers
+        least_loaded = min(healthy_servers, key=lambda server: server.num_streams)
         trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX_TOKENS])
-        server = self._server_of.get(trajectory)
-        if server not in healthy:
-            server = self._server_of.get(prefix)
-            if server not in healthy or server.streams > least.streams + _MAX_IMBALANCE:
-                server = least
-        for key in (trajectory, prefix):
-            self._server_of[key] = server
-            self._server_of.move_to_end(key)
-        while len(self._server_of) > _MAX_ROUTES:
-            self._server_of.popitem(last=False)
+        server = self._server_by_route.get(trajectory)
+        if server not in healthy_servers:
+            server = self._server_by_route.get(prefix)
+            if (
+                server not in healthy_servers
+                or server.num_streams > least_loaded.num_streams + _MAX_IMBALANCE
+            ):
+                server = least_loaded
+        for route in (trajectory, prefix):
+            self._server_by_route[route] = server
+            self._server_by_route.move_to_end(route)
+        while len(self._server_by_route) > _MAX_ROUTES:
+            self._server_by_route.popitem(last=False)
         return server

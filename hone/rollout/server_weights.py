@@ -1,4 +1,4 @@
-"""New weights for inference servers: as a checkpoint folder, or as the payload of a request."""
+"""Passes new weights to inference servers: in a checkpoint folder, or in the payload of a request."""
 
 from __future__ import annotations
 
@@ -28,47 +28,50 @@ if TYPE_CHECKING:
 
 Weights = Iterable[tuple[str, Tensor]]
 _SHARED_MEMORY = Path("/dev/shm")
-_PREFIX = "hone-server-weights-"
+_FOLDER_PREFIX = "hone-server-weights-"
 
 
 class WeightFolder:
-    """The last complete weights as a Hugging Face checkpoint, and those of the current update."""
+    """A folder with two Hugging Face checkpoints: the last complete weights and the current update."""
 
     def __init__(self, parent: str | None, model_path: str) -> None:
-        """`parent` is a folder that trainer and servers share; None: a new folder in shared memory."""
+        """Opens `parent`, a folder that trainer and servers share; None creates a folder in shared memory."""
         self._is_temporary = parent is None
         if parent is None:
-            memory = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-            _delete_abandoned(memory)
-            # Hidden from `_delete_abandoned` until it is locked.
-            hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=memory))
-            self._lock = _lock_folder(hidden)
-            self.root = hidden.rename(memory / hidden.name[1:])
+            has_memory_folder = _SHARED_MEMORY.is_dir()
+            parent_folder = _SHARED_MEMORY if has_memory_folder else Path(tempfile.gettempdir())
+            _delete_abandoned_folders(parent_folder)
+            # The dot hides the folder from `_delete_abandoned_folders` until it is locked.
+            hidden_folder = Path(tempfile.mkdtemp(prefix=f".{_FOLDER_PREFIX}", dir=parent_folder))
+            self._lock_file = _lock_folder(hidden_folder)
+            self.root = hidden_folder.rename(parent_folder / hidden_folder.name[1:])
         else:
             self.root = Path(parent).expanduser().absolute()
             self.root.mkdir(parents=True, exist_ok=True)
-        self._model = Path(model_path)
-        self.current: Path | None = None
-        self._next: Path | None = None
-        self._index: dict[str, str] = {}
+        self._model_folder = Path(model_path)
+        self.current_checkpoint: Path | None = None
+        self._update_checkpoint: Path | None = None
+        self._weight_map: dict[str, str] = {}
 
     def begin(self) -> None:
-        if self._next is not None:
-            shutil.rmtree(self._next, ignore_errors=True)
-        self._next = Path(tempfile.mkdtemp(prefix="update-", dir=self.root))
-        self._next.chmod(0o755)
-        self._index = {}
+        """Creates an empty checkpoint for an update; deletes that of an update without `commit`."""
+        if self._update_checkpoint is not None:
+            shutil.rmtree(self._update_checkpoint, ignore_errors=True)
+        self._update_checkpoint = Path(tempfile.mkdtemp(prefix="update-", dir=self.root))
+        self._update_checkpoint.chmod(0o755)
+        self._weight_map = {}
 
     def add(self, bucket: Mapping[str, Tensor]) -> None:
-        assert self._next is not None, "call begin() first"
-        name = f"model-{len(set(self._index.values())) + 1:05}.safetensors"
+        assert self._update_checkpoint is not None, "call begin() first"
+        file_name = f"model-{len(set(self._weight_map.values())) + 1:05}.safetensors"
         self._save(
-            {key: tensor.detach().cpu() for key, tensor in bucket.items()}, self._next / name
+            {name: tensor.detach().cpu() for name, tensor in bucket.items()},
+            self._update_checkpoint / file_name,
         )
-        self._index |= dict.fromkeys(bucket, name)
+        self._weight_map |= dict.fromkeys(bucket, file_name)
 
     def _save(self, bucket: Mapping[str, Tensor], file: Path) -> None:
-        tensors = {key: tensor.contiguous() for key, tensor in bucket.items()}
+        tensors = {name: tensor.contiguous() for name, tensor in bucket.items()}
         try:
             save_file(tensors, file, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
@@ -77,74 +80,77 @@ class WeightFolder:
             ) from error
 
     def commit(self) -> Path:
-        """Makes the update the current weights, and deletes the previous ones."""
-        assert self._next is not None, "call begin() first"
-        self._complete(self._next)
-        if self.current is not None:
-            shutil.rmtree(self.current, ignore_errors=True)
-        self.current, self._next = self._next, None
-        return self.current
+        """Makes the update the current weights, deletes the previous ones and returns the checkpoint."""
+        assert self._update_checkpoint is not None, "call begin() first"
+        self._finish_checkpoint(self._update_checkpoint)
+        if self.current_checkpoint is not None:
+            shutil.rmtree(self.current_checkpoint, ignore_errors=True)
+        self.current_checkpoint, self._update_checkpoint = self._update_checkpoint, None
+        return self.current_checkpoint
 
-    def _complete(self, folder: Path) -> None:
-        """Writes the files of a checkpoint that are not tensors."""
-        index = {"metadata": {}, "weight_map": self._index}
+    def _finish_checkpoint(self, folder: Path) -> None:
+        """Writes the files that a checkpoint has besides the added tensors."""
+        index = {"metadata": {}, "weight_map": self._weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        for file in self._model.glob("*.json"):
+        for file in self._model_folder.glob("*.json"):
             if not file.name.endswith("index.json"):
                 shutil.copy(file, folder / file.name)
 
     def shards(self) -> Iterator[dict[str, Tensor]]:
         """Yields the current weights, one file at a time."""
-        assert self.current is not None, "call commit() first"
-        for file in sorted(self.current.glob("*.safetensors")):
+        assert self.current_checkpoint is not None, "call commit() first"
+        for file in sorted(self.current_checkpoint.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
                 yield {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
 
-    def sample(self, count: int) -> Iterator[tuple[str, Tensor]]:
+    def sample_weights(self, count: int) -> Iterator[tuple[str, Tensor]]:
         """Yields about `count` of the current weights, evenly spread by name."""
-        assert self.current is not None, "call commit() first"
-        names = sorted(self._index)
+        assert self.current_checkpoint is not None, "call commit() first"
+        names = sorted(self._weight_map)
         for name in names[:: max(1, len(names) // count)]:
-            with safe_open(self.current / self._index[name], "pt") as tensors:
+            with safe_open(self.current_checkpoint / self._weight_map[name], "pt") as tensors:
                 yield name, tensors.get_tensor(name)
 
     def close(self) -> None:
         if self._is_temporary:
             shutil.rmtree(self.root, ignore_errors=True)
-            self._lock.close()
+            self._lock_file.close()
         else:
-            for folder in (self.current, self._next):
+            for folder in (self.current_checkpoint, self._update_checkpoint):
                 if folder is not None:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
 class AdapterFolder(WeightFolder):
-    """The last complete LoRA adapter in PEFT's format, and that of the current update."""
+    """A folder with two LoRA adapters in PEFT's format: the last complete one and the current update."""
 
     def __init__(self, parent: str | None, lm: PeftModel) -> None:
         super().__init__(parent, "")
-        self._config, self._infix = lm.peft_config[lm.active_adapter], f".{lm.active_adapter}."
+        self._config = lm.peft_config[lm.active_adapter]
+        self._adapter_infix = f".{lm.active_adapter}."  # PEFT leaves it out of names in files
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, bucket: Mapping[str, Tensor]) -> None:
         for name, tensor in bucket.items():
-            self._tensors[name.replace(self._infix, ".")] = tensor.detach().to("cpu", copy=True)
+            self._tensors[name.replace(self._adapter_infix, ".")] = tensor.detach().to(
+                "cpu", copy=True
+            )
 
-    def _complete(self, folder: Path) -> None:
+    def _finish_checkpoint(self, folder: Path) -> None:
         self._save(self._tensors, folder / "adapter_model.safetensors")
         self._config.save_pretrained(folder)
 
-    def sample(self, count: int) -> Iterator[tuple[str, Tensor]]:
+    def sample_weights(self, count: int) -> Iterator[tuple[str, Tensor]]:
         """Yields nothing, because no server returns adapter weights."""
         return iter(())
 
 
-def in_buckets(weights: Weights, capacity: int) -> Iterator[dict[str, Tensor]]:
-    """Yields tensors in buckets of about `capacity` bytes; a larger tensor is a bucket of its own."""
+def split_into_buckets(weights: Weights, bucket_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yields tensors in buckets of up to `bucket_bytes`; a larger tensor gets a bucket of its own."""
     bucket: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
-        if bucket and size + tensor.nbytes > capacity:
+        if bucket and size + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, size = {}, 0
         bucket[name] = tensor
@@ -153,21 +159,21 @@ def in_buckets(weights: Weights, capacity: int) -> Iterator[dict[str, Tensor]]:
         yield bucket
 
 
-def as_payload(bucket: Mapping[str, Tensor]) -> str:
-    """Returns tensors serialized for SGLang: CUDA tensors as IPC handles, others by their bytes."""
-    named = [(name, tensor.detach()) for name, tensor in bucket.items()]
-    if all(tensor.is_cuda for _, tensor in named):
+def serialize_for_sglang(bucket: Mapping[str, Tensor]) -> str:
+    """Serializes tensors for SGLang: CUDA tensors as IPC handles, other tensors as their bytes."""
+    named_tensors = [(name, tensor.detach()) for name, tensor in bucket.items()]
+    if all(tensor.is_cuda for _, tensor in named_tensors):
         buffer = io.BytesIO()
-        ForkingPickler(buffer).dump(named)
+        ForkingPickler(buffer).dump(named_tensors)
         torch.cuda.synchronize()
         content = buffer.getvalue()
     else:
-        content = pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in named])
+        content = pickle.dumps([(name, tensor.cpu().clone()) for name, tensor in named_tensors])
     return base64.b64encode(content).decode()
 
 
 def meta_model(model_path: str) -> PreTrainedModel:
-    """Returns the model on the meta device."""
+    """Returns the model with all parameters on the meta device."""
     from transformers import AutoModelForCausalLM
 
     from hone.models.load import load_config
@@ -177,12 +183,12 @@ def meta_model(model_path: str) -> PreTrainedModel:
 
 
 def meta_parameters(model_path: str) -> dict[str, Tensor]:
-    """Returns every parameter of a model by name, on the meta device."""
+    """Returns the parameters of a model on the meta device, by name; a tied parameter has two names."""
     return dict(meta_model(model_path).named_parameters(remove_duplicate=False))
 
 
 def checkpoint_tensors(lm: PreTrainedModel, bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns parameters by their names in a checkpoint, where every expert has its own tensors."""
+    """Returns tensors by their names in a checkpoint, in which every expert has its own tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors: dict[str, Tensor] = revert_weight_conversion(lm, dict(bucket))
@@ -190,7 +196,7 @@ def checkpoint_tensors(lm: PreTrainedModel, bucket: Mapping[str, Tensor]) -> dic
 
 
 def _lock_folder(folder: Path) -> IO[bytes]:
-    """Returns a lock file, which locks until it is closed; raises OSError if the folder is locked."""
+    """Locks a folder until the returned file is closed; raises OSError if it is already locked."""
     file = (folder / "lock").open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -200,8 +206,8 @@ def _lock_folder(folder: Path) -> IO[bytes]:
     return file
 
 
-def _delete_abandoned(memory: Path) -> None:
-    """Deletes the folders of killed processes, whose locks are free."""
-    for folder in memory.glob(f"{_PREFIX}*"):
+def _delete_abandoned_folders(parent: Path) -> None:
+    """Deletes the folders of killed processes, which are no longer locked."""
+    for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError), _lock_folder(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""An SGLang server in a child process of a rollout worker, which starts, restarts and ends it.
+"""Starts, restarts and ends an SGLang server in a child process of a rollout worker.
 
 A reaper process ends the server if the worker is killed.
 """
@@ -27,36 +27,36 @@ from hone.types import Settings
 log = logging.getLogger(__name__)
 
 _MAX_STARTS = 3
-"""Consecutive starts of a process that does not become healthy."""
+"""Maximum number of consecutive starts of a process that does not become healthy."""
 _TERMINATE_TIMEOUT_S = 10.0
-_LOG_BYTES = 4096
+_LOG_TAIL_BYTES = 4096
 _RESERVED_ARGUMENTS = ("model_path", "host", "port", "skip_tokenizer_init")
 """Server arguments that hone sets."""
 
 
 @dataclass(eq=False)
 class LaunchedSGLang(SGLangServer):
-    """A server in its own process group, which listens on loopback only."""
+    """An SGLang server in a process group of its own; it listens on loopback only."""
 
     command: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict, repr=False)
-    starts: int = 0
-    """Starts since the server was last healthy."""
+    num_starts: int = 0
+    """Number of starts since the server was last healthy."""
     _child: subprocess.Popen[bytes] | None = None
     _reaper: subprocess.Popen[bytes] | None = None
     _log: IO[bytes] | None = None
-    """An unnamed temporary file."""
+    """The log of the process, an unnamed temporary file."""
 
     started_by_hone = True
 
     def launch(self) -> None:
         """Starts the process on a free port."""
         self.terminate()
-        self.released = ()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        self.released_tags = ()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self.starts += 1
+        self.num_starts += 1
         mark = f"sglang-{secrets.token_hex(8)}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._reaper = reaper.start_reaper(mark)
@@ -82,12 +82,12 @@ class LaunchedSGLang(SGLangServer):
         return self._child.pid
 
     def restart_if_ended(self) -> None:
-        """Restarts a process that has ended; raises after several starts in a row."""
+        """Restarts a process that has ended; raises after `_MAX_STARTS` consecutive starts."""
         if self._child is None or self._child.poll() is None:
             return
-        if self.starts >= _MAX_STARTS:
+        if self.num_starts >= _MAX_STARTS:
             raise RolloutError(
-                f"SGLang ended {self.starts} times in a row while it started (exit status "
+                f"SGLang ended {self.num_starts} times in a row while it started (exit status "
                 f"{self._child.returncode}); the end of its log: {self._log_tail()}"
             )
         log.warning("SGLang has ended (exit status %s) and is restarted", self._child.returncode)
@@ -96,16 +96,16 @@ class LaunchedSGLang(SGLangServer):
     async def is_healthy(self) -> bool:
         healthy = await super().is_healthy()
         if healthy:
-            self.starts = 0
+            self.num_starts = 0
         return healthy
 
     async def close(self) -> None:
-        self.adapter = None  # it ends with the process, so it need not be unloaded
+        self.adapter_name = None  # the adapter need not be unloaded, because the process ends
         await super().close()
         self.terminate()
 
     def terminate(self) -> None:
-        """Ends the process group by SIGTERM, and by SIGKILL after the timeout."""
+        """Ends the process group with SIGTERM; after the timeout, kills it with SIGKILL."""
         if self._child is not None:
             for signal_number in (signal.SIGTERM, signal.SIGKILL):
                 try:
@@ -131,20 +131,21 @@ class LaunchedSGLang(SGLangServer):
         """Returns the last three lines of the log."""
         assert self._log is not None
         file = self._log.fileno()
-        end = os.pread(file, _LOG_BYTES, max(0, os.fstat(file).st_size - _LOG_BYTES))
-        lines = end.decode(errors="replace").splitlines()
+        tail_start = max(0, os.fstat(file).st_size - _LOG_TAIL_BYTES)
+        tail = os.pread(file, _LOG_TAIL_BYTES, tail_start)
+        lines = tail.decode(errors="replace").splitlines()
         return " / ".join(line.strip() for line in lines[-3:])
 
 
-def server_command(
+def command_and_environment(
     spec: RolloutSpec, extra_arguments: Settings | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the command of SGLang's server and its environment."""
+    """Returns the command of SGLang's server and its additional environment variables."""
     config = spec.config
-    reserved = {name for name in _RESERVED_ARGUMENTS if name in config.engine_kwargs.sglang}
-    if reserved:
+    conflicts = {name for name in _RESERVED_ARGUMENTS if name in config.engine_kwargs.sglang}
+    if conflicts:
         raise RolloutError(
-            f"rollout.engine_kwargs.sglang.{min(reserved)} is set by hone; leave it out"
+            f"rollout.engine_kwargs.sglang.{min(conflicts)} is set by hone; leave it out"
         )
     arguments: Settings = {
         "model_path": spec.model_path,
@@ -173,11 +174,11 @@ def server_command(
             values = value if isinstance(value, list | tuple) else [value]
             command += [flag, *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
     environment = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-    devices = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
-    if devices * config.data_parallel_size > 1:
+    gpus_per_replica = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+    if gpus_per_replica * config.data_parallel_size > 1:
         command += ["--base-gpu-id", str(spec.device.index or 0)]
     elif spec.device.type == "cuda" and spec.device.index is not None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         index = spec.device.index
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        environment["CUDA_VISIBLE_DEVICES"] = devices.split(",")[index] if devices else str(index)
     return command, environment

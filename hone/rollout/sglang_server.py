@@ -15,22 +15,23 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.http_server import Event, HttpServer, ServerLost, shorten
 from hone.rollout.requests import Chunk, ConnectionLost, Request
-from hone.rollout.server_weights import as_payload
-from hone.types import Settings
+from hone.rollout.server_weights import serialize_for_sglang
+from hone.types import Fields, Settings
 
-_IDLE_TIMEOUT_S, _POLL_S = 5.0, 0.05
-"""How long, and how often, to check that the server is idle before memory is released."""
+_IDLE_TIMEOUT_S = 5.0
+"""The longest wait until the server is idle, so that it can release memory."""
+_IDLE_POLL_INTERVAL_S = 0.05
 
 
 @dataclass(eq=False)
 class SGLangServer(HttpServer):
-    """One SGLang server."""
+    """The client of one SGLang server."""
 
     eos_ids: tuple[int, ...] = ()
-    tensor_parallel: int = 1
-    takes_adapters: bool = False
+    tensor_parallel_size: int = 1
+    loads_adapters: bool = False
     """Whether an update is a LoRA adapter over unchanged base weights."""
-    adapter: str | None = None
+    adapter_name: str | None = None
     """The name of the adapter that requests use."""
 
     kind = "SGLang"
@@ -39,15 +40,15 @@ class SGLangServer(HttpServer):
 
     async def connect(self) -> None:
         info = await self.server_info()
-        self.tensor_parallel = int(info.get("tp_size") or 1)
-        # Only then SGLang samples by (seed, position).
-        self.seeded = self.positional = bool(info.get("enable_deterministic_inference"))
+        self.tensor_parallel_size = int(info.get("tp_size") or 1)
+        # Without deterministic inference, SGLang does not sample by (seed, position).
+        self.seeded = self.samples_by_position = bool(info.get("enable_deterministic_inference"))
         self.can_release_memory = bool(info.get("enable_memory_saver"))
         await self.resume()  # a killed run may have left the server paused
-        self.weights = await self.weight_version()
+        self.expected_version = await self.weight_version()
         await self.detect_log_prob_mode()
 
-    async def server_info(self) -> Event:
+    async def server_info(self) -> Fields:
         for path in ("/server_info", "/get_server_info"):
             if (await self._request("GET", path))[0] != 404:
                 info = await self.call(path, get=True)
@@ -70,7 +71,7 @@ class SGLangServer(HttpServer):
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         rid = f"hone-{uuid4().hex}"  # unique, because SGLang aborts every id with a given prefix
-        body: Event = {
+        body: Fields = {
             "input_ids": [*request.prompt_ids, *request.token_ids],
             "rid": rid,
             "stream": True,
@@ -90,15 +91,15 @@ class SGLangServer(HttpServer):
         }
         if self.seeded:
             body["sampling_params"]["sampling_seed"] = sampling.seed
-        if self.adapter is not None:
-            body["lora_path"] = self.adapter
+        if self.adapter_name is not None:
+            body["lora_path"] = self.adapter_name
         finished = False
-        tokens: list[int] = []  # of this stream
+        token_ids: list[int] = []  # of this stream
         try:
             async with aclosing(self.events("/generate", body)) as events:
                 async for event in events:
-                    chunk = self._chunk(event, rid, tokens)
-                    tokens.extend(chunk.token_ids)
+                    chunk = self._parse_chunk(event, rid, token_ids)
+                    token_ids.extend(chunk.token_ids)
                     finished = chunk.finished
                     yield chunk
                     if finished:
@@ -108,60 +109,63 @@ class SGLangServer(HttpServer):
                 with suppress(ConnectionLost, RolloutError):
                     await self.call("/abort_request", {"rid": rid})
 
-    def _chunk(self, event: Event, rid: str, tokens: list[int]) -> Chunk:
-        """Returns the new tokens of an event, which has all tokens so far or only the new ones."""
+    def _parse_chunk(self, event: Event, rid: str, received_ids: list[int]) -> Chunk:
+        """Returns the new tokens of an event, which has all tokens of the stream or only the new ones."""
         meta = event.get("meta_info")
         if not isinstance(meta, dict):
             raise RolloutError(f"{self.safe_url}/generate sent an event without meta_info")
         reason = meta.get("finish_reason")
-        finish = reason.get("type") if isinstance(reason, dict) else reason
+        reason_type = reason.get("type") if isinstance(reason, dict) else reason
         if meta.get("id") != rid:
             raise RolloutError(
                 f"{self.safe_url}/generate answered request {meta.get('id')!r} in the stream of {rid!r}"
             )
-        if finish == "abort":
+        if reason_type == "abort":
             raise ServerLost(self, f"aborted a request: {(reason or {}).get('message', '')}")
-        if finish not in (None, "stop", "length"):
-            raise RolloutError(f"{self.safe_url}/generate ended a request for {reason!r}")
-        pairs = meta.get("output_token_logprobs")
+        if reason_type not in (None, "stop", "length"):
+            raise RolloutError(
+                f"{self.safe_url}/generate ended a request with the finish_reason {reason!r}"
+            )
+        log_probs = meta.get("output_token_logprobs")  # (log-prob, token id, …) per token
         ids, total = event.get("output_ids"), meta.get("completion_tokens")
-        if pairs is None or not isinstance(ids, list) or not isinstance(total, int):
+        if log_probs is None or not isinstance(ids, list) or not isinstance(total, int):
             raise RolloutError(
                 f"{self.safe_url}/generate sent tokens without output_ids, completion_tokens or "
                 "output_token_logprobs (return_logprob)"
             )
-        received = len(tokens)
-        if received and len(pairs) < total:  # only the new tokens
-            repeated = tokens[received - len(pairs) :]
-            if total == received and [pair[1] for pair in pairs] == repeated:
-                pairs, ids = [], []  # the last event again
+        num_received = len(received_ids)
+        if num_received and len(log_probs) < total:  # the event has only the new tokens
+            last_ids = received_ids[num_received - len(log_probs) :]
+            if total == num_received and [entry[1] for entry in log_probs] == last_ids:
+                log_probs, ids = [], []  # the event repeats the last one
         else:
-            if [pair[1] for pair in pairs[:received]] != tokens:
+            if [entry[1] for entry in log_probs[:num_received]] != received_ids:
                 raise RolloutError(
                     f"{self.safe_url}/generate changed tokens that it had sent before"
                 )
-            pairs, ids = pairs[received:], ids[received:]
-        new = [pair[1] for pair in pairs]
-        if finish is None:
-            ids = ids[: len(new)]  # ids may arrive before their log-probs
-            complete = received + len(new) >= total
+            log_probs, ids = log_probs[num_received:], ids[num_received:]
+        new_ids = [entry[1] for entry in log_probs]
+        if reason_type is None:
+            ids = ids[: len(new_ids)]  # ids may arrive before their log-probs
+            is_complete = num_received + len(new_ids) >= total
         else:
-            complete = received + len(new) == total
-        if ids != new or not complete:
+            is_complete = num_received + len(new_ids) == total
+        if ids != new_ids or not is_complete:
             raise RolloutError(
-                f"{self.safe_url}/generate counts {total} tokens, sent {received + len(ids)} ids and "
-                f"{received + len(new)} log-probs, or their ids differ"
+                f"{self.safe_url}/generate counts {total} tokens, and sent {num_received + len(ids)} ids and "
+                f"{num_received + len(new_ids)} log-probs: the numbers or the ids differ"
             )
         version = meta.get("weight_version")
-        if self.weights is not None and str(version) != self.weights:
+        if self.expected_version is not None and str(version) != self.expected_version:
             raise ServerLost(
                 self,
-                f"has weights {version!r} instead of {self.weights!r}: it was restarted or updated",
+                f"has weights {version!r} instead of {self.expected_version!r}: it was restarted or "
+                "updated",
             )
         return Chunk(
-            new,
-            [pair[0] for pair in pairs],
-            finished=finish is not None,
+            new_ids,
+            [entry[0] for entry in log_probs],
+            finished=reason_type is not None,
             cached_tokens=meta.get("cached_tokens"),
         )
 
@@ -189,7 +193,7 @@ class SGLangServer(HttpServer):
     # -- control --------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Pauses with `retract`, so that the cache may be flushed and other clients keep their tokens."""
+        """Pauses with `retract`, which allows a cache flush and keeps the tokens of other clients."""
         await self._call_control("/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
@@ -207,11 +211,13 @@ class SGLangServer(HttpServer):
         SGLang exits if memory is released while a request runs, and it acknowledges an abort before the
         request has ended.
         """
-        for _ in range(round(_IDLE_TIMEOUT_S / _POLL_S)):
-            if (await self._request("POST", "/flush_cache", {}))[0] == 200:  # only while it is idle
+        for _ in range(round(_IDLE_TIMEOUT_S / _IDLE_POLL_INTERVAL_S)):
+            if (await self._request("POST", "/flush_cache", {}))[
+                0
+            ] == 200:  # fails while it is busy
                 await self.call("/release_memory_occupation", {"tags": list(tags)})
                 return True
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_IDLE_POLL_INTERVAL_S)
         return False
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
@@ -220,7 +226,7 @@ class SGLangServer(HttpServer):
     # -- weights --------------------------------------------------------------------------------
 
     async def load_folder(self, folder: str, version: str) -> None:
-        if self.takes_adapters:
+        if self.loads_adapters:
             await self._load_adapter(folder)
             await self.end_update(version)
             return
@@ -228,11 +234,11 @@ class SGLangServer(HttpServer):
         await self.call_checked("/update_weights_from_disk", body)
 
     async def _load_adapter(self, folder: str) -> None:
-        """Loads an adapter under a new name, so that it does not reuse the KV cache of another."""
-        old, name = self.adapter, f"hone-{uuid4().hex}"
+        """Loads an adapter under a new name, so that it does not reuse the KV cache of the old one."""
+        old_name, name = self.adapter_name, f"hone-{uuid4().hex}"
         await self.call_checked("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
-        self.adapter = name
-        await self._unload_adapter(old)
+        self.adapter_name = name
+        await self._unload_adapter(old_name)
 
     async def _unload_adapter(self, name: str | None) -> None:
         if name is not None:
@@ -241,12 +247,15 @@ class SGLangServer(HttpServer):
 
     async def close(self) -> None:
         with suppress(ServerLost):
-            await self._unload_adapter(self.adapter)
+            await self._unload_adapter(self.adapter_name)
         await super().close()
 
     async def send_tensors(self, bucket: Mapping[str, Tensor]) -> None:
-        payload = await asyncio.to_thread(as_payload, bucket)
-        body = {"serialized_named_tensors": [payload] * self.tensor_parallel, "flush_cache": False}
+        payload = await asyncio.to_thread(serialize_for_sglang, bucket)
+        body = {
+            "serialized_named_tensors": [payload] * self.tensor_parallel_size,
+            "flush_cache": False,
+        }
         await self.call_checked("/update_weights_from_tensor", body)
 
     async def end_update(self, version: str) -> None:
@@ -255,13 +264,13 @@ class SGLangServer(HttpServer):
         await self.call_checked("/update_weight_version", body)
 
     async def call_checked(self, path: str, body: Settings) -> None:
-        """Calls an endpoint; raises RolloutError if its response has no `success`."""
+        """Calls an endpoint; raises RolloutError if its response does not report success."""
         response = await self.call(path, body)
         if not isinstance(response, dict) or response.get("success") is not True:
             raise RolloutError(f"{self.safe_url}{path} did not succeed: {shorten(str(response))}")
 
-    async def read_weight(self, name: str, count: int) -> Any:
+    async def read_weight(self, name: str, num_rows: int) -> Any:
         status, text = await self._request(
-            "POST", "/get_weights_by_name", {"name": name, "truncate_size": count}
+            "POST", "/get_weights_by_name", {"name": name, "truncate_size": num_rows}
         )
         return json.loads(text) if status == 200 else None

@@ -3,7 +3,7 @@
 Requests go to one of `data_parallel_size` processes by trajectory, prompt and load. Weights are sent in
 buckets of shared memory: a memory file, or GPU memory by CUDA IPC. vLLM's first worker broadcasts them to
 workers on other machines. A process that dies is restarted with the current weights, and its requests
-continue after the tokens received so far.
+continue after the tokens that were received.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.vllm_buckets import fill_buckets
-from hone.rollout.vllm_experts import by_expert
+from hone.rollout.vllm_experts import split_experts
 from hone.rollout.vllm_process import EngineProcess
 from hone.rollout.weights import check_name_and_shape
 from hone.types import Fields
@@ -40,18 +40,18 @@ Weights = Iterable[tuple[str, Tensor]]
 _MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
 _MAX_STARTS = 3
-"""Consecutive starts of a process that samples no token."""
+"""Maximum number of consecutive starts of a process that samples no token."""
 _MAX_ROUTES = 4096
-"""Recent trajectories and prompts whose process is stored."""
+"""Maximum number of recent trajectories and prompts whose process is remembered."""
 _MAX_IMBALANCE = 8
-"""Requests that a process may have above the least loaded one before its prompts go elsewhere."""
+"""A known prompt goes to the least loaded process if its own has over this many streams more."""
 
 
 class VLLMRollout(RemoteEngine):
     """A `RolloutEngine` over vLLM processes."""
 
     name = "vllm"
-    retries = 2**31  # `_restart` counts the starts without a token
+    retries = 2**31  # `_ensure_serving` limits the starts without a token instead
 
     def __init__(
         self,
@@ -63,30 +63,29 @@ class VLLMRollout(RemoteEngine):
         device: torch.device,
         current_weights: Callable[[], Weights] | None = None,
     ) -> None:
-        """`parameters` are those of the model by name. Without `current_weights`, the engine keeps a copy of
-        the weights in host memory for restarted processes."""
+        """`parameters` has the parameters of the model by name. Without `current_weights`, the engine keeps a
+        copy of the weights in host memory for restarted processes."""
         self.traits = Traits(decodes_with_module=False, batch_invariant=device.type == "cpu")
         self._processes, self._device = list(processes), device
         self._parameters = parameters
-        name_of = {id(p): name for name, p in reversed(list(parameters.items()))}
-        self._required = set(name_of.values())  # tied parameters have one name
+        name_by_id = {id(p): name for name, p in reversed(list(parameters.items()))}
+        self._required_names = set(name_by_id.values())  # one name per tied parameter
         self._bucket_bytes = bucket_bytes
         self._current_weights = current_weights
         self._host_copy: dict[str, Tensor] = {}
-        self._updated = (
-            False  # whether an update has ended; before, the weights are those of the files
-        )
-        self._names: set[str] = set()  # of the current update
+        self._must_restore = False
+        """Whether a restarted process must load weights, because those of the model's files are old."""
+        self._loaded_names: set[str] = set()  # of the current update
         self._closing = False
-        self._current_sleep_level: int | None = None  # level of the current sleep
-        self._keys = count()
-        self._process_of: OrderedDict[object, int] = OrderedDict()
-        self._requests_of = [0] * len(self._processes)
+        self._current_sleep_level: int | None = None  # None while awake
+        self._request_keys = count()
+        self._index_by_route: OrderedDict[object, int] = OrderedDict()
+        self._num_routed = [0] * len(self._processes)  # requests by process
         self._restart_lock, self._wake_lock = asyncio.Lock(), asyncio.Lock()
         super().__init__(rules)
 
     async def start(self) -> None:
-        """Starts the processes and waits until all can decode."""
+        """Starts the processes and waits until all of them can decode."""
         await self._submit(self._start())
 
     async def _start(self) -> None:
@@ -96,7 +95,7 @@ class VLLMRollout(RemoteEngine):
             raise RolloutError(f"vLLM did not start: {error}") from error
         for process in self._processes:
             process.serving = process.alive  # one may have died while another started
-            await self._restart(process)
+            await self._ensure_serving(process)
 
     def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
         if 0 < sampling.temperature < _MIN_TEMPERATURE:
@@ -113,7 +112,7 @@ class VLLMRollout(RemoteEngine):
         if self._current_sleep_level is not None:
             await self._remote_wake_up()
         process = self._processes[self._route(request)]
-        key = str(next(self._keys))
+        key = str(next(self._request_keys))
         queue = process.open_stream(key)
         finished = False
         try:
@@ -148,32 +147,37 @@ class VLLMRollout(RemoteEngine):
         }
 
     def _route(self, request: Request) -> int:
-        """Returns the process of the trajectory, else of the prompt if not overloaded, else the least loaded
-        one; of equally loaded ones that with the fewest requests so far."""
-        loads = [process.load for process in self._processes]
-        prompt = hash(tuple(request.prompt_ids))
-        least = min(range(len(loads)), key=lambda index: (loads[index], self._requests_of[index]))
-        index = self._process_of.get(request.request_id)
+        """Returns the index of the process for a request.
+
+        A known trajectory returns to its process, and so does a known prompt unless the process is
+        overloaded. Other requests go to the process with the fewest streams, then the fewest requests.
+        """
+        num_streams = [process.num_streams for process in self._processes]
+        prompt_hash = hash(tuple(request.prompt_ids))
+        least_loaded = min(
+            range(len(num_streams)), key=lambda i: (num_streams[i], self._num_routed[i])
+        )
+        index = self._index_by_route.get(request.request_id)
         if index is None:
-            index = self._process_of.get(prompt, least)
-            if loads[index] > loads[least] + _MAX_IMBALANCE:
-                index = least
-        self._requests_of[index] += 1
-        for key in (request.request_id, prompt):
-            self._process_of[key] = index
-            self._process_of.move_to_end(key)
-        while len(self._process_of) > _MAX_ROUTES:
-            self._process_of.popitem(last=False)
+            index = self._index_by_route.get(prompt_hash, least_loaded)
+            if num_streams[index] > num_streams[least_loaded] + _MAX_IMBALANCE:
+                index = least_loaded
+        self._num_routed[index] += 1
+        for route in (request.request_id, prompt_hash):
+            self._index_by_route[route] = index
+            self._index_by_route.move_to_end(route)
+        while len(self._index_by_route) > _MAX_ROUTES:
+            self._index_by_route.popitem(last=False)
         return index
 
     # -- control --------------------------------------------------------------------------------
 
     async def _pause(self, keep: bool) -> None:
-        """Pauses; with `keep`, requests stay in vLLM and continue there."""
+        """Pauses; with `keep`, requests stay in vLLM and continue there after `resume`."""
         if not keep:
             await super()._pause(keep)
             return
-        self._raise_failure()
+        self._raise_if_failed()
         self._not_paused.clear()
         self._paused = True
         await self._remote_pause()
@@ -188,7 +192,7 @@ class VLLMRollout(RemoteEngine):
             await self._call_all("resume")
 
     async def _call_all(self, verb: str, **arguments: object) -> None:
-        """Runs a command in every live process; a restart gives a dead one the current state."""
+        """Runs a command in every live process; a dead process gets the current state when it restarts."""
         calls = [p.call(verb, **arguments) for p in self._processes if p.alive]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ConnectionLost):
@@ -197,19 +201,23 @@ class VLLMRollout(RemoteEngine):
     async def _remote_recover(self, error: ConnectionLost) -> None:
         for process in self._processes:
             # Shielded, because other requests wait for the same restart.
-            restart = asyncio.ensure_future(self._restart(process))
+            restart = asyncio.ensure_future(self._ensure_serving(process))
+            # Reads the exception, so that asyncio does not log it if this request is cancelled.
             restart.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(restart)
 
-    async def _restart(self, process: EngineProcess) -> None:
-        """Restarts a dead process with the current weights; during an update, `commit` loads them."""
+    async def _ensure_serving(self, process: EngineProcess) -> None:
+        """Restarts a process that does not serve, and loads the current weights.
+
+        During an update, `commit` loads the weights instead.
+        """
         async with self._restart_lock:
             while not process.serving:
                 if self._closing:
                     raise RolloutError("the engine was closed while this request waited")
                 if process.starts_without_tokens >= _MAX_STARTS:
                     raise RolloutError(
-                        f"vLLM ended {_MAX_STARTS} times without a token; the log has its last errors"
+                        f"vLLM ended {_MAX_STARTS} times without a token; its last errors are in the log"
                     )
                 log.warning("vLLM has ended and is restarted with the current weights")
                 try:
@@ -225,34 +233,34 @@ class VLLMRollout(RemoteEngine):
 
     async def _restore(self, process: EngineProcess) -> None:
         """Loads the current weights into a process that does not have them."""
-        if self._updated:
-            process.loading = False
-            for bucket in self._buckets(self._published_weights()):
+        if self._must_restore:
+            process.has_new_buckets = False
+            for bucket in self._fill_buckets(self._published_weights()):
                 await self._load_bucket(bucket, [process])
             await process.call("finish")
-        process.stale = process.missed_bucket = process.loading = False
+        process.stale = process.missed_bucket = process.has_new_buckets = False
 
     def _published_weights(self) -> Weights:
         return self._current_weights() if self._current_weights else self._host_copy.items()
 
     async def _remote_sleep(self) -> None:
-        """Frees GPU memory, also of the weights if `wake_up` can restore them."""
+        """Frees GPU memory; the weights are freed too if `wake_up` can restore them."""
         self._current_sleep_level = self._choose_sleep_level()
-        start, used_before = time.monotonic(), self._gpu_memory_used_gib()
+        start_time, used_before = time.monotonic(), self._gpu_memory_used_gib()
         await self._call_all("sleep", level=self._current_sleep_level)
         log.info(
             "vLLM sleeps at level %d after %.2f s: %.1f GiB of the GPU in use, %.1f GiB before",
             self._current_sleep_level,
-            time.monotonic() - start,
+            time.monotonic() - start_time,
             self._gpu_memory_used_gib(),
             used_before,
         )
         for process in self._processes:
             process.stale |= self._current_sleep_level == 2
-        self._updated |= self._current_sleep_level == 2
+        self._must_restore |= self._current_sleep_level == 2
 
     def _gpu_memory_used_gib(self) -> float:
-        """Returns the GPU memory in use by all processes."""
+        """Returns the GPU memory that all processes together use."""
         if not torch.cuda.is_available():
             return 0.0
         free, total = torch.cuda.mem_get_info(self._device)
@@ -261,7 +269,7 @@ class VLLMRollout(RemoteEngine):
     def _choose_sleep_level(self) -> int:
         if self._device.type != "cuda":
             return 0
-        return 2 if self._updated or self._current_weights else 1
+        return 2 if self._must_restore or self._current_weights else 1
 
     async def _remote_wake_up(self) -> None:
         async with self._wake_lock:
@@ -269,7 +277,7 @@ class VLLMRollout(RemoteEngine):
                 await self._call_all("wake_up")
             for process in self._processes:
                 while True:
-                    await self._restart(process)
+                    await self._ensure_serving(process)
                     if not process.stale or self._update.in_progress:
                         break
                     try:
@@ -284,28 +292,29 @@ class VLLMRollout(RemoteEngine):
 
     async def _remote_close(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))
-        async with self._restart_lock:  # waits for a running restart, which fails now
+        async with self._restart_lock:  # waits until a restart in progress has failed
             pass
 
     # -- weights --------------------------------------------------------------------------------
 
     async def _remote_begin(self) -> None:
         await self._remote_wake_up()
-        self._names = set()
+        self._loaded_names = set()
         for process in self._processes:
-            process.loading = process.missed_bucket = False
+            process.has_new_buckets = process.missed_bucket = False
 
     async def _load(self, weights: Weights) -> None:
-        for bucket in self._buckets(self._check_names(weights)):
+        for bucket in self._fill_buckets(self._check_and_copy(weights)):
             await self._submit(self._load_bucket(bucket, self._processes))
 
-    def _buckets(self, weights: Weights) -> Iterator[Fields]:
-        return fill_buckets(by_expert(weights), self._device, self._bucket_bytes)
+    def _fill_buckets(self, weights: Weights) -> Iterator[Fields]:
+        return fill_buckets(split_experts(weights), self._device, self._bucket_bytes)
 
-    def _check_names(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    def _check_and_copy(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights after a check; copies them to host memory if restarts need a copy."""
         for name, tensor in weights:
             check_name_and_shape(name, tensor, self._parameters)
-            self._names.add(name)
+            self._loaded_names.add(name)
             if self._current_weights is None:
                 self._host_copy[name] = tensor.detach().to("cpu", copy=True)
             yield name, tensor
@@ -313,13 +322,13 @@ class VLLMRollout(RemoteEngine):
     async def _load_bucket(self, bucket: Fields, processes: Sequence[EngineProcess]) -> None:
         """Loads one bucket; if a process dies meanwhile, `commit` loads all buckets into it."""
 
-        async def load(process: EngineProcess) -> None:
-            first, process.loading = not process.loading, True
+        async def load_into(process: EngineProcess) -> None:
+            first, process.has_new_buckets = not process.has_new_buckets, True
             await process.call("load", first=first, bucket=bucket)
 
-        live = [p for p in processes if p.alive]
-        results = await asyncio.gather(*map(load, live), return_exceptions=True)
-        for process, result in zip(live, results, strict=True):
+        live_processes = [p for p in processes if p.alive]
+        results = await asyncio.gather(*map(load_into, live_processes), return_exceptions=True)
+        for process, result in zip(live_processes, results, strict=True):
             if isinstance(result, ConnectionLost):
                 process.missed_bucket = True
                 if len(processes) == 1 and not self._update.in_progress:
@@ -327,21 +336,21 @@ class VLLMRollout(RemoteEngine):
             elif isinstance(result, BaseException):
                 raise result
 
-    async def _remote_commit(self, version: int, loaded: bool) -> None:
-        if loaded and (missing := sorted(self._required - self._names)):
+    async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
+        if has_new_weights and (missing := sorted(self._required_names - self._loaded_names)):
             raise RolloutError(
-                f"the update has {len(self._names)} tensors but lacks {len(missing)}, the first "
+                f"the update has {len(self._loaded_names)} tensors but lacks {len(missing)}, the first "
                 f"{missing[0]!r}; vLLM needs all of them"
             )
-        self._updated |= loaded
-        # Repeated, because a process may die while another commits.
-        while outdated := [p for p in self._processes if p.lacks_update]:
-            for process in outdated:
-                await self._restart(process)
+        self._must_restore |= has_new_weights
+        # A process may die while another finishes its update.
+        while outdated_processes := [p for p in self._processes if p.lacks_update]:
+            for process in outdated_processes:
+                await self._ensure_serving(process)
                 try:
-                    if process.loading and not process.missed_bucket:
+                    if process.has_new_buckets and not process.missed_bucket:
                         await process.call("finish")
-                        process.stale = process.loading = False
+                        process.stale = process.has_new_buckets = False
                     elif process.stale or process.missed_bucket:
                         await self._restore(process)
                 except ConnectionLost as error:

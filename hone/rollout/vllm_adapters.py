@@ -1,4 +1,4 @@
-"""vLLM with a LoRA adapter: updates load only the adapter, over the base weights of the model's files."""
+"""vLLM with a LoRA adapter: an update loads only the adapter; the base weights are the model's files."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from hone.types import Fields
 if TYPE_CHECKING:
     from peft import PeftModel
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`."""
+_SUPPORTED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM allows for `max_lora_rank`."""
 
 
-def engine_arguments(lm: PeftModel) -> Fields | None:
-    """Returns the arguments of `vllm.LLM` for an adapter; None if vLLM does not support it."""
+def lora_engine_arguments(lm: PeftModel) -> Fields | None:
+    """Returns the arguments of `vllm.LLM` for an adapter; None if vLLM does not support the adapter."""
     rank = lm.peft_config[lm.active_adapter].r
-    if rank > _RANKS[-1] or not is_plain_lora(lm):
+    if rank > _SUPPORTED_RANKS[-1] or not is_plain_lora(lm):
         return None
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": min(r for r in _RANKS if r >= rank),
+        "max_lora_rank": min(r for r in _SUPPORTED_RANKS if r >= rank),
     }
 
 
 class AdapterVLLM(VLLMRollout):
-    """A `VLLMRollout` whose requests use the adapter of the last update, stored in a folder in memory."""
+    """A `VLLMRollout` whose requests use the adapter of the last update, from a folder in shared memory."""
 
     def __init__(
         self,
@@ -52,15 +52,15 @@ class AdapterVLLM(VLLMRollout):
         self._folder = AdapterFolder(None, lm)
 
     async def _load(self, weights: Weights) -> None:
-        for _ in self._check_names(weights):
+        for _ in self._check_and_copy(weights):  # `commit` writes the copy into the folder
             pass
 
-    async def _remote_commit(self, version: int, loaded: bool) -> None:
-        if loaded:
+    async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
+        if has_new_weights:
             await asyncio.to_thread(self._write_folder)
             for process in self._processes:
                 process.stale = True
-        await super()._remote_commit(version, loaded)
+        await super()._remote_commit(version, has_new_weights)
 
     def _write_folder(self) -> None:
         self._folder.begin()
@@ -68,12 +68,12 @@ class AdapterVLLM(VLLMRollout):
         self._folder.commit()
 
     async def _restore(self, process: EngineProcess) -> None:
-        if self._updated:
-            await process.call("adapter", folder=str(self._folder.current))
-        process.stale = process.missed_bucket = process.loading = False
+        if self._must_restore:
+            await process.call("adapter", folder=str(self._folder.current_checkpoint))
+        process.stale = process.missed_bucket = process.has_new_buckets = False
 
     def _choose_sleep_level(self) -> int:
-        return int(self._device.type == "cuda")
+        return 1 if self._device.type == "cuda" else 0
 
     async def _remote_close(self) -> None:
         await super()._remote_close()

@@ -1,4 +1,4 @@
-"""Builds the vLLM engine: interpreter, arguments of `vllm.LLM`, devices and environment."""
+"""Builds the vLLM engine; chooses its interpreter, devices, environment and arguments of `vllm.LLM`."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from hone.models.load import load_config, resolve_model_path
 from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.requests import RequestRules
-from hone.rollout.server_build import build_vllm_servers, takes_updates
+from hone.rollout.server_build import build_vllm_servers, receives_weights
 from hone.rollout.server_weights import meta_parameters
 from hone.rollout.vllm import VLLMRollout
-from hone.rollout.vllm_adapters import AdapterVLLM, engine_arguments
-from hone.rollout.vllm_experts import FAMILIES as EXPERT_FAMILIES
-from hone.rollout.vllm_process import EngineProcess, Launch
+from hone.rollout.vllm_adapters import AdapterVLLM, lora_engine_arguments
+from hone.rollout.vllm_experts import UPDATABLE_MODEL_TYPES
+from hone.rollout.vllm_process import EngineProcess, LaunchArguments
 from hone.types import Fields, Settings
 
 log = logging.getLogger(__name__)
 
-INSTALL = (
+_INSTALL_HINT = (
     "install it with `pip install 'hone-rl[vllm]'`, or build an interpreter that has it with "
     "`make setup-vllm` and set rollout.vllm.python=.venv-vllm/bin/python"
 )
 _RESERVED_ARGUMENTS = {
     "model": "actor_rollout_ref.model.path",
     "dtype": "the dtype of the actor",
-    "logprobs_mode": "the log-probs of the contract",
-    "skip_tokenizer_init": "token ids",
-    "worker_extension_cls": "hone's extension",
-    "weight_transfer_config": "hone's transfer of weights",
-    "async_scheduling": "exact weight versions",
+    "logprobs_mode": "hone, which replaces the log-probs of vLLM's sampler",
+    "skip_tokenizer_init": "hone, which sends token ids",
+    "worker_extension_cls": "hone, which extends vLLM's workers",
+    "weight_transfer_config": "hone, which transfers new weights",
+    "async_scheduling": "hone, which needs the exact weight version of every token",
     "data_parallel_size": "rollout.data_parallel_size",
 }
 """Arguments of `vllm.LLM` that hone sets, and what determines them."""
@@ -47,7 +47,7 @@ _RESERVED_ARGUMENTS = {
 
 @functools.cache
 def has_vllm(python: str | None) -> bool:
-    """Whether an interpreter has vLLM; None is this one."""
+    """Whether the interpreter `python` has vLLM; None is the current interpreter."""
     if python is None:
         return find_spec("vllm") is not None
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
@@ -55,7 +55,7 @@ def has_vllm(python: str | None) -> bool:
         return subprocess.run([python, "-c", code], timeout=60, check=False).returncode == 0
     except OSError as error:
         raise RolloutError(
-            f"rollout.vllm.python={python} does not run ({error}); {INSTALL}"
+            f"rollout.vllm.python={python} does not run ({error}); {_INSTALL_HINT}"
         ) from error
 
 
@@ -66,27 +66,27 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
         return build_vllm_servers(spec)
     python = config.vllm.python
     if not has_vllm(python):
-        place = f"rollout.vllm.python={python}" if python else "this interpreter"
-        raise RolloutError(f"rollout.name=vllm, but {place} has no vLLM; {INSTALL}")
-    model = load_config(spec.model_path)
-    experts = routing_shape(model) is not None
-    if experts and takes_updates(spec) and model.model_type not in EXPERT_FAMILIES:
+        interpreter = f"rollout.vllm.python={python}" if python else "this interpreter"
+        raise RolloutError(f"rollout.name=vllm, but {interpreter} has no vLLM; {_INSTALL_HINT}")
+    model_config = load_config(spec.model_path)
+    model_type, has_experts = model_config.model_type, routing_shape(model_config) is not None
+    if has_experts and receives_weights(spec) and model_type not in UPDATABLE_MODEL_TYPES:
         raise RolloutError(
-            f"rollout.name=vllm loads new weights of {', '.join(sorted(EXPERT_FAMILIES))} among mixtures of "
-            f"experts, and {spec.model_path} is {model.model_type}; use rollout.name=native"
+            f"{spec.model_path} is a {model_type}; of mixtures of experts, rollout.name=vllm loads new "
+            f"weights only into {', '.join(sorted(UPDATABLE_MODEL_TYPES))}; use rollout.name=native"
         )
-    rules = RequestRules.of(model, spec.eos_ids, spec.tokenizer)
-    lm = None if experts else _published_adapters(spec)
-    lora_arguments = (engine_arguments(lm) if lm is not None else None) or {}
+    rules = RequestRules.of(model_config, spec.eos_ids, spec.tokenizer)
+    lm = None if has_experts else _publishable_peft_model(spec)
+    lora_arguments = (lora_engine_arguments(lm) if lm is not None else None) or {}
     launches = [
-        make_launch(spec, rules.max_positions, i, lora_arguments)
+        make_launch_arguments(spec, rules.max_positions, i, lora_arguments)
         for i in range(config.data_parallel_size)
     ]
     bucket_bytes = 2**30
     if isinstance(config, RolloutConfig):
         bucket_bytes = config.checkpoint_engine.bucket_bytes
     names = ["vLLM"] if len(launches) == 1 else [f"vLLM {i}" for i in range(len(launches))]
-    processes = [EngineProcess(*pair) for pair in zip(launches, names, strict=True)]
+    processes = [EngineProcess(*arguments) for arguments in zip(launches, names, strict=True)]
     if lm is not None and lora_arguments:
         engine: VLLMRollout = AdapterVLLM(processes, rules, lm, device=spec.device)
     else:
@@ -115,12 +115,12 @@ async def _start(engine: VLLMRollout, spec: RolloutSpec) -> None:
         await engine.commit(0)
 
 
-def _published_adapters(spec: RolloutSpec) -> Any:
-    """Returns the policy's PEFT model if only its adapters are published.
+def _publishable_peft_model(spec: RolloutSpec) -> Any:
+    """Returns the policy's PEFT model if vLLM should load only its adapter, else None.
 
-    On a GPU shared with the actor, vLLM frees its weights while the actor trains, and all weights are
-    published on waking: then merged weights decode faster. Adapters are files on this machine, which
-    workers on another machine cannot read.
+    If vLLM shares a GPU with the actor and frees its weights while the actor trains, all weights are
+    published when it wakes up, and merged weights decode faster. Workers on another machine cannot read
+    the adapter, which is a folder on this machine.
     """
     config = spec.config
     if config.vllm.weights == "distributed":
@@ -131,58 +131,60 @@ def _published_adapters(spec: RolloutSpec) -> Any:
     return spec.load_policy().lm if spec.adapters else None
 
 
-def make_launch(
+def make_launch_arguments(
     spec: RolloutSpec, max_positions: int | None, index: int, extra_arguments: Fields | None = None
-) -> Launch:
-    """Returns the launch arguments of data-parallel engine `index`."""
+) -> LaunchArguments:
+    """Returns the launch arguments of the process with data-parallel rank `index`."""
     config = spec.config
-    cuda = spec.device.type == "cuda"
-    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    devices = _visible_devices(spec.device, tensor * pipeline, index) if cuda else None
-    if devices is not None and len(devices) < tensor * pipeline:
+    on_gpu = spec.device.type == "cuda"
+    tensor_parallel_size = config.tensor_model_parallel_size
+    pipeline_parallel_size = config.pipeline_model_parallel_size
+    num_gpus = tensor_parallel_size * pipeline_parallel_size
+    devices = _visible_devices(spec.device, num_gpus, index) if on_gpu else None
+    if devices is not None and len(devices) < num_gpus:
         log.info(
             "vLLM runs on %d device(s), fewer than rollout.tensor_model_parallel_size=%d times "
             "pipeline_model_parallel_size=%d",
             len(devices),
-            tensor,
-            pipeline,
+            tensor_parallel_size,
+            pipeline_parallel_size,
         )
-        tensor = pipeline = 1
+        num_gpus = tensor_parallel_size = pipeline_parallel_size = 1
         devices = devices[:1]
     max_total_tokens = config.max_total_tokens
-    engine: Fields = {
+    llm_arguments: Fields = {
         "model": resolve_model_path(spec.model_path),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "max_model_len": min(max_total_tokens, max_positions or max_total_tokens),
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
-        "enforce_eager": config.enforce_eager or not cuda,
+        "enforce_eager": config.enforce_eager or not on_gpu,
         "enable_prefix_caching": config.enable_prefix_caching,
-        "tensor_parallel_size": tensor,
-        "pipeline_parallel_size": pipeline,
+        "tensor_parallel_size": tensor_parallel_size,
+        "pipeline_parallel_size": pipeline_parallel_size,
         "generation_config": "vllm",
         "disable_log_stats": True,
         "seed": 0,
     }
-    if cuda:
-        engine |= {
+    if on_gpu:
+        llm_arguments |= {
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enable_sleep_mode": isinstance(config, RolloutConfig) and config.free_cache_engine,
         }
         if config.cudagraph_capture_sizes:
-            engine["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
-    if tensor * pipeline == 1:
-        engine["distributed_executor_backend"] = "uni"
-    engine |= (extra_arguments or {}) | _user_arguments(config.engine_kwargs.vllm)
-    engine |= {
+            llm_arguments["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
+    if num_gpus == 1:
+        llm_arguments["distributed_executor_backend"] = "uni"
+    llm_arguments |= (extra_arguments or {}) | _user_arguments(config.engine_kwargs.vllm)
+    llm_arguments |= {
         "skip_tokenizer_init": True,
         "logprobs_mode": "raw_logprobs",
         "async_scheduling": False,
     }
-    return Launch(
+    return LaunchArguments(
         config.vllm.python or sys.executable,
-        engine,
-        make_environment(cuda, devices),
+        llm_arguments,
+        make_environment(on_gpu, devices),
         config.vllm.start_timeout_s,
         config.vllm.stall_timeout_s,
         config.vllm.weights,
@@ -190,7 +192,7 @@ def make_launch(
 
 
 def _user_arguments(arguments: Settings) -> Fields:
-    """Returns `engine_kwargs.vllm` without None; raises for reserved arguments."""
+    """Returns `engine_kwargs.vllm` without values of None; raises if one is reserved."""
     for name, source in _RESERVED_ARGUMENTS.items():
         if name in arguments:
             raise RolloutError(
@@ -199,17 +201,17 @@ def _user_arguments(arguments: Settings) -> Fields:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _visible_devices(device: torch.device, size: int, index: int) -> list[str]:
-    """Returns the GPUs of engine `index`, for CUDA_VISIBLE_DEVICES."""
+def _visible_devices(device: torch.device, num_gpus: int, index: int) -> list[str]:
+    """Returns the GPUs of data-parallel rank `index`, as CUDA_VISIBLE_DEVICES names them."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if names == [""]:
         names = [str(i) for i in range(torch.cuda.device_count())]
-    first = (device.index or 0) + index * size
-    return names[first : first + size] or names[device.index or 0 :][:1]
+    first = (device.index or 0) + index * num_gpus
+    return names[first : first + num_gpus] or names[device.index or 0 :][:1]
 
 
-def make_environment(cuda: bool, devices: list[str] | None) -> dict[str, str]:
-    """Returns the environment variables of one engine, whose processes connect over loopback."""
+def make_environment(on_gpu: bool, devices: list[str] | None) -> dict[str, str]:
+    """Returns the environment variables of one process, whose workers connect over loopback."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -222,11 +224,11 @@ def make_environment(cuda: bool, devices: list[str] | None) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "INFO",
         "HF_HUB_OFFLINE": "1",
     }
-    if not cuda:
+    if not on_gpu:
         defaults |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCHDYNAMO_DISABLE": "1",  # nothing is compiled with enforce_eager
+            "TORCHDYNAMO_DISABLE": "1",  # enforce_eager compiles nothing
         }
     environment |= {name: value for name, value in defaults.items() if name not in os.environ}
     if devices is not None:

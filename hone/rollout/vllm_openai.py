@@ -1,7 +1,7 @@
 """The client of a running vLLM OpenAI server.
 
-New weights are loaded from a checkpoint folder that both sides can read, by routes that the server has with
-VLLM_SERVER_DEV_MODE=1 in its environment; without it, the server only generates.
+The server loads new weights from a checkpoint folder that client and server can read. It needs the
+development routes (VLLM_SERVER_DEV_MODE=1 in its environment); without them, it only generates.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _MIN_TEMPERATURE = 0.01
 
 @dataclass(eq=False)
 class VLLMServer(HttpServer):
-    """One vLLM OpenAI server."""
+    """The client of one vLLM OpenAI server."""
 
     eos_ids: tuple[int, ...] = ()
-    model: str = ""
-    tied: bool = False
+    model_name: str = ""
+    tied_embeddings: bool = False
     """Whether input and output embeddings are tied."""
-    updates: bool = False
-    """Whether the server has the development routes."""
-    device: str = ""
+    has_dev_routes: bool = False
+    """Whether the server has the development routes, which updates need."""
+    device_type: str = ""
 
     kind = "vLLM"
     log_prob_hint = "start it with --logprobs-mode processed_logprobs"
@@ -38,24 +38,24 @@ class VLLMServer(HttpServer):
     async def connect(self) -> None:
         response = await self.call("/v1/models", get=True)
         try:
-            self.model = str(response["data"][0]["id"])
+            self.model_name = str(response["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise RolloutError(
                 f"{self.safe_url}/v1/models has no model: {shorten(str(response))}"
             ) from None
-        self.updates = await self.has("/is_paused")
-        if self.updates:
+        self.has_dev_routes = await self.has_route("/is_paused")
+        if self.has_dev_routes:
             await self.resume()  # a killed run may have left the server paused
-            self.weights = await self.weight_version()
+            self.expected_version = await self.weight_version()
             info = await self.call("/server_info?config_format=json", get=True)
-            self.device = str(info["vllm_config"]["device_config"]["device"])
+            self.device_type = str(info["vllm_config"]["device_config"]["device"])
         await self.detect_log_prob_mode()
 
     # -- requests -------------------------------------------------------------------------------
 
-    def _body(self, prompt: list[int], sampling: Settings) -> Settings:
+    def _request_body(self, prompt: list[int], sampling: Settings) -> Settings:
         return {
-            "model": self.model,
+            "model": self.model_name,
             "prompt": prompt,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -67,9 +67,9 @@ class VLLMServer(HttpServer):
         if 0 < sampling.temperature < _MIN_TEMPERATURE:
             raise RolloutError(
                 f"request {request.request_id}: vLLM raises temperature={sampling.temperature} to "
-                f"{_MIN_TEMPERATURE}; use 0 or at least that"
+                f"{_MIN_TEMPERATURE}; use 0, or {_MIN_TEMPERATURE} or more"
             )
-        settings: Settings = {
+        sampling_fields: Settings = {
             "stream": True,
             "logprobs": 0,
             "max_tokens": sampling.max_tokens,
@@ -79,33 +79,36 @@ class VLLMServer(HttpServer):
             "min_p": sampling.min_p,
             "seed": sampling.seed,
             "stop_token_ids": [
-                *({} if sampling.ignore_eos else self.eos_ids),
+                *(() if sampling.ignore_eos else self.eos_ids),
                 *sampling.stop_token_ids,
             ],
             "ignore_eos": sampling.ignore_eos,
         }
         prompt = [*request.prompt_ids, *request.token_ids]
+        body = self._request_body(prompt, sampling_fields)
         # vLLM aborts a request when its connection closes.
-        async with aclosing(self.events("/v1/completions", self._body(prompt, settings))) as events:
+        async with aclosing(self.events("/v1/completions", body)) as events:
             async for event in events:
-                chunk = self._chunk(event)
+                chunk = self._parse_chunk(event)
                 yield chunk
                 if chunk.finished:
                     return
 
-    def _chunk(self, event: Event) -> Chunk:
+    def _parse_chunk(self, event: Event) -> Chunk:
         choices = event.get("choices")
-        if not choices:  # only usage statistics
+        if not choices:  # the event has only usage statistics
             return Chunk([], [])
-        ids, log_probs = self._tokens(choices[0])
+        ids, log_probs = self._parse_tokens(choices[0])
         reason = choices[0].get("finish_reason")
         if reason == "abort":
             raise ServerLost(self, "aborted a request")
         if reason not in (None, "stop", "length"):
-            raise RolloutError(f"{self.safe_url}/v1/completions ended a request for {reason!r}")
+            raise RolloutError(
+                f"{self.safe_url}/v1/completions ended a request with the finish_reason {reason!r}"
+            )
         return Chunk(ids, log_probs, finished=reason is not None)
 
-    def _tokens(self, choice: Event) -> tuple[list[int], list[float]]:
+    def _parse_tokens(self, choice: Event) -> tuple[list[int], list[float]]:
         ids = choice.get("token_ids")
         if ids is None:
             raise RolloutError(
@@ -118,33 +121,33 @@ class VLLMServer(HttpServer):
         return ids, log_probs or []
 
     async def sample_one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
-        body = self._body(prompt, {"max_tokens": 1, "logprobs": 1, "seed": 0, **sampling})
+        body = self._request_body(prompt, {"max_tokens": 1, "logprobs": 1, "seed": 0, **sampling})
         response = await self.call("/v1/completions", body)
         choice = response["choices"][0]
-        _, (log_prob,) = self._tokens(choice)
+        _, (log_prob,) = self._parse_tokens(choice)
         return log_prob, max(choice["logprobs"]["top_logprobs"][0].values())
 
     # -- control --------------------------------------------------------------------------------
 
     async def pause(self) -> None:
         """Pauses with `keep`, which does not abort the requests of other clients."""
-        if self.updates:
+        if self.has_dev_routes:
             await self.call("/pause?mode=keep", {})
 
     async def resume(self) -> None:
-        if self.updates:
+        if self.has_dev_routes:
             await self.call("/resume", {})
 
     async def weight_version(self) -> str | None:
         return str((await self.call("/weight_info", get=True))["weight_version"])
 
     def check_updates_supported(self) -> None:
-        if not self.updates:
+        if not self.has_dev_routes:
             raise RolloutError(
                 f"{self.safe_url} cannot load new weights, which training and LoRA adapters need; start vLLM "
                 "with VLLM_SERVER_DEV_MODE=1, or use rollout.name=vllm without rollout.server.urls"
             )
-        if self.tied and self.device == "cpu":
+        if self.tied_embeddings and self.device_type == "cpu":
             raise RolloutError(
                 f"{self.safe_url} runs on a CPU, where vLLM keeps the old output head of a model with tied "
                 "embeddings after an update; use rollout.name=vllm without rollout.server.urls"

@@ -33,54 +33,56 @@ _LENGTH = struct.Struct("!I")
 _PROGRESS_INTERVAL_S = 10.0
 _PING_INTERVAL_S = 15.0
 _PONG_TIMEOUT_S = 120.0
-"""Pings are answered by a thread that does not compute."""
+"""The longest wait for the answer to a ping, which comes from a thread that does not compute."""
 _EXIT_TIMEOUT_S = 30.0
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
-_FILES = {
+_EXCEPTION_LINE = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
+_COPIED_FILES = {
     "vllm_server.py": "server.py",
     "vllm_worker.py": "hone_vllm_worker.py",
     "../ops/counter_rng.py": "hone_counter_rng.py",
 }
+"""Files that the process runs, with their names in its folder."""
 
 
 class EngineDied(ConnectionLost):
-    """The process has ended; requests may be issued again to another."""
+    """The process has ended; its requests may be issued again to a new process."""
 
 
 @dataclass(frozen=True)
-class Launch:
-    """The arguments of a process."""
+class LaunchArguments:
+    """The arguments with which a vLLM process is started."""
 
     python: str
-    engine: Fields
+    llm_arguments: Fields
     """The arguments of `vllm.LLM`."""
     environment: dict[str, str] = field(default_factory=dict)
     start_timeout_s: float = 600.0
     stall_timeout_s: float = 600.0
     """The longest duration of a command or a decode step."""
     weights: str = "auto"
-    """`rollout.vllm.weights`."""
+    """The value of `rollout.vllm.weights`."""
 
 
 class EngineProcess:
     """One vLLM engine in a child process; `start` also restarts it."""
 
-    def __init__(self, launch: Launch, name: str = "vLLM") -> None:
+    def __init__(self, launch: LaunchArguments, name: str = "vLLM") -> None:
         self._launch, self._name = launch, name
         self.alive = False
         self.serving = False
-        """Whether it accepts requests; the engine sets it once the process has the current weights."""
+        """Whether the process accepts requests; the engine sets it once the weights are current."""
         self.starts_without_tokens = 0
-        self.loading = False
-        """Whether it has loaded buckets of the current update."""
+        """Number of starts since the process last sent a token."""
+        self.has_new_buckets = False
+        """Whether the process has loaded buckets of the current update."""
         self.missed_bucket = False
-        """Whether it has died during the current update, and lacks buckets."""
+        """Whether the process lacks buckets of the current update, because it died meanwhile."""
         self.stale = False
-        """Whether its weights are not the current ones."""
+        """Whether the weights of the process are not the current ones."""
         self._child: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self._calls: dict[int, asyncio.Future[object]] = {}
-        self._numbers = count()
+        self._call_ids = count()
         self._streams: dict[str, asyncio.Queue[Chunk | Exception]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
@@ -89,11 +91,11 @@ class EngineProcess:
 
     @property
     def lacks_update(self) -> bool:
-        """Whether it does not serve yet, or not with the weights of the current update."""
-        return not self.serving or self.loading or self.missed_bucket or self.stale
+        """Whether the process does not serve, or has not finished the current update."""
+        return not self.serving or self.has_new_buckets or self.missed_bucket or self.stale
 
     @property
-    def load(self) -> int:
+    def num_streams(self) -> int:
         return len(self._streams)
 
     @property
@@ -105,53 +107,54 @@ class EngineProcess:
         """Starts the process and waits until it can decode."""
         await self.stop()
         self.starts_without_tokens += 1
-        start = time.monotonic()
+        start_time = time.monotonic()
         await self._spawn()
         launch = self._launch
-        starting = asyncio.ensure_future(
-            self.call("start", engine=launch.engine, weights=launch.weights)
+        start_call = asyncio.ensure_future(
+            self.call("start", engine=launch.llm_arguments, weights=launch.weights)
         )
-        while not (await asyncio.wait({starting}, timeout=_PROGRESS_INTERVAL_S))[0]:
-            seconds = time.monotonic() - start
-            if seconds > launch.start_timeout_s:
-                last = self._last_line()
-                starting.cancel()
+        while not (await asyncio.wait({start_call}, timeout=_PROGRESS_INTERVAL_S))[0]:
+            elapsed_s = time.monotonic() - start_time
+            if elapsed_s > launch.start_timeout_s:
+                last_line = self._last_log_line()
+                start_call.cancel()
                 await self.stop()
                 raise RolloutError(
-                    f"{self._name} was not ready after {seconds:.0f} s (rollout.vllm.start_timeout_s); "
-                    f"the last line of its log: {last}"
+                    f"{self._name} was not ready after {elapsed_s:.0f} s (rollout.vllm.start_timeout_s); "
+                    f"the last line of its log: {last_line}"
                 )
-            log.info("%s starts (%.0f s): %s", self._name, seconds, self._last_line())
-        version = starting.result()
-        seconds = time.monotonic() - start
-        log.info("%s %s is ready after %.0f s (pid %d)", self._name, version, seconds, self.pid)
+            log.info("%s starts (%.0f s): %s", self._name, elapsed_s, self._last_log_line())
+        version = start_call.result()
+        elapsed_s = time.monotonic() - start_time
+        log.info("%s %s is ready after %.0f s (pid %d)", self._name, version, elapsed_s, self.pid)
 
     async def _spawn(self) -> None:
         if self._closed:
             raise EngineDied(f"{self._name} was closed")
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self._folder = Path(tempfile.mkdtemp(prefix="hone-vllm-", dir=shared))
-        here = Path(__file__).parent
-        for source, copy in _FILES.items():
-            shutil.copyfile(here / source, self._folder / copy)
+        shared_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        self._folder = Path(tempfile.mkdtemp(prefix="hone-vllm-", dir=shared_memory))
+        source_folder = Path(__file__).parent
+        for source, copy in _COPIED_FILES.items():
+            shutil.copyfile(source_folder / source, self._folder / copy)
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-        # Another interpreter has its own packages; this one may have vLLM from PYTHONPATH.
-        inherited = self._launch.python == sys.executable and os.environ.get("PYTHONPATH")
-        path = f"{self._folder}{os.pathsep}{inherited}" if inherited else str(self._folder)
-        environment |= self._launch.environment | {"PYTHONPATH": path}
+        # Another interpreter has its own packages; this interpreter may find vLLM by PYTHONPATH.
+        own_path = self._launch.python == sys.executable and os.environ.get("PYTHONPATH")
+        python_path = f"{self._folder}{os.pathsep}{own_path}" if own_path else str(self._folder)
+        environment |= self._launch.environment | {"PYTHONPATH": python_path}
         parent_socket, child_socket = socket.socketpair()
-        with (self._folder / "log").open("wb") as file, child_socket:
+        with (self._folder / "log").open("wb") as log_file, child_socket:
             self._child = subprocess.Popen(
                 [self._launch.python, str(self._folder / "server.py"), str(child_socket.fileno())],
                 pass_fds=[child_socket.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
+                stdout=log_file,
+                stderr=log_file,
                 env=environment,
                 start_new_session=True,
             )
         reader, self._writer = await asyncio.open_connection(sock=parent_socket)
-        self.alive, self.loading, self.missed_bucket, self.stale = True, False, False, False
+        self.alive = True
+        self.has_new_buckets = self.missed_bucket = self.stale = False
         self._tasks = [
             asyncio.ensure_future(self._read(reader)),
             asyncio.ensure_future(self._watch()),
@@ -160,25 +163,25 @@ class EngineProcess:
     # -- frames ---------------------------------------------------------------------------------
 
     def send(self, verb: str, **arguments: object) -> None:
-        """Sends a command without result; a dead process gets none."""
+        """Sends a command that has no result; does nothing if the process is dead."""
         if self.alive:
             assert self._writer is not None
             content = json.dumps({"verb": verb, **arguments}, separators=(",", ":")).encode()
             self._writer.write(_LENGTH.pack(len(content)) + content)
 
     async def call(self, verb: str, **arguments: object) -> object:
-        """Returns the result of a command; raises EngineDied, or vLLM's error as RolloutError."""
+        """Returns the result of a command; raises RolloutError, or EngineDied if the process dies."""
         if not self.alive:
             raise EngineDied(f"{self._name} is not running")
-        number = next(self._numbers)
-        self._calls[number] = asyncio.get_running_loop().create_future()
-        self.send(verb, call=number, **arguments)
-        return await self._calls[number]
+        call_id = next(self._call_ids)
+        self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self.send(verb, call=call_id, **arguments)
+        return await self._calls[call_id]
 
     def open_stream(self, key: str) -> asyncio.Queue[Chunk | Exception]:
-        """Returns the queue of a request's tokens; the caller marks each item as done."""
+        """Returns the queue of a request's chunks; the caller calls `task_done` for each item."""
         if not self.serving:
-            raise EngineDied(f"{self._name} does not serve")
+            raise EngineDied(f"{self._name} does not accept requests")
         queue: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         self._streams[key] = queue
         return queue
@@ -190,7 +193,7 @@ class EngineProcess:
             queue.task_done()
 
     async def wait_until_delivered(self) -> None:
-        """Waits until the received tokens are appended to their requests."""
+        """Waits until all received tokens have been appended to their requests."""
         await asyncio.gather(*(queue.join() for queue in self._streams.values()))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -203,9 +206,9 @@ class EngineProcess:
     def _handle_frame(self, frame: Fields) -> None:
         if "tokens" in frame:
             self.starts_without_tokens = 0
-            for key, ids, log_probs, finished, cached in frame["tokens"]:
+            for key, ids, log_probs, finished, cached_tokens in frame["tokens"]:
                 if key in self._streams:
-                    self._streams[key].put_nowait(Chunk(ids, log_probs, finished, cached))
+                    self._streams[key].put_nowait(Chunk(ids, log_probs, finished, cached_tokens))
         elif "refused" in frame:
             if (queue := self._streams.get(frame["refused"])) is not None:
                 queue.put_nowait(RolloutError(f"vLLM refused the request: {frame['error']}"))
@@ -237,7 +240,7 @@ class EngineProcess:
                 )
                 break
             limit_s = self._launch.stall_timeout_s
-            if not self.serving:  # it starts, or loads all weights
+            if not self.serving:  # it is starting, or loads all weights
                 limit_s = max(limit_s, self._launch.start_timeout_s)
             if busy_s > limit_s:
                 log.error("%s has spent %.0f s on one step; it is killed", self._name, busy_s)
@@ -248,7 +251,7 @@ class EngineProcess:
         """Fails all calls and streams after the process has ended."""
         self.alive = self.serving = False
         self.kill()
-        reason = f"{self._name} has ended ({self._last_line()})"
+        reason = f"{self._name} has ended ({self._last_log_line()})"
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(EngineDied(reason))
@@ -257,13 +260,13 @@ class EngineProcess:
             queue.put_nowait(EngineDied(reason))
 
     def kill(self) -> None:
-        """Kills the process group; then `_read` ends."""
+        """Kills the process group, which closes the socket and so ends `_read`."""
         if self._child is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._child.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Ends the process for good."""
+        """Ends the process; it cannot be started again."""
         self._closed = True
         await self.stop()
 
@@ -287,13 +290,13 @@ class EngineProcess:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _last_line(self) -> str:
-        """Returns the exception that ended the process, or the last line of its log."""
+    def _last_log_line(self) -> str:
+        """Returns the last log line that begins with an exception, or else the last line."""
         assert self._folder is not None
         try:
             text = (self._folder / "log").read_text(errors="replace")
         except OSError:
             return "its log was deleted"
         lines = [line.strip() for line in text.splitlines() if line.strip()]
-        errors = [line for line in lines if _EXCEPTION.match(line)]
+        errors = [line for line in lines if _EXCEPTION_LINE.match(line)]
         return (errors or lines or ["its log is empty"])[-1]

@@ -25,9 +25,9 @@ from typing import Any
 
 Frame = dict[str, Any]
 _LENGTH = struct.Struct("!I")
-_PARENT_DEATH_SIGNAL = 1  # of prctl
+_PR_SET_PDEATHSIG = 1  # the option of prctl by which a child gets a signal if its parent dies
 _SEND_INTERVAL_S = 0.05
-"""Tokens of running requests are sent at this interval, because a frame per step would slow its reader."""
+"""The tokens of running requests are sent at this interval: a frame per step would slow the reader down."""
 
 
 class Connection:
@@ -44,10 +44,10 @@ class Connection:
 
     def receive(self) -> Frame | None:
         """Returns the next frame, or None after the socket is closed."""
-        head = self._file.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
+        prefix = self._file.read(_LENGTH.size)
+        if len(prefix) < _LENGTH.size:
             return None
-        (length,) = _LENGTH.unpack(head)
+        (length,) = _LENGTH.unpack(prefix)
         content = self._file.read(length)
         return json.loads(content) if len(content) == length else None
 
@@ -61,18 +61,20 @@ class Server:
         self._busy_since = time.monotonic()  # start of the current command or step
         self._idle = True
         self._paused = False
-        self._vllm_ids: dict[str, str] = {}  # vLLM's id of each request in the engine
-        self._unsent: dict[str, list[Any]] = {}
+        self._vllm_ids: dict[str, str] = {}  # vLLM's id of each request in the engine, by key
+        # By key: [key, token ids, log-probs, whether it finished, number of cached tokens].
+        self._unsent_outputs: dict[str, list[Any]] = {}
         self._sent_at = 0.0
         self._updating = False
-        self._workers = 0
+        self._num_workers = 0
+        # Whether the first worker broadcasts each bucket to the others.
         self._distributed = False
         self._llm: Any = None
-        self._parameters: Any = None
-        self._adapter: Any = None
+        self._make_sampling_params: Any = None
+        self._lora_request: Any = None
 
-    def read(self) -> None:
-        """Queues commands and answers pings; ends the process group when the parent has exited."""
+    def read_commands(self) -> None:
+        """Queues commands and answers pings; kills the process group when the parent has exited."""
         try:
             while (frame := self._connection.receive()) is not None:
                 if frame["verb"] == "ping":
@@ -83,34 +85,38 @@ class Server:
         except OSError:
             pass
         finally:
-            end_group()
+            end_process_group()
 
     def serve(self) -> None:
-        commands = (
+        """Runs the queued commands, and a decode step whenever the queue is empty."""
+        handlers = (
             *(self.start, self.add, self.abort, self.pause, self.resume),
             *(self.load, self.finish, self.adapter, self.sleep, self.wake_up),
         )
-        verbs: dict[str, Callable[[Frame], object]] = {c.__name__: c for c in commands}
+        handler_by_verb: dict[str, Callable[[Frame], object]] = {
+            handler.__name__: handler for handler in handlers
+        }
         while True:
-            frame = self._next(wait=self._paused or not self._vllm_ids)
+            frame = self._next_command(wait=self._paused or not self._vllm_ids)
             if frame is None:
                 self._step()
                 continue
             if frame["verb"] not in ("start", "add", "abort"):
                 self._drain()
-            self._send(list(self._unsent))
+            self._send_tokens(list(self._unsent_outputs))
             answer: Frame = {"call": frame.get("call")}
             try:
-                answer["result"] = verbs[frame["verb"]](frame)
+                answer["result"] = handler_by_verb[frame["verb"]](frame)
             except Exception as error:
-                if self._workers > 1:  # some workers may have succeeded, or wait for the others
+                if self._num_workers > 1:  # other workers may have succeeded, or still wait
                     raise
                 traceback.print_exc()
                 answer["error"] = f"{type(error).__name__}: {error}"
             if frame.get("call") is not None:
                 self._connection.send(answer)
 
-    def _next(self, wait: bool) -> Frame | None:
+    def _next_command(self, wait: bool) -> Frame | None:
+        """Returns the next command; without `wait`, returns None if the queue is empty."""
         self._idle = True
         try:
             frame = self._commands.get(block=wait)
@@ -121,12 +127,12 @@ class Server:
         return frame
 
     def _step(self) -> None:
-        """Runs one step of vLLM's engine core, without the output objects that vLLM builds per token."""
-        finished = []
+        """Runs one step of the engine core directly, because `LLM` would build an output object per token."""
+        finished_keys = []
         for output in self._llm.llm_engine.engine_core.get_output().outputs:
-            key = output.request_id.partition("-")[0]  # vLLM appends random letters
+            key = output.request_id.partition("-")[0]  # vLLM appends a dash and random letters
             stats = output.prefill_stats
-            entry = self._unsent.setdefault(key, [key, [], [], False, None])
+            entry = self._unsent_outputs.setdefault(key, [key, [], [], False, None])
             entry[1] += output.new_token_ids
             if output.new_token_ids:
                 entry[2] += output.new_logprobs.logprobs[:, 0].tolist()
@@ -134,16 +140,16 @@ class Server:
                 entry[4] = stats.num_cached_tokens
             if output.finished:
                 entry[3] = True
-                finished.append(key)
+                finished_keys.append(key)
                 del self._vllm_ids[key]
         now = time.monotonic()
         send_all = now - self._sent_at >= _SEND_INTERVAL_S
-        self._send(list(self._unsent) if send_all else finished)
+        self._send_tokens(list(self._unsent_outputs) if send_all else finished_keys)
         if send_all:
             self._sent_at = now
 
     def _drain(self) -> None:
-        """Finishes the batches in flight in pipeline stages, whose tokens belong to the old weights."""
+        """Finishes the batches that pipeline stages still compute; their tokens belong to the old weights."""
         core = self._llm.llm_engine.engine_core.engine_core
         if core.batch_queue:
             from vllm.v1.core.sched.interface import PauseState
@@ -153,54 +159,57 @@ class Server:
                 self._step()
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
-    def _send(self, keys: list[str]) -> None:
+    def _send_tokens(self, keys: list[str]) -> None:
         if keys:
-            self._connection.send({"tokens": [self._unsent.pop(key) for key in keys]})
+            self._connection.send({"tokens": [self._unsent_outputs.pop(key) for key in keys]})
 
     # -- commands -------------------------------------------------------------------------------
 
     def start(self, frame: Frame) -> str:
+        """Starts vLLM with the arguments in `engine`; returns its version."""
         import hone_vllm_worker
         import vllm
         from vllm import LLM, SamplingParams
         from vllm.config import WeightTransferConfig
 
-        transfer = WeightTransferConfig(backend=hone_vllm_worker.BACKEND)
+        transfer_config = WeightTransferConfig(backend=hone_vllm_worker.BACKEND)
         self._llm = LLM(
             **frame["engine"],
             worker_extension_cls="hone_vllm_worker.HoneWorker",
-            weight_transfer_config=transfer,
+            weight_transfer_config=transfer_config,
         )
         self._llm.collective_rpc("allocate_stage_input")
         self._llm.collective_rpc("report_log_probs_before_truncation")
         self._llm.collective_rpc("sample_by_position")
         self._llm.init_weight_transfer_engine({"init_info": {}})
-        on_this_machine = self._llm.collective_rpc("has_folder", args=(str(Path(__file__).parent),))
-        self._distributed = frame["weights"] == "distributed" or not all(on_this_machine)
-        self._llm.llm_engine.model_executor.register_failure_callback(kill_group)
-        self._workers = len(on_this_machine)
+        workers_are_local = self._llm.collective_rpc(
+            "has_folder", args=(str(Path(__file__).parent),)
+        )
+        self._distributed = frame["weights"] == "distributed" or not all(workers_are_local)
+        self._llm.llm_engine.model_executor.register_failure_callback(kill_process_group)
+        self._num_workers = len(workers_are_local)
 
-        def parameters(sampling: Frame) -> Any:
+        def make_sampling_params(sampling: Frame) -> Any:
             return SamplingParams(
                 **sampling,
                 logprobs=0,
-                ignore_eos=True,  # stop_token_ids has the end tokens
+                ignore_eos=True,  # the end tokens are in stop_token_ids
                 detokenize=False,
             )
 
-        self._parameters = parameters
+        self._make_sampling_params = make_sampling_params
         return str(vllm.__version__)
 
     def add(self, frame: Frame) -> None:
+        """Adds a request to the engine, or sends vLLM's error if it refuses the request."""
         key, engine = frame["key"], self._llm.llm_engine
         try:
-            prompt, parameters = {"prompt_token_ids": frame["prompt"]}, frame["sampling"]
             request = engine.input_processor.process_inputs(
                 key,
-                prompt,
-                self._parameters(parameters),
+                {"prompt_token_ids": frame["prompt"]},
+                self._make_sampling_params(frame["sampling"]),
                 supported_tasks=engine.get_supported_tasks(),
-                lora_request=self._adapter,
+                lora_request=self._lora_request,
             )
             engine.input_processor.assign_request_id(request)
             engine.engine_core.add_request(request)
@@ -222,7 +231,7 @@ class Server:
     def load(self, frame: Frame) -> None:
         """Loads one bucket; the first bucket of an update (`first`) starts the update."""
         if frame["first"]:
-            if self._updating:  # the last update did not end
+            if self._updating:  # the previous update was not finished
                 self._llm.finish_weight_update()
             self._llm.start_weight_update()
             self._updating = True
@@ -236,18 +245,18 @@ class Server:
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     def adapter(self, frame: Frame) -> None:
-        """Loads the LoRA adapter of a folder for every request, and unloads the last one."""
+        """Loads the LoRA adapter of a folder, which all requests use, and unloads the previous adapter."""
         from vllm.lora.request import LoRARequest
 
         engine = self._llm.llm_engine
-        if self._adapter is not None:
+        if self._lora_request is not None:
             engine.remove_lora(1)
-        self._adapter = LoRARequest("hone", 1, frame["folder"])
-        engine.add_lora(self._adapter)
+        self._lora_request = LoRARequest("hone", 1, frame["folder"])
+        engine.add_lora(self._lora_request)
         engine.reset_prefix_cache(reset_running_requests=True)
 
     def sleep(self, frame: Frame) -> None:
-        """Frees memory; paused requests recompute their KV cache."""
+        """Frees memory; paused requests recompute their KV cache after `wake_up`."""
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         if frame["level"]:
             self._llm.sleep(level=frame["level"], mode="keep")
@@ -256,29 +265,29 @@ class Server:
         self._llm.wake_up()
 
 
-def end_group() -> None:
-    """Removes the folder of this process and kills its group."""
+def end_process_group() -> None:
+    """Deletes the folder of this process and kills its process group."""
     sys.stderr.flush()
     shutil.rmtree(Path(__file__).parent, ignore_errors=True)
-    kill_group()
+    kill_process_group()
 
 
-def kill_group() -> None:
+def kill_process_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: end_group())
-    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *_: end_process_group())
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     server = Server(Connection(socket.socket(fileno=int(sys.argv[1]))))
-    threading.Thread(target=server.read, daemon=True).start()
+    threading.Thread(target=server.read_commands, daemon=True).start()
     try:
         server.serve()
     except BaseException:  # after a failed step the engine is unusable; the parent restarts it
         traceback.print_exc()
         sys.stderr.flush()
     finally:
-        kill_group()
+        kill_process_group()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The extension of vLLM's workers: log-probs of the rollout contract, sampling by position, weight updates.
+"""Extends vLLM's workers: log-probs of the rollout contract, sampling by position, weight updates.
 
 vLLM imports a copy of this file as `hone_vllm_worker` in each of its workers, in the interpreter of
-`rollout.vllm.python`. It must not import hone. It serves the interfaces of vLLM 0.22 and 0.32.
+`rollout.vllm.python`, so it must not import hone. It works with vLLM 0.22 and 0.32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BACKEND = "hone_bucket"
 
 
 @dataclass
-class NoInit(WeightTransferInitInfo):
+class NoInitInfo(WeightTransferInitInfo):
     """The backend needs no initialisation."""
 
 
@@ -39,7 +39,7 @@ class BucketInfo(WeightTransferUpdateInfo):
     size: int
     path: str | None = None
     cuda: list[Any] | None = None
-    """The handle of the GPU memory; its bytes are {"bytes": base64}."""
+    """The CUDA IPC handle of the GPU memory; a bytes value in it is encoded as {"bytes": base64}."""
     distributed: bool = False
     """Whether only the first worker can read the memory, and broadcasts the bucket to the others."""
 
@@ -47,10 +47,10 @@ class BucketInfo(WeightTransferUpdateInfo):
 class BucketEngine(WeightTransferEngine):
     """Loads weights by Hugging Face name, bucket by bucket."""
 
-    init_info_cls = NoInit
+    init_info_cls = NoInitInfo
     update_info_cls = BucketInfo
 
-    def init_transfer_engine(self, init_info: NoInit) -> None: ...
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None: ...
 
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -63,18 +63,18 @@ class BucketEngine(WeightTransferEngine):
         update_info: BucketInfo,
         load_weights: Callable[[list[tuple[str, Tensor]]], object] | None = None,
     ) -> None:
-        """Loads one bucket; vLLM 0.22 passes `load_weights`."""
+        """Loads one bucket; only vLLM 0.22 passes `load_weights`."""
         data = _broadcast(update_info) if update_info.distributed else _open_memory(update_info)
-        (load_weights or self.model.load_weights)(list(_tensors(update_info, data)))
+        (load_weights or self.model.load_weights)(list(_copy_tensors(update_info, data)))
 
     def finish_weight_update(self) -> None:
-        """Ends an update; vLLM 0.22 does this in its worker."""
+        """Ends an update; vLLM 0.22 does not call this, because its worker does the same."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with torch.device(self.device):
             finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
-            _repack(self.model, self.model_config.hf_text_config.tie_word_embeddings)
+            _pack_for_cpu(self.model, self.model_config.hf_text_config.tie_word_embeddings)
 
     def shutdown(self) -> None: ...
 
@@ -83,29 +83,31 @@ class BucketEngine(WeightTransferEngine):
         raise NotImplementedError("hone sends buckets itself")
 
 
-def _repack(model: Any, tied: bool) -> None:
-    """Packs experts and a tied output head for the CPU kernels, which vLLM's reload does not do."""
+def _pack_for_cpu(model: Any, tied_embeddings: bool) -> None:
+    """Packs experts and a tied output head for the CPU kernels; vLLM's reload leaves these out."""
     for layer in model.modules():
         if "w13_weight" in layer._parameters:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
     head = getattr(model, "lm_head", None)
-    if tied and hasattr(head, "weight"):
+    if tied_embeddings and hasattr(head, "weight"):
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
         dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
 def _open_memory(info: BucketInfo) -> Tensor:
-    """Returns the bytes of a bucket in the memory of the rollout worker on this machine."""
+    """Returns the bytes of a bucket from the memory of the rollout worker, which is on this machine."""
     if info.cuda is None:
         assert info.path is not None
         with open(info.path, "rb") as file:
             memory = mmap.mmap(file.fileno(), info.size, prot=mmap.PROT_READ)
         return torch.frombuffer(memory, dtype=torch.uint8)
     torch.cuda.init()
-    parts = [base64.b64decode(x["bytes"]) if isinstance(x, dict) else x for x in info.cuda]
-    parts[0] = torch.cuda.current_device()  # the sender's index may differ
-    storage = torch.UntypedStorage._new_shared_cuda(*parts)
+    handle = [
+        base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in info.cuda
+    ]
+    handle[0] = torch.cuda.current_device()  # the GPU may have another index in the sender
+    storage = torch.UntypedStorage._new_shared_cuda(*handle)
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
 
@@ -125,8 +127,8 @@ def _broadcast(info: BucketInfo) -> Tensor:
     return group.broadcast(data, 0)
 
 
-def _tensors(info: BucketInfo, data: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields copies of the tensors, because vLLM may keep a tensor after the bucket is refilled."""
+def _copy_tensors(info: BucketInfo, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields copies of the tensors, because vLLM may use a tensor after the bucket was refilled."""
     for name, dtype_name, shape, offset in info.tensors:
         dtype = getattr(torch, dtype_name)
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -166,8 +168,8 @@ class HoneWorker:
     def report_log_probs_before_truncation(self) -> None:
         """Reports log-probs of softmax(logits / temperature), before top-k, top-p and min-p.
 
-        Greedy requests report them at temperature 1. vLLM's `logprobs_mode` offers either logits without
-        temperature or logits after truncation.
+        Greedy requests report them at temperature 1. vLLM's `logprobs_mode` offers only log-probs without
+        temperature, or after truncation.
         """
         sampler = self.model_runner.sampler
         temperature: Tensor | None = None
@@ -180,11 +182,11 @@ class HoneWorker:
             temperature = metadata.temperature
 
         def compute_logprobs(logits: Tensor) -> Tensor:
-            scaled = logits.float()
+            scaled_logits = logits.float()
             if temperature is not None:
                 divisor = torch.where(temperature < 1e-5, 1.0, temperature)
-                scaled = scaled / divisor.unsqueeze(1)
-            return scaled.log_softmax(-1)
+                scaled_logits = scaled_logits / divisor.unsqueeze(1)
+            return scaled_logits.log_softmax(-1)
 
         if not hasattr(sampler, "compute_logprobs") or sampler.logprobs_mode != "raw_logprobs":
             raise RuntimeError(f"hone does not support vLLM's sampler {type(sampler).__name__}")
@@ -194,7 +196,7 @@ class HoneWorker:
     def sample_by_position(self) -> None:
         """Samples every token by (seed, absolute position), as the native engine does.
 
-        vLLM instead has a generator per request with a seed, and runs a kernel for each in every step. The
+        vLLM's own sampler has a generator per seeded request, and runs a kernel for each in every step. The
         seed is `hone_seed` in the `extra_args` of the request's SamplingParams.
         """
         from hone_counter_rng import uniform
@@ -210,14 +212,16 @@ class HoneWorker:
             cumulative = probs.cumsum_(-1)
             runner = self.model_runner
             seeds = [0] * len(cumulative)  # vLLM's warm-up has no requests
-            for row, name in enumerate(runner.input_batch.req_ids[: len(cumulative)]):
-                seeds[row] = runner.requests[name].sampling_params.extra_args["hone_seed"]
+            for row, request_id in enumerate(runner.input_batch.req_ids[: len(cumulative)]):
+                seeds[row] = runner.requests[request_id].sampling_params.extra_args["hone_seed"]
             positions = runner.input_batch.num_tokens_no_spec[: len(cumulative)]
-            numbers = uniform(torch.tensor(seeds), torch.from_numpy(positions).long())
+            random_numbers = uniform(torch.tensor(seeds), torch.from_numpy(positions).long())
             total = cumulative[:, -1:]
-            threshold = (numbers.to(cumulative.device).unsqueeze(1) * total.double()).float()
-            token = torch.searchsorted(cumulative, threshold, right=True)
-            last = torch.searchsorted(cumulative, total.contiguous())
-            return torch.minimum(token, last).view(-1), None
+            random_numbers = random_numbers.to(cumulative.device).unsqueeze(1)
+            threshold = (random_numbers * total.double()).float()
+            tokens = torch.searchsorted(cumulative, threshold, right=True)
+            # Rounding may lift the threshold to the total, after the last token with a probability.
+            last_tokens = torch.searchsorted(cumulative, total.contiguous())
+            return torch.minimum(tokens, last_tokens).view(-1), None
 
         self.model_runner.sampler.topk_topp_sampler.forward = forward

@@ -14,24 +14,24 @@ from hone.rollout.contract import RolloutError
 
 
 class WeightUpdate:
-    """The state of an update; an engine samples no token between begin and commit."""
+    """The state of the current update; an engine samples no token between `begin` and `commit`."""
 
     def __init__(self) -> None:
         self.in_progress = False
         self._load_error: Exception | None = None
 
-    def begin(self, running: int) -> None:
+    def begin(self, num_running: int) -> None:
         """Starts an update, or restarts an uncommitted one; raises if requests are running."""
-        if running:
+        if num_running:
             raise RolloutError(
-                f"begin_update while {running} requests run; pause the engine, or wait for them"
+                f"cannot begin_update while {num_running} requests run; pause the engine, or wait for them"
             )
         self.in_progress, self._load_error = True, None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Wraps one `load`; after an error the update must begin again."""
-        self._require_begin("load")
+        """Wraps one `load`; after an error, `begin` must be called again."""
+        self._raise_unless_in_progress("load")
         try:
             yield
         except Exception as error:
@@ -44,11 +44,11 @@ class WeightUpdate:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Wraps the end of an update; after an error the update must begin again."""
-        self._require_begin("commit")
+        """Wraps the end of an update; after an error, `begin` must be called again."""
+        self._raise_unless_in_progress("commit")
         if self._load_error is not None:
             raise RolloutError(
-                f"commit of an update that failed ({self._load_error}); call begin_update and load "
+                f"the update has failed ({self._load_error}); call begin_update and load "
                 "all weights again"
             )
         with self.loading():
@@ -58,12 +58,15 @@ class WeightUpdate:
     def raise_if_in_progress(self, call: str) -> None:
         if self.in_progress:
             raise RolloutError(
-                f"{call} between begin_update and commit: the engine has half of the new weights"
+                f"{call} is refused between begin_update and commit: the engine has half of the new "
+                "weights"
             )
 
-    def _require_begin(self, call: str) -> None:
+    def _raise_unless_in_progress(self, call: str) -> None:
         if not self.in_progress:
-            raise RolloutError(f"{call} without begin_update; call begin_update, load, commit")
+            raise RolloutError(
+                f"cannot {call} without begin_update; call begin_update, load, commit"
+            )
 
 
 @torch.no_grad()

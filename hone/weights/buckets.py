@@ -22,19 +22,22 @@ class Piece:
     tensor_offset: int
     """Offset of the piece in the tensor, in bytes."""
     size: int
+    """Number of bytes."""
     bucket_offset: int
     """Offset of the piece in the bucket, in bytes."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The content of one transfer: pieces, and the bytes of each piece ([size] uint8)."""
+    """The content of one transfer."""
 
     pieces: tuple[Piece, ...]
     payloads: tuple[Tensor, ...]
+    """The bytes of each piece, a uint8 tensor [size]."""
 
     @property
     def size(self) -> int:
+        """Number of bytes, with alignment."""
         last = self.pieces[-1]
         return last.bucket_offset + last.size
 
@@ -44,23 +47,24 @@ class Bucket:
             buffer[piece.bucket_offset : piece.bucket_offset + piece.size].copy_(payload)
 
 
-def pack_buckets(weights: Iterable[tuple[str, Tensor]], capacity: int) -> Iterator[Bucket]:
-    """Yields tensors packed in order into buckets of at most `capacity` bytes."""
+def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Packs tensors in order; yields buckets of at most `bucket_bytes`."""
     pieces: list[Piece] = []
     payloads: list[Tensor] = []
-    used = 0
+    used_bytes = 0
     for name, tensor in weights:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         tensor_offset = 0
         while tensor_offset < len(data) or (tensor_offset == 0 and len(data) == 0):
-            if used >= capacity:
+            if used_bytes >= bucket_bytes:
                 yield Bucket(tuple(pieces), tuple(payloads))
-                pieces, payloads, used = [], [], 0
-            size = min(len(data) - tensor_offset, capacity - used)
+                pieces, payloads, used_bytes = [], [], 0
+            size = min(len(data) - tensor_offset, bucket_bytes - used_bytes)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            pieces.append(Piece(name, dtype, tuple(tensor.shape), tensor_offset, size, used))
+            shape = tuple(tensor.shape)
+            pieces.append(Piece(name, dtype, shape, tensor_offset, size, used_bytes))
             payloads.append(data[tensor_offset : tensor_offset + size])
-            used = -(-(used + size) // _ALIGNMENT) * _ALIGNMENT
+            used_bytes = -(-(used_bytes + size) // _ALIGNMENT) * _ALIGNMENT
             tensor_offset += max(size, 1)
     if pieces:
         yield Bucket(tuple(pieces), tuple(payloads))
@@ -73,7 +77,7 @@ def unpack_buckets(
 
     A bucket is its pieces and its bytes, a uint8 tensor of at least `Bucket.size` bytes.
     """
-    partial: Tensor | None = None
+    incomplete_tensor: Tensor | None = None
     for pieces, data in buckets:
         for piece in pieces:
             dtype = getattr(torch, piece.dtype)
@@ -83,18 +87,19 @@ def unpack_buckets(
                 yield piece.name, payload.view(dtype).reshape(piece.shape)
                 continue
             if piece.tensor_offset == 0:
-                partial = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
-            assert partial is not None, f"the first piece of {piece.name} is missing"
-            partial[piece.tensor_offset : piece.tensor_offset + piece.size].copy_(payload)
-            if piece.tensor_offset + piece.size == nbytes:
-                yield piece.name, partial.view(dtype).reshape(piece.shape)
-                partial = None
+                incomplete_tensor = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
+            assert incomplete_tensor is not None, f"the first piece of {piece.name} is missing"
+            end = piece.tensor_offset + piece.size
+            incomplete_tensor[piece.tensor_offset : end].copy_(payload)
+            if end == nbytes:
+                yield piece.name, incomplete_tensor.view(dtype).reshape(piece.shape)
+                incomplete_tensor = None
 
 
 def serialize_pieces(pieces: Sequence[Piece]) -> bytes:
-    """Returns pieces as JSON."""
+    """Encodes pieces as JSON."""
     return json.dumps([asdict(piece) for piece in pieces]).encode()
 
 
-def deserialize_pieces(text: bytes) -> tuple[Piece, ...]:
-    return tuple(Piece(**{**p, "shape": tuple(p["shape"])}) for p in json.loads(text))
+def deserialize_pieces(message: bytes) -> tuple[Piece, ...]:
+    return tuple(Piece(**{**p, "shape": tuple(p["shape"])}) for p in json.loads(message))

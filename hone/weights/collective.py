@@ -1,4 +1,4 @@
-"""Broadcasts weights with gloo (CPU) or NCCL (GPU); rank 0 sends, ranks 1 to R receive.
+"""Broadcasts weights with gloo (CPU) or NCCL (GPU). Rank 0 sends; rollout worker i has rank i + 1.
 
 Each stream creates its own process group, independent of those of the trainer and the rollout workers.
 """
@@ -21,22 +21,23 @@ from hone.weights.contract import StreamAddress, WeightStreamBroken
 
 
 class BroadcastSender:
-    """The sender of one stream; its store listens on `host` only."""
+    """The sender of one stream; its store listens only on `host`."""
 
     def __init__(
-        self, receivers: int, *, host: str, device: torch.device, token: str, timeout_s: float
+        self, num_receivers: int, *, host: str, device: torch.device, token: str, timeout_s: float
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._store = _open_store(host, self._timeout)
-        self._device, self._receivers = device, receivers
+        self._device, self._num_receivers = device, num_receivers
         transport = "nccl" if device.type == "cuda" else "gloo"
-        self.address = StreamAddress(transport, f"{host}:{self._store.port}", token, receivers)
+        endpoint = f"{host}:{self._store.port}"
+        self.address = StreamAddress(transport, endpoint, token, num_receivers)
 
     def send(self, buckets: Iterable[Bucket]) -> int:
         """Sends all buckets to all receivers; returns the number of bytes."""
         with _wrap_errors():
             group = _join_group(self._store, self.address, 0, self._timeout)
-            total = 0
+            total_bytes = 0
             for bucket in buckets:
                 data = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
                 bucket.write_to(data)
@@ -46,11 +47,12 @@ class BroadcastSender:
                 sizes = torch.tensor([len(header), len(data)], device=self._device)
                 for message in (sizes, header.to(self._device), data):
                     group.broadcast(message, 0).wait()
-                total += sum(piece.size for piece in bucket.pieces)
+                total_bytes += sum(piece.size for piece in bucket.pieces)
             group.broadcast(torch.tensor([0, 0], device=self._device), 0).wait()
-            for rank in range(1, self._receivers + 1):  # before this group is destroyed
-                self._store.wait([f"{self.address.token}/deserialize_pieces/{rank}"], self._timeout)
-            return total
+            # A receiver must be done before the group is destroyed.
+            for rank in range(1, self._num_receivers + 1):
+                self._store.wait([_done_key(self.address, rank)], self._timeout)
+            return total_bytes
 
     def close(self) -> None:
         del self._store
@@ -59,7 +61,7 @@ class BroadcastSender:
 def receive_broadcasts(
     address: StreamAddress, rank: int, device: torch.device, timeout_s: float
 ) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """Yields the pieces and the bytes of each bucket; receivers are ranks 1 to R."""
+    """Yields the pieces and the bytes of each bucket to the receiver with this rank."""
     timeout = timedelta(seconds=timeout_s)
     host, _, port = address.endpoint.rpartition(":")
     with _wrap_errors():
@@ -78,7 +80,12 @@ def receive_broadcasts(
         if not len(header):
             break
         yield deserialize_pieces(bytes(header.cpu().tolist())), data
-    store.set(f"{address.token}/deserialize_pieces/{rank}", "")
+    store.set(_done_key(address, rank), "")
+
+
+def _done_key(address: StreamAddress, rank: int) -> str:
+    """Returns the key that a receiver sets in the store after it has received all buckets."""
+    return f"{address.token}/done/{rank}"
 
 
 def _open_store(host: str, timeout: timedelta) -> TCPStore:
@@ -96,7 +103,7 @@ def _open_store(host: str, timeout: timedelta) -> TCPStore:
 
 
 def _join_group(store: Store, address: StreamAddress, rank: int, timeout: timedelta) -> Any:
-    stream_store, size = PrefixStore(address.token, store), address.receivers + 1
+    stream_store, size = PrefixStore(address.token, store), address.num_receivers + 1
     if address.transport == "gloo":
         return dist.ProcessGroupGloo(stream_store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()

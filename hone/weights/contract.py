@@ -1,4 +1,4 @@
-"""The types of weight transfers that trainer and rollout share."""
+"""The types of a weight transfer that trainer and rollout workers share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StreamAddress:
-    """The address of the sender of one stream."""
+    """The address at which rollout workers receive one stream of weights."""
 
     transport: str
     """memory_file, cuda_ipc, gloo or nccl."""
     endpoint: str
-    """Path of a socket, or host:port."""
+    """The path of a Unix socket, or host:port."""
     token: str
     """The secret by which the sender recognizes its receivers."""
-    receivers: int
+    num_receivers: int
 
 
 class WeightStreamBroken(RuntimeError):

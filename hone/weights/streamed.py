@@ -1,7 +1,7 @@
 """Streams the trainer's weights in buckets to rollout engines in other processes.
 
-`memory_file` and `cuda_ipc` work within one machine, `gloo` and `nccl` also across machines; the default
-depends on the machines and devices of trainer and rollout workers.
+The transports `memory_file` and `cuda_ipc` work within one machine, `gloo` and `nccl` also across machines.
+The default depends on the machines and devices of trainer and rollout workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from hone.weights.buckets import Bucket, pack_buckets, unpack_buckets
 from hone.weights.collective import BroadcastSender, receive_broadcasts
 from hone.weights.contract import StreamAddress, WeightStreamBroken
-from hone.weights.window import WindowSender, receive_buckets
+from hone.weights.shared_memory import SharedMemorySender, receive_buckets
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TRANSPORTS = ("memory_file", "cuda_ipc", "gloo", "nccl")
@@ -30,45 +30,47 @@ class Sender(Protocol):
 
     address: StreamAddress
 
-    def send(self, buckets: Iterable[Bucket]) -> int: ...
+    def send(self, buckets: Iterable[Bucket]) -> int:
+        """Sends all buckets to all receivers; returns the number of bytes."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Location:
-    """The machine, device and host of a process."""
+    """The location of a process, by which a transport is chosen."""
 
     machine: str
-    """Equal for processes that share files and memory."""
+    """An id that is equal for processes that share temporary files and memory."""
     device: str
-    """cpu, or the UUID of the GPU (its index may differ between processes)."""
+    """cpu, or the UUID of the GPU, because its index may differ between processes."""
     host: str
+    """The address that other processes connect to."""
 
     @staticmethod
     def of_this_process(device: torch.device, host: str) -> Location:
         folder = Path(tempfile.gettempdir()).stat()
         boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else host
-        name = device.type
+        device_id = device.type
         if device.type == "cuda":
-            name = str(torch.cuda.get_device_properties(device).uuid)
-        return Location(f"{boot_id}/{folder.st_dev}/{folder.st_ino}", name, host)
+            device_id = str(torch.cuda.get_device_properties(device).uuid)
+        return Location(f"{boot_id}/{folder.st_dev}/{folder.st_ino}", device_id, host)
 
 
 def choose_transport(trainer: Location, rollouts: Sequence[Location], backend: str) -> str:
     """Returns the transport of `checkpoint_engine.backend`; `naive` chooses by machine and device."""
     if backend in TRANSPORTS:
         return backend
-    one_machine = all(rollout.machine == trainer.machine for rollout in rollouts)
+    same_machine = all(rollout.machine == trainer.machine for rollout in rollouts)
     devices = {trainer.device, *(rollout.device for rollout in rollouts)}
     if "cpu" in devices:
-        return "memory_file" if one_machine else "gloo"
-    return "cuda_ipc" if one_machine and len(devices) == 1 else "nccl"
+        return "memory_file" if same_machine else "gloo"
+    return "cuda_ipc" if same_machine and len(devices) == 1 else "nccl"
 
 
 def open_sender(
     transport: str,
-    receivers: int,
+    num_receivers: int,
     *,
     bucket_bytes: int,
     device: torch.device,
@@ -80,9 +82,11 @@ def open_sender(
     if transport in ("gloo", "nccl"):
         token = secrets.token_hex(16)
         return BroadcastSender(
-            receivers, host=host, device=device, token=token, timeout_s=timeout_s
+            num_receivers, host=host, device=device, token=token, timeout_s=timeout_s
         )
-    return WindowSender(receivers, bucket_bytes=bucket_bytes, device=device, timeout_s=timeout_s)
+    return SharedMemorySender(
+        num_receivers, bucket_bytes=bucket_bytes, device=device, timeout_s=timeout_s
+    )
 
 
 def send(sender: Sender, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
@@ -96,7 +100,7 @@ def send(sender: Sender, weights: Iterable[tuple[str, Tensor]], bucket_bytes: in
 def receive(
     address: StreamAddress, rank: int, device: torch.device, timeout_s: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of one stream in rollout worker `rank`, which owns them."""
+    """Yields the tensors of one stream to rollout worker `rank`; the caller owns them."""
     if address.transport in ("gloo", "nccl"):
         device = device if address.transport == "nccl" else torch.device("cpu")
         yield from unpack_buckets(receive_broadcasts(address, rank + 1, device, timeout_s))

@@ -210,13 +210,13 @@ class TestLooking:
 
     def test_wrong_indices_are_explained(self) -> None:
         data = rows(3)
-        with pytest.raises(ValueError, match="mask of 2 rows for a batch of 3"):
+        with pytest.raises(ValueError, match="the mask has 2 rows, but the batch has 3"):
             data.select_idxs([True, False])
         with pytest.raises(ValueError, match="integers or a bool mask"):
             data.select_idxs([0.5])
         with pytest.raises(IndexError, match=r"rows 0\.\.7 are out of range: the batch has 3"):
             data.select_idxs([0, 7])
-        with pytest.raises(ValueError, match="indices are 1-d"):
+        with pytest.raises(ValueError, match="indices must be 1-d"):
             data.select_idxs([[0], [1]])
         assert len(data.select_idxs([])) == 0
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hone.protocol import DataProto, serialize_tensordict
-from hone.protocol.wire import ForeignObject, decode_tensor, encode_tensor
+from hone.protocol.wire import UnsafeObject, decode_tensor, encode_tensor
 
 DTYPES = [
     torch.bool,
@@ -201,6 +201,6 @@ def test_code_inside_a_batch_that_verl_saved_does_not_run(
         (None, {}, {"x": Evil()}),
     ):
         path.write_bytes(_saved_by_verl(monkeypatch, *state))
-        with pytest.raises((pickle.UnpicklingError, ForeignObject)):
+        with pytest.raises((pickle.UnpicklingError, UnsafeObject)):
             DataProto.load_from_disk(path)
         assert not (tmp_path / "ran").exists()

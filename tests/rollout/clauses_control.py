@@ -224,7 +224,7 @@ def pause_with_keep_goes_on_where_it_stood(factory: Factory) -> None:
         out, drawn, late = play(_while_paused(factory, engine, sampling, True, _nothing))
     assert out.stop_reason is StopReason.LENGTH
     assert len(out.token_ids) == sampling.max_tokens
-    matches(factory, out, whole, until=None if "positional" in factory.traits else drawn)
+    matches(factory, out, whole, until=None if "samples_by_position" in factory.traits else drawn)
     matches(factory, late, whole, until=SHORT.max_tokens)
 
 

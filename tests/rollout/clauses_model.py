@@ -82,7 +82,7 @@ def weights_with_unknown_names_are_refused(factory: Factory) -> None:
         for wrong in ((f"{name}_x", tensor), (name, tensor[:1])):
             with pytest.raises(RolloutError, match=name):
                 play(update(engine, [wrong], 1))
-            with pytest.raises(RolloutError, match="an update that failed"):
+            with pytest.raises(RolloutError, match="the update has failed"):
                 play(engine.commit(1))
 
 

@@ -98,7 +98,7 @@ def different_seeds_differ_and_the_same_seed_repeats(factory: Factory) -> None:
     assert len(set(texts)) > 5
 
 
-@clause("seeded", "positional")
+@clause("seeded", "samples_by_position")
 def a_draw_depends_on_the_absolute_position(factory: Factory) -> None:
     """A response given back as part of the prompt is continued with the same draws."""
     prompt, sampling = prompts(1, 11, 11)[0], Sampling(14, 1.0, seed=3, ignore_eos=True)

@@ -111,14 +111,14 @@ class SGLangFactory(Factory):
     draws = 200
     long_tokens = 120
     servers = 1
-    direct = False
+    send_tensors = False
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         servers = [
             ContractServer(copy.deepcopy(policy), max_num_seqs=max_num_seqs)
             for _ in range(self.servers)
         ]
-        engine = server_engine(servers, direct=self.direct)
+        engine = server_engine(servers, send_tensors=self.send_tensors)
         close = engine.close
 
         async def close_all() -> None:

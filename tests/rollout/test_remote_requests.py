@@ -25,7 +25,7 @@ class Counting(RemoteEngine):
     traits = Traits(decodes_with_module=False)
 
     def __init__(self, *script: tuple[int, BaseException | None]) -> None:
-        super().__init__(RequestRules(frozenset(), vocabulary=100))
+        super().__init__(RequestRules(frozenset(), vocab_size=100))
         self.script, self.asked, self.recovered = list(script), [], 0  # type: ignore[var-annotated]
 
     async def _remote_stream(
@@ -65,7 +65,7 @@ def test_a_broken_stream_is_issued_again_with_its_tokens_in_the_prompt() -> None
 
 def test_a_continuation_gets_a_seed_of_its_own_where_draws_are_not_positional() -> None:
     engine = Counting((2, ConnectionLost("reset")))
-    engine.traits = Traits(decodes_with_module=False, positional=False)
+    engine.traits = Traits(decodes_with_module=False, samples_by_position=False)
     generate(engine)
     assert engine.asked == [(3, 5, 7), (5, 3, fold_seed(7, 2))]
 
@@ -92,7 +92,7 @@ def test_a_stream_that_ends_without_a_reason_is_continued() -> None:
         (Chunk([1], [float("-inf")]), "-inf as log-prob"),
         (Chunk([1], [0.5]), "0.5 as log-prob"),
         (Chunk([1], [None]), "None as log-prob"),  # type: ignore[list-item]
-        (Chunk([1], [-0.5], finished=True), "ended it after 1 tokens"),
+        (Chunk([1], [-0.5], finished=True), "ended it at token 1"),
     ],
 )
 def test_nonsense_fails_its_request_in_one_sentence(chunk: Chunk, words: str) -> None:
@@ -121,7 +121,7 @@ def test_a_refused_commit_needs_a_new_update() -> None:
     class Refuses(Counting):
         async def _load(self, weights: Iterable[Any]) -> None: ...
 
-        async def _remote_commit(self, version: int, loaded: bool) -> None:
+        async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
             raise RolloutError("success=false")
 
     async def update() -> None:
@@ -132,7 +132,7 @@ def test_a_refused_commit_needs_a_new_update() -> None:
         assert engine.version == 0
         with pytest.raises(RolloutError, match="half of the new weights"):
             await engine.generate([1], FIVE, "early")
-        with pytest.raises(RolloutError, match="an update that failed"):
+        with pytest.raises(RolloutError, match="the update has failed"):
             await engine.commit(1)
         await engine.close()
 

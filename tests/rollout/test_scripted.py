@@ -63,7 +63,7 @@ def test_requests_are_remembered_with_their_sampling() -> None:
 def test_weights_are_remembered_by_name() -> None:
     engine = ScriptedRollout(lambda _: [9])
     play(update(engine, [("a.weight", ONE), ("b.weight", ONE)], 2))
-    assert engine.weights == ["a.weight", "b.weight"]
+    assert engine.loaded_names == ["a.weight", "b.weight"]
     assert ask(engine, [1], FEW).versions == [2]
 
 

@@ -26,14 +26,14 @@ from .opened_servers import PROMPT, SHORT, open_engine, updated
         ("pause is not acknowledged", "not acknowledged"),
     ],
 )
-@pytest.mark.parametrize("direct", [False, True], ids=["disk", "tensor"])
+@pytest.mark.parametrize("send_tensors", [False, True], ids=["disk", "tensor"])
 def test_a_refused_update_leaves_no_doubt(
-    fault: str, words: str, direct: bool, servers: list[ContractServer]
+    fault: str, words: str, send_tensors: bool, servers: list[ContractServer]
 ) -> None:
     """The version stays, no token is drawn from half an update, and the next update is taken."""
 
     async def scenario() -> None:
-        async with open_engine(servers, direct=direct) as engine:
+        async with open_engine(servers, send_tensors=send_tensors) as engine:
             servers[0].faults[fault] = 1
             with pytest.raises(RolloutError, match=words):
                 await updated(engine, 1)
@@ -51,7 +51,7 @@ def test_a_refused_flush_fails_the_update(servers: list[ContractServer]) -> None
     """Otherwise tokens would attend to keys of the old weights."""
 
     async def scenario() -> None:
-        async with open_engine(servers, direct=True) as engine:
+        async with open_engine(servers, send_tensors=True) as engine:
             servers[0].faults["flush is refused"] = 1
             with pytest.raises(RolloutError, match=r"flush_cache.* answered 400"):
                 await updated(engine, 1)
@@ -76,12 +76,12 @@ def test_an_old_version_in_an_answer_is_repaired_or_reported(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["disk", "tensor"])
+@pytest.mark.parametrize("send_tensors", [False, True], ids=["disk", "tensor"])
 def test_a_server_that_dies_and_returns_gets_its_weights_again(
-    direct: bool, servers: list[ContractServer]
+    send_tensors: bool, servers: list[ContractServer]
 ) -> None:
     async def scenario() -> None:
-        async with open_engine(servers, direct=direct) as engine:
+        async with open_engine(servers, send_tensors=send_tensors) as engine:
             await updated(engine, 1)
             long = Sampling(max_tokens=150, temperature=1.0, seed=1, ignore_eos=True)
             whole = await engine.generate(PROMPT, long, "whole")

@@ -21,7 +21,7 @@ from hone.models.policy import PolicyModel
 from hone.models.tiny import save_pretrained
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.server_build import urls_of
+from hone.rollout.server_build import server_urls
 
 from .contract_server import ContractServer
 from .models import TOKENIZER, policy, trainer_log_probs
@@ -34,13 +34,13 @@ URLS = "actor_rollout_ref.rollout.server.urls"
 def test_each_rollout_worker_has_servers_of_its_own() -> None:
     config = load_config([f"{URLS}=[http://a:1/,http://b:2/v1,http://c:3]"])
     spec = replace(spec_of("hf"), config=config.actor_rollout_ref.rollout)
-    assert urls_of(spec) == ["http://a:1", "http://b:2", "http://c:3"]
-    assert urls_of(replace(spec, rank=1, world_size=2)) == ["http://b:2"]
+    assert server_urls(spec) == ["http://a:1", "http://b:2", "http://c:3"]
+    assert server_urls(replace(spec, rank=1, world_size=2)) == ["http://b:2"]
     with pytest.raises(RolloutError, match="3 servers for 4 rollout workers"):
-        urls_of(replace(spec, world_size=4))
+        server_urls(replace(spec, world_size=4))
     wrong = load_config([f"{URLS}=[localhost:30000]"]).actor_rollout_ref.rollout
     with pytest.raises(RolloutError, match="'localhost:30000' must begin with http"):
-        urls_of(replace(spec, config=wrong))
+        server_urls(replace(spec, config=wrong))
 
 
 def test_vllm_servers_refuse_to_train_mixtures_of_experts_before_anything_starts(

@@ -29,7 +29,7 @@ def test_broadcast_weights_are_those_of_the_next_token(fake: Path) -> None:
             assert out.versions == [version] * SHORT.max_tokens
             expected = trainer_log_probs(policy(seed=seed), PROMPT, out.token_ids, 1.0)
             assert out.log_probs == pytest.approx(expected, abs=1e-4)
-        assert not engine._stale, "the copy was loaded instead"
+        assert not engine._stale_servers, "the copy was loaded instead"
         await engine.close()
 
     asyncio.run(scenario())

@@ -48,7 +48,7 @@ async def abort_nothing(self: RemoteEngine, request_ids: Any, *, include_deferre
     """Every request goes on."""
 
 
-async def publish_nothing(self: ServerRollout, server: Any, expected: str) -> None:
+async def publish_nothing(self: ServerRollout, server: Any, version: str) -> None:
     """The folder is written, and never loaded."""
 
 

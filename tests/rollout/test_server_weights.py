@@ -15,7 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from hone.models.tiny import save_pretrained
 from hone.rollout import server_weights
-from hone.rollout.server_weights import WeightFolder, as_payload, in_buckets, meta_parameters
+from hone.rollout.server_weights import (
+    WeightFolder,
+    meta_parameters,
+    serialize_for_sglang,
+    split_into_buckets,
+)
 
 from .models import TOKENIZER, policy
 
@@ -25,7 +30,7 @@ def test_a_committed_folder_is_a_checkpoint_that_transformers_loads(tmp_path: Pa
     folder = WeightFolder(str(tmp_path / "shared"), str(model))
     new = policy(seed=1).lm
     folder.begin()
-    for bucket in in_buckets(new.named_parameters(), 4096):
+    for bucket in split_into_buckets(new.named_parameters(), 4096):
         folder.add(bucket)
     path = folder.commit()
     assert len(list(path.glob("*.safetensors"))) > 2
@@ -34,7 +39,7 @@ def test_a_committed_folder_is_a_checkpoint_that_transformers_loads(tmp_path: Pa
         assert torch.equal(loaded.get_parameter(name), value)
     shards = {name: t for shard in folder.shards() for name, t in shard.items()}
     assert set(shards) == {name for name, _ in new.named_parameters()}
-    for name, value in folder.sample(4):
+    for name, value in folder.sample_weights(4):
         assert torch.equal(value, new.get_parameter(name))
     folder.close()
     assert not path.exists()
@@ -48,7 +53,7 @@ def test_an_update_that_is_begun_again_leaves_the_last_weights(tmp_path: Path) -
     folder.begin()
     folder.add({"a": torch.zeros(2)})
     folder.begin()
-    assert folder.current == first
+    assert folder.current_checkpoint == first
     assert [shard["a"].tolist() for shard in folder.shards()] == [[1.0, 1.0]]
     folder.add({"a": torch.full((2,), 3.0)})
     second = folder.commit()
@@ -60,14 +65,14 @@ def test_an_update_that_is_begun_again_leaves_the_last_weights(tmp_path: Path) -
 
 def test_buckets_hold_about_their_capacity_in_order() -> None:
     weights = [(f"w{i}", torch.zeros(n)) for i, n in enumerate((10, 10, 500, 10, 10))]
-    names = [list(bucket) for bucket in in_buckets(weights, 200)]
+    names = [list(bucket) for bucket in split_into_buckets(weights, 200)]
     assert names == [["w0", "w1"], ["w2"], ["w3", "w4"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_payload_is_a_pickle_of_named_tensors(dtype: torch.dtype) -> None:
     whole = torch.arange(12, dtype=dtype)
-    payload = as_payload({"a": whole[2:4], "b": whole.reshape(3, 4).T})
+    payload = serialize_for_sglang({"a": whole[2:4], "b": whole.reshape(3, 4).T})
     assert len(payload) < 4000, "the payload holds the whole storage of a view"
     (_, a), (_, b) = pickle.loads(base64.b64decode(payload))
     assert torch.equal(a, whole[2:4])

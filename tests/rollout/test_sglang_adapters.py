@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 from hone.config import load_config
 from hone.models.policy import PolicyModel
-from hone.rollout.sglang_adapters import lora_server_arguments, published_adapter
-from hone.rollout.sglang_process import server_command
+from hone.rollout.sglang_adapters import lora_server_arguments, publishable_peft_model
+from hone.rollout.sglang_process import command_and_environment
 
 from .fake_sglang.sglang.launch_server import parser
 from .models import policy
@@ -43,7 +43,7 @@ def test_an_adapter_goes_alone_only_if_sglang_applies_it_as_it_is(
 ) -> None:
     lm = peft_model(**settings)
     spec = replace(spec_of("hf"), adapters=True, load_policy=lambda: PolicyModel(lm))
-    assert published_adapter(spec) is (lm if is_alone else None)
+    assert publishable_peft_model(spec) is (lm if is_alone else None)
 
 
 @pytest.mark.parametrize("word", ["data_parallel_size=2", "engine_kwargs.sglang.dp_size=2"])
@@ -52,14 +52,16 @@ def test_replicas_get_merged_weights(word: str) -> None:
     lm = peft_model()
     config = load_config([f"actor_rollout_ref.rollout.{word}"]).actor_rollout_ref.rollout
     spec = replace(spec_of("hf"), adapters=True, load_policy=lambda: PolicyModel(lm), config=config)
-    assert published_adapter(spec) is None
+    assert publishable_peft_model(spec) is None
 
 
 def test_a_launched_server_is_told_of_the_adapter_by_names_that_it_knows() -> None:
     """PEFT may have the modules as whole paths, which SGLang refuses."""
     paths = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "v_proj")]
     lm = peft_model(target_modules=paths)
-    command, _ = server_command(spec_of("hf", model_path="some/model"), lora_server_arguments(lm))
+    command, _ = command_and_environment(
+        spec_of("hf", model_path="some/model"), lora_server_arguments(lm)
+    )
     assert "--enable-lora --max-lora-rank 4" in " ".join(command)
     listening = [*command[3:], "--host", "127.0.0.1", "--port", "1"]
     arguments, _ = parser().parse_known_args(listening)

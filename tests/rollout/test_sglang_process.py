@@ -19,7 +19,7 @@ from hone.models.tiny import save_pretrained
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutError, RolloutSpec, Sampling
 from hone.rollout.server import ServerRollout
-from hone.rollout.sglang_process import LaunchedSGLang, server_command
+from hone.rollout.sglang_process import LaunchedSGLang, command_and_environment
 
 from .models import TOKENIZER, policy, trainer_log_probs
 from .opened_servers import PROMPT, updated
@@ -48,7 +48,7 @@ def spec(model: Path | str, *overrides: str) -> RolloutSpec:
 
 
 def test_the_command_listens_nowhere_else_and_passes_arguments_on() -> None:
-    command, environment = server_command(
+    command, environment = command_and_environment(
         spec(
             "some/model",
             "max_num_seqs=7",
@@ -72,7 +72,7 @@ def test_the_command_listens_nowhere_else_and_passes_arguments_on() -> None:
     assert "--incremental-streaming-output" not in command
     assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
     with pytest.raises(RolloutError, match=r"engine_kwargs.sglang.host is set by hone"):
-        server_command(spec("some/model", "engine_kwargs.sglang.host=0.0.0.0"))
+        command_and_environment(spec("some/model", "engine_kwargs.sglang.host=0.0.0.0"))
 
 
 def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_server_that_is_killed_is_restarted_with_the_current_weights(fake: Pat
 @pytest.mark.slow
 def test_a_killed_worker_leaves_no_server(fake: Path) -> None:
     """Neither the server nor the processes that it started outlive a SIGKILL of the worker."""
-    command, _ = server_command(spec(fake))
+    command, _ = command_and_environment(spec(fake))
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKER, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -32,10 +32,10 @@ REPORTED = {
     "log-prob is positive": "1.5 as log-prob",
     "a log-prob is null": "None as log-prob",
     "another request is answered": "in the stream of",
-    "ids differ from log-probs": "their ids differ",
+    "ids differ from log-probs": "the ids differ",
     "id is outside the vocabulary": "token id 1000000",
-    "finish reason is wrong": "the last is neither an end token",
-    "finish reason is unknown": "ended a request for",
+    "finish reason is wrong": "neither an end token nor a stop",
+    "finish reason is unknown": "ended a request with the finish_reason",
     "meta is missing": "without meta_info",
 }
 
@@ -145,7 +145,7 @@ def test_without_deterministic_inference_the_weaker_law_is_a_trait(
     async def scenario() -> None:
         async with open_engine(servers, deterministic=False) as engine:
             assert not engine.traits.seeded
-            assert not engine.traits.positional
+            assert not engine.traits.samples_by_position
             await engine.generate(PROMPT, SHORT, "unseeded")
             assert "sampling_seed" not in servers[0].bodies[-1]["sampling_params"]
 

@@ -26,7 +26,7 @@ from hone.rollout.contract import (
 )
 from hone.rollout.requests import RequestRules
 from hone.rollout.vllm import VLLMRollout
-from hone.rollout.vllm_process import EngineProcess, Launch
+from hone.rollout.vllm_process import EngineProcess, LaunchArguments
 
 from . import (  # noqa: F401
     clauses_control,
@@ -123,13 +123,13 @@ class VersionStaysBehind(SharedVLLM):
 class LastTensorIsDropped(SharedVLLM):
     async def _load(self, weights: Any) -> None:
         await super()._load(list(weights)[:-1])
-        self._names = set(self._parameters)
+        self._loaded_names = set(self._parameters)
 
 
 class OldWeightsStay(SharedVLLM):
     async def _load(self, weights: Any) -> None:
-        if self._updated:
-            self._names = {name for name, _ in weights} | self._names
+        if self._must_restore:
+            self._loaded_names = {name for name, _ in weights} | self._loaded_names
         else:
             await super()._load(weights)
 
@@ -138,7 +138,7 @@ class UnknownTensorsAreSkipped(SharedVLLM):
     async def _load(self, weights: Any) -> None:
         known = [(n, t) for n, t in weights if n in self._parameters]
         await super()._load([(n, t) for n, t in known if t.shape == self._parameters[n].shape])
-        self._names = set(self._parameters)
+        self._loaded_names = set(self._parameters)
 
 
 class EndTokensAreNotSent(SharedVLLM):
@@ -201,10 +201,10 @@ def with_engine(
     environment: dict[str, str] | None = None,
     **given: Any,
 ) -> None:
-    launch = Launch(fake_python(folder), {"model": "m"}, environment or {})
+    launch = LaunchArguments(fake_python(folder), {"model": "m"}, environment or {})
     engine = VLLMRollout(
         [EngineProcess(launch) for _ in range(processes)],
-        RequestRules(frozenset({89}), vocabulary=90),
+        RequestRules(frozenset({89}), vocab_size=90),
         SHAPES,
         bucket_bytes=512,
         device=torch.device("cpu"),
@@ -339,7 +339,9 @@ def test_an_update_that_begins_again_and_one_that_lacks_tensors(tmp_path: Path) 
 def test_a_process_that_dies_without_a_token_is_given_up(tmp_path: Path) -> None:
     async def work(engine: VLLMRollout) -> None:
         (process,) = engine._processes
-        process._launch = Launch(process._launch.python, {"model": "m"}, {"PYTHONHOME": "/nowhere"})
+        process._launch = LaunchArguments(
+            process._launch.python, {"model": "m"}, {"PYTHONHOME": "/nowhere"}
+        )
         process.kill()
         with pytest.raises(RolloutError, match="ended 3 times without a token"):
             await engine.generate([1], LONG, "r")
@@ -363,17 +365,19 @@ def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None
 
         groups = [asyncio.ensure_future(turn([g], f"{g}-{i}")) for g in (1, 2) for i in range(4)]
         await sampling(engine, 8)
-        loads.append(tuple(p.load for p in engine._processes))  # type: ignore[arg-type]
+        loads.append(tuple(p.num_streams for p in engine._processes))  # type: ignore[arg-type]
         open_gate(tmp_path)
         await asyncio.gather(*groups)
-        where = {key: index for key, index in engine._process_of.items() if isinstance(key, str)}
+        where = {
+            key: index for key, index in engine._index_by_route.items() if isinstance(key, str)
+        }
         await turn([1, 5, 5], "2-0")  # a later turn
         assert loads == [(4, 4)]
         for g in (1, 2):
             assert len({where[f"{g}-{i}"] for i in range(4)}) == 1
-        assert engine._process_of["2-0"] == where["2-0"]
+        assert engine._index_by_route["2-0"] == where["2-0"]
         await asyncio.gather(*(turn([9], f"9-{i}") for i in range(24)))
-        spread = [engine._process_of[f"9-{i}"] for i in range(24)]
+        spread = [engine._index_by_route[f"9-{i}"] for i in range(24)]
         assert min(spread.count(0), spread.count(1)) >= 4, "one prompt filled one process"
 
     with_engine(tmp_path, work, processes=2, environment=gated(tmp_path))
@@ -396,7 +400,7 @@ def test_a_process_that_dies_while_another_commits_gets_the_new_weights(tmp_path
         call = second.call
         jobs = [asyncio.ensure_future(engine.generate([g], LONG, f"{g}")) for g in (1, 2)]
         await sampling(engine, 2)
-        assert (first.load, second.load) == (1, 1)
+        assert (first.num_streams, second.num_streams) == (1, 1)
         await engine.pause(keep=True)
         open_gate(tmp_path)
 
@@ -424,7 +428,7 @@ def test_abort_and_close_do_not_wait_for_a_process_that_starts_again(tmp_path: P
         (process,) = engine._processes
         jobs = [asyncio.ensure_future(engine.generate([1], LONG, name)) for name in ("a", "b")]
         await sampling(engine, 2)
-        process._launch = Launch(process._launch.python, {"model": "slow"}, {})
+        process._launch = LaunchArguments(process._launch.python, {"model": "slow"}, {})
         pid = process.pid
         process.kill()
         while not process.alive or process.pid == pid:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.requests import RequestRules
-from hone.rollout.vllm_adapters import AdapterVLLM, engine_arguments
-from hone.rollout.vllm_process import EngineProcess, Launch
+from hone.rollout.vllm_adapters import AdapterVLLM, lora_engine_arguments
+from hone.rollout.vllm_process import EngineProcess, LaunchArguments
 
 from .test_vllm_process import fake_python
 
@@ -43,8 +43,8 @@ def expected_tokens(shift: int) -> list[int]:
 
 
 def test_an_adapter_is_published_alone_and_restored_after_a_death(tmp_path: Path) -> None:
-    launch = Launch(fake_python(tmp_path), {"model": "m"}, {})
-    rules = RequestRules(frozenset({89}), vocabulary=90)
+    launch = LaunchArguments(fake_python(tmp_path), {"model": "m"}, {})
+    rules = RequestRules(frozenset({89}), vocab_size=90)
     engine = AdapterVLLM([EngineProcess(launch)], rules, peft_model(), device=torch.device("cpu"))
 
     async def work() -> None:
@@ -81,5 +81,5 @@ def test_an_adapter_is_published_alone_and_restored_after_a_death(tmp_path: Path
     ],
 )
 def test_what_vllm_cannot_take_is_published_merged(model: Any, rank: int | None) -> None:
-    arguments = engine_arguments(model)
+    arguments = lora_engine_arguments(model)
     assert (arguments and arguments["max_lora_rank"]) == rank

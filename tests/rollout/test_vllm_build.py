@@ -14,7 +14,7 @@ import torch
 from hone.config import load_config
 from hone.rollout.contract import RolloutError, RolloutSpec
 from hone.rollout.vllm import VLLMRollout
-from hone.rollout.vllm_build import build_vllm, make_environment, make_launch
+from hone.rollout.vllm_build import build_vllm, make_environment, make_launch_arguments
 from hone.rollout.vllm_process import EngineProcess
 
 from .models import EOS, TOKENIZER, policy
@@ -40,7 +40,9 @@ def spec_of(*overrides: str, device: str = "cpu") -> RolloutSpec:
 @pytest.fixture
 def arguments(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("hone.rollout.vllm_build.resolve_model_path", lambda path: path)
-    return lambda *overrides, **options: make_launch(spec_of(*overrides, **options), 4096, 0).engine
+    return lambda *overrides, **options: (
+        make_launch_arguments(spec_of(*overrides, **options), 4096, 0).llm_arguments
+    )
 
 
 def test_settings_of_the_rollout_reach_vllm(arguments: Any) -> None:
@@ -64,12 +66,12 @@ def test_an_engine_gets_its_own_gpus(arguments: Any, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("hone.rollout.vllm_build.resolve_model_path", lambda path: path)
     two = ("tensor_model_parallel_size=2",)
     for number, devices in ((0, "4,5"), (1, "6,7")):
-        started = make_launch(spec_of(*two, device="cuda:0"), None, number)
+        started = make_launch_arguments(spec_of(*two, device="cuda:0"), None, number)
         assert started.environment["CUDA_VISIBLE_DEVICES"] == devices
-        assert started.engine["tensor_parallel_size"] == 2
-    alone = make_launch(spec_of(*two, device="cuda:3"), None, 0)  # one GPU is left
+        assert started.llm_arguments["tensor_parallel_size"] == 2
+    alone = make_launch_arguments(spec_of(*two, device="cuda:3"), None, 0)  # one GPU is left
     assert alone.environment["CUDA_VISIBLE_DEVICES"] == "7"
-    assert alone.engine["tensor_parallel_size"] == 1
+    assert alone.llm_arguments["tensor_parallel_size"] == 1
 
 
 def test_the_users_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +173,7 @@ def test_a_run_over_two_engines_that_are_killed_reaches_its_end_and_agrees_with_
 
     def killing(self: VLLMRollout, request: Any, chunk: Any) -> None:
         append(self, request, chunk)
-        index = self._process_of[request.request_id]
+        index = self._index_by_route[request.request_id]
         engines.setdefault(request.request_id, set()).add(index)
         if self.version == len(kills) + 1 <= KILLS and request.stop_reason is None:
             kills.append(self._processes[index].pid)

@@ -17,7 +17,7 @@ from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Sampling
 from hone.rollout.vllm_build import build_vllm
-from hone.rollout.vllm_experts import by_expert
+from hone.rollout.vllm_experts import split_experts
 
 from . import models
 from .models import EOS, POSITIONS, TOKENIZER, VOCABULARY
@@ -75,7 +75,7 @@ def test_experts_get_the_names_and_numbers_of_a_checkpoint(tmp_path: Path) -> No
     lm = mixture(0)
     lm.save_pretrained(tmp_path)
     written = load_file(tmp_path / "model.safetensors")
-    sent: dict[str, Tensor] = dict(by_expert(lm.named_parameters()))
+    sent: dict[str, Tensor] = dict(split_experts(lm.named_parameters()))
     assert sent.keys() == written.keys()
     assert all(torch.equal(sent[name], tensor) for name, tensor in written.items())
 
@@ -85,7 +85,7 @@ def test_updates_of_other_mixtures_are_refused_before_vllm_starts(
 ) -> None:
     monkeypatch.setattr("hone.rollout.vllm_build.has_vllm", lambda python: True)
     with pytest.raises(
-        RolloutError, match=r"qwen3_moe among mixtures of experts, and .* qwen2_moe"
+        RolloutError, match=r"is a qwen2_moe; of mixtures of experts, .* into qwen3_moe;"
     ):
         build_vllm(spec_of(tmp_path, mixture(0, "qwen2_moe"), "python"))
 
@@ -99,7 +99,7 @@ def test_other_mixtures_generate_from_their_files(
     spec = replace(spec, config=load_config(words, config_name="generation").rollout)
     engine = build_vllm(spec)
     run_coroutine(engine.close())
-    with pytest.raises(RolloutError, match="qwen3_moe among mixtures of experts"):
+    with pytest.raises(RolloutError, match="only into qwen3_moe"):
         build_vllm(replace(spec, current_weights=list))  # a merged adapter
 
 

@@ -46,11 +46,11 @@ def choice(**changes: Any) -> dict[str, Any]:
 
 
 def test_an_event_is_its_token_ids_with_their_log_probs() -> None:
-    chunk = server()._chunk(choice())
+    chunk = server()._parse_chunk(choice())
     assert (chunk.token_ids, chunk.log_probs, chunk.finished) == ([5], [-0.5], False)
-    last = server()._chunk(choice(token_ids=[], logprobs=None, finish_reason="length"))
+    last = server()._parse_chunk(choice(token_ids=[], logprobs=None, finish_reason="length"))
     assert (last.token_ids, last.finished) == ([], True)
-    assert not server()._chunk({"usage": {}}).token_ids
+    assert not server()._parse_chunk({"usage": {}}).token_ids
 
 
 @pytest.mark.parametrize(
@@ -58,25 +58,28 @@ def test_an_event_is_its_token_ids_with_their_log_probs() -> None:
     [
         ({"token_ids": None}, r"no token_ids \(return_token_ids\)"),
         ({"logprobs": None}, "tokens without log-probs"),
-        ({"finish_reason": "bored"}, "ended a request for 'bored'"),
+        ({"finish_reason": "bored"}, "finish_reason 'bored'"),
     ],
 )
 def test_an_event_that_lacks_something_is_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RolloutError, match=words) as caught:
-        server()._chunk(choice(**changes))
+        server()._parse_chunk(choice(**changes))
     assert "pass" not in str(caught.value)
 
 
 def test_a_request_that_the_server_aborts_is_issued_again() -> None:
     with pytest.raises(ServerLost):
-        server()._chunk(choice(finish_reason="abort"))
+        server()._parse_chunk(choice(finish_reason="abort"))
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
     [
         ({}, "cannot load new weights, which training.*VLLM_SERVER_DEV_MODE=1"),
-        ({"updates": True, "device": "cpu", "tied": True}, "keeps the old output head"),
+        (
+            {"has_dev_routes": True, "device_type": "cpu", "tied_embeddings": True},
+            "keeps the old output head",
+        ),
     ],
 )
 def test_a_server_that_cannot_be_updated_is_refused_for_training(
@@ -87,8 +90,8 @@ def test_a_server_that_cannot_be_updated_is_refused_for_training(
 
 
 def test_other_servers_train() -> None:
-    server(updates=True, device="cpu").check_updates_supported()
-    server(updates=True, device="cuda", tied=True).check_updates_supported()
+    server(has_dev_routes=True, device_type="cpu").check_updates_supported()
+    server(has_dev_routes=True, device_type="cuda", tied_embeddings=True).check_updates_supported()
 
 
 class RestartedServer(VLLMServer):
@@ -97,7 +100,7 @@ class RestartedServer(VLLMServer):
     current = "default"
 
     async def connect(self) -> None:
-        self.updates, self.weights, self.served = True, self.current, list[str]()
+        self.has_dev_routes, self.expected_version, self.served = True, self.current, list[str]()
 
     async def wait_until_healthy(self) -> None: ...
 
@@ -124,7 +127,7 @@ def test_a_server_that_restarted_while_it_was_idle_serves_nothing_before_its_wei
     running = RestartedServer("http://gpu:8000", Timeouts(1.0, 1.0))
     engine = ServerRollout(
         [running],
-        RequestRules(frozenset({89}), vocabulary=90),
+        RequestRules(frozenset({89}), vocab_size=90),
         {"shift": torch.zeros(1)},
         WeightFolder(None, "no-model"),
     )
@@ -185,8 +188,8 @@ def test_what_the_server_says_of_itself_is_what_the_contract_tests_believe() -> 
     engine: Any = VLLMServerFactory().build(policy())
     (running,) = engine._servers
     assert engine.traits == VLLMServerFactory.engine_traits
-    assert running.mode.after_temperature
-    assert running.device == "cpu"
+    assert running.log_prob_mode.after_temperature
+    assert running.device_type == "cpu"
     asyncio.run(engine.close())
 
 

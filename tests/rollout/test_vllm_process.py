@@ -17,7 +17,7 @@ import pytest
 from hone.rollout import vllm_process
 from hone.rollout.contract import RolloutError
 from hone.rollout.requests import Chunk
-from hone.rollout.vllm_process import EngineDied, EngineProcess, Launch
+from hone.rollout.vllm_process import EngineDied, EngineProcess, LaunchArguments
 
 T = TypeVar("T")
 SAMPLING = {"max_tokens": 5, "stop_token_ids": []}
@@ -36,7 +36,7 @@ def with_process(
     folder: Path, work: Callable[[EngineProcess], Awaitable[T]], model: str = "m", **timeouts: float
 ) -> T:
     async def run() -> T:
-        process = EngineProcess(Launch(fake_python(folder), {"model": model}, **timeouts))
+        process = EngineProcess(LaunchArguments(fake_python(folder), {"model": model}, **timeouts))
         try:
             return await asyncio.wait_for(work(process), 200)
         finally:
@@ -142,9 +142,9 @@ def test_no_process_outlives_its_parent(tmp_path: Path, end: signal.Signals | No
     """Killed, terminated, or ended without a word."""
     code = (
         "import asyncio, sys\n"
-        "from hone.rollout.vllm_process import EngineProcess, Launch\n"
+        "from hone.rollout.vllm_process import EngineProcess, LaunchArguments\n"
         "async def main():\n"
-        f"    process = EngineProcess(Launch({fake_python(tmp_path)!r}, {{'model': 'm'}}))\n"
+        f"    process = EngineProcess(LaunchArguments({fake_python(tmp_path)!r}, {{'model': 'm'}}))\n"
         "    await process.start()\n"
         "    print(process.pid, process._folder, flush=True)\n"
         f"    await asyncio.sleep({0 if end is None else 1000})\n"

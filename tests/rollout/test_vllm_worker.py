@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hone.rollout
-from hone.rollout.vllm_buckets import _Window
+from hone.rollout.vllm_buckets import _BucketMemory
 
 
 @pytest.fixture
@@ -77,21 +77,21 @@ def test_another_sampler_of_vllm_is_refused(worker: Any) -> None:
 
 
 def test_a_bucket_gives_its_tensors_also_after_it_is_filled_again(worker: Any) -> None:
-    window = _Window(torch.device("cpu"))
+    memory = _BucketMemory(torch.device("cpu"))
     first = [("a", torch.randn(3, 5)), ("b", torch.arange(7, dtype=torch.bfloat16))]
     engine = worker.BucketEngine()
     loaded: dict[str, torch.Tensor] = {}
     engine.model = SimpleNamespace(load_weights=loaded.update)
-    engine.receive_weights(worker.BucketInfo(**window.fill(first)))
+    engine.receive_weights(worker.BucketInfo(**memory.fill(first)))
     with_loader: dict[str, torch.Tensor] = {}  # as vLLM 0.22 calls it
-    bucket = window.fill([("c", torch.ones(100))])
+    bucket = memory.fill([("c", torch.ones(100))])
     engine.receive_weights(worker.BucketInfo(**bucket), load_weights=with_loader.update)
     for name, tensor in first:
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor)
     assert torch.equal(with_loader["c"], torch.ones(100))
-    descriptor = window._descriptor
-    window.close()
+    descriptor = memory._file_descriptor
+    memory.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 

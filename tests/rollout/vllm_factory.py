@@ -20,7 +20,7 @@ from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, Sampling, Traits
 from hone.rollout.requests import Chunk, Request, RequestRules
 from hone.rollout.vllm import VLLMRollout
-from hone.rollout.vllm_process import EngineProcess, Launch
+from hone.rollout.vllm_process import EngineProcess, LaunchArguments
 
 from .engine_contract import Factory, Place
 from .models import EOS, POSITIONS, TOKENIZER, policy
@@ -118,7 +118,9 @@ def process(tensor: int = 1, pipeline: int = 1, weights: str = "auto") -> Engine
         "seed": 0,
         "logits_processors": [SLOW_MOTION],
     }
-    launch = Launch(slow_motion_python(), arguments, make_environment(False, None), weights=weights)
+    launch = LaunchArguments(
+        slow_motion_python(), arguments, make_environment(False, None), weights=weights
+    )
     started = EngineProcess(launch)
     asyncio.run_coroutine_threadsafe(started.start(), loop()).result()
     started.serving = True

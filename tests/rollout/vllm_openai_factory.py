@@ -83,7 +83,7 @@ class VLLMServerFactory(Factory):
     name = "vllm-server"
     engine_traits = Traits(
         decodes_with_module=False,
-        positional=False,
+        samples_by_position=False,
         batch_invariant=False,
         untruncated_log_probs=False,
     )

@@ -1,8 +1,8 @@
-"""Sends buckets through a window of shared memory, synchronized over a Unix socket.
+"""Sends buckets through shared memory, synchronized over a Unix socket.
 
-The socket is in a folder that only its user can access. Through it each receiver gets the window: a memory
+The socket is in a folder that only its user can access. Over it, each receiver gets the memory: a memory
 file (by file descriptor, so that no file name outlives the processes) or GPU memory (by CUDA IPC). The
-window holds two buckets: the sender fills one while receivers read the other.
+memory has two buffers of one bucket: the sender fills one while receivers read the other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from hone.weights.contract import StreamAddress, WeightStreamBroken
 
 _NUM_BUFFERS = 2
 _LENGTH = struct.Struct("!q")
-_END = b"end"
+_END_MESSAGE = b"end"
+_DESCRIPTOR_MESSAGE = b"memory"
+"""The message that carries the file descriptor."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ class _Connection:
             (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
             return self._read_exactly(length)
 
-    def _read_exactly(self, count: int) -> bytes:
+    def _read_exactly(self, size: int) -> bytes:
         data = b""
-        while len(data) < count:
-            part = self.socket.recv(count - len(data))
+        while len(data) < size:
+            part = self.socket.recv(size - len(data))
             if not part:
                 raise ConnectionResetError("end of stream")
             data += part
@@ -77,9 +79,10 @@ class _Connection:
 
 
 class _CudaHandle(TypedDict):
-    """The arguments with which torch opens GPU memory of another process; bytes are base64 text."""
+    """The CUDA IPC handle with which torch opens GPU memory of another process."""
 
     parts: list[int | dict[str, str]]
+    """The arguments of torch's function; a bytes value is encoded as {"bytes": base64}."""
     size: int
 
 
@@ -90,50 +93,50 @@ class _Handshake(TypedDict):
     cuda: NotRequired[_CudaHandle]
 
 
-class WindowSender:
+class SharedMemorySender:
     """The sender of one stream; `send` waits for every receiver."""
 
     def __init__(
-        self, receivers: int, *, bucket_bytes: int, device: torch.device, timeout_s: float
+        self, num_receivers: int, *, bucket_bytes: int, device: torch.device, timeout_s: float
     ) -> None:
-        """Opens the socket; the window will be in GPU memory if `device` is a GPU."""
-        self._bucket_bytes, self._receivers = bucket_bytes, receivers
+        """Opens the socket; `send` allocates the memory, on `device` if it is a GPU."""
+        self._bucket_bytes, self._num_receivers = bucket_bytes, num_receivers
         self._timeout_s = timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="hone-weights-"))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.settimeout(timeout_s)
         path = self._folder / "socket"
         self._listener.bind(str(path))
-        self._listener.listen(receivers)
+        self._listener.listen(num_receivers)
         self._token = secrets.token_hex(16)
         transport = "cuda_ipc" if device.type == "cuda" else "memory_file"
-        self.address = StreamAddress(transport, str(path), self._token, receivers)
+        self.address = StreamAddress(transport, str(path), self._token, num_receivers)
         self._device = device
         self._connections: list[_Connection] = []
 
     def send(self, buckets: Iterable[Bucket]) -> int:
         """Sends all buckets to all receivers; returns the number of bytes."""
-        window, handshake, descriptor = self._open_window()
-        total, count = 0, 0
+        memory, handshake, descriptor = self._allocate_memory()
+        total_bytes, num_buckets = 0, 0
         try:
-            self._accept(handshake, descriptor)
-            for count, bucket in enumerate(buckets, 1):
-                if count > _NUM_BUFFERS:  # the receivers must have read this buffer
+            self._accept_receivers(handshake, descriptor)
+            for num_buckets, bucket in enumerate(buckets, 1):
+                if num_buckets > _NUM_BUFFERS:  # all receivers must have read this buffer
                     self._wait_for_acks()
-                start = (count - 1) % _NUM_BUFFERS * self._bucket_bytes
-                bucket.write_to(window[start : start + self._bucket_bytes])
+                start = (num_buckets - 1) % _NUM_BUFFERS * self._bucket_bytes
+                bucket.write_to(memory[start : start + self._bucket_bytes])
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-                self._send_all(serialize_pieces(bucket.pieces))
-                total += sum(piece.size for piece in bucket.pieces)
-            for _ in range(min(count, _NUM_BUFFERS)):
+                self._send_to_receivers(serialize_pieces(bucket.pieces))
+                total_bytes += sum(piece.size for piece in bucket.pieces)
+            for _ in range(min(num_buckets, _NUM_BUFFERS)):
                 self._wait_for_acks()
-            self._send_all(_END)
+            self._send_to_receivers(_END_MESSAGE)
             self._wait_for_acks()
         finally:
             if descriptor is not None:
                 os.close(descriptor)
-        return total
+        return total_bytes
 
     def close(self) -> None:
         for connection in self._connections:
@@ -141,45 +144,45 @@ class WindowSender:
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _open_window(self) -> tuple[Tensor, _Handshake, int | None]:
-        """Returns the window, the handshake, and the file descriptor of a memory file."""
+    def _allocate_memory(self) -> tuple[Tensor, _Handshake, int | None]:
+        """Returns the memory, the handshake, and the file descriptor if it is a memory file."""
         size = _NUM_BUFFERS * self._bucket_bytes
         handshake: _Handshake = {"bucket_bytes": self._bucket_bytes}
         if self._device.type == "cuda":
-            window = torch.empty(size, dtype=torch.uint8, device=self._device)
+            memory = torch.empty(size, dtype=torch.uint8, device=self._device)
             parts = [
-                {"bytes": base64.b64encode(x).decode()} if isinstance(x, bytes) else x
-                for x in window.untyped_storage()._share_cuda_()
+                {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
+                for part in memory.untyped_storage()._share_cuda_()
             ]
             handshake["cuda"] = {"parts": parts, "size": size}
-            return window, handshake, None
+            return memory, handshake, None
         descriptor = os.memfd_create("hone-weights")
         os.ftruncate(descriptor, size)
-        memory = mmap.mmap(descriptor, size)
-        return torch.frombuffer(memory, dtype=torch.uint8), handshake, descriptor
+        mapping = mmap.mmap(descriptor, size)
+        return torch.frombuffer(mapping, dtype=torch.uint8), handshake, descriptor
 
-    def _accept(self, handshake: _Handshake, descriptor: int | None) -> None:
-        """Waits until every receiver has connected, and sends each the window."""
-        while len(self._connections) < self._receivers:
-            connected = len(self._connections)
+    def _accept_receivers(self, handshake: _Handshake, descriptor: int | None) -> None:
+        """Waits until every receiver has connected, and sends it the handshake and the descriptor."""
+        while len(self._connections) < self._num_receivers:
+            num_connected = len(self._connections)
             try:
                 client, _ = self._listener.accept()
             except TimeoutError as error:
                 raise WeightStreamBroken(
-                    f"weights: {connected} of {self._receivers} rollout workers connected within "
+                    f"weights: {num_connected} of {self._num_receivers} rollout workers connected within "
                     f"{self._timeout_s:g} s (actor_rollout_ref.nccl_timeout)"
                 ) from error
             client.settimeout(self._timeout_s)
-            connection = _Connection(client, f"rollout worker {connected}")
+            connection = _Connection(client, f"rollout worker {num_connected}")
             if not secrets.compare_digest(connection.receive(), self._token.encode()):
                 client.close()
                 continue
             self._connections.append(connection)
             connection.send(json.dumps(handshake).encode())
             if descriptor is not None:
-                socket.send_fds(client, [b"window"], [descriptor])
+                socket.send_fds(client, [_DESCRIPTOR_MESSAGE], [descriptor])
 
-    def _send_all(self, message: bytes) -> None:
+    def _send_to_receivers(self, message: bytes) -> None:
         for connection in self._connections:
             connection.send(message)
 
@@ -191,7 +194,7 @@ class WindowSender:
 def receive_buckets(
     address: StreamAddress, timeout_s: float
 ) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """Yields the pieces and a copy of the bytes of each bucket."""
+    """Connects to the sender; yields the pieces and a copy of the bytes of each bucket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:
@@ -207,30 +210,33 @@ def receive_buckets(
         handshake: _Handshake = json.loads(connection.receive())
         bucket_bytes = handshake["bucket_bytes"]
         if "cuda" in handshake:
-            window = _open_cuda_handle(handshake["cuda"])
+            memory = _open_cuda_handle(handshake["cuda"])
         else:
-            _, descriptors, _, _ = socket.recv_fds(client, len(b"window"), 1)
+            _, descriptors, _, _ = socket.recv_fds(client, len(_DESCRIPTOR_MESSAGE), 1)
             try:
-                memory = mmap.mmap(descriptors[0], _NUM_BUFFERS * bucket_bytes)
+                mapping = mmap.mmap(descriptors[0], _NUM_BUFFERS * bucket_bytes)
             finally:
                 os.close(descriptors[0])
-            window = torch.frombuffer(memory, dtype=torch.uint8)
-        count = 0
-        while (message := connection.receive()) != _END:
+            memory = torch.frombuffer(mapping, dtype=torch.uint8)
+        num_buckets = 0
+        while (message := connection.receive()) != _END_MESSAGE:
             pieces = deserialize_pieces(message)
-            start = count % _NUM_BUFFERS * bucket_bytes
-            data = window[start : start + pieces[-1].bucket_offset + pieces[-1].size].clone()
+            start = num_buckets % _NUM_BUFFERS * bucket_bytes
+            data = memory[start : start + pieces[-1].bucket_offset + pieces[-1].size].clone()
             if data.is_cuda:
                 torch.cuda.synchronize(data.device)
             connection.send(b"ack")
-            count += 1
+            num_buckets += 1
             yield pieces, data
         connection.send(b"ack")
 
 
 def _open_cuda_handle(handle: _CudaHandle) -> Tensor:
     torch.cuda.init()  # torch opens the handle in this process's CUDA context, which must exist
-    parts = [base64.b64decode(x["bytes"]) if isinstance(x, dict) else x for x in handle["parts"]]
+    parts = [
+        base64.b64decode(part["bytes"]) if isinstance(part, dict) else part
+        for part in handle["parts"]
+    ]
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     device = torch.device("cuda", int(parts[0]))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: handle["size"]]
