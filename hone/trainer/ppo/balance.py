@@ -30,16 +30,16 @@ def balance(
     batch: DataProto, *, ranks: int, rows_per_update: Sequence[int], by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
     """Reorders rows so that the contiguous rows of a rank are its part of every role's mini-batches."""
-    trajectory_indices = trajectory_numbers(batch)
+    row_trajectories = trajectory_numbers(batch)
     write(
         batch,
         "step_row",
-        torch.arange(len(batch)) if trajectory_indices is None else trajectory_indices,
+        torch.arange(len(batch)) if row_trajectories is None else row_trajectories,
     )
     lengths = batch.batch["attention_mask"].sum(1)
-    if trajectory_indices is not None and ranks > 1:
+    if row_trajectories is not None and ranks > 1:
         # A mini-batch has a fixed number of trajectories; its rows go to the ranks in turn, longest first.
-        update_numbers = trajectory_indices // min(rows_per_update)
+        update_numbers = row_trajectories // min(rows_per_update)
         rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
         return batch.select_idxs(torch.cat([rows[rank::ranks] for rank in range(ranks)])), {}
     if ranks == 1 or len(batch) % ranks:

@@ -60,9 +60,9 @@ def response_metrics(
         is_scored = torch.tensor([has_model_style(style) or not route_by_style for style in styles])
         if (
             batch.has_column(reward_column(MODEL))
-            and (last_row_indices := last_rows(batch)) is not None
+            and (last_indices := last_rows(batch)) is not None
         ):
-            is_scored &= torch.zeros_like(is_scored).index_fill(0, last_row_indices, True)
+            is_scored &= torch.zeros_like(is_scored).index_fill(0, last_indices, True)
         metrics |= mean_max_min("instant_rewards/outcome_reward", outcome[is_scored])
         if (has_verdict & is_scored).any():
             threshold = CORRECT_THRESHOLD if config.reward_model.type == "judge" else 0.0
@@ -142,9 +142,9 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
             isinstance(reward_model, dict) and reward_model.get("style") == "model"
         ):
             verdicts[row] = torch.nan
-    if (last_row_indices := last_rows(batch)) is not None:
+    if (last_indices := last_rows(batch)) is not None:
         verdicts = torch.full_like(verdicts, torch.nan).index_copy(
-            0, last_row_indices, verdicts[last_row_indices]
+            0, last_indices, verdicts[last_indices]
         )
     return verdicts
 
