@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
-
-from hone.types import Settings
 
 
 class Tokenizer(Protocol):
@@ -31,7 +29,7 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[Settings], **options: Any
+        self, conversation: Sequence[Mapping[str, Any]], **options: Any
     ) -> str | list[int]: ...
 
     def save_pretrained(self, save_directory: str | Path) -> tuple[str, ...]: ...

@@ -96,7 +96,7 @@ def main() -> None:
         serve(settings, folder, session, answer)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        reaper.kill_marked(f"{settings.mark}-{os.getpid()}")
+        reaper.kill_marked_processes(f"{settings.mark}-{os.getpid()}")
         reaper_process.kill()
         for path in (folder, session):
             shutil.rmtree(path, ignore_errors=True)

@@ -22,9 +22,9 @@ from hone.config.rollout import RolloutConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import (
     DATA_PARALLEL,
+    ArgumentsPerRank,
     Batch,
-    Group,
-    PerRank,
+    WorkerGroupLike,
     dispatch_nd_compute_dataproto,
 )
 from hone.engine.contract import Mesh
@@ -40,12 +40,12 @@ ROLLOUT = "rollout"
 """The mesh on which every rank decodes its own rows, even if ranks share the work of an update."""
 
 
-def dispatch_prompts(group: Group, prompts: DataProto) -> PerRank[Batch]:
+def dispatch_prompts(group: WorkerGroupLike, prompts: DataProto) -> ArgumentsPerRank[Batch]:
     """Dispatch function that adds ids before rows are split, so that no two rows share a seed."""
     return dispatch_nd_compute_dataproto(ROLLOUT, group, with_row_ids(prompts))
 
 
-def collect_trajectories(group: Group, results: list[DataProto]) -> DataProto:
+def collect_trajectories(group: WorkerGroupLike, results: list[DataProto]) -> DataProto:
     """Collect function that joins the batches of the ranks with agent loops."""
     return join_ranks(group, [results[rank] for rank in group.mesh(ROLLOUT).collect_ranks])
 
@@ -131,7 +131,7 @@ class ActorRolloutRefWorker(Worker):
         if "ref" in role and not lora:
             self.members["ref"] = ReferenceWorker(config)
         for member in self.members.values():
-            member.colocate(self.members)
+            member.set_colocated(self.members)
 
     @property
     def actor(self) -> ActorWorker:
@@ -177,7 +177,7 @@ class ActorRolloutRefWorker(Worker):
             Dispatch.DP_COMPUTE_PROTO,
             dispatch_fn=dispatch_prompts,
             collect_fn=collect_trajectories,
-            by_slot=False,
+            collects_per_slot=False,
         )
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
