@@ -1,6 +1,7 @@
 """Errors about lost processes, lost nodes and passed deadlines.
 
-Each names the worker group, the rank and the method. Exceptions of worker code are re-raised unchanged.
+Each names the worker group, the rank and the method. Exceptions of worker code are re-raised
+unchanged.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class WaitTimeout(TimeoutError):
         self.waiting_role, self.awaited = waiting_role, awaited
         self.deadline_s, self.hint = deadline_s, hint
         super().__init__(
-            f"{waiting_role!r} waited for {awaited} until the deadline of {deadline_s:g} s; {hint}"
+            f"{waiting_role!r} waited {deadline_s:g} s for {awaited} and reached its deadline; {hint}"
         )
 
     def __reduce__(self) -> tuple[type[WaitTimeout], tuple[str, str, float, str]]:

@@ -214,9 +214,7 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
             )
     if padded_inputs and not torch.stack([real_rows(v).any() for v in padded_inputs]).any():
         rows = rows.select()
-        rows.meta_info.pop(
-            "metrics", None
-        )  # every input row is padding, so the metrics mean nothing
+        rows.meta_info.pop("metrics", None)  # every input row is padding
     return rows
 
 

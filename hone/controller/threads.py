@@ -15,7 +15,7 @@ from hone.cores import usable_cores
 
 THREADS_ENV = "OMP_NUM_THREADS"
 _MATRIX_SIZE, _REPEATS = 512, 10
-"""`slowdown` times products of this size: large enough for several threads, 4 ms on one thread."""
+"""The matrix products that `slowdown` measures: large enough for several threads, 4 ms on one."""
 
 
 def thread_count(local_world_size: int = 1) -> int:
