@@ -97,7 +97,7 @@ def test_keys_may_follow_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         arguments.extend([model, *overrides])
         raise SystemExit(0)
 
-    monkeypatch.setattr(serve_reward_model, "load", load)
+    monkeypatch.setattr(serve_reward_model, "load_worker", load)
     with pytest.raises(SystemExit) as caught:
         serve_reward_model.main(["M", "--port", "8001", "reward_model.max_length=4096"])
     assert caught.value.code == 0
