@@ -19,7 +19,11 @@ PROGRAMS = {
         "prm_trainer",
         "evaluate a process reward model on ProcessBench",
     ),
-    "eval-rm": ("main_eval_rm:main", "rm_trainer", "evaluate a reward model on pairs of responses"),
+    "eval-rm": (
+        "main_eval_rm:main",
+        "rm_trainer",
+        "evaluate a reward model on pairs, or cross-validate",
+    ),
     "generate": ("main_generation:main", "generation", "generate responses for a file of prompts"),
     "eval": ("main_eval:main", "evaluation", "score responses, or a model on a benchmark"),
 }
@@ -51,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return _run_program(lambda: load_object(PROGRAMS_WITH_FLAGS[argv[0]][0])(argv[1:]))
     parser = _parser()
-    (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    verbs = list(actions.choices)
+    (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    verbs = list(subparsers.choices)
     if argv and not argv[0].startswith("-") and argv[0] not in verbs:
         from hone.config.errors import did_you_mean, nearest
 

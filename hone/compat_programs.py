@@ -91,7 +91,7 @@ _REWARD_ACTORS = {
     "RewardModelManager": "reward models run in workers (reward_model.enable), not in servers",
 }
 _RM_DATASET = {"RMDataset": "`hone train-rm` reads pairs of responses and trains a reward model"}
-_SKIP_MESSAGE = "generations are not reused; trainer.rollout_data_dir saves them"
+_SKIP_MESSAGE = "generations are not reused; trainer.rollout_data_dir keeps them"
 _SHARD_MESSAGE = "the engine wraps, loads, saves and moves its own shards (hone.engine)"
 _FLOPS_MESSAGE = (
     "counting FLOPs is not built; perf/mfu and perf/mbu report how much of the device is used"

@@ -56,16 +56,15 @@ class RolloutWorker(Worker):
     def __init__(self, config: PPOTrainerConfig) -> None:
         super().__init__()
         self.config = config
-        policy = config.actor_rollout_ref
-        check_exact_mode(policy.rollout, policy.model.path)  # fails before any role loads its model
-        rollout = policy.rollout
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        check_exact_mode(rollout, model.path)  # raises before any role loads its model
         self._tensor_parallel_size = (
             rollout.tensor_model_parallel_size if rollout.name == "native" else 1
         )
         if self._tensor_parallel_size > 1:
             from hone.rollout.native.sharded_build import check_sharding
 
-            check_sharding(self._tensor_parallel_size, self.world_size, policy.model)
+            check_sharding(self._tensor_parallel_size, self.world_size, model)
         self.is_leader = self.rank % self._tensor_parallel_size == 0
         """Whether agent loops run on this rank, the first of the ranks that share one model."""
         self.register_mesh(DATA_PARALLEL, self.rank // self._tensor_parallel_size, self.is_leader)
