@@ -208,7 +208,7 @@ def reward_column(part: str) -> str:
 
 
 def declared(name: str) -> Column | None:
-    """Returns the declaration of a column, or None; any `reward/<part>` has one."""
+    """Returns the declaration of a column, or None; every `reward/<part>` is declared."""
     if name in COLUMNS:
         return COLUMNS[name]
     if name.startswith(REWARD_PREFIX) and len(name) > len(REWARD_PREFIX):

@@ -19,7 +19,7 @@ from hone.compat_table import NAMES, WHOLE_MODULES
 
 
 def paths() -> set[str]:
-    """Returns every path of the tables and its parent packages."""
+    """Returns all paths of the tables and of their parent packages."""
     table_paths = {*WHOLE_MODULES, *NAMES, *ABSENT_NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
     return table_paths | {
         path[:i] for path in table_paths for i, character in enumerate(path) if character == "."
@@ -44,7 +44,7 @@ class VerlModule(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; a dict that is set in place of a registry becomes its entries."""
+        """Sets an attribute; a dict that replaces a registry becomes the entries of the registry."""
         if isinstance(value, dict) and name in NAMES.get(self.__name__, {}):
             use_entries = getattr(_resolve(self.__name__, name), "use_entries", None)
             if use_entries is not None:  # the registry is a TableView

@@ -37,7 +37,7 @@ PROGRAMS: dict[str, str] = {
     "hone.recipe.r1_ascend.main_ppo": _PPO_PROGRAM,
     "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
 }
-"""Maps each program of verl (`python -m`) to ours; its arguments precede those of the user."""
+"""Maps each program of verl (`python -m`) to our module and the arguments before the user's."""
 
 _ASYNC_MESSAGE = "asynchronous training is not built; hone.trainer.main_ppo takes the same keys"
 _OWN_TRAINER_MESSAGE = (

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back; every Hugging Face tokenizer implements it."""
+    """Converts text to token ids and back; every Hugging Face tokenizer implements this interface."""
 
     pad_token_id: int
     eos_token_id: int | None

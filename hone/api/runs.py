@@ -285,7 +285,7 @@ def _new_folder(name: str) -> Path:
 def _set_sft_files(
     call: CallSettings, data: Data, folder: Path, name: str, sets_columns: bool
 ) -> None:
-    """Sets the data files of SFT; columns are renamed unless `sets_columns`: the user names them."""
+    """Sets the data files of SFT; columns are renamed unless the user names them (`sets_columns`)."""
     files, rows = file_names(data), as_rows(data)
     if files is None or not (sets_columns or MESSAGES_COLUMN in rows[0]):
         rows = to_sft_rows(rows)

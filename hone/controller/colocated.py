@@ -59,7 +59,7 @@ def plain_class(cls: Callable[P, W]) -> type:
 
 
 def create_colocated_worker_cls(class_dict: Mapping[K, ClassWithInitArgs]) -> ColocatedClass:
-    """Combines roles into one group of processes; `group.spawn(roles)` returns a group per role."""
+    """Combines roles into one worker group, whose `spawn(roles)` returns a worker group per role."""
     return ColocatedClass({str(role): member for role, member in class_dict.items()})
 
 
@@ -82,6 +82,6 @@ class FusedWorker(Worker):
 def create_colocated_worker_raw_cls(
     class_dict: Mapping[K, ClassWithInitArgs],
 ) -> type[FusedWorker]:
-    """Returns a base class with one worker per role as attributes; see `group.fuse(roles)`."""
+    """Returns a base class with one worker per role as attributes; see `WorkerGroup.fuse`."""
     members = {str(role): member for role, member in class_dict.items()}
     return type("FusedWorker", (FusedWorker,), {"members": members})

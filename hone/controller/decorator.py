@@ -25,7 +25,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 DATA_PARALLEL = ""
-"""The name of the default mesh. Without an engine, every rank is one data-parallel slot of it."""
+"""The name of the default mesh. Without an engine, each rank is its own data-parallel slot."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[_Method], _Method]:
-    """Makes a worker's method callable on its group; the default mode is Dispatch.ALL_TO_ALL."""
+    """Makes a worker's method callable on its worker group, by default with Dispatch.ALL_TO_ALL."""
     mode = _MODES["ALL_TO_ALL"] if dispatch_mode is None else dispatch_mode
     if isinstance(mode, dict):
         if missing := {"dispatch_fn", "collect_fn"} - mode.keys():

@@ -45,7 +45,7 @@ class FinishedCall:
 
 
 class WorkerHost:
-    """The workers of one rank: a single one, or one per colocated role."""
+    """The workers of one rank: a single worker, or one worker per colocated role."""
 
     def __init__(
         self, cls_with_init: ClassWithInitArgs, placement: Placement, threads: int

@@ -59,7 +59,7 @@ class _Ping:
 
     def __init__(self) -> None:
         self.ping_count = 0
-        """Pings sent so far; it identifies the current ping in the timer."""
+        """The number of pings so far, which identifies the current ping in the timer."""
         self.is_unanswered = False
         """Whether the current ping has no answer yet."""
         self.dead_nodes: dict[str, str] = {}
@@ -358,7 +358,7 @@ def refresh_logs() -> None:
 
 
 def raise_if_lost(waiting_role: str, method: str, node_id: str | None = None) -> None:
-    """Raises if the node `node_id` is lost, or without one if any worker is lost.
+    """Raises if the node `node_id` is lost, or, if it is None, if any worker is lost.
 
     It has an effect in the trainer process only.
     """

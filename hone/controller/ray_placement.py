@@ -163,7 +163,7 @@ class Reservation:
         self._group_count += 1
 
     def release(self) -> None:
-        """Counts one worker group less; the last one removes the placement group."""
+        """Counts one worker group less; removes the placement group after the last one."""
         self._group_count -= 1
         if self._group_count == 0:
             remove_placement_group(self.group)

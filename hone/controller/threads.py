@@ -30,7 +30,7 @@ def thread_count(local_world_size: int = 1) -> int:
 
 
 def load_average() -> float | None:
-    """Returns the one-minute load average, or None if the system has none."""
+    """Returns the one-minute load average, or None if the system does not measure it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 

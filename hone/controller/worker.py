@@ -23,7 +23,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Placement:
-    """The position of a worker among the ranks of its group."""
+    """The position of a worker among the ranks of its worker group."""
 
     rank: int = 0
     world_size: int = 1

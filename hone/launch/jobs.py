@@ -64,7 +64,7 @@ class JobClient:
         return sorted(self._retry(self._client.list_jobs), key=lambda job: job.start_time or 0)
 
     def follow(self, job: str, write: Callable[[str], None]) -> int:
-        """Writes the job's log until it ends; returns its exit status."""
+        """Writes the job's log until the job ends; returns the exit status of the job."""
         written_characters, stream_failed = 0, False
         while True:
             written_characters, error = asyncio.run(self._tail(job, write, written_characters))
@@ -137,7 +137,7 @@ class JobClient:
 def run_job(
     address: str, entrypoint: str, write: Callable[[str], None], wait_for_stop: Callable[[], object]
 ) -> int:
-    """Runs a command as a job until it ends or `wait_for_stop` returns; returns its exit status."""
+    """Runs a command as a job until the job ends or `wait_for_stop` returns; returns the exit status."""
     client = JobClient(address)
     job = client.submit(entrypoint)
     write(f"job {job} runs\n")

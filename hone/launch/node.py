@@ -71,7 +71,7 @@ class NodeStatus:
 
 
 def launch_folder(mark: str = "") -> Path:
-    """Returns the folder of a launched cluster in the user's home; without a mark, that of all."""
+    """Returns the folder of a launched cluster in the user's home, or of all if `mark` is empty."""
     return Path.home() / ".hone" / "launch" / mark
 
 

@@ -166,7 +166,7 @@ class ActorRolloutRefWorker(Worker):
 
     @property
     def engine_mesh(self) -> Mesh:
-        """The mesh of all engines in this process; it must be equal, because they get the same rows."""
+        """The mesh of the engines in this process, which must be equal: they get the same rows."""
         workers = [m for m in self.members.values() if isinstance(m, TrainWorker)]
         meshes = {worker.engine.mesh for worker in workers}
         if len(meshes) != 1:

@@ -53,7 +53,7 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
 
 
 def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
-    """Returns the critic's spec; without a model path it starts from the actor's model."""
+    """Returns the critic's spec; without a model path, the critic starts from the actor's model."""
     critic, model = config.critic, config.critic.model
     adapters = None
     if model.lora_rank > 0:

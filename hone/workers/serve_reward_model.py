@@ -26,7 +26,7 @@ MAX_BODY_BYTES = 64 << 20
 
 
 class Service:
-    """Answers requests with one model; one thread computes them in the order of arrival."""
+    """Answers requests with one model; one thread scores them in the order of arrival."""
 
     def __init__(self, worker: RewardModelWorker) -> None:
         self._worker = worker
