@@ -84,7 +84,7 @@ def _text_flaw(text: str, allow_nul: bool) -> str | None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        if 0xDC80 <= code <= 0xDCFF:  # `surrogateescape` reads an invalid byte so
+        if 0xDC80 <= code <= 0xDCFF:  # what `surrogateescape` makes of an invalid byte
             return f"is not UTF-8 (byte 0x{code - 0xDC00:02x}) or contains a lone surrogate"
         return f"contains a lone surrogate (\\u{code:04x}), which is not Unicode text"
     return None

@@ -112,9 +112,8 @@ class Reservation:
                 and (group := self._create_group(node_ids, end_time)) is not None
             ):
                 return group
-            if (
-                place(self._pool, resources_by_node(nodes, total=True)) is None
-            ):  # the pool did fit before
+            total_resources = resources_by_node(nodes, total=True)
+            if place(self._pool, total_resources) is None:  # it did fit in `check_pools_fit`
                 raise ClusterFailed(
                     f"a node was lost, and {self._pool} does not fit on the remaining nodes",
                     self._pool.name_prefix,

@@ -104,7 +104,7 @@ class JobClient:
                 text = await anext(stream)
             except StopAsyncIteration:
                 return max(written_characters, position), None
-            except Exception as error:  # Ray and aiohttp raise many kinds
+            except Exception as error:  # Ray and aiohttp raise many kinds of exceptions
                 return max(written_characters, position), error
             if new_text := text[max(written_characters - position, 0) :]:
                 write(new_text)
@@ -128,7 +128,7 @@ class JobClient:
         while True:
             try:
                 return request()
-            except Exception:  # Ray and requests raise many kinds
+            except Exception:  # Ray and requests raise many kinds of exceptions
                 if time.monotonic() - start > self.retry_deadline_s:
                     raise
             time.sleep(POLL_INTERVAL_S)

@@ -128,7 +128,7 @@ def run_node(
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
         status = start_ray(settings, token_file, session_folder)
-    except Exception as error:  # Ray raises many kinds
+    except Exception as error:  # Ray raises many kinds of exceptions
         send_status(
             NodeStatus(error=f"{type(error).__name__}: {error}{_raylet_failure(session_folder)}")
         )

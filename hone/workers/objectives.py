@@ -200,7 +200,7 @@ def minibatches(
         row_numbers, total_rows = torch.arange(len(batch)), len(batch)
         rows_per_update //= ranks
     for epoch in range(epochs):
-        positions = torch.arange(total_rows)  # of each row in this epoch's order
+        positions = torch.arange(total_rows)  # the position of each row in this epoch's order
         if shuffle_seed is not None:
             generator = torch.Generator().manual_seed(shuffle_seed + epoch)
             positions = torch.randperm(total_rows, generator=generator).argsort()
