@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TypeAlias
 
 from hone.config.errors import ConfigError
 from hone.launch.cluster import LaunchPlan, run
@@ -23,6 +24,7 @@ from hone.tracking.atomic import atomic_write_text
 from hone.tracking.console import screen
 from hone.types import Fields
 
+_Launchers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _TRAINING_MODULES = ("hone.trainer.main_ppo", "verl.trainer.main_ppo")
 _NODE_OPTIONS = ("setup", "python", "folder", "start_timeout")
 NETWORK_WARNING = (
@@ -99,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds that a node may take to start (300)",
     )
     launchers = parser.add_subparsers(dest="launcher", required=True)
+    _add_job_file_launchers(launchers)
+    _add_running_launchers(launchers)
+    return parser
+
+
+def _add_job_file_launchers(launchers: _Launchers) -> None:
+    """Adds the launchers that write a file for a job scheduler."""
     slurm = launchers.add_parser("slurm", help="write an sbatch script", allow_abbrev=False)
     slurm.add_argument("--submit", action="store_true", help="submit it with sbatch")
     slurm.add_argument(
@@ -120,6 +129,10 @@ def _parser() -> argparse.ArgumentParser:
     for launcher, suffix in ((slurm, "sbatch"), (kubernetes, "yaml")):
         launcher.add_argument("--name", default="hone", help="name of the job (hone)")
         launcher.add_argument("--out", metavar="FILE", help=f"file to write (NAME.{suffix})")
+
+
+def _add_running_launchers(launchers: _Launchers) -> None:
+    """Adds the launchers that start the nodes and run the command at once."""
     for name, text in (
         ("ssh", "start the nodes over ssh on the hosts of a file"),
         ("srun", argparse.SUPPRESS),
@@ -137,7 +150,6 @@ def _parser() -> argparse.ArgumentParser:
     launchers.add_parser(
         "local", help="start several raylets on this machine, for a trial", allow_abbrev=False
     )
-    return parser
 
 
 def _host_names(options: argparse.Namespace) -> tuple[str, ...]:
