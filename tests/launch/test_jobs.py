@@ -49,7 +49,7 @@ class Client:
     def stop_job(self, job: str) -> bool:
         self._fail_every_second_time()
         self.calls.append("stop")
-        self.state = "STOPPED_EXIT_STATUS"
+        self.state = "STOPPED"
         return True
 
     def _fail_every_second_time(self) -> None:
