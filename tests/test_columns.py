@@ -64,7 +64,9 @@ def test_a_users_own_column_needs_no_declaration() -> None:
 def test_a_column_is_written_once() -> None:
     data = batch()
     write(data, "values", torch.zeros(2, 3))
-    with pytest.raises(ColumnWrittenTwice, match="'values' has already been written by step 'values'"):
+    with pytest.raises(
+        ColumnWrittenTwice, match="'values' has already been written by step 'values'"
+    ):
         write(data, "values", torch.ones(2, 3))
     assert float(data.column("values").sum()) == 0
     with pytest.raises(ColumnWrittenTwice, match="'uid'"):
