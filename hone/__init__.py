@@ -6,17 +6,16 @@ Importing this package loads neither torch nor ray nor transformers: names resol
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hone.api import LLM, Response, Trained, evaluate, sft, train
     from hone.protocol import DataProto, DataProtoFuture, DataProtoItem
     from hone.rewards.judge import Judge
-    from hone.types import Function
 
 __version__ = "0.1.0"
 
-_LAZY = {
+_MODULE_BY_NAME = {
     "Judge": "hone.rewards.judge",
     "LLM": "hone.api",
     "Response": "hone.api",
@@ -44,9 +43,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Function:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_BY_NAME:
+        return getattr(importlib.import_module(_MODULE_BY_NAME[name]), name)
     raise AttributeError(f"module 'hone' has no attribute {name!r}")
 
 
@@ -54,13 +53,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _install() -> None:
+def _initialize() -> None:
     """Installs the finder for verl's module paths and sets the configured logging level."""
-    from hone.compat import install
+    from hone.compat import install_finder
     from hone.logging_level import set_logging_level
 
-    install()
+    install_finder()
     set_logging_level()
 
 
-_install()
+_initialize()

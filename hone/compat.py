@@ -19,10 +19,10 @@ from hone.compat_table import NAMES, WHOLE_MODULES
 
 
 def paths() -> set[str]:
-    """Returns every path of the tables and its parent packages."""
+    """Returns all paths of the tables and of their parent packages."""
     table_paths = {*WHOLE_MODULES, *NAMES, *ABSENT_NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
     return table_paths | {
-        path[:i] for path in table_paths for i, letter in enumerate(path) if letter == "."
+        path[:i] for path in table_paths for i, character in enumerate(path) if character == "."
     }
 
 
@@ -31,24 +31,24 @@ class VerlModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__
-        program = PROGRAMS.get(path, "").partition(" ")[0]
+        program_module = PROGRAMS.get(path, "").partition(" ")[0]
         if name in NAMES.get(path, {}):
             value = _resolve(path, name)
         elif name in ABSENT_NAMES.get(path, {}):
             value = _placeholder(path, name)
-        elif program and not name.startswith("__"):
-            value = getattr(importlib.import_module(program), name)
+        elif program_module and not name.startswith("__"):
+            value = getattr(importlib.import_module(program_module), name)
         else:
             raise AttributeError(f"module {path!r} has no attribute {name!r}{_names_hint(path)}")
         setattr(self, name, value)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Replaces the entries of a registry if the value is a dict."""
+        """Sets an attribute; a dict that replaces a registry becomes the entries of the registry."""
         if isinstance(value, dict) and name in NAMES.get(self.__name__, {}):
-            use = getattr(_resolve(self.__name__, name), "use", None)
-            if use is not None:  # a TableView
-                use(value)
+            use_entries = getattr(_resolve(self.__name__, name), "use_entries", None)
+            if use_entries is not None:  # the registry is a TableView
+                use_entries(value)
         super().__setattr__(name, value)
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
@@ -68,11 +68,11 @@ def _placeholder(path: str, name: str) -> type:
     """Returns a placeholder class, whose instantiation raises NotImplementedError."""
     message = f"{name}: {ABSENT_NAMES[path][name]}"
 
-    def refuse(*_: type, **__: type) -> None:
+    def raise_not_built(*_: type, **__: type) -> None:
         raise NotImplementedError(message)
 
     attributes = {
-        "__new__": refuse,
+        "__new__": raise_not_built,
         "__module__": path,
         "__doc__": message,
         "__not_built__": message,
@@ -106,9 +106,9 @@ class VerlLoader(Loader):
                 f"import sys\nsys.stderr.write({ABSENT_PROGRAMS[path] + chr(10)!r})\nsys.exit(2)\n"
             )
         elif path in PROGRAMS:
-            module, *words = PROGRAMS[path].split()
+            module, *arguments = PROGRAMS[path].split()
             text = (
-                f"import runpy, sys\nsys.argv[1:1] = {words!r}\n"
+                f"import runpy, sys\nsys.argv[1:1] = {arguments!r}\n"
                 f"runpy.run_module({module!r}, run_name='__main__')\n"
             )
         else:
@@ -122,7 +122,7 @@ def _hone_path(path: str) -> str:
 
 
 class VerlFinder(MetaPathFinder):
-    """Finds the paths of the tables; as the last finder, it is not called for real modules."""
+    """Finds the paths of the tables; it is the last finder, so real modules are found before."""
 
     def __init__(self) -> None:
         self._paths = paths()
@@ -130,14 +130,14 @@ class VerlFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        inside = _hone_path(fullname)
-        if inside not in self._paths:
+        hone_path = _hone_path(fullname)
+        if hone_path not in self._paths:
             return None
-        is_program = inside in PROGRAMS or inside in ABSENT_PROGRAMS
+        is_program = hone_path in PROGRAMS or hone_path in ABSENT_PROGRAMS
         return ModuleSpec(fullname, VerlLoader(), is_package=not is_program)
 
 
-def install() -> None:
-    """Installs the finder for verl's paths; a second call does nothing."""
+def install_finder() -> None:
+    """Adds the finder for verl's paths to `sys.meta_path`; a second call does nothing."""
     if not any(isinstance(finder, VerlFinder) for finder in sys.meta_path):
         sys.meta_path.append(VerlFinder())

@@ -5,83 +5,102 @@ Nothing is imported here; `hone.compat` resolves the paths.
 
 from __future__ import annotations
 
-_SFT, _PPO = "hone.trainer.main_sft", "hone.trainer.main_ppo"
-_DAPO = f"{_PPO} --config-name=dapo_trainer"
-_SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+_SFT_PROGRAM, _PPO_PROGRAM = "hone.trainer.main_sft", "hone.trainer.main_ppo"
+_DAPO_PROGRAM = f"{_PPO_PROGRAM} --config-name=dapo_trainer"
+_SEARCH_DATA_SOURCES = (
+    "nq",
+    "triviaqa",
+    "popqa",
+    "hotpotqa",
+    "2wikimultihopqa",
+    "musique",
+    "bamboogle",
+)
 PROGRAMS: dict[str, str] = {
-    "hone.trainer.fsdp_sft_trainer": _SFT,
-    "hone.trainer.sft_trainer": _SFT,
-    "hone.trainer.sft_trainer_ray": _SFT,
+    "hone.trainer.fsdp_sft_trainer": _SFT_PROGRAM,
+    "hone.trainer.sft_trainer": _SFT_PROGRAM,
+    "hone.trainer.sft_trainer_ray": _SFT_PROGRAM,
     "hone.trainer.main_ppo_format": (
-        f"{_PPO} reward_model.scores={{"
-        + ",".join(f"{name}:'hone.rewards.scores.qa_em_format:judge'" for name in _SEARCH_SETS)
+        f"{_PPO_PROGRAM} reward_model.scores={{"
+        + ",".join(
+            f"{name}:'hone.rewards.scores.qa_em_format:judge'" for name in _SEARCH_DATA_SOURCES
+        )
         + "}"
     ),
     "hone.search_r1.search.retrieval_server": "hone.retrieval.serve",
     "hone.model_merger.__main__": "hone.trainer.model_merger",
-    "hone.recipe.dapo.main_dapo": _DAPO,
-    "hone.recipe.dapo.src.main_dapo": _DAPO,
-    "hone.recipe.entropy.main_entropy": _DAPO,
-    "hone.recipe.prime.main_prime": f"{_PPO} --config-name=prime_trainer",
-    "hone.recipe.transfer_queue.main_ppo": _PPO,
-    "hone.recipe.r1_ascend.main_ppo": _PPO,
+    "hone.recipe.dapo.main_dapo": _DAPO_PROGRAM,
+    "hone.recipe.dapo.src.main_dapo": _DAPO_PROGRAM,
+    "hone.recipe.entropy.main_entropy": _DAPO_PROGRAM,
+    "hone.recipe.prime.main_prime": f"{_PPO_PROGRAM} --config-name=prime_trainer",
+    "hone.recipe.transfer_queue.main_ppo": _PPO_PROGRAM,
+    "hone.recipe.r1_ascend.main_ppo": _PPO_PROGRAM,
     "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
 }
-"""Maps verl's programs for `python -m` to ours, with arguments that precede the user's."""
+"""Maps each program of verl (`python -m`) to our module and the arguments before the user's."""
 
-_ASYNC = "asynchronous training is not built; hone.trainer.main_ppo takes the same keys"
-_OWN = (
+_ASYNC_MESSAGE = "asynchronous training is not built; hone.trainer.main_ppo takes the same keys"
+_OWN_TRAINER_MESSAGE = (
     "this recipe has its own trainer, which is not built; `hone recipes` lists the recipes, and "
     "docs/extend.md shows how to add a loss, an estimator or a loop"
 )
 ABSENT_PROGRAMS: dict[str, str] = {
     **{
-        f"hone.{place}.{program}": _ASYNC
-        for place in ("experimental", "recipe")
+        f"hone.{parent}.{program}": _ASYNC_MESSAGE
+        for parent in ("experimental", "recipe")
         for program in ("fully_async_policy.fully_async_main", "one_step_off_policy.main_ppo")
     },
-    "hone.recipe.one_step_off_policy.async_main_ppo": _ASYNC,
-    "hone.recipe.async_flow.main_ppo": _ASYNC,
-    "hone.recipe.partial_rollout.main_ppo": _ASYNC,
+    "hone.recipe.one_step_off_policy.async_main_ppo": _ASYNC_MESSAGE,
+    "hone.recipe.async_flow.main_ppo": _ASYNC_MESSAGE,
+    "hone.recipe.partial_rollout.main_ppo": _ASYNC_MESSAGE,
     **{
-        f"hone.recipe.{name}.main_{name}": _OWN
+        f"hone.recipe.{name}.main_{name}": _OWN_TRAINER_MESSAGE
         for name in ("disco", "flowrl", "gkd", "rep_exp", "sdpo", "spin", "spo", "sppo")
     },
-    "hone.experimental.vla.main_ppo": _OWN,
-    "hone.recipe.spo.spo_main_ppo": _OWN,
-    "hone.recipe.asft.fsdp_sft_trainer_asft": _OWN,
-    "hone.recipe.async_reward_agent.main_ppo": _OWN,
+    "hone.experimental.vla.main_ppo": _OWN_TRAINER_MESSAGE,
+    "hone.recipe.spo.spo_main_ppo": _OWN_TRAINER_MESSAGE,
+    "hone.recipe.asft.fsdp_sft_trainer_asft": _OWN_TRAINER_MESSAGE,
+    "hone.recipe.async_reward_agent.main_ppo": _OWN_TRAINER_MESSAGE,
 }
 """Maps programs that are not built to an error message."""
 
-_LOOPS = "agent loops run beside their engine; register yours, and hone.trainer.main_ppo runs it"
-_REWARD_LOOP = (
+_AGENT_LOOP_MESSAGE = (
+    "agent loops run in the rollout worker; register yours, and hone.trainer.main_ppo runs it"
+)
+_REWARD_LOOP_MESSAGE = (
     "there is no separate scoring actor; hone.trainer.ppo.reward.load_reward_manager scores"
 )
-_MEDIA = "images and videos are not built; give text alone"
-_MEGATRON = "strategy=megatron builds the model in hone.engine.megatron"
-_REPLICAS = "rollout servers are not built; hone.LLM(path).generate(prompts) generates"
-_CHECKPOINTS = "checkpoints are written by the trainer; trainer.save_freq and hone export make them"
+_MEDIA_MESSAGE = "images and videos are not supported; use text only"
+_MEGATRON_MESSAGE = "strategy=megatron builds the model in hone.engine.megatron"
+_SERVER_MESSAGE = "rollout servers are not built; hone.LLM(path).generate(prompts) generates"
+_CHECKPOINT_MESSAGE = (
+    "checkpoints are written by the trainer; trainer.save_freq and hone export make them"
+)
 
 
-def _not_built(sentence: str, names: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), sentence)
+def _not_built(message: str, names: str) -> dict[str, str]:
+    """Maps each of the space-separated names to the message."""
+    return dict.fromkeys(names.split(), message)
 
 
-_LOOP_ACTORS = _not_built(_LOOPS, "AgentLoopManager AgentLoopWorker _InternalAgentLoopOutput")
+_LOOP_ACTORS = _not_built(
+    _AGENT_LOOP_MESSAGE, "AgentLoopManager AgentLoopWorker _InternalAgentLoopOutput"
+)
 _REWARD_ACTORS = {
-    **_not_built(_REWARD_LOOP, "RewardLoopManager RewardLoopWorker"),
+    **_not_built(_REWARD_LOOP_MESSAGE, "RewardLoopManager RewardLoopWorker"),
     "RewardModelManager": "reward models run in workers (reward_model.enable), not in servers",
 }
 _RM_DATASET = {"RMDataset": "`hone train-rm` reads pairs of responses and trains a reward model"}
-_SKIP = "generations are not reused; trainer.rollout_data_dir keeps them"
-_SHARDS = "the engine wraps, loads, saves and moves its own shards (hone.engine)"
-_FLOPS = "counting operations is not built; perf/* metrics say how close a phase came to the device"
+_SKIP_MESSAGE = "generations are not reused; trainer.rollout_data_dir keeps them"
+_SHARD_MESSAGE = "the engine wraps, loads, saves and moves its own shards (hone.engine)"
+_FLOPS_MESSAGE = (
+    "counting FLOPs is not built; perf/mfu and perf/mbu report how much of the device is used"
+)
 ABSENT_NAMES: dict[str, dict[str, str]] = {
     "hone.experimental.agent_loop": _LOOP_ACTORS,
     "hone.experimental.agent_loop.agent_loop": _LOOP_ACTORS,
     "hone.experimental.agent_loop.utils": _not_built(
-        "answers are rendered with the model's own chat template",
+        "tool responses are rendered with the model's own chat template",
         "build_gpt_oss_tool_response_text",
     ),
     "hone.experimental.reward_loop": _REWARD_ACTORS,
@@ -89,18 +108,20 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
     "hone.experimental.reward_loop.reward_model": _REWARD_ACTORS,
     "hone.utils.dataset": _RM_DATASET,
     "hone.utils.dataset.rm_dataset": _RM_DATASET,
-    "hone.utils.dataset.vision_utils": _not_built(_MEDIA, "process_image process_video"),
-    "hone.utils.flops_counter": _not_built(_FLOPS, "FlopsCounter get_device_flops"),
-    "hone.utils.checkpoint.checkpoint_manager": _not_built(_CHECKPOINTS, "BaseCheckpointManager"),
+    "hone.utils.dataset.vision_utils": _not_built(_MEDIA_MESSAGE, "process_image process_video"),
+    "hone.utils.flops_counter": _not_built(_FLOPS_MESSAGE, "FlopsCounter get_device_flops"),
+    "hone.utils.checkpoint.checkpoint_manager": _not_built(
+        _CHECKPOINT_MESSAGE, "BaseCheckpointManager"
+    ),
     "hone.utils.checkpoint.fsdp_checkpoint_manager": _not_built(
-        _CHECKPOINTS, "FSDPCheckpointManager"
+        _CHECKPOINT_MESSAGE, "FSDPCheckpointManager"
     ),
     "hone.models.registry": _not_built(
-        "models of your own are loaded with trust_remote_code or external_lib", "ModelRegistry"
+        "your own models are loaded with trust_remote_code or external_lib", "ModelRegistry"
     ),
-    "hone.third_party.vllm": _not_built(_REPLICAS, "LLM"),
+    "hone.third_party.vllm": _not_built(_SERVER_MESSAGE, "LLM"),
     "hone.trainer.fsdp_sft_trainer": _not_built(
-        "the trainer is no class; hone.sft(model, data) and hone.trainer.main_sft train",
+        "there is no trainer class; use hone.sft(model, data) or hone.trainer.main_sft",
         "FSDPSFTTrainer",
     ),
     "hone.utils.ulysses": _not_built(
@@ -111,24 +132,26 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
         "get_ulysses_sequence_parallel_rank gather_seq_scatter_heads gather_heads_scatter_seq "
         "ulysses_pad_and_slice_inputs gather_outputs_and_unpad",
     ),
-    "hone.models.mcore": _not_built(_MEGATRON, "hf_to_mcore_config init_mcore_model"),
+    "hone.models.mcore": _not_built(_MEGATRON_MESSAGE, "hf_to_mcore_config init_mcore_model"),
     "hone.utils.rollout_skip": _not_built(
-        _SKIP, "RolloutSkip PostDumpAction read_dumped_data wrap_generate_sequences"
+        _SKIP_MESSAGE, "RolloutSkip PostDumpAction read_dumped_data wrap_generate_sequences"
     ),
-    "hone.utils.skip": _not_built(_SKIP, "RolloutSkip SkipManager"),
+    "hone.utils.skip": _not_built(_SKIP_MESSAGE, "RolloutSkip SkipManager"),
     "hone.utils.fsdp_utils": _not_built(
-        _SHARDS,
+        _SHARD_MESSAGE,
         "CPUOffloadPolicy FSDPModule MixedPrecisionPolicy apply_fsdp2 fsdp2_clip_grad_norm_ "
         "fsdp2_load_full_state_dict fsdp_version get_fsdp_full_state_dict get_fsdp_state_ctx "
         "get_fsdp_wrap_policy get_init_weight_context_manager init_fn load_fsdp_model_to_gpu "
         "load_fsdp_optimizer offload_fsdp_model_to_cpu offload_fsdp_optimizer",
     ),
-    "hone.workers.engine_workers": _not_built(_SHARDS, "TrainingWorker TrainingWorkerConfig"),
-    "hone.workers.rollout.llm_server": _not_built(_REPLICAS, "LLMServerManager"),
-    "hone.workers.rollout.replica": _not_built(
-        _REPLICAS, "RolloutMode RolloutReplica get_rollout_replica_class"
+    "hone.workers.engine_workers": _not_built(
+        _SHARD_MESSAGE, "TrainingWorker TrainingWorkerConfig"
     ),
-    "hone.tools.image_zoom_in_tool": _not_built(_MEDIA, "ImageZoomInTool"),
-    "hone.tools.geo3k_tool": _not_built(_MEDIA, "Geo3kTool"),
+    "hone.workers.rollout.llm_server": _not_built(_SERVER_MESSAGE, "LLMServerManager"),
+    "hone.workers.rollout.replica": _not_built(
+        _SERVER_MESSAGE, "RolloutMode RolloutReplica get_rollout_replica_class"
+    ),
+    "hone.tools.image_zoom_in_tool": _not_built(_MEDIA_MESSAGE, "ImageZoomInTool"),
+    "hone.tools.geo3k_tool": _not_built(_MEDIA_MESSAGE, "Geo3kTool"),
 }
 """Names that can be imported but not called: path to name to error message."""

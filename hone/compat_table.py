@@ -6,25 +6,25 @@ Nothing is imported here; `hone.compat` resolves the paths.
 from __future__ import annotations
 
 _CONTROLLER = "hone.controller"
-_MODES = f"{_CONTROLLER}.decorator"
+_DISPATCH = f"{_CONTROLLER}.decorator"
 _SCORES = "hone.rewards.scores"
 _MANAGERS = "hone.rewards.managers"
 _STREAMING = f"{_MANAGERS}.streaming"
 _ADVANTAGES = "hone.algorithms.advantages"
 _LOSSES = "hone.algorithms.policy_losses"
-_CORE = "hone.algorithms.core_algos"
+_CORE_MODULE = "hone.algorithms.core_algos"
 _STEPS = "hone.trainer.ppo.verl_steps"
 _AGENTS = "hone.agents.contract"
 _DATA = "hone.data"
 
 
-def _from(module: str, names: str) -> dict[str, str]:
-    """Maps names to the same names in one of our modules."""
+def _map(module: str, names: str) -> dict[str, str]:
+    """Maps each name to "module:name"."""
     return {name: f"{module}:{name}" for name in names.split()}
 
 
 def _modules(path: str, package: str, names: str) -> dict[str, str]:
-    """Maps modules to the same names in one of our packages."""
+    """Maps each module of `path` to the module of the same name in `package`."""
     return {f"{path}.{name}": f"{package}.{name}" for name in names.split()}
 
 
@@ -75,55 +75,55 @@ WHOLE_MODULES: dict[str, str] = {
         for kind in ("base", "fsdp", "megatron")
     },
 }
-"""Paths whose names are all in one of our modules."""
+"""Maps each path whose names are all in one of our modules to that module."""
 
 _MANAGER_NAMES = {
-    **_from(f"{_MANAGERS}.abstract", "AbstractRewardManager"),
-    **_from(f"{_MANAGERS}.naive", "NaiveRewardManager"),
-    **_from(f"{_MANAGERS}.batch", "BatchRewardManager"),
-    **_from(f"{_MANAGERS}.prime", "PrimeRewardManager"),
-    **_from(f"{_MANAGERS}.dapo", "DAPORewardManager"),
-    **_from(f"{_MANAGERS}.registry", "register get_reward_manager_cls"),
+    **_map(f"{_MANAGERS}.abstract", "AbstractRewardManager"),
+    **_map(f"{_MANAGERS}.naive", "NaiveRewardManager"),
+    **_map(f"{_MANAGERS}.batch", "BatchRewardManager"),
+    **_map(f"{_MANAGERS}.prime", "PrimeRewardManager"),
+    **_map(f"{_MANAGERS}.dapo", "DAPORewardManager"),
+    **_map(f"{_MANAGERS}.registry", "register get_reward_manager_cls"),
 }
 _LOOP_NAMES = {
-    **_from(_AGENTS, "AgentLoopBase AgentLoopOutput AgentLoopMetrics register register_agent_loop"),
-    **_from(_AGENTS, "DictConfigWrap ToolListWrap"),
+    **_map(_AGENTS, "AgentLoopBase AgentLoopOutput AgentLoopMetrics register register_agent_loop"),
+    **_map(_AGENTS, "DictConfigWrap ToolListWrap"),
     "AsyncLLMServerManager": f"{_AGENTS}:ServerManager",
     "LLMServerClient": f"{_AGENTS}:ServerManager",
-    **_from("hone.rollout.contract", "TokenOutput"),
-    **_from("hone.agents.loops.single_turn", "SingleTurnAgentLoop"),
-    **_from("hone.agents.loops.tool", "ToolAgentLoop"),
+    **_map("hone.rollout.contract", "TokenOutput"),
+    **_map("hone.agents.loops.single_turn", "SingleTurnAgentLoop"),
+    **_map("hone.agents.loops.tool", "ToolAgentLoop"),
 }
 _PARSERS = "hone.agents.parsers"
 _PARSER_NAMES = {
-    **_from(f"{_PARSERS}.contract", "FunctionCall ToolParser"),
-    **_from(f"{_PARSERS}.json_calls", "HermesToolParser KimiToolParser GptOssToolParser"),
-    **_from(f"{_PARSERS}.tagged", "Qwen3XMLToolParser GLMToolParser"),
+    **_map(f"{_PARSERS}.contract", "FunctionCall ToolParser"),
+    **_map(f"{_PARSERS}.json_calls", "HermesToolParser KimiToolParser GptOssToolParser"),
+    **_map(f"{_PARSERS}.tagged", "Qwen3XMLToolParser GLMToolParser"),
 }
 _FUNCTION_TOOLS = "hone.agents.tools.function_tool"
 _FUNCTION_TOOL_NAMES = {
-    **_from(
+    **_map(
         _FUNCTION_TOOLS,
         "FUNCTION_TOOL_REGISTRY _LOADED_FUNCTION_TOOL_PATHS FunctionTool function_tool "
         "get_function_tool load_function_tools_from_path",
     ),
     "normalize_function_tool_return": ("hone.agents.tools.answers:normalize_function_tool_return"),
 }
-_TOOL_LISTS = {
+_TOOL_LIST_NAMES = {
     "initialize_tools_from_config": "hone.agents.tools.listing:initialize_tools_from_config",
     "load_all_tools": "hone.agents.tools.listing:load_all_tools",
     "get_tool_class": "hone.plugins:load_object",
 }
-_MARKERS = _from(
+_PROFILER_NAMES = _map(
     "hone.tracking.markers",
     "DistProfiler GPUMemoryLogger ProfilerConfig log_gpu_memory_usage mark_annotate mark_end_range "
     "mark_start_range marked_timer simple_timer",
 ) | {
     "_timer": "hone.tracking.markers:simple_timer",  # verl 0.4's name
-    **_from(_STEPS, "DistProfilerExtension"),
-    **_from("hone.ops.verl_distributed", "reduce_timing"),
+    **_map(_STEPS, "DistProfilerExtension"),
+    **_map("hone.ops.verl_distributed", "reduce_timing"),
 }
-_LOGGERS = _from("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
+_LOGGERS = _map("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
 _REWARD_LOOP_NAMES = {
     "AsyncTokenBucket": f"{_STREAMING}:AsyncTokenBucket",
     "get_reward_loop_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
@@ -150,37 +150,37 @@ _REWARD_LOOP_PATHS = (
         for name in ("", ".base", ".naive", ".dapo", ".limited", ".registry")
     ),
 )
-_BASE_NAMES = _from(_CONTROLLER, "Worker WorkerGroup ResourcePool ClassWithInitArgs")
-_RAY_NAMES = _from(
+_BASE_NAMES = _map(_CONTROLLER, "Worker WorkerGroup ResourcePool ClassWithInitArgs")
+_RAY_NAMES = _map(
     _CONTROLLER,
     "RayResourcePool RayClassWithInitArgs RayWorkerGroup ResourcePoolManager FusedWorker "
     "create_colocated_worker_cls create_colocated_worker_cls_fused create_colocated_worker_raw_cls "
     "merge_resource_pool split_resource_pool Worker",
 )
 _DISPATCH_NAMES = {
-    **_from(
+    **_map(
         f"{_CONTROLLER}.decorator",
         "Dispatch Execute collect_nd_compute_dataproto dispatch_nd_compute_dataproto "
         "make_nd_compute_dataproto_dispatch_fn register register_dispatch_mode "
         "update_dispatch_mode",
     ),
-    "dispatch_one_to_all": f"{_MODES}:broadcast",
-    **dict.fromkeys(("dispatch_all_to_all", "dispatch_dp_compute"), f"{_MODES}:scatter"),
-    **dict.fromkeys(("collect_all_to_all", "collect_dp_compute"), f"{_MODES}:as_list"),
-    "dispatch_dp_compute_data_proto": f"{_MODES}:split_batches",
-    "dispatch_dp_compute_data_proto_with_func": f"{_MODES}:split_after_func",
-    "collect_dp_compute_data_proto": f"{_MODES}:concat_batches",
+    "dispatch_one_to_all": f"{_DISPATCH}:broadcast",
+    **dict.fromkeys(("dispatch_all_to_all", "dispatch_dp_compute"), f"{_DISPATCH}:scatter"),
+    **dict.fromkeys(("collect_all_to_all", "collect_dp_compute"), f"{_DISPATCH}:as_list"),
+    "dispatch_dp_compute_data_proto": f"{_DISPATCH}:split_batches",
+    "dispatch_dp_compute_data_proto_with_func": f"{_DISPATCH}:split_after_func",
+    "collect_dp_compute_data_proto": f"{_DISPATCH}:concat_batches",
 }
 _WORKER_NAMES = {
     "AsyncActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
-    **_from("hone.workers.actor_rollout_ref", "ActorRolloutRefWorker"),
-    **_from("hone.workers.critic", "CriticWorker"),
-    **_from("hone.workers.reward_model", "RewardModelWorker"),
-    **_from("hone.workers.process_reward_model", "ProcessRewardModelWorker"),
+    **_map("hone.workers.actor_rollout_ref", "ActorRolloutRefWorker"),
+    **_map("hone.workers.critic", "CriticWorker"),
+    **_map("hone.workers.reward_model", "RewardModelWorker"),
+    **_map("hone.workers.process_reward_model", "ProcessRewardModelWorker"),
 }
-_CORE_ALGOS = {
-    **_from(
-        _CORE,
+_CORE_ALGO_NAMES = {
+    **_map(
+        _CORE_MODULE,
         "ADV_ESTIMATOR_REGISTRY POLICY_LOSS_REGISTRY AdvantageEstimator "
         "compute_entropy_loss compute_gae_advantage_return compute_gdpo_outcome_advantage "
         "compute_gpg_outcome_advantage compute_grpo_outcome_advantage "
@@ -191,10 +191,10 @@ _CORE_ALGOS = {
         "compute_reinforce_plus_plus_outcome_advantage compute_remax_outcome_advantage "
         "compute_rewards compute_rloo_outcome_advantage",
     ),
-    "compute_grpo_vectorized_outcome_advantage": f"{_CORE}:compute_grpo_outcome_advantage",
-    "compute_rloo_vectorized_outcome_advantage": f"{_CORE}:compute_rloo_outcome_advantage",
-    **_from(_ADVANTAGES, "register_adv_est get_adv_estimator_fn"),
-    **_from(_LOSSES, "register_policy_loss get_policy_loss_fn"),
+    "compute_grpo_vectorized_outcome_advantage": f"{_CORE_MODULE}:compute_grpo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage": f"{_CORE_MODULE}:compute_rloo_outcome_advantage",
+    **_map(_ADVANTAGES, "register_adv_est get_adv_estimator_fn"),
+    **_map(_LOSSES, "register_policy_loss get_policy_loss_fn"),
     **{
         f"compute_policy_loss_{name}": f"{_LOSSES}.{file}:{name}"
         for file, names in {
@@ -206,28 +206,28 @@ _CORE_ALGOS = {
         }.items()
         for name in names.split()
     },
-    **_from("hone.algorithms.value_loss", "compute_value_loss"),
-    **_from("hone.algorithms.aggregation", "agg_loss"),
-    **_from(
+    **_map("hone.algorithms.value_loss", "compute_value_loss"),
+    **_map("hone.algorithms.aggregation", "agg_loss"),
+    **_map(
         "hone.algorithms.kl",
         "kl_penalty kl_penalty_forward AdaptiveKLController FixedKLController get_kl_controller",
     ),
 }
 _ALGORITHM_CONFIGS = {
     "AlgoConfig": "hone.config.algorithm:AlgorithmConfig",
-    **_from("hone.config.algorithm", "FilterGroupsConfig KLControlConfig PFPPOConfig"),
-    **_from("hone.config.algorithm", "RolloutCorrectionConfig"),
+    **_map("hone.config.algorithm", "FilterGroupsConfig KLControlConfig PFPPOConfig"),
+    **_map("hone.config.algorithm", "RolloutCorrectionConfig"),
 }
 _ACTOR_CONFIGS = {
     "FSDPActorConfig": "hone.config.actor:ActorConfig",
     "McoreActorConfig": "hone.config.actor:ActorConfig",
-    **_from("hone.config.actor", "ActorConfig PolicyLossConfig"),
+    **_map("hone.config.actor", "ActorConfig PolicyLossConfig"),
 }
 _CRITIC_CONFIGS = {
     "FSDPCriticConfig": "hone.config.actor:CriticConfig",
     "McoreCriticConfig": "hone.config.actor:CriticConfig",
     "FSDPCriticModelCfg": "hone.config.actor:CriticModelConfig",
-    **_from("hone.config.actor", "CriticConfig"),
+    **_map("hone.config.actor", "CriticConfig"),
 }
 _OPTIMIZER_CONFIGS = dict.fromkeys(
     ("OptimizerConfig", "FSDPOptimizerConfig", "McoreOptimizerConfig"),
@@ -240,20 +240,20 @@ _ENGINE_CONFIGS = {
 _MODEL_CONFIGS = {"HFModelConfig": "hone.config.model:ModelConfig"}
 _ROLLOUT_CONFIGS = {
     "AgentLoopConfig": "hone.config.rollout:AgentConfig",
-    **_from("hone.config.rollout", "CheckpointEngineConfig MultiTurnConfig RolloutConfig"),
+    **_map("hone.config.rollout", "CheckpointEngineConfig MultiTurnConfig RolloutConfig"),
 }
-_REWARD_CONFIGS = _from(
+_REWARD_CONFIGS = _map(
     "hone.config.reward", "RewardManagerConfig RewardModelConfig SandboxFusionConfig"
 )
 _METRICS = "hone.trainer.ppo.metric_utils"
-_NEEDS = "WorkerType need_critic need_reference_policy need_reward_model need_teacher_policy"
-_TOKENIZERS = _from(
+_ROLE_CHECKS = "WorkerType need_critic need_reference_policy need_reward_model need_teacher_policy"
+_TOKENIZER_NAMES = _map(
     "hone.models.processor", "hf_tokenizer hf_processor normalize_token_ids set_pad_token_id"
 )
-_TEMPLATES = _from(
+_TEMPLATE_NAMES = _map(
     f"{_DATA}.prompts", "extract_system_prompt_and_generation initialize_system_prompt"
 )
-_DYNAMIC = _from(_DATA, "AbstractDataGenerator DynamicGenDataset")
+_DYNAMIC_DATASET_NAMES = _map(_DATA, "AbstractDataGenerator DynamicGenDataset")
 _DATASET_NAMES = {
     "RLHFDataset": f"{_DATA}:RLHFDataset",
     "SFTDataset": f"{_DATA}:SFTDataset",
@@ -274,14 +274,14 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.experimental.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.tool_parser": _PARSER_NAMES,
-    "hone.experimental.agent_loop.utils": _from(f"{_DATA}.files", "resolve_config_path"),
+    "hone.experimental.agent_loop.utils": _map(f"{_DATA}.files", "resolve_config_path"),
     "hone.tools.function_tool": _FUNCTION_TOOL_NAMES,
-    "hone.tools.sandbox_fusion_tools": _from(
+    "hone.tools.sandbox_fusion_tools": _map(
         "hone.agents.tools.code_interpreter", "SandboxFusionTool"
     ),
     "hone.tools.mcp_search_tool": {"MCPSearchTool": "hone.agents.tools.mcp:MCPBaseTool"},
-    "hone.tools.tool_registry": _TOOL_LISTS,
-    "hone.tools.utils.tool_registry": _TOOL_LISTS,
+    "hone.tools.tool_registry": _TOOL_LIST_NAMES,
+    "hone.tools.utils.tool_registry": _TOOL_LIST_NAMES,
     "hone.interactions.utils.interaction_registry": {
         "initialize_interactions_from_config": (
             "hone.agents.interactions.listing:initialize_interactions_from_config"
@@ -299,30 +299,30 @@ NAMES: dict[str, dict[str, str]] = {
         "NVMegatronRayWorkerGroup": f"{_CONTROLLER}:RayWorkerGroup"
     },
     "hone.single_controller.ray.base": _RAY_NAMES,
-    "hone.trainer.ppo.core_algos": _CORE_ALGOS,
+    "hone.trainer.ppo.core_algos": _CORE_ALGO_NAMES,
     "hone.trainer.ppo.ray_trainer": {
         "RayPPOTrainer": "hone.trainer.ppo.trainer:PPOTrainer",
-        **_from(_CONTROLLER, "RayResourcePool ResourcePoolManager Role"),
-        **_from(_CORE, "AdvantageEstimator"),
-        **_from(_STEPS, f"apply_kl_penalty compute_advantage compute_response_mask {_NEEDS}"),
-        **_from(
+        **_map(_CONTROLLER, "RayResourcePool ResourcePoolManager Role"),
+        **_map(_CORE_MODULE, "AdvantageEstimator"),
+        **_map(_STEPS, f"apply_kl_penalty compute_advantage compute_response_mask {_ROLE_CHECKS}"),
+        **_map(
             _METRICS,
             "compute_data_metrics compute_throughout_metrics compute_timing_metrics "
             "compute_variance_proxy_metrics process_validation_metrics reduce_metrics",
         ),
-        **_from("hone.tracking.markers", "marked_timer simple_timer"),
+        **_map("hone.tracking.markers", "marked_timer simple_timer"),
         "_timer": "hone.tracking.markers:simple_timer",
-        **_from("hone.algorithms.aggregation", "agg_loss"),
-        **_from("hone.protocol", "DataProto"),
+        **_map("hone.algorithms.aggregation", "agg_loss"),
+        **_map("hone.protocol", "DataProto"),
     },
-    "hone.utils.metric": _from(_METRICS, "reduce_metrics AggregationType Metric"),
+    "hone.utils.metric": _map(_METRICS, "reduce_metrics AggregationType Metric"),
     "hone.trainer.config.algorithm": _ALGORITHM_CONFIGS,
     "hone.trainer.config.config": {
         "BaseModelConfig": "hone.config.model:ModelConfig",
         "MegatronCriticConfig": "hone.config.actor:CriticConfig",
         "ModuleConfig": "hone.config.data:CustomClassConfig",
         **_CRITIC_CONFIGS,
-        **_from("hone.config.engine", "CheckpointConfig"),
+        **_map("hone.config.engine", "CheckpointConfig"),
     },
     "hone.workers.config": {
         **_ACTOR_CONFIGS,
@@ -342,12 +342,12 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.workers.config.reward": _REWARD_CONFIGS,
     "hone.trainer.ppo.utils": {
         "Role": f"{_CONTROLLER}:Role",
-        **_from(_STEPS, f"create_rl_dataset create_rl_sampler {_NEEDS}"),
+        **_map(_STEPS, f"create_rl_dataset create_rl_sampler {_ROLE_CHECKS}"),
     },
-    "hone.trainer.constants_ppo": _from(_STEPS, "get_ppo_ray_runtime_env"),
+    "hone.trainer.constants_ppo": _map(_STEPS, "get_ppo_ray_runtime_env"),
     "hone.utils.ray_utils": {
-        **_from(f"{_CONTROLLER}.ray", "parallel_put"),
-        **_from("hone.event_loop", "get_event_loop"),
+        **_map(f"{_CONTROLLER}.ray", "parallel_put"),
+        **_map("hone.event_loop", "get_event_loop"),
     },
     "hone.utils.dataset": _DATASET_NAMES,
     "hone.utils.dataset.rl_dataset": _DATASET_NAMES,
@@ -355,46 +355,44 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.dataset.multiturn_sft_dataset": {
         "MultiTurnSFTDataset": f"{_DATA}:MultiTurnSFTDataset"
     },
-    "hone.utils.dataset.dynamicgen_dataset": _DYNAMIC,
-    "hone.experimental.dynamic_dataset.dynamicgen_dataset": _DYNAMIC,
+    "hone.utils.dataset.dynamicgen_dataset": _DYNAMIC_DATASET_NAMES,
+    "hone.experimental.dynamic_dataset.dynamicgen_dataset": _DYNAMIC_DATASET_NAMES,
     **dict.fromkeys(_REWARD_LOOP_PATHS, _REWARD_LOOP_NAMES),
-    "hone.utils.profiler": _MARKERS,
-    "hone.utils.profiler.performance": _MARKERS,
-    "hone.utils.profiler.profile": _MARKERS,
-    "hone.utils.profiler.config": _MARKERS,
+    "hone.utils.profiler": _PROFILER_NAMES,
+    "hone.utils.profiler.performance": _PROFILER_NAMES,
+    "hone.utils.profiler.profile": _PROFILER_NAMES,
+    "hone.utils.profiler.config": _PROFILER_NAMES,
     "hone.utils.logger": _LOGGERS,
     "hone.utils.logger.aggregate_logger": _LOGGERS,
-    "hone.utils.net_utils": _from("hone.ops.verl_python", "is_ipv4 is_ipv6"),
+    "hone.utils.net_utils": _map("hone.ops.verl_python", "is_ipv4 is_ipv6"),
     "hone.utils.checkpoint.checkpoint_manager": {
-        **_from(
-            "hone.tracking.run_folder", "find_latest_ckpt_path get_checkpoint_tracker_filename"
-        ),
-        **_from("hone.ops.verl_python", "should_save_ckpt_esi"),
+        **_map("hone.tracking.run_folder", "find_latest_ckpt_path get_checkpoint_tracker_filename"),
+        **_map("hone.ops.verl_python", "should_save_ckpt_esi"),
     },
-    "hone.utils.debug": _MARKERS,
-    "hone.utils.debug.performance": _MARKERS,
-    "hone.utils.chat_template": _TEMPLATES,
+    "hone.utils.debug": _PROFILER_NAMES,
+    "hone.utils.debug.performance": _PROFILER_NAMES,
+    "hone.utils.chat_template": _TEMPLATE_NAMES,
     "hone.utils.import_utils": {
-        **_from("hone.plugins", "load_extern_object load_module import_external_libs"),
-        **_from("hone.plugins", "is_vllm_available is_sglang_available is_megatron_core_available"),
-        **_from("hone.plugins", "is_trl_available is_nvtx_available"),
+        **_map("hone.plugins", "load_extern_object load_module import_external_libs"),
+        **_map("hone.plugins", "is_vllm_available is_sglang_available is_megatron_core_available"),
+        **_map("hone.plugins", "is_trl_available is_nvtx_available"),
         "load_extern_type": "hone.plugins:load_extern_object",
-        **_from("hone.ops.verl_python", "deprecated load_class_from_fqn"),
-        **_from(f"{_DATA}.files", "resolve_config_path"),
+        **_map("hone.ops.verl_python", "deprecated load_class_from_fqn"),
+        **_map(f"{_DATA}.files", "resolve_config_path"),
     },
     "hone.utils.config": {
-        **_from("hone.config.keys", "omega_conf_to_dataclass"),
-        **_from(_STEPS, "validate_config"),
+        **_map("hone.config.keys", "omega_conf_to_dataclass"),
+        **_map(_STEPS, "validate_config"),
     },
-    "hone.utils.tokenizer": _TOKENIZERS,
-    "hone.utils.tokenizer.tokenizer": _TOKENIZERS,
-    "hone.utils.tokenizer.chat_template": _TEMPLATES,
+    "hone.utils.tokenizer": _TOKENIZER_NAMES,
+    "hone.utils.tokenizer.tokenizer": _TOKENIZER_NAMES,
+    "hone.utils.tokenizer.chat_template": _TEMPLATE_NAMES,
     "hone.utils": {
-        **_TOKENIZERS,
-        **_from("hone.config.keys", "omega_conf_to_dataclass"),
-        **_from("hone.ops.verl_functional", "as_torch_index group_mean_std"),
-        **_from(_STEPS, "validate_config"),
+        **_TOKENIZER_NAMES,
+        **_map("hone.config.keys", "omega_conf_to_dataclass"),
+        **_map("hone.ops.verl_functional", "as_torch_index group_mean_std"),
+        **_map(_STEPS, "validate_config"),
     },
     "hone.workers.rollout.replica": {"TokenOutput": "hone.rollout.contract:TokenOutput"},
 }
-"""Paths whose names are in several of our modules: name to "module:object"."""
+"""Maps each path whose names are in several of our modules to {name: "module:object"}."""

@@ -26,7 +26,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
-"""Time that remaining tasks have to clean up at the end; then they are abandoned."""
+"""Time that the remaining tasks have to clean up before the loop closes without them."""
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
@@ -39,50 +39,51 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
         return loop
 
 
-def run_to_end(work: Coroutine[None, None, T]) -> T:
+def run_to_end(coroutine: Coroutine[None, None, T]) -> T:
     """Runs the coroutine in a new event loop in this thread and returns its result."""
-    return EventLoopRun(work).run()
+    return EventLoopRun(coroutine).run()
 
 
 def call_in(
-    loop: asyncio.AbstractEventLoop, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs
+    loop: asyncio.AbstractEventLoop, callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs
 ) -> bool:
-    """Schedules a call on a loop from any thread; returns False if the loop has closed."""
+    """Schedules a callback on a loop from any thread; returns False if the loop has closed."""
     try:
-        loop.call_soon_threadsafe(functools.partial(call, *args, **kwargs))
+        loop.call_soon_threadsafe(functools.partial(callback, *args, **kwargs))
     except RuntimeError:
         return False
     return True
 
 
-def run_coroutine(work: Coroutine[None, None, T]) -> T:
+def run_coroutine(coroutine: Coroutine[None, None, T]) -> T:
     """Like `run_to_end`, but also works inside a running event loop, for example in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run_to_end(work)
-    with ThreadPoolExecutor(max_workers=1) as threads:
-        return threads.submit(run_to_end, work).result()
+        return run_to_end(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(run_to_end, coroutine).result()
 
 
 class EventLoopRun(Generic[T]):
     """Runs one coroutine in one event loop; another thread may cancel it."""
 
-    def __init__(self, work: Coroutine[None, None, T]) -> None:
-        self._work = work
+    def __init__(self, coroutine: Coroutine[None, None, T]) -> None:
+        self._coroutine = coroutine
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(DaemonThreads())
+        self._loop.set_default_executor(DaemonThreadExecutor())
         self._task: asyncio.Task[T] | None = None
-        self._interrupts = 0
+        self._interrupt_count = 0
 
     def run(self) -> T:
-        previous = self._handle_interrupts()
+        """Runs the coroutine, cancels the remaining tasks and closes the loop."""
+        previous_handler = self._install_interrupt_handler()
         try:
             asyncio.set_event_loop(self._loop)
-            self._task = self._loop.create_task(self._work)
+            self._task = self._loop.create_task(self._coroutine)
             return _run_until_done(self._loop, self._task)
         except asyncio.CancelledError:
-            if self._interrupts:
+            if self._interrupt_count:
                 raise KeyboardInterrupt from None
             raise
         finally:
@@ -91,23 +92,23 @@ class EventLoopRun(Generic[T]):
             finally:
                 asyncio.set_event_loop(None)
                 self._loop.close()
-                if previous is not None:
-                    signal.signal(signal.SIGINT, previous)
+                if previous_handler is not None:
+                    signal.signal(signal.SIGINT, previous_handler)
 
     def cancel(self) -> None:
         """Cancels the coroutine from any thread; it can still clean up."""
 
-        def cancel() -> None:
+        def cancel_task() -> None:
             if self._task is not None:
                 self._task.cancel()
 
-        self.call_soon(cancel)
+        self.call_soon(cancel_task)
 
-    def call_soon(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Schedules a call from any thread; returns False if the loop has closed."""
-        return call_in(self._loop, call, *args, **kwargs)
+    def call_soon(self, callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
+        """Schedules a callback from any thread; returns False if the loop has closed."""
+        return call_in(self._loop, callback, *args, **kwargs)
 
-    def _handle_interrupts(self) -> Function | int | None:
+    def _install_interrupt_handler(self) -> Function | int | None:
         """Makes Ctrl-C in the main thread cancel the coroutine, if SIGINT has no other handler.
 
         Returns the previous handler, or None if nothing was changed.
@@ -118,15 +119,16 @@ class EventLoopRun(Generic[T]):
             return None
         return signal.signal(signal.SIGINT, self._interrupt)
 
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += 1
-        if self._interrupts > 1:
+    def _interrupt(self, signal_number: int, frame: FrameType | None) -> None:
+        """Cancels the coroutine; the second interrupt raises KeyboardInterrupt at once."""
+        self._interrupt_count += 1
+        if self._interrupt_count > 1:
             raise KeyboardInterrupt
         self.cancel()
 
 
-class DaemonThreads(ThreadPoolExecutor):
-    """Executor of `asyncio.to_thread`; nothing waits for its threads at the end."""
+class DaemonThreadExecutor(ThreadPoolExecutor):
+    """The executor of `asyncio.to_thread`; closing the loop does not wait for its threads."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
@@ -146,7 +148,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Returns the error, or a RuntimeError in place of one that would stop the loop."""
+    """Returns the error, or a RuntimeError if the error itself would stop the event loop."""
     try:
         text = str(error)
     except Exception:  # user-defined `__str__` failed; keep the class name
@@ -160,19 +162,19 @@ def raised_by_signal(error: BaseException) -> bool:
     """Whether a handler of SIGINT or SIGTERM raised the error, rather than the interrupted code."""
     if threading.current_thread() is not threading.main_thread():
         return False  # Python runs signal handlers in the main thread
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handler = signal.getsignal(number)
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        handler = signal.getsignal(signal_number)
         if handler is signal.default_int_handler:
-            if isinstance(error, KeyboardInterrupt):  # a handler in C has no frame
+            if isinstance(error, KeyboardInterrupt):  # the default handler is in C and has no frame
                 return True
             continue
         while isinstance(handler, functools.partial):
             handler = handler.func
         code = getattr(getattr(handler, "__func__", handler), "__code__", None)
-        if last is not None and code is not None and last.tb_frame.f_code is code:
+        if innermost is not None and code is not None and innermost.tb_frame.f_code is code:
             return True
     return False
 
@@ -205,7 +207,7 @@ def _run_until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T
 
 
 def _cancel_remaining_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels the remaining tasks and waits up to GRACE_S for them."""
+    """Cancels the remaining tasks; a task that is not done after GRACE_S is abandoned."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -214,6 +216,8 @@ def _cancel_remaining_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _await_tasks(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[T]]) -> None:
+    """Waits up to GRACE_S for the tasks and abandons those that are not done."""
+
     async def wait() -> None:
         await asyncio.wait(tasks, timeout=GRACE_S)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 
-NAMES = ("HONE_LOGGING_LEVEL", "VERL_LOGGING_LEVEL")
+LEVEL_VARIABLES = ("HONE_LOGGING_LEVEL", "VERL_LOGGING_LEVEL")
 _FORMAT = "%(levelname)s %(asctime)s %(process)d %(name)s:%(lineno)d: %(message)s"
 
 
 def level_variables() -> dict[str, str]:
-    """Returns the variables that are set, for processes that do not inherit them."""
-    return {name: os.environ[name] for name in NAMES if os.environ.get(name)}
+    """Returns those of LEVEL_VARIABLES that are set, for processes that do not inherit them."""
+    return {name: os.environ[name] for name in LEVEL_VARIABLES if os.environ.get(name)}
 
 
 def set_logging_level() -> None:
@@ -19,11 +19,13 @@ def set_logging_level() -> None:
     variables = level_variables()
     if not variables:
         return
-    name, text = next(iter(variables.items()))
-    level = logging.getLevelNamesMapping().get(text.upper(), int(text) if text.isdigit() else None)
+    name, value = next(iter(variables.items()))
+    level = logging.getLevelNamesMapping().get(
+        value.upper(), int(value) if value.isdigit() else None
+    )
     log = logging.getLogger("hone")
     if level is None:
-        log.warning("%s=%s is not a level; use DEBUG, INFO, WARNING or ERROR", name, text)
+        log.warning("%s=%s is not a level; use DEBUG, INFO, WARNING or ERROR", name, value)
         return
     log.setLevel(level)
     if not any(handler.get_name() == name for handler in log.handlers):

@@ -20,12 +20,12 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-Kind = TypeVar("Kind", covariant=True)
-"""The type of the objects of a table: a class, or a function signature."""
+Plugin = TypeVar("Plugin", covariant=True)
+"""The type of a table's plug-ins: a class, or a function signature."""
 
 
 NOT_BUILT = "__not_built__"
-"""Attribute of the placeholder for an unsupported name of verl: the error message."""
+"""The attribute of a placeholder for an unsupported name of verl; it holds the error message."""
 
 
 class PluginError(ValueError):
@@ -48,7 +48,7 @@ class BrokenModule(PluginError, RuntimeError):
     """A file raised an exception while it was loaded."""
 
 
-class Table(Generic[Kind]):
+class Table(Generic[Plugin]):
     """The registered names of one kind of plug-in."""
 
     def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
@@ -62,21 +62,21 @@ class Table(Generic[Kind]):
         return plain_name(name) in self.entries
 
     def is_built_in(self, name: str) -> bool:
-        """Whether the name is mapped to an import path rather than to a registered object."""
+        """Whether the name is an entry of this package, an import path, not a registered object."""
         return isinstance(self.entries.get(plain_name(name)), str)
 
-    def get(self, name: str) -> Kind:
-        """Returns the object for a name from the configuration, which may be an import path."""
+    def get(self, name: str) -> Plugin:
+        """Returns the object of a name from the config, which may also be an import path."""
         name = plain_name(name)
         if name not in self.entries and ":" in name:
             return load_object(name)
         return self._get_entry(name, '; or your own as "pkg.mod:object" or "file.py:object"')
 
-    def get_registered(self, name: str) -> Kind:
-        """Returns a registered object; for names from data, which must not import a user path."""
+    def get_registered(self, name: str) -> Plugin:
+        """Returns a registered object; a name from data must not import a user's path."""
         return self._get_entry(name, "")
 
-    def _get_entry(self, name: str, hint: str) -> Kind:
+    def _get_entry(self, name: str, hint: str) -> Plugin:
         if name in self.entries:
             target = self.entries[name]
             return load_object(target) if isinstance(target, str) else target
@@ -86,12 +86,12 @@ class Table(Generic[Kind]):
         )
 
     def add(self, name: str, target: T) -> None:
-        """Registers an object or "module:object"; raises if the name has another object."""
+        """Registers an object or "module:object"; raises if the name already has another object."""
         name = plain_name(name)
         current = self.entries.get(name)
         if isinstance(current, str) and not isinstance(target, str):
             current = load_object(current)
-        if current is not None and not _same(current, target):
+        if current is not None and not _is_same(current, target):
             raise PluginError(
                 f"{self.kind} {name!r} is already {_describe(current)}; choose another name"
             )
@@ -108,21 +108,21 @@ class Table(Generic[Kind]):
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator form of `add`."""
 
-        def decorate(thing: T) -> T:
-            self.add(name, thing)
-            return thing
+        def decorate(plugin: T) -> T:
+            self.add(name, plugin)
+            return plugin
 
         return decorate
 
 
 def proposal(name: str, known: Iterable[str]) -> str:
     """Returns ` Did you mean …?` if a known name is similar, else an empty string."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 class TableView(MutableMapping[str, T]):
-    """A mutable mapping of names to objects over a table."""
+    """A mutable mapping from name to object; its data are the entries of a table."""
 
     def __init__(self, table: Table[T]) -> None:
         self._table = table
@@ -144,36 +144,36 @@ class TableView(MutableMapping[str, T]):
     def __len__(self) -> int:
         return len(self._table.names())
 
-    def use(self, entries: dict[str, T]) -> None:
-        """Replaces the table's entries by this dict; later registrations are added to it."""
+    def use_entries(self, entries: dict[str, T]) -> None:
+        """Makes this dict the table's entries; later registrations are added to the dict."""
         self._table.entries = entries
 
 
 def plain_name(name: str | Enum) -> str:
-    """Returns the name as a string; verl also uses enum members."""
+    """Returns the name as a string; verl also uses enum members as names."""
     return str(name.value) if isinstance(name, Enum) else name
 
 
-def _describe(thing: T) -> str:
-    """Returns `Name of file.py`, because the module name of a user file is generated."""
-    name = getattr(thing, "__qualname__", None)
-    module = sys.modules.get(getattr(thing, "__module__", ""))
+def _describe(plugin: T) -> str:
+    """Returns `NAME of FILE`, because the module name of a user file is generated."""
+    name = getattr(plugin, "__qualname__", None)
+    module = sys.modules.get(getattr(plugin, "__module__", ""))
     file = getattr(module, "__file__", None)
-    return f"{name} of {file}" if name and file else f"{thing!r:.80}"
+    return f"{name} of {file}" if name and file else f"{plugin!r:.80}"
 
 
-def _same(a: T, b: T) -> bool:
-    """Whether two objects are the same, also from a module that was imported twice."""
+def _is_same(a: T, b: T) -> bool:
+    """Whether two objects are equal, or are one object of a module that was imported twice."""
     if a is b or a == b:
         return True
-    where = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (a, b)]
-    return where[0] == where[1] and None not in where[0]
+    names = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (a, b)]
+    return names[0] == names[1] and None not in names[0]
 
 
 def load_object(target: str) -> Any:
     """Loads the object at "module:name", "file.py:name" or "module.name"."""
     path, colon, name = target.rpartition(":")
-    if not colon or path == "pkg":
+    if not colon or path == "pkg":  # in pkg://a.b.c, the colon is part of the scheme
         path, _, name = target.rpartition(".")
     if not path:
         raise PluginError(f"{target!r} has no object name; write pkg.mod:object or file.py:object")
@@ -199,7 +199,7 @@ def load_extern_object(
 
 
 def load_module(path: str) -> ModuleType:
-    """Loads the module at a file path, `pkg://a.b`, `file://…`, or importable name `a.b`."""
+    """Loads a module, given as a file path, `file://…`, `pkg://a.b` or an importable name `a.b`."""
     path = path.removeprefix("pkg://")
     file = Path(path.removeprefix("file://")).expanduser()
     if file.suffix != ".py" and not file.is_file():
@@ -217,12 +217,12 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(target)
     except ModuleNotFoundError as error:
-        target_missing = error.name is None or f"{target}.".startswith(f"{error.name}.")
-        if target_missing and target != name:
+        is_target_missing = error.name is None or f"{target}.".startswith(f"{error.name}.")
+        if is_target_missing and target != name:
             raise MissingModule(
                 f"hone has no {name!r}, and verl is not installed; give a file of your own"
             ) from error
-        if target_missing:
+        if is_target_missing:
             raise MissingModule(
                 f"{name!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
                 f"{error}. Give a path that ends in .py, or a module name."
@@ -233,18 +233,19 @@ def _import(name: str) -> ModuleType:
 
 
 def place_and_reason(error: Exception, file: Path | None = None) -> str:
-    """Returns `file.py, line 3: ImportError: …` for the innermost frame (in `file`)."""
+    """Returns `file.py, line 3: ImportError: …` for the innermost frame, or that in `file`."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     if file is None and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
         return f"{type(error).__name__}: {error}"  # a line of this package does not help the user
-    inside = [frame for frame in frames if file is None or frame.filename == str(file)] or frames
-    return f"{inside[-1].filename}, line {inside[-1].lineno}: {type(error).__name__}: {error}"
+    in_file = [frame for frame in frames if file is None or frame.filename == str(file)]
+    frame = (in_file or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno}: {type(error).__name__}: {error}"
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Loads a file once, under a module name with a hash of its path."""
+    """Loads a file once; the module name contains a hash of its path."""
     name = f"hone_extern_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -277,12 +278,12 @@ def import_external_libs(external_libs: str | Iterable[str] | None = None) -> No
         importlib.import_module(name)
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-is_vllm_available = functools.partial(_installed, "vllm")
-is_sglang_available = functools.partial(_installed, "sglang")
-is_megatron_core_available = functools.partial(_installed, "megatron")
-is_trl_available = functools.partial(_installed, "trl")
-is_nvtx_available = functools.partial(_installed, "nvtx")
+is_vllm_available = functools.partial(_is_installed, "vllm")
+is_sglang_available = functools.partial(_is_installed, "sglang")
+is_megatron_core_available = functools.partial(_is_installed, "megatron")
+is_trl_available = functools.partial(_is_installed, "trl")
+is_nvtx_available = functools.partial(_is_installed, "nvtx")

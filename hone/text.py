@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 MAX_DEPTH = 64
 """Maximum nesting of lists and objects in data; deeper values exceed Python's recursion limit."""
-LONGEST_INTEGER_BITS = 14_000
-"""Larger integers become hexadecimal text, because Python converts at most 4,300 decimal digits."""
-SHOWN_CHARACTERS = 200
+MAX_INTEGER_BITS = 14_000
+"""Integers with more bits become hexadecimal text: Python converts at most 4,300 decimal digits."""
+MAX_MESSAGE_CHARACTERS = 200
 
 
 class BadText(ValueError):
@@ -28,7 +28,7 @@ def clean_text(text: str) -> str:
 
 
 def clean_values(value: T) -> Any:
-    """Copies the value as JSON data with cleaned text, which can be written, sent and rendered."""
+    """Returns a copy of the value as JSON data, with every text cleaned by `clean_text`."""
     return _clean(value, ())
 
 
@@ -39,7 +39,7 @@ def _clean(value: T, parents: tuple[int, ...]) -> JsonValue:
     if value is None or isinstance(value, float | bool):
         return value
     if isinstance(value, int):
-        return value if value.bit_length() <= LONGEST_INTEGER_BITS else hex(value)
+        return value if value.bit_length() <= MAX_INTEGER_BITS else hex(value)
     if id(value) in parents or len(parents) > MAX_DEPTH:
         return "(nested too deeply)"
     parents = (*parents, id(value))
@@ -50,7 +50,7 @@ def _clean(value: T, parents: tuple[int, ...]) -> JsonValue:
         }
     if isinstance(value, list | tuple | set | frozenset):
         return [_clean(item, parents) for item in value]
-    if hasattr(value, "tolist"):  # numpy and torch
+    if hasattr(value, "tolist"):  # an array or a tensor
         return _clean(value.tolist(), parents)
     return shown(value)
 
@@ -84,7 +84,7 @@ def _text_flaw(text: str, allow_nul: bool) -> str | None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        if 0xDC80 <= code <= 0xDCFF:  # how `surrogateescape` reads a byte that is not UTF-8
+        if 0xDC80 <= code <= 0xDCFF:  # what `surrogateescape` makes of an invalid byte
             return f"is not UTF-8 (byte 0x{code - 0xDC00:02x}) or contains a lone surrogate"
         return f"contains a lone surrogate (\\u{code:04x}), which is not Unicode text"
     return None
@@ -96,14 +96,16 @@ def read_json(text: str, *, strict: bool = False) -> Any:
     `strict` also rejects NaN, infinities and duplicate keys.
     """
     options: Settings = (
-        {"parse_constant": _no_constant, "object_pairs_hook": _distinct_keys} if strict else {}
+        {"parse_constant": _reject_constant, "object_pairs_hook": _reject_duplicate_keys}
+        if strict
+        else {}
     )
     try:
         value = json.loads(text, **options)
     except RecursionError:
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:  # includes integers with more digits than Python parses
-        raise BadText(clean_text(str(error))[:SHOWN_CHARACTERS]) from None
+        raise BadText(clean_text(str(error))[:MAX_MESSAGE_CHARACTERS]) from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep")
     return value
@@ -114,16 +116,17 @@ def _is_too_deep(value: JsonValue) -> bool:
     while level := [item for item in level if isinstance(item, dict | list)]:
         if depth >= MAX_DEPTH:
             return True
-        level = [x for item in level for x in (item.values() if isinstance(item, dict) else item)]
+        children = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [child for values in children for child in values]
         depth += 1
     return False
 
 
-def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a JSON number")
+def _reject_constant(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a JSON number")
 
 
-def _distinct_keys(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
+def _reject_duplicate_keys(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("an object has a duplicate key")
@@ -144,7 +147,7 @@ def read_yaml(path: str) -> Any:
     except RecursionError:
         raise BadText(f"{path} is nested too deeply") from None
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
-        reason = " ".join(clean_text(str(error)).split())[:SHOWN_CHARACTERS]
+        reason = " ".join(clean_text(str(error)).split())[:MAX_MESSAGE_CHARACTERS]
         raise BadText(f"{path} cannot be read as YAML: {reason}") from error
     if flaw := flaw_of(content):
         raise BadText(f"{path} {flaw}")
@@ -155,27 +158,29 @@ def shown(value: T) -> str:
     """Returns the shortened `repr` of an object, or its type if `repr` fails."""
     try:
         text = clean_text(repr(value))
-    except Exception:  # the object's own code
+    except Exception:  # the object's `__repr__` may raise any exception
         return f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+    return (
+        text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
+    )
 
 
 def described(error: BaseException) -> str:
     """Returns `ValueError: reason` for an exception, even if its `str` fails."""
     try:
         reason = clean_text(str(error))
-    except Exception:  # the exception's own code
+    except Exception:  # the exception's `__str__` may raise any exception
         reason = "(its message cannot be shown)"
     return f"{type(error).__name__}: {reason}"
 
 
 def printable(text: str, encoding: str | None = None) -> str:
-    """Escapes control characters and characters that the terminal's encoding lacks."""
-    text = text.translate(_CONTROLS)
+    """Escapes control characters and characters that `encoding` (by default UTF-8) lacks."""
+    text = text.translate(_CONTROL_ESCAPES)
     encoding = encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-_CONTROLS = {
+_CONTROL_ESCAPES = {
     code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"
 }

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hone.types import Settings
-
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back; every Hugging Face tokenizer implements it."""
+    """Converts text to token ids and back; every Hugging Face tokenizer implements this interface."""
 
     pad_token_id: int
     eos_token_id: int | None
@@ -31,7 +29,7 @@ class Tokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[Settings], **options: Any
+        self, conversation: Sequence[Mapping[str, Any]], **options: Any
     ) -> str | list[int]: ...
 
     def save_pretrained(self, save_directory: str | Path) -> tuple[str, ...]: ...

@@ -29,7 +29,7 @@ def test_the_sentence_says_who_should_have_written_it() -> None:
     with pytest.raises(MissingColumn) as caught:
         require(batch(), "values")
     assert str(caught.value) == (
-        "batch has no 'values' (critic estimate before each token): step 'values' writes it, "
+        "batch has no 'values' (critic estimate before each token): step 'values' writes it "
         "if an estimator reads it (gae), or critic.enable=True"
     )
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -38,7 +38,7 @@ def test_the_sentence_says_who_should_have_written_it() -> None:
 
 
 def test_a_step_that_always_runs_is_said_to() -> None:
-    with pytest.raises(MissingColumn, match="step 'generate' writes it, always"):
+    with pytest.raises(MissingColumn, match="step 'generate' always writes it"):
         require(batch(), "response_mask")
 
 
@@ -64,7 +64,9 @@ def test_a_users_own_column_needs_no_declaration() -> None:
 def test_a_column_is_written_once() -> None:
     data = batch()
     write(data, "values", torch.zeros(2, 3))
-    with pytest.raises(ColumnWrittenTwice, match="'values' is already written by step 'values'"):
+    with pytest.raises(
+        ColumnWrittenTwice, match="'values' has already been written by step 'values'"
+    ):
         write(data, "values", torch.ones(2, 3))
     assert float(data.column("values").sum()) == 0
     with pytest.raises(ColumnWrittenTwice, match="'uid'"):
@@ -128,7 +130,7 @@ def test_every_declaration_is_complete() -> None:
         assert column.shape in {"[B]", "[B, P]", "[B, T]", "[B, P+T]", "[B, P+T, L, k]"}
         assert column.dtype in {"float", "int", "mask", "object"}
         assert all((column.step, column.when, column.meaning))
-        assert column.dims == {"[B]": 1, "[B, P+T, L, k]": 4}.get(column.shape, 2)
+        assert column.ndim == {"[B]": 1, "[B, P+T, L, k]": 4}.get(column.shape, 2)
 
 
 def test_the_columns_of_the_walk_are_declared() -> None:

@@ -119,7 +119,7 @@ WRITTEN_BY_USERS = [
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:
-    compat.install()
+    compat.install_finder()
 
 
 def exists(module: str) -> bool:
@@ -273,13 +273,13 @@ def test_star_imports_bring_the_names_of_the_table() -> None:
 
 
 def test_installing_twice_leaves_one_finder() -> None:
-    compat.install()
+    compat.install_finder()
     assert sum(isinstance(f, compat.VerlFinder) for f in sys.meta_path) == 1
 
 
 def test_installing_and_importing_a_path_loads_nothing_heavy() -> None:
     code = (
-        "import sys; import hone.compat; hone.compat.install(); import hone.utils.reward_score, "
+        "import sys; import hone.compat; hone.compat.install_finder(); import hone.utils.reward_score, "
         "hone.workers.reward_manager, hone.experimental.agent_loop; "
         "print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     )

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from hone.logging_level import NAMES, level_variables, set_logging_level
+from hone.logging_level import LEVEL_VARIABLES, level_variables, set_logging_level
 
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
-    for name in NAMES:
+    for name in LEVEL_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     log = logging.getLogger("hone")
     level, handlers, propagate = log.level, list(log.handlers), log.propagate
@@ -21,7 +21,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     log.handlers[:], log.propagate = handlers, propagate
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LEVEL_VARIABLES)
 @pytest.mark.parametrize(("text", "level"), [("debug", 10), ("WARN", 30), ("15", 15)])
 def test_a_level_is_set_by_either_name(
     name: str, text: str, level: int, monkeypatch: pytest.MonkeyPatch

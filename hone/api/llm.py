@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hone.agents.loop_thread import run_beside
 from hone.agents.sampling import training_sampling
-from hone.api.settings import CallSettings, Name, Value
+from hone.api.settings import CallSettings, PathOrName, Value
 from hone.config.generation import GenerationConfig
 from hone.data.loader import row_uid
 from hone.data.prompts import render_prompt
@@ -34,8 +34,8 @@ Prompt: TypeAlias = str | Sequence[int] | Chat
 class Response:
     """The first of `n` responses to a prompt; `outputs` holds all of them.
 
-    `log_probs` are under softmax(logits / temperature), as the trainer computes them; greedy decoding
-    uses temperature 1 for them. `finish_reason` is `stop` or `length`.
+    `log_probs` are of softmax(logits / temperature), as the trainer computes them, with temperature 1
+    for greedy decoding. `finish_reason` is `stop` or `length`.
     """
 
     prompt: Prompt
@@ -54,7 +54,9 @@ class LLM:
     `seed` gives the same responses.
     """
 
-    def __init__(self, model: Name, config: Name | None = None, **settings: Value) -> None:
+    def __init__(
+        self, model: PathOrName, config: PathOrName | None = None, **settings: Value
+    ) -> None:
         call = CallSettings("generation", "hone.LLM", {**settings, "model.path": model}, config)
         self.config: GenerationConfig = call.compose().config
         self.path = self.config.model.path
@@ -80,7 +82,7 @@ class LLM:
         prompt_format: str | None = None,
         **sampling: Value,
     ) -> list[Response]:
-        """Return one response per prompt, in order, each with `n` outputs.
+        """Returns one response per prompt, in the order of the prompts, each with `n` outputs.
 
         A string becomes one user turn of the chat template, as in training; `prompt_format="raw"` uses
         it unchanged. `temperature=0` is greedy. `sampling` takes `top_p`, `top_k`, `min_p`, `stop`,
@@ -96,29 +98,30 @@ class LLM:
         run_seed = self.config.trainer.seed if seed is None else seed
         prompt_list = _as_prompt_list(prompts)
         prompt_format = prompt_format or self.config.data.prompt_format
-        ids = [self._prompt_ids(prompt, prompt_format) for prompt in prompt_list]
-        limits = [self._response_limit(len(tokens), max_tokens) for tokens in ids]
+        prompt_ids = [self._prompt_ids(prompt, prompt_format) for prompt in prompt_list]
+        response_limits = [self._max_response_tokens(len(ids), max_tokens) for ids in prompt_ids]
         prompt_params = [
             sampling_params(
                 params, n, seed=run_seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit
             )
-            for i, limit in enumerate(limits)
+            for i, limit in enumerate(response_limits)
         ]
         responses: dict[int, Response] = {}
 
         def on_finish(index: int, outputs: list[TokenOutput]) -> None:
-            group = tuple(self._response(prompt_list[index], ids[index], out) for out in outputs)
+            prompt, ids = prompt_list[index], prompt_ids[index]
+            group = tuple(self._response(prompt, ids, output) for output in outputs)
             responses[index] = replace(group[0], outputs=group)
             bar.advance(n)
 
         with self._lock, progress("generate", len(prompt_list) * n) as bar:
             coroutine = respond(
                 self._engine.generate,
-                ids,
+                prompt_ids,
                 prompt_params.__getitem__,
                 on_finish,
                 name_of=lambda index: f"prompt {index}",
-                in_flight=max(len(ids), 1),
+                in_flight=max(len(prompt_ids), 1),
             )
             run_beside(self._engine, coroutine)
         return [responses[index] for index in range(len(prompt_list))]
@@ -126,11 +129,11 @@ class LLM:
     def chat(
         self, messages: Chat | Sequence[Chat], n: int = 1, **sampling: Value
     ) -> list[Response]:
-        """Return the next turn of each conversation; keyword arguments are those of `generate`."""
+        """Returns the next turn of each conversation; `sampling` takes the arguments of `generate`."""
         return self.generate(messages, n, prompt_format="chat", **sampling)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Free the model's memory; may be called twice."""
+        """Frees the model's memory; a second call does nothing."""
         self._close()
         vars(self).pop("_engine", None)
 
@@ -144,7 +147,7 @@ class LLM:
         return f"LLM({self.path!r})"
 
     def _prompt_ids(self, prompt: Prompt, prompt_format: str) -> list[int]:
-        if prompt and _are_ids(prompt):
+        if prompt and _is_token_ids(prompt):
             return list(prompt)
         if not _is_text_or_chat(prompt):
             raise GenerationError(
@@ -153,7 +156,7 @@ class LLM:
         options = self.config.data.apply_chat_template_kwargs
         return render_prompt(prompt, self.tokenizer, prompt_format, template_kwargs=options)
 
-    def _response_limit(self, prompt_tokens: int, max_tokens: int | None) -> int:
+    def _max_response_tokens(self, prompt_tokens: int, max_tokens: int | None) -> int:
         free_tokens = self._max_length - prompt_tokens
         if not prompt_tokens or free_tokens < (max_tokens or 1):
             raise GenerationError(
@@ -163,25 +166,31 @@ class LLM:
             )
         return max_tokens or min(free_tokens, self.config.rollout.response_length)
 
-    def _response(self, prompt: Prompt, ids: list[int], out: TokenOutput) -> Response:
-        text = self.tokenizer.decode(out.token_ids, skip_special_tokens=True)
-        tokens = list(out.token_ids), list(out.log_probs)
-        return Response(prompt, text, out.stop_reason.value, *tokens, ids)
+    def _response(self, prompt: Prompt, prompt_ids: list[int], output: TokenOutput) -> Response:
+        return Response(
+            prompt,
+            text=self.tokenizer.decode(output.token_ids, skip_special_tokens=True),
+            finish_reason=output.stop_reason.value,
+            token_ids=list(output.token_ids),
+            log_probs=list(output.log_probs),
+            prompt_token_ids=prompt_ids,
+        )
 
 
-def _are_ids(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[Sequence[int]]:
+def _is_token_ids(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[Sequence[int]]:
     return isinstance(prompt, (list, tuple)) and all(isinstance(token, int) for token in prompt)
 
 
 def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]:
-    is_list = isinstance(prompt, (list, tuple))
-    return isinstance(prompt, str) or (is_list and all(isinstance(t, Mapping) for t in prompt))
+    if isinstance(prompt, str):
+        return True
+    return isinstance(prompt, (list, tuple)) and all(isinstance(turn, Mapping) for turn in prompt)
 
 
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts, also for a single prompt (text, token ids or messages)."""
+    """Returns the prompts as a list; a single prompt (text, token ids or messages) becomes a list."""
     prompts = getattr(prompts, "tolist", lambda: prompts)()  # an array or tensor of token ids
     is_single = isinstance(prompts, str) or (
-        bool(prompts) and (_are_ids(prompts) or _is_text_or_chat(prompts))
+        bool(prompts) and (_is_token_ids(prompts) or _is_text_or_chat(prompts))
     )
     return [prompts] if is_single else list(prompts)  # type: ignore[list-item, arg-type]

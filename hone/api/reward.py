@@ -28,86 +28,91 @@ Result: TypeAlias = Union[float, "Mapping[str, JsonValue]", "Sequence[float]", N
 
 RESPONSE_NAMES = ("completion", "response", "solution_str")
 ANSWER_NAMES = ("answer", "ground_truth", "solution")
-OTHER_ARGUMENTS = ("prompt", "data_source", "extra_info")
+OTHER_NAMES = ("prompt", "data_source", "extra_info")
 
 
-class Part(NamedTuple):
+class RewardPart(NamedTuple):
     """One reward, with its name in the metrics and its weight in the sum."""
 
     name: str
-    score: Scorer
+    scorer: Scorer
     weight: float
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The function's parameters; a function without a signature takes response and answer."""
+        """The function's parameters; without a signature, they are the response and the answer."""
         try:
-            return inspect.signature(self.score).parameters  # type: ignore[arg-type]
+            return inspect.signature(self.scorer).parameters  # type: ignore[arg-type]
         except (ValueError, TypeError):
             return inspect.signature(lambda text, answer: None).parameters
 
 
-def reward_parts(reward: Reward) -> list[Part]:
-    """Return the rewards as parts with unique names."""
+def reward_parts(reward: Reward) -> list[RewardPart]:
+    """Returns the rewards as parts with unique names."""
     if isinstance(reward, str) or callable(reward):
         reward = [reward]
-    parts: list[Part] = []
-    for pair in reward.items() if isinstance(reward, Mapping) else reward:
-        score, weight = pair if isinstance(pair, tuple) else (pair, 1.0)
-        if not (isinstance(score, str) or callable(score)) or not isinstance(weight, (int, float)):
+    parts: list[RewardPart] = []
+    for entry in reward.items() if isinstance(reward, Mapping) else reward:
+        scorer, weight = entry if isinstance(entry, tuple) else (entry, 1.0)
+        is_scorer = isinstance(scorer, str) or callable(scorer)
+        if not is_scorer or not isinstance(weight, (int, float)):
             raise ScorerSignatureError(
-                f"a reward is a function or a name, with or without a weight, not {pair!r:.80}"
+                f"a reward is a function or a name, with or without a weight, not {entry!r:.80}"
             )
-        if isinstance(score, str):
-            scorer_of(score)  # raises for an unknown name
-        name = score if isinstance(score, str) else getattr(score, "__name__", type(score).__name__)
+        if isinstance(scorer, str):
+            scorer_of(scorer)  # raises for an unknown name
+            name = scorer
+        else:
+            name = getattr(scorer, "__name__", type(scorer).__name__)
         name, names = name.strip("<>"), {part.name for part in parts}
         name = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in names)
-        parts.append(Part(name, score, weight))
+        parts.append(RewardPart(name, scorer, weight))
     return parts
 
 
-def reads_prompt(parts: Sequence[Part]) -> bool:
-    """Return whether a function reads the prompt, or TRL completions, whose format is the prompt's."""
+def reads_prompt(parts: Sequence[RewardPart]) -> bool:
+    """Whether a function takes the prompt, or TRL's completions, which have the prompt's format."""
     return any({"prompt", "completions"} & set(part.parameters) for part in parts)
 
 
-def as_score_function(parts: Sequence[Part], columns: Collection[str]) -> Function:
-    """Return one function with verl's signature; `columns` are the keys of `extra_info`."""
+def as_score_function(parts: Sequence[RewardPart], columns: Collection[str]) -> Function:
+    """Returns one score function with verl's signature; `columns` are the keys of `extra_info`."""
     calls = [_reward_call(part, columns) for part in parts]
 
-    def results(source: str, text: str, answer: JsonValue, extra: Fields) -> list[Result]:
-        row = {**extra, "data_source": source, "extra_info": extra}
-        row |= dict.fromkeys(RESPONSE_NAMES, text) | dict.fromkeys(ANSWER_NAMES, answer)
+    def call_all(
+        data_source: str, response: str, answer: JsonValue, extra_info: Fields
+    ) -> list[Result]:
+        row = {**extra_info, "data_source": data_source, "extra_info": extra_info}
+        row |= dict.fromkeys(RESPONSE_NAMES, response) | dict.fromkeys(ANSWER_NAMES, answer)
         return [call(row) for call in calls]
 
     def score(
         data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Fields
     ) -> Result:
-        return _weighted_sum(results(data_source, solution_str, ground_truth, extra_info), parts)
+        return _weighted_sum(call_all(data_source, solution_str, ground_truth, extra_info), parts)
 
     async def score_async(
         data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Fields
     ) -> Result:
-        values = results(data_source, solution_str, ground_truth, extra_info)
-        return _weighted_sum([await r if inspect.isawaitable(r) else r for r in values], parts)
+        results = call_all(data_source, solution_str, ground_truth, extra_info)
+        return _weighted_sum([await r if inspect.isawaitable(r) else r for r in results], parts)
 
-    is_asynchronous = any(callable(part.score) and is_async(part.score) for part in parts)
-    function: Function = score_async if is_asynchronous else score
-    if len(parts) == 1 and callable(parts[0].score):
-        # Error messages then name the user's function; managers still read the signature of the wrapper.
+    has_async_part = any(callable(part.scorer) and is_async(part.scorer) for part in parts)
+    function: Function = score_async if has_async_part else score
+    if len(parts) == 1 and callable(parts[0].scorer):
+        # With `__wrapped__`, error messages name the user's function; managers read the signature here.
         vars(function)["__signature__"] = inspect.signature(function)
-        vars(function)["__wrapped__"] = parts[0].score
+        vars(function)["__wrapped__"] = parts[0].scorer
     vars(function)["has_own_deadline"] = any(
-        getattr(part.score, "has_own_deadline", False) for part in parts
+        getattr(part.scorer, "has_own_deadline", False) for part in parts
     )
     return function
 
 
-def _weighted_sum(results: Sequence[Result], parts: Sequence[Part]) -> Result:
-    """Return the weighted sum and each part's score; a single part of weight 1 is returned unchanged.
+def _weighted_sum(results: Sequence[Result], parts: Sequence[RewardPart]) -> Result:
+    """Returns the weighted sum and the score of each part.
 
-    A part that returns None counts as 0, as in TRL.
+    The result of a single part of weight 1 is returned unchanged. As in TRL, None counts as 0.
     """
     if len(parts) == 1 and parts[0].weight == 1:
         return results[0]
@@ -120,31 +125,34 @@ def _weighted_sum(results: Sequence[Result], parts: Sequence[Part]) -> Result:
     return {"score": sum(part.weight * scores[part.name] for part in parts), **scores}
 
 
-def _reward_call(part: Part, columns: Collection[str]) -> Callable[[Row], Result]:
-    """Return a function that calls one reward on a row."""
-    score, known = part.score, {*RESPONSE_NAMES, *ANSWER_NAMES, *OTHER_ARGUMENTS, *columns}
-    if isinstance(score, str):
-        return _rule_call(score)
-    args = [p for p in part.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+def _reward_call(part: RewardPart, columns: Collection[str]) -> Callable[[Row], Result]:
+    """Returns a function that scores a row with one reward."""
+    scorer = part.scorer
+    known_names = {*RESPONSE_NAMES, *ANSWER_NAMES, *OTHER_NAMES, *columns}
+    if isinstance(scorer, str):
+        return _rule_call(scorer)
+    named_parameters = [
+        p for p in part.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if "completions" in part.parameters:
         takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in part.parameters.values())
-        extra = {"prompts", *ANSWER_NAMES, *columns} if takes_kwargs else set()
-        return _trl_call(score, {p.name for p in args} | extra)
-    names = [p.name for p in args if p.name in known]
-    required = [p.name for p in args if p.default is p.empty]
+        kwargs_names = {"prompts", *ANSWER_NAMES, *columns} if takes_kwargs else set()
+        return _trl_call(scorer, {p.name for p in named_parameters} | kwargs_names)
+    names = [p.name for p in named_parameters if p.name in known_names]
+    required = [p.name for p in named_parameters if p.default is p.empty]
     if not names and len(required) in (1, 2):
-        return lambda row: score(*(row["completion"], row["answer"])[: len(required)])
-    if unknown := [name for name in required if name not in known]:
-        others = ", ".join(sorted(known - {*RESPONSE_NAMES, *ANSWER_NAMES}))
+        return lambda row: scorer(*(row["completion"], row["answer"])[: len(required)])
+    if unknown := [name for name in required if name not in known_names]:
+        others = ", ".join(sorted(known_names - {*RESPONSE_NAMES, *ANSWER_NAMES}))
         raise ScorerSignatureError(
-            f"the reward function {describe(score)} takes {', '.join(unknown)}, which no row has; it may "
+            f"the reward function {describe(scorer)} takes {', '.join(unknown)}, which no row has; it may "
             f"take completion, answer, {others}"
         )
-    return lambda row: score(**{name: row.get(name) for name in names})
+    return lambda row: scorer(**{name: row.get(name) for name in names})
 
 
 def _rule_call(name: str) -> Callable[[Row], Result]:
-    """Return a function that calls the built-in rule of this name on a row."""
+    """Returns a function that scores a row with the built-in rule of this name."""
     full_mark = scorer_of(name)[0].full_mark
 
     def call(row: Row) -> Result:
@@ -156,13 +164,16 @@ def _rule_call(name: str) -> Callable[[Row], Result]:
     return call
 
 
-def _trl_call(score: Function, names: Collection[str]) -> Callable[[Row], Result]:
-    """Return a function that calls a TRL reward on a row, with lists; a chat prompt has a chat completion."""
+def _trl_call(function: Function, names: Collection[str]) -> Callable[[Row], Result]:
+    """Returns a function that calls a TRL reward function on a row, with lists of length one.
+
+    The completion is text for a text prompt, and a chat message for a chat prompt.
+    """
 
     def call(row: Row) -> Result:
         is_text, text = isinstance(row["prompt"], str), row["completion"]
         chat = [{"role": "assistant", "content": text}]
         row = {**row, "prompts": row["prompt"], "completions": text if is_text else chat}
-        return score(**{name: [row.get(name)] for name in names})[0]
+        return function(**{name: [row.get(name)] for name in names})[0]
 
     return call

@@ -22,19 +22,21 @@ from hone.data.schema import COLUMNS
 from hone.tracking import atomic_write_text
 from hone.types import Fields, JsonValue, Row
 
-Item: TypeAlias = Union[str, "os.PathLike[str]", Fields, "Sequence[JsonValue]", "Sequence[Fields]"]
-Data: TypeAlias = Union[str, "os.PathLike[str]", Iterable[Item]]
+DataItem: TypeAlias = Union[
+    str, "os.PathLike[str]", Fields, "Sequence[JsonValue]", "Sequence[Fields]"
+]
+Data: TypeAlias = Union[str, "os.PathLike[str]", Iterable[DataItem]]
 """File names, or rows in a list, a `datasets.Dataset`, a pandas DataFrame or an Arrow table."""
 
-PROMPTS = ("prompt", "question", "problem")
-ANSWERS = ("answer", "ground_truth", "solution")
-RESPONSES = ("response", "completion", *ANSWERS)
-MESSAGES = "messages"
+PROMPT_COLUMNS = ("prompt", "question", "problem")
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
+RESPONSE_COLUMNS = ("response", "completion", *ANSWER_COLUMNS)
+MESSAGES_COLUMN = "messages"
 _SCHEMA_COLUMNS = {*COLUMNS, "ability"}
 
 
 def file_names(data: Data) -> list[str] | None:
-    """Return the file names if `data` is a file name or a list of them, else None."""
+    """Returns the file names if `data` is a file name or a list of them, else None."""
     if isinstance(data, (str, os.PathLike)):
         return [os.fspath(data)]
     names = data if isinstance(data, (list, tuple)) else ()
@@ -46,7 +48,7 @@ def file_names(data: Data) -> list[str] | None:
 
 
 def as_rows(data: Data) -> list[Row]:
-    """Return the rows as dicts; a bare prompt becomes a row with the column `prompt`."""
+    """Returns the rows as dicts; a bare prompt becomes a row with the column `prompt`."""
     if (files := file_names(data)) is not None:
         return list(read_rows(files, BadRowPolicy("raise", skip_key=None), "data").scan())
     if isinstance(data, Mapping):
@@ -59,8 +61,9 @@ def as_rows(data: Data) -> list[Row]:
     return [_as_row(item, number) for number, item in enumerate(items)]
 
 
-def _as_row(item: Item, number: int) -> Fields:
-    if isinstance(item, Mapping):  # a DataFrame has NaN for a missing value
+def _as_row(item: DataItem, number: int) -> Row:
+    if isinstance(item, Mapping):
+        # A DataFrame has NaN for a missing value.
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in item.items()}
     is_chat = isinstance(item, list) and item and all(isinstance(turn, Mapping) for turn in item)
     if isinstance(item, str) or is_chat:
@@ -72,33 +75,39 @@ def _as_row(item: Item, number: int) -> Fields:
     )
 
 
-def prompt_row(row: Row, number: int, source: str, *, with_prompt: bool = False) -> Row:
-    """Convert a row to the dataset schema; `source` is the default of `data_source`.
+def to_prompt_row(row: Row, number: int, default_source: str, *, with_prompt: bool = False) -> Row:
+    """Converts a row to the dataset schema; `number` is its index in the data, for errors.
 
-    `with_prompt` also puts the prompt into `extra_info`, for a score function that reads it.
+    `default_source` is the `data_source` of a row that has none. `with_prompt` also puts the prompt into
+    `extra_info`, for a score function that reads it.
     """
-    prompt = _find_column(row, number, PROMPTS)
-    answer = next((name for name in ANSWERS if name in row), "")
-    columns = {"data_source": source, "prompt": row[prompt]}
+    prompt_column = _find_column(row, number, PROMPT_COLUMNS)
+    answer_column = next((name for name in ANSWER_COLUMNS if name in row), "")
+    columns = {"data_source": default_source, "prompt": row[prompt_column]}
     columns |= {name: value for name, value in row.items() if name in _SCHEMA_COLUMNS}
-    columns.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer)})
-    extra = {name: v for name, v in row.items() if name not in (*_SCHEMA_COLUMNS, prompt, answer)}
-    extra |= row.get("extra_info") or {}
-    return columns | {"extra_info": extra | ({"prompt": row[prompt]} if with_prompt else {})}
+    columns.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer_column)})
+    used_columns = (*_SCHEMA_COLUMNS, prompt_column, answer_column)
+    extra_info = {name: value for name, value in row.items() if name not in used_columns}
+    extra_info |= row.get("extra_info") or {}
+    extra_info |= {"prompt": row[prompt_column]} if with_prompt else {}
+    return columns | {"extra_info": extra_info}
 
 
-def response_rows(rows: Sequence[Row]) -> list[Row]:
-    """Convert rows to those of SFT, with `messages`, or with `prompt` and `response`."""
-    if MESSAGES in rows[0]:
+def to_sft_rows(rows: Sequence[Row]) -> list[Row]:
+    """Converts rows to rows of SFT, which have `messages`, or `prompt` and `response`."""
+    if MESSAGES_COLUMN in rows[0]:
         return list(rows)
-    names = {"prompt": PROMPTS, "response": RESPONSES}
     return [
-        {column: row[_find_column(row, i, names[column])] for column in names}
-        for i, row in enumerate(rows)
+        {
+            "prompt": row[_find_column(row, number, PROMPT_COLUMNS)],
+            "response": row[_find_column(row, number, RESPONSE_COLUMNS)],
+        }
+        for number, row in enumerate(rows)
     ]
 
 
 def _find_column(row: Row, number: int, names: Sequence[str]) -> str:
+    """Returns the first of these names that the row has; raises DataError if it has none."""
     for name in names:
         if name in row:
             return name
@@ -107,7 +116,7 @@ def _find_column(row: Row, number: int, names: Sequence[str]) -> str:
 
 
 def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
-    """Write the rows to a file in the run folder, named after a hash of its content; return its path."""
+    """Writes the rows to a file in `folder`, named after a hash of its content; returns its path."""
     text = "".join(_json_line(row, number) for number, row in enumerate(rows))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     file = folder / "data" / f"{name}-{digest}.jsonl"
@@ -118,13 +127,13 @@ def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
 
 
 def _json_line(row: Row, number: int) -> str:
-    def plain(value: np.generic) -> JsonValue:
+    def to_json_value(value: np.generic) -> JsonValue:
         if hasattr(value, "tolist"):
             return value.tolist()
         raise TypeError(f"a {type(value).__name__}")
 
     try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
+        return json.dumps(row, ensure_ascii=False, allow_nan=False, default=to_json_value) + "\n"
     except (TypeError, ValueError) as error:
         raise DataError(
             f"row {number} contains {error}; rows contain text, numbers, lists and dicts"

@@ -17,8 +17,16 @@ from typing import TypeAlias, Union
 
 from hone.api.llm import LLM
 from hone.api.reward import Reward, as_score_function, reads_prompt, reward_parts
-from hone.api.rows import MESSAGES, Data, as_rows, file_names, prompt_row, response_rows, write_rows
-from hone.api.settings import CallSettings, Name, Value, Values, matches, resolve_key
+from hone.api.rows import (
+    MESSAGES_COLUMN,
+    Data,
+    as_rows,
+    file_names,
+    to_prompt_row,
+    to_sft_rows,
+    write_rows,
+)
+from hone.api.settings import CallSettings, PathOrName, Value, Values, matching_keys, resolve_key
 from hone.config import Composed, ConfigError, config_to_dict
 from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
@@ -39,7 +47,7 @@ from hone.trainer.ranks import launch, must_launch
 from hone.trainer.starting_values import starting_values
 from hone.types import Function, Row
 
-Model: TypeAlias = Union[Name, "Trained", LLM]
+Model: TypeAlias = Union[PathOrName, "Trained", LLM]
 """A folder, a hub name, a checkpoint, or the result of an earlier call."""
 
 
@@ -52,7 +60,7 @@ def evaluate(
     max_tokens: int | None = None,
     **settings: Value,
 ) -> Evaluation:
-    """Generate `n` responses to each row and score them, as `hone eval` does.
+    """Generates `n` responses to each row and scores them, as `hone eval` does.
 
     With `n=1` decoding is greedy unless `temperature` is given. `settings` are keys of the `generation`
     config (`top_p`, …) and of the `evaluation` config (`pass_at`, …).
@@ -62,13 +70,15 @@ def evaluate(
         model = model.policy
     if data is None:
         raise DataError("the run had no validation data; pass the rows to evaluate on")
-    names = [name for name in settings if matches("generation", name)]
-    sampling = {name: settings.pop(name) for name in names}
-    if isinstance(model, LLM) and sampling:
-        raise ConfigError(f"the model is already loaded: pass {', '.join(names)} to hone.LLM(…)")
+    llm_names = [name for name in settings if matching_keys("generation", name)]
+    llm_settings = {name: settings.pop(name) for name in llm_names}
+    if isinstance(model, LLM) and llm_settings:
+        raise ConfigError(
+            f"the model is already loaded: pass {', '.join(llm_names)} to hone.LLM(…)"
+        )
     if n == 1 and temperature is None:
         temperature = 0.0
-    scorer = _RewardScorer(reward)
+    scorer = _RunScorer(reward)
     with tempfile.TemporaryDirectory(prefix="hone-evaluate-") as temporary:
         folder = Path(temporary)
         files = scorer.write_data(data, folder, "rows")
@@ -79,14 +89,14 @@ def evaluate(
         llm_context = (
             nullcontext(model)
             if isinstance(model, LLM)
-            else LLM(_model_path(model), None, **sampling)
+            else LLM(_model_path(model), None, **llm_settings)
         )
         with llm_context as llm:
-            answers = llm.generate(prompts, n=n, temperature=temperature, max_tokens=max_tokens)
-        for row, answer in zip(rows, answers, strict=True):
-            row["responses"] = [output.text for output in answer.outputs]
+            responses = llm.generate(prompts, n=n, temperature=temperature, max_tokens=max_tokens)
+        for row, response in zip(rows, responses, strict=True):
+            row["responses"] = [output.text for output in response.outputs]
         call.set({"data.path": [write_rows(rows, folder, "responses")]})
-        return main_eval.run(call.compose().config, "scores", scorer.function)
+        return main_eval.run(call.compose().config, "scores", scorer.score_function)
 
 
 class Trained:
@@ -122,8 +132,8 @@ class Trained:
 
     evaluate = evaluate
 
-    def save(self, folder: Name) -> Path:
-        """Write the policy to a new folder that `from_pretrained` opens, with a model card."""
+    def save(self, folder: PathOrName) -> Path:
+        """Writes the policy to a new folder that `from_pretrained` opens, with a model card."""
         if is_non_local(folder):
             raise ValueError(
                 f"save({str(folder)!r}): name a local folder; `hone export` writes to stores"
@@ -140,18 +150,18 @@ def train(
     reward: Reward | None = None,
     *,
     validation: Data | None = None,
-    config: Name | None = None,
+    config: PathOrName | None = None,
     **settings: Value,
 ) -> Trained:
-    """Train a policy by reinforcement learning, as `hone train` does.
+    """Trains a policy by reinforcement learning, as `hone train` does.
 
     `data` is rows or files. `reward` is a function, the name of a rule (`gsm8k`, `math`), or several of
     them with weights; by default the data source selects the rule. `settings` are keys of the
     `ppo_trainer` config, short (`lr`, `n`, `steps`) or dotted; `config` is a YAML file of them. The run is
-    written to `folder`, by default a new one below `runs/`; an existing run in `folder` is resumed.
+    written to `folder`, by default a new folder in `runs/`; an existing run in `folder` is resumed.
     """
     call = CallSettings("ppo_trainer", "hone.train", settings, config)
-    scorer = _RewardScorer(reward)
+    scorer = _RunScorer(reward)
     with _run_folder("train", call) as folder:
         call.set({"actor_rollout_ref.model.path": _model_path(model)})
         call.set({"data.train_files": scorer.write_data(data, folder, "train")})
@@ -159,7 +169,7 @@ def train(
             call.set({"data.val_files": scorer.write_data(validation, folder, "validation")})
         composed = call.compose(starting_values, plan_checks)
         print_starting_values_and_notes(composed)
-        main_ppo.run(composed.config, composed.origins, compute_score=scorer.function)
+        main_ppo.run(composed.config, composed.origins, compute_score=scorer.score_function)
     return Trained(folder, composed, validation, reward)
 
 
@@ -168,10 +178,10 @@ def sft(
     data: Data,
     *,
     validation: Data | None = None,
-    config: Name | None = None,
+    config: PathOrName | None = None,
     **settings: Value,
 ) -> Trained:
-    """Train a model on answers or conversations, as `hone sft` does.
+    """Trains a model on answers or conversations, as `hone sft` does.
 
     A row has `messages`, or `prompt` and `response` (or `answer`). `settings` are keys of the
     `sft_trainer` config; `config` and `folder` are as in `hone.train`.
@@ -179,12 +189,12 @@ def sft(
     call = CallSettings("sft_trainer", "hone.sft", settings, config)
     with _run_folder("sft", call) as folder:
         call.set({"model.path": _model_path(model)})
-        columns = ("data.prompt", "data.response", "data.custom")
-        has_column_names = any(key.startswith(columns) for key in call.values())
+        column_prefixes = ("data.prompt", "data.response", "data.custom")
+        sets_columns = any(key.startswith(column_prefixes) for key in call.values())
         for name, rows in (("train", data), ("val", validation)):
             if rows is not None:
-                _set_sft_files(call, rows, folder, name, has_column_names)
-        composed = call.compose(_small_batch)
+                _set_sft_files(call, rows, folder, name, sets_columns)
+        composed = call.compose(_reduced_batch_size)
         print_starting_values_and_notes(composed)
         if must_launch(composed.config.world_size, composed.config.trainer.nnodes, main_sft.MODULE):
             RunFolder(folder).write_config(config_to_dict(composed.config), composed.origins)
@@ -195,52 +205,57 @@ def sft(
     return Trained(folder, composed, validation, None)
 
 
-class _RewardScorer:
-    """Builds the score function of a run from a reward and the columns of the rows."""
+class _RunScorer:
+    """Writes the data of a run and builds its score function from the reward and the data's columns."""
 
     def __init__(self, reward: Reward | None) -> None:
-        self.parts = [] if reward is None else reward_parts(reward)
-        self.function: Function | None = None
+        self._parts = [] if reward is None else reward_parts(reward)
+        self.score_function: Function | None = None
 
     def write_data(self, data: Data, folder: Path, name: str) -> list[str]:
-        """Return the data files; rows that are not in the dataset schema are converted and written."""
-        files, parts, needs_prompt = file_names(data), self.parts, reads_prompt(self.parts)
-        source = parts[0].name if len(parts) == 1 else "python"
+        """Returns the data files; writes a new one if the rows are not in the dataset schema."""
+        files, parts, needs_prompt = file_names(data), self._parts, reads_prompt(self._parts)
+        default_source = parts[0].name if len(parts) == 1 else "python"
         if files is not None and not needs_prompt:
-            first = next(read_rows(files, BadRowPolicy("skip"), "data").scan())
-            if "reward_model" in first:
-                self._build_function(first.get("extra_info") or ())
+            first_row = next(read_rows(files, BadRowPolicy("skip"), "data").scan())
+            if "reward_model" in first_row:
+                self._build_function(first_row.get("extra_info") or ())
                 return files
-        items = as_rows(data)
-        if not parts and any("data_source" not in row for row in items):
+        user_rows = as_rows(data)
+        if not parts and any("data_source" not in row for row in user_rows):
             raise DataError("no reward: pass a function or a name, or rows with a data_source")
-        rows = [prompt_row(row, i, source, with_prompt=needs_prompt) for i, row in enumerate(items)]
-        is_single_rule = len(parts) == 1 and isinstance(parts[0].score, str)
-        if not is_single_rule or any(row["data_source"] != source for row in rows):
+        rows = [
+            to_prompt_row(row, number, default_source, with_prompt=needs_prompt)
+            for number, row in enumerate(user_rows)
+        ]
+        is_single_rule = len(parts) == 1 and isinstance(parts[0].scorer, str)
+        if not is_single_rule or any(row["data_source"] != default_source for row in rows):
             self._build_function(set().union(*(row["extra_info"] for row in rows)))
         return [write_rows(rows, folder, name)]
 
     def _build_function(self, columns: Collection[str]) -> None:
-        if self.parts and self.function is None:
-            self.function = as_score_function(self.parts, columns)
+        if self._parts and self.score_function is None:
+            self.score_function = as_score_function(self._parts, columns)
 
 
 def _model_path(model: Model) -> str:
     if isinstance(model, (Trained, LLM)):
         return str(model.folder if isinstance(model, Trained) else model.path)
     if not isinstance(model, (str, os.PathLike)):
-        kind = type(model).__name__
-        raise ConfigError(f"the model is a {kind}; save it and pass its folder, or pass a hub name")
+        type_name = type(model).__name__
+        raise ConfigError(
+            f"the model is a {type_name}; save it and pass its folder, or pass a hub name"
+        )
     return os.fspath(model)
 
 
 @contextmanager
 def _run_folder(name: str, call: CallSettings) -> Iterator[Path]:
-    """Yield the folder of a run, by default `runs/NAME-1`, `runs/NAME-2`, ….
+    """Yields the folder of a run, by default `runs/NAME-1`, `runs/NAME-2`, ….
 
     After an error, a new folder is removed unless the run has started.
     """
-    key = resolve_key(call.tree, "folder")
+    key = resolve_key(call.schema, "folder")
     path = call.values().get(key)
     require_folder(str(path or "runs"), "folder")
     folder = Path(str(path)).expanduser() if path else _new_folder(name)
@@ -268,20 +283,20 @@ def _new_folder(name: str) -> Path:
 
 
 def _set_sft_files(
-    call: CallSettings, data: Data, folder: Path, name: str, has_column_names: bool
+    call: CallSettings, data: Data, folder: Path, name: str, sets_columns: bool
 ) -> None:
-    """Set the data files of SFT; columns are renamed unless the user set their names."""
+    """Sets the data files of SFT; columns are renamed unless the user names them (`sets_columns`)."""
     files, rows = file_names(data), as_rows(data)
-    if files is None or not (has_column_names or MESSAGES in rows[0]):
-        rows = response_rows(rows)
+    if files is None or not (sets_columns or MESSAGES_COLUMN in rows[0]):
+        rows = to_sft_rows(rows)
         files = [write_rows(rows, folder, name)]
-        if MESSAGES not in rows[0]:
+        if MESSAGES_COLUMN not in rows[0]:
             call.set({"data.prompt_key": "prompt", "data.response_key": "response"})
     call.set({f"data.{name}_files": files})
 
 
-def _small_batch(values: Values) -> list[Setting]:
-    """Return a batch size of all rows if there are fewer than the default batch size."""
-    rows, key = len(as_rows(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
-    small = key not in values and rows < SFTDataConfig.train_batch_size
-    return [Setting(key, rows, STARTING_VALUES_ORIGIN)] if small else []
+def _reduced_batch_size(values: Values) -> list[Setting]:
+    """Returns the number of rows as batch size, if it is smaller than the default batch size."""
+    row_count, key = len(as_rows(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
+    is_reduced = key not in values and row_count < SFTDataConfig.train_batch_size
+    return [Setting(key, row_count, STARTING_VALUES_ORIGIN)] if is_reduced else []

@@ -1,4 +1,4 @@
-"""Worker classes with their arguments, and colocation of several roles in one process per rank."""
+"""Worker classes with their arguments, and the colocation of several roles in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ClassWithInitArgs:
         self.args = args
         self.kwargs = kwargs
         self.members: Mapping[str, ClassWithInitArgs] = {}
-        """The roles of a colocated class or of a fused worker."""
+        """The member class of each role, in a colocated class or a fused worker; else empty."""
         if issubclass(self.cls, FusedWorker):
             self.members = self.cls.members
 
@@ -51,15 +51,15 @@ class ColocatedClass(ClassWithInitArgs):
 
 def plain_class(cls: Callable[P, W]) -> type:
     """Returns the class, unwrapped if it was decorated with `ray.remote`."""
-    remote = getattr(cls, "__ray_metadata__", None)
-    plain = remote.modified_class if remote is not None else cls
-    if not isinstance(plain, type):
+    ray_metadata = getattr(cls, "__ray_metadata__", None)
+    unwrapped = ray_metadata.modified_class if ray_metadata is not None else cls
+    if not isinstance(unwrapped, type):
         raise TypeError(f"a worker is created from a class, not from {cls!r}")
-    return plain
+    return unwrapped
 
 
 def create_colocated_worker_cls(class_dict: Mapping[K, ClassWithInitArgs]) -> ColocatedClass:
-    """Combines roles into one group of processes; `group.spawn(roles)` returns a group per role."""
+    """Combines roles into one worker group, whose `spawn(roles)` returns a worker group per role."""
     return ColocatedClass({str(role): member for role, member in class_dict.items()})
 
 
@@ -76,12 +76,12 @@ class FusedWorker(Worker):
         self.fused_worker_dict = {role: member() for role, member in self.members.items()}
         vars(self).update(self.fused_worker_dict)
         for worker in self.fused_worker_dict.values():
-            worker.colocate(self.fused_worker_dict)
+            worker.set_colocated(self.fused_worker_dict)
 
 
 def create_colocated_worker_raw_cls(
     class_dict: Mapping[K, ClassWithInitArgs],
 ) -> type[FusedWorker]:
-    """Returns a base class with one worker per role as attributes; see `group.fuse(roles)`."""
+    """Returns a base class with one worker per role as attributes; see `WorkerGroup.fuse`."""
     members = {str(role): member for role, member in class_dict.items()}
     return type("FusedWorker", (FusedWorker,), {"members": members})

@@ -25,17 +25,17 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 DATA_PARALLEL = ""
-"""The name of the default mesh. Without an engine, every rank is one data-parallel slot of it."""
+"""The name of the default mesh. Without an engine, each rank is its own data-parallel slot."""
 
 
 @dataclass(frozen=True)
-class TensorDictRows:
-    """A TensorDict in transit: pickled as a DataProto, unpickled as a TensorDict."""
+class TensorDictPayload:
+    """A TensorDict as an argument or result: pickled as a DataProto, unpickled as a TensorDict."""
 
-    rows: DataProto
+    batch: DataProto
 
     def __reduce__(self) -> tuple[Callable[[DataProto], TensorDict], tuple[DataProto]]:
-        return DataProto.to_tensordict, (self.rows,)
+        return DataProto.to_tensordict, (self.batch,)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Mesh:
     """The data-parallel slot of each rank on a mesh, and whether its result is collected."""
 
     dp_ranks: tuple[int, ...]
-    collects: tuple[bool, ...]
+    """The slot of each rank."""
+    is_collect: tuple[bool, ...]
+    """Whether the result of each rank is collected."""
 
     @property
     def dp_size(self) -> int:
@@ -52,11 +54,11 @@ class Mesh:
     @property
     def collect_ranks(self) -> list[int]:
         """The ranks whose results are collected, one per slot, in slot order."""
-        ranks = [rank for rank, collects in enumerate(self.collects) if collects]
+        ranks = [rank for rank, is_collect in enumerate(self.is_collect) if is_collect]
         return sorted(ranks, key=lambda rank: self.dp_ranks[rank])
 
     def check(self, name: str) -> None:
-        """Raises unless exactly one rank per slot is collected."""
+        """Raises ValueError unless exactly one rank per slot is collected."""
         slots = [self.dp_ranks[rank] for rank in self.collect_ranks]
         if slots != list(range(self.dp_size)):
             raise ValueError(
@@ -65,45 +67,48 @@ class Mesh:
             )
 
 
-class Group(Protocol):
-    """The part of a worker group that dispatch and collect functions use."""
+class WorkerGroupLike(Protocol):
+    """The interface of a worker group for dispatch and collect functions."""
 
     @property
     def world_size(self) -> int: ...
 
     def mesh(self, name: str) -> Mesh:
-        """Returns the slots of the ranks on a named mesh."""
+        """Returns the slots of the ranks on the mesh `name`."""
 
 
-Batch: TypeAlias = DataProto | DataProtoFuture | TensorDictRows
-PerRank: TypeAlias = tuple[tuple[list[_T], ...], dict[str, list[_T]]]
+Batch: TypeAlias = DataProto | DataProtoFuture | TensorDictPayload
+ArgumentsPerRank: TypeAlias = tuple[tuple[list[_T], ...], dict[str, list[_T]]]
 """Positional and keyword arguments, each as a list with one entry per rank."""
-DispatchFn = Callable[..., PerRank[Any]]
-"""Maps (worker group, *args, **kwargs) to `PerRank`."""
-CollectFn = Callable[[Group, list[Any]], Any]
+DispatchFn = Callable[..., ArgumentsPerRank[Any]]
+"""Maps (worker group, *args, **kwargs) to `ArgumentsPerRank`."""
+CollectFn = Callable[[WorkerGroupLike, list[Any]], Any]
 """Maps (worker group, results in rank order) to the caller's result."""
 
 
-def has_rows(value: object) -> TypeGuard[TensorDict]:
+def is_tensordict_batch(value: object) -> TypeGuard[TensorDict]:
     """Whether a value is a TensorDict with a batch dimension."""
     return isinstance(value, TensorDict) and bool(value.batch_size)
 
 
-def _split_each(
+def _map_arguments(
     split: Callable[[_S], list[_T]], args: tuple[_S, ...], kwargs: dict[str, _S]
-) -> PerRank[_T]:
+) -> ArgumentsPerRank[_T]:
+    """Applies `split`, which returns one entry per rank, to every argument."""
     return tuple(split(value) for value in args), {key: split(kwargs[key]) for key in kwargs}
 
 
-def broadcast(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
+def broadcast(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> ArgumentsPerRank[_T]:
     """Sends the same arguments to every rank."""
-    return _split_each(lambda value: [value] * group.world_size, args, kwargs)
+    return _map_arguments(lambda value: [value] * group.world_size, args, kwargs)
 
 
-def scatter(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRank[_T]:
+def scatter(
+    group: WorkerGroupLike, *args: Sequence[_T], **kwargs: Sequence[_T]
+) -> ArgumentsPerRank[_T]:
     """Sends each rank its own entry; every argument is a list with one entry per rank."""
 
-    def check(value: Sequence[_T]) -> list[_T]:
+    def checked_list(value: Sequence[_T]) -> list[_T]:
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
             received = (
                 f"{len(value)} entries" if isinstance(value, list | tuple) else repr(type(value))
@@ -114,10 +119,10 @@ def scatter(group: Group, *args: Sequence[_T], **kwargs: Sequence[_T]) -> PerRan
             )
         return list(value)
 
-    return _split_each(check, args, kwargs)
+    return _map_arguments(checked_list, args, kwargs)
 
 
-def split_batches(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
+def split_batches(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> ArgumentsPerRank[_T | Batch]:
     """Splits batches over the data-parallel slots and sends other arguments to all ranks.
 
     The ranks of one slot get the same rows. Padding rows are marked in the column `padded_row`.
@@ -125,18 +130,20 @@ def split_batches(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
     return dispatch_nd_compute_dataproto(DATA_PARALLEL, group, *args, **kwargs)
 
 
-def split_after_func(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T | Batch]:
+def split_after_func(
+    group: WorkerGroupLike, *args: _T, **kwargs: _T
+) -> ArgumentsPerRank[_T | Batch]:
     """Sends the first argument, a function, to all ranks; splits the rest like `split_batches`."""
     if not args or not callable(args[0]):
         raise TypeError(
             "the first argument of this method must be the function that each rank runs"
         )
-    rest, named = split_batches(group, *args[1:], **kwargs)
-    return ([args[0]] * group.world_size, *rest), named
+    split_args, split_kwargs = split_batches(group, *args[1:], **kwargs)
+    return ([args[0]] * group.world_size, *split_args), split_kwargs
 
 
-def refuse_dispatch(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
-    """Raises RuntimeError, because the rollout calls such a method directly."""
+def refuse_dispatch(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> ArgumentsPerRank[_T]:
+    """Raises RuntimeError: the rollout worker itself calls a method with this mode."""
     raise RuntimeError(
         "a method registered with Dispatch.DIRECT_ROLLOUT_METHOD is called inside the rollout "
         "worker, not through its group"
@@ -144,12 +151,12 @@ def refuse_dispatch(group: Group, *args: _T, **kwargs: _T) -> PerRank[_T]:
 
 
 def dispatch_nd_compute_dataproto(
-    mesh_name: str, group: Group, *args: _T, **kwargs: _T
-) -> PerRank[_T | Batch]:
+    mesh_name: str, group: WorkerGroupLike, *args: _T, **kwargs: _T
+) -> ArgumentsPerRank[_T | Batch]:
     """Splits batches over the data-parallel slots of a mesh."""
     mesh = group.mesh(mesh_name)
     if not any(
-        isinstance(value, DataProto | DataProtoFuture) or has_rows(value)
+        isinstance(value, DataProto | DataProtoFuture) or is_tensordict_batch(value)
         for value in (*args, *kwargs.values())
     ):
         raise TypeError(
@@ -160,33 +167,33 @@ def dispatch_nd_compute_dataproto(
         parts: Sequence[Batch]
         if isinstance(value, DataProto):
             parts = split_padded(value, mesh.dp_size)
-        elif has_rows(value):
+        elif is_tensordict_batch(value):
             batch = DataProto.from_tensordict(value)
-            parts = [TensorDictRows(part) for part in split_padded(batch, mesh.dp_size)]
+            parts = [TensorDictPayload(part) for part in split_padded(batch, mesh.dp_size)]
         elif isinstance(value, DataProtoFuture):
             parts = value.split_padded(mesh.dp_size)
         else:
             return [value] * len(mesh.dp_ranks)
         return [parts[slot] for slot in mesh.dp_ranks]
 
-    return _split_each(split, args, kwargs)
+    return _map_arguments(split, args, kwargs)
 
 
 def collect_nd_compute_dataproto(
-    mesh_name: str, group: Group, results: list[DataProto]
+    mesh_name: str, group: WorkerGroupLike, results: list[DataProto]
 ) -> DataProto | TensorDict:
     """Concatenates the batches of the collecting ranks in slot order."""
     return concat_batches(group, [results[rank] for rank in group.mesh(mesh_name).collect_ranks])
 
 
-def as_list(group: Group, results: list[_T]) -> list[_T]:
+def as_list(group: WorkerGroupLike, results: list[_T]) -> list[_T]:
     """Returns the results in rank order."""
     return list(results)
 
 
-def concat_batches(group: Group, results: list[Any]) -> DataProto | TensorDict:
-    """Concatenates the batches of the slots."""
-    if all(has_rows(result) for result in results):
+def concat_batches(group: WorkerGroupLike, results: list[Any]) -> DataProto | TensorDict:
+    """Concatenates the results; each must be a batch."""
+    if all(is_tensordict_batch(result) for result in results):
         return concat_tensordict(results)
     for rank, result in enumerate(results):
         if not isinstance(result, DataProto):
@@ -199,14 +206,14 @@ def concat_batches(group: Group, results: list[Any]) -> DataProto | TensorDict:
 
 @dataclass(frozen=True)
 class DispatchMode:
-    """Splits arguments over ranks and joins their results."""
+    """How the arguments of a call are split over the ranks, and how their results are joined."""
 
     name: str
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
     rank_zero_only: bool = False
-    by_slot: bool = False
-    """Whether arguments go to data-parallel slots and `collect_fn` gets one result per slot."""
+    collects_per_slot: bool = False
+    """Whether `collect_fn` gets one result per data-parallel slot, not one per rank."""
 
     def __repr__(self) -> str:
         return f"Dispatch.{self.name}"
@@ -219,9 +226,11 @@ _MODES: dict[str, DispatchMode] = {
         DispatchMode("ONE_TO_ALL", broadcast, as_list),
         DispatchMode("ALL_TO_ALL", scatter, as_list),
         DispatchMode("DP_COMPUTE", scatter, as_list),
-        DispatchMode("DP_COMPUTE_PROTO", split_batches, concat_batches, by_slot=True),
-        DispatchMode("DP_COMPUTE_PROTO_WITH_FUNC", split_after_func, concat_batches, by_slot=True),
-        DispatchMode("DP_COMPUTE_METRIC", split_batches, as_list, by_slot=True),
+        DispatchMode("DP_COMPUTE_PROTO", split_batches, concat_batches, collects_per_slot=True),
+        DispatchMode(
+            "DP_COMPUTE_PROTO_WITH_FUNC", split_after_func, concat_batches, collects_per_slot=True
+        ),
+        DispatchMode("DP_COMPUTE_METRIC", split_batches, as_list, collects_per_slot=True),
         DispatchMode("DIRECT_ROLLOUT_METHOD", refuse_dispatch, as_list),
     )
 }
@@ -272,7 +281,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[_Method], _Method]:
-    """Makes a worker's method callable on its group; the default mode is Dispatch.ALL_TO_ALL."""
+    """Makes a worker's method callable on its worker group, by default with Dispatch.ALL_TO_ALL."""
     mode = _MODES["ALL_TO_ALL"] if dispatch_mode is None else dispatch_mode
     if isinstance(mode, dict):
         if missing := {"dispatch_fn", "collect_fn"} - mode.keys():
@@ -287,11 +296,11 @@ def register(
         raise TypeError(f"execute_mode={execute_mode!r}: use Execute.ALL or Execute.RANK_ZERO")
     spec = MethodSpec(mode, execute_mode, blocking, materialize_futures)
 
-    def mark(method: _Method) -> _Method:
+    def set_spec(method: _Method) -> _Method:
         setattr(method, _SPEC_ATTRIBUTE, spec)
         return method
 
-    return mark
+    return set_spec
 
 
 def register_dispatch_mode(
@@ -330,12 +339,12 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
 
 
 def method_spec(method: Function) -> MethodSpec | None:
-    """Returns how a method is registered, or None if it is not."""
+    """Returns how a method was registered, or None if it was not."""
     return getattr(method, _SPEC_ATTRIBUTE, None)
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """Returns all registered methods of a class; an override keeps the base's registration."""
+    """Returns the spec of each registered method; an override keeps the spec of the base class."""
     specs: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():

@@ -1,6 +1,7 @@
-"""Errors about lost processes, nodes and deadlines; each names the worker group, rank and method.
+"""Errors about lost processes, lost nodes and passed deadlines.
 
-Exceptions that worker code raises are re-raised unchanged.
+Each names the worker group, the rank and the method. Exceptions of worker code are re-raised
+unchanged.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LAST_LINES = 8
-"""Log lines per worker of a lost node, which may have had many workers."""
+LOST_NODE_LOG_LINES = 8
+"""Maximum number of log lines per worker of a lost node, which may have had many workers."""
 RESUME_HINT = "Run the same command again to resume from the last checkpoint"
 
 
@@ -95,12 +96,12 @@ class NodeLost(ProcessFailure):
     reason: str
 
     def __str__(self) -> str:
-        ranks: dict[str, list[str]] = {}
+        ranks_by_role: dict[str, list[str]] = {}
         for role, process, _ in self.workers:
-            ranks.setdefault(role, []).append(str(process.rank))
+            ranks_by_role.setdefault(role, []).append(str(process.rank))
         workers = [
-            f"rank{'s' * (len(numbers) > 1)} {joined(numbers)} of {role!r}"
-            for role, numbers in ranks.items()
+            f"rank{'s' * (len(ranks) > 1)} {joined(ranks)} of {role!r}"
+            for role, ranks in ranks_by_role.items()
         ]
         text = (
             f"node {self.node_ip} (id {self.node_id[:12]}) was lost with {joined(workers)}, while "
@@ -108,7 +109,7 @@ class NodeLost(ProcessFailure):
         )
         for role, process, lines in self.workers:
             text += f"\nlast log lines of rank {process.rank} of {role!r} (pid {process.pid}):\n"
-            text += _log_tail(lines[-LAST_LINES:])
+            text += _log_tail(lines[-LOST_NODE_LOG_LINES:])
         return f"{text}\n{RESUME_HINT}"
 
 
@@ -122,17 +123,17 @@ def joined(words: Sequence[str]) -> str:
 
 
 class WaitTimeout(TimeoutError):
-    """A wait reached its deadline."""
+    """A role waited for something until its deadline."""
 
-    def __init__(self, waiting_role: str, waited_for: str, deadline_s: float, hint: str) -> None:
-        self.waiting_role, self.waited_for = waiting_role, waited_for
+    def __init__(self, waiting_role: str, awaited: str, deadline_s: float, hint: str) -> None:
+        self.waiting_role, self.awaited = waiting_role, awaited
         self.deadline_s, self.hint = deadline_s, hint
         super().__init__(
-            f"{waiting_role!r} waited {deadline_s:g} s for {waited_for}, which is its deadline; {hint}"
+            f"{waiting_role!r} waited {deadline_s:g} s for {awaited} and reached its deadline; {hint}"
         )
 
     def __reduce__(self) -> tuple[type[WaitTimeout], tuple[str, str, float, str]]:
-        return type(self), (self.waiting_role, self.waited_for, self.deadline_s, self.hint)
+        return type(self), (self.waiting_role, self.awaited, self.deadline_s, self.hint)
 
 
 class RemoteTraceback(Exception):

@@ -1,6 +1,6 @@
 """LocalWorkerGroup, the default worker group: one rank in this process.
 
-WorkerHost creates and calls the workers of one rank, under both controllers.
+WorkerHost creates and calls the workers of one rank; the Ray controller uses it too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
-from hone.controller.decorator import TensorDictRows, has_rows, method_spec
+from hone.controller.decorator import TensorDictPayload, is_tensordict_batch, method_spec
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import fix_threads, thread_count
 from hone.controller.waiting import PhaseDeadlines
@@ -45,7 +45,7 @@ class FinishedCall:
 
 
 class WorkerHost:
-    """The workers of one rank: a single one, or one per colocated role."""
+    """The workers of one rank: a single worker, or one worker per colocated role."""
 
     def __init__(
         self, cls_with_init: ClassWithInitArgs, placement: Placement, threads: int
@@ -64,33 +64,33 @@ class WorkerHost:
                 self._workers[role] = member()
         for worker in self._workers.values():
             if isinstance(worker, Worker):
-                worker.colocate(self._workers)
+                worker.set_colocated(self._workers)
 
     def call(self, call: Call) -> Any:
         """Resolves futures, runs one method of one worker and drops padded rows from its result."""
-        function = getattr(self.worker(call.role), call.method)
+        method = getattr(self.worker(call.role), call.method)
         args, kwargs = call.args, call.kwargs
-        spec = method_spec(function)
+        spec = method_spec(method)
         if spec is None or spec.materialize_futures:
             args = tuple(_materialize(value) for value in args)
             kwargs = {key: _materialize(value) for key, value in kwargs.items()}
-        result = function(*args, **kwargs)
+        result = method(*args, **kwargs)
         if inspect.iscoroutine(result):
-            result = self._run(result)
+            result = self._run_coroutine(result)
         inputs = [*args, *kwargs.values()]
         if isinstance(result, DataProto):
             return drop_padded_rows(result, inputs).to("cpu")
-        if has_rows(result):
-            rows = [DataProto.from_tensordict(v) if has_rows(v) else v for v in inputs]
-            batch = drop_padded_rows(DataProto.from_tensordict(result), rows)
+        if is_tensordict_batch(result):
+            inputs = [DataProto.from_tensordict(v) if is_tensordict_batch(v) else v for v in inputs]
+            batch = drop_padded_rows(DataProto.from_tensordict(result), inputs)
             return batch.to("cpu").to_tensordict()
         return result
 
     def worker(self, role: str = "") -> Worker:
-        """Returns the worker of this role."""
-        fused = getattr(self._workers.get(""), "fused_worker_dict", {})
-        if role in fused:
-            return fused[role]
+        """Returns the worker of a role; the role of a single worker is empty."""
+        fused_workers = getattr(self._workers.get(""), "fused_worker_dict", {})
+        if role in fused_workers:
+            return fused_workers[role]
         if role not in self._workers:
             raise ValueError(
                 f"this process has the roles {sorted(self._workers)}, not {role!r}; call one of the "
@@ -108,7 +108,7 @@ class WorkerHost:
         finally:
             self._stop_loop()
 
-    def _run(self, coroutine: Coroutine[None, None, _T]) -> _T:
+    def _run_coroutine(self, coroutine: Coroutine[None, None, _T]) -> _T:
         # All calls share one event loop: a call may leave tasks that the next call awaits.
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -195,30 +195,30 @@ def get_results(handles: Sequence[FinishedCall]) -> list[Any]:
 
 def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
     """Removes the result rows that belong to padded input rows."""
-    padded = [v for v in inputs if isinstance(v, DataProto) and v.has_column(PADDED_ROW)]
+    padded_inputs = [v for v in inputs if isinstance(v, DataProto) and v.has_column(PADDED_ROW)]
     if result.has_column(PADDED_ROW):
         rows = without_padding(result)
-    elif not padded or len(result) == 0:
+    elif not padded_inputs or len(result) == 0:
         rows = result
     else:
-        real = real_rows(padded[0])
-        if len(result) == int(real.sum()):
+        is_real = real_rows(padded_inputs[0])
+        if len(result) == int(is_real.sum()):
             rows = result  # the worker has already dropped the padding
-        elif len(result) % len(real) == 0:
-            rows = result.select_idxs(real.repeat_interleave(len(result) // len(real)))
+        elif len(result) % len(is_real) == 0:
+            rows = result.select_idxs(is_real.repeat_interleave(len(result) // len(is_real)))
         else:
             raise ValueError(
-                f"a worker got {len(real)} rows, {int((~real).sum())} of them padding, and returned "
+                f"a worker got {len(is_real)} rows, {int((~is_real).sum())} of them padding, and returned "
                 f"{len(result)}, so the padded rows are unknown; copy the column {PADDED_ROW!r} to "
                 "the result, or drop padded rows first with hone.protocol.without_padding"
             )
-    if padded and not torch.stack([real_rows(v).any() for v in padded]).any():
+    if padded_inputs and not torch.stack([real_rows(v).any() for v in padded_inputs]).any():
         rows = rows.select()
-        rows.meta_info.pop("metrics", None)  # metrics over padded rows only are meaningless
+        rows.meta_info.pop("metrics", None)  # every input row is padding
     return rows
 
 
 def _materialize(value: Any) -> Any:
-    if isinstance(value, TensorDictRows):
-        return value.rows.to_tensordict()
+    if isinstance(value, TensorDictPayload):
+        return value.batch.to_tensordict()
     return value.get() if isinstance(value, DataProtoFuture) else value

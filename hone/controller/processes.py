@@ -1,7 +1,7 @@
-"""Reads the state and the last log lines of processes on this machine, and measures how long they
-are unresponsive.
+"""Reads the state and the last log lines of processes on this machine.
 
-A stopped process (SIGSTOP) is unresponsive; a busy one is not.
+UnresponsiveTimer measures for how long processes and other targets have been unresponsive. A
+stopped process (SIGSTOP) is unresponsive; a busy one is not.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 
 STOPPED, ZOMBIE, GONE = "T", "Z", ""
-LONGEST_GAP_S = 5.0
-LOG_LINES = 20
+"""Process states: the letters of /proc/PID/stat, and empty for a process that does not exist."""
+MAX_UPDATE_GAP_S = 5.0
+MAX_LOG_LINES = 20
 
 
 def process_state(pid: int) -> str:
-    """Returns the kernel's state letter of a local process; empty if the process does not exist."""
+    """Returns the state letter of a process on this machine, or GONE."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rsplit(")", 1)[1].split()[0]
@@ -28,7 +29,7 @@ def process_state(pid: int) -> str:
 class UnresponsiveTimer:
     """Measures for how many seconds each target has been unresponsive.
 
-    At most LONGEST_GAP_S count between two updates: the caller may have been stopped too.
+    At most MAX_UPDATE_GAP_S count between two updates, because the caller itself may have been stopped.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -38,7 +39,7 @@ class UnresponsiveTimer:
 
     def update(self, unresponsive: Iterable[Hashable], now: float) -> list[Hashable]:
         """Records the targets that are unresponsive now; returns those that have reached the limit."""
-        gap_s = 0.0 if self._updated_at is None else min(now - self._updated_at, LONGEST_GAP_S)
+        gap_s = 0.0 if self._updated_at is None else min(now - self._updated_at, MAX_UPDATE_GAP_S)
         self._updated_at = now
         self._seconds = {
             target: self._seconds[target] + gap_s if target in self._seconds else 0.0
@@ -57,12 +58,12 @@ def own_log_files() -> tuple[str, ...]:
 
 
 def last_lines(paths: Sequence[str]) -> list[str]:
-    """Returns the last lines of each existing file."""
+    """Returns the last MAX_LOG_LINES lines of each existing file, in one list."""
     lines: list[str] = []
     for path in paths:
         if os.path.exists(path):
             with open(path, encoding="utf-8", errors="replace") as file:
-                tail = deque(file, maxlen=LOG_LINES)
+                tail = deque(file, maxlen=MAX_LOG_LINES)
             # Ray marks jobs and actors with lines that start with ":".
             lines += [line.rstrip() for line in tail if line.strip() and not line.startswith(":")]
     return lines

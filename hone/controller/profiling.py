@@ -1,6 +1,7 @@
 """Profiles a process during one step: a trace of torch.profiler, or a capture range for nsys.
 
-Roles in one process share a profile; the first role that stops writes it, named after all of them.
+Roles in one process share a profile; the first role that stops writes it to a file that names all
+of them.
 """
 
 from __future__ import annotations
@@ -18,63 +19,63 @@ class StepProfile:
     """The profile of one step in this process."""
 
     step: int
-    trace: profile | None
-    """None if nsys is the profiler."""
+    profiler: profile | None
+    """The profiler of torch, or None if nsys is used."""
     roles: list[str] = field(default_factory=list)
 
 
-_current: StepProfile | None = None
+_current_profile: StepProfile | None = None
 
 
 def start(tool: str, step: int, role: str) -> None:
-    """Starts profiling this process, unless another role has started."""
-    global _current
-    if _current is None:
-        _current = StepProfile(step, _torch_trace() if tool == "torch" else None)
+    """Starts profiling this process for a role, unless another role has already started it."""
+    global _current_profile
+    if _current_profile is None:
+        _current_profile = StepProfile(step, _start_torch_profiler() if tool == "torch" else None)
         if tool == "nsys":
-            _mark_range(begin=True)
-    _current.roles.append(role)
+            _set_nsys_capture(begin=True)
+    _current_profile.roles.append(role)
 
 
 def stop(folder: str, rank: int) -> None:
     """Stops profiling and writes the trace to `step_N-ROLES-rank_R.json.gz`."""
-    global _current
-    profile, _current = _current, None
-    if profile is None:
+    global _current_profile
+    step_profile, _current_profile = _current_profile, None
+    if step_profile is None:
         return
-    if profile.trace is None:
-        _mark_range(begin=False)
+    if step_profile.profiler is None:
+        _set_nsys_capture(begin=False)
         return
-    profile.trace.stop()
+    step_profile.profiler.stop()
     Path(folder).mkdir(parents=True, exist_ok=True)
-    name = f"step_{profile.step}-{'+'.join(profile.roles)}-rank_{rank}.json.gz"
+    name = f"step_{step_profile.step}-{'+'.join(step_profile.roles)}-rank_{rank}.json.gz"
     temporary = Path(folder) / f".{name}"
-    profile.trace.export_chrome_trace(str(temporary))
+    step_profile.profiler.export_chrome_trace(str(temporary))
     temporary.rename(Path(folder) / name)
 
 
 def discard() -> None:
     """Stops profiling without writing a file, after a failed step."""
-    global _current
-    profile, _current = _current, None
-    if profile is not None and profile.trace is not None:
-        profile.trace.stop()
+    global _current_profile
+    step_profile, _current_profile = _current_profile, None
+    if step_profile is not None and step_profile.profiler is not None:
+        step_profile.profiler.stop()
 
 
-def _torch_trace() -> profile:
+def _start_torch_profiler() -> profile:
     import torch
     from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
     activities += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    all_threads = _ExperimentalConfig(profile_all_threads=True)  # decoding runs in another thread
-    trace = profile(activities=activities, experimental_config=all_threads)
-    trace.start()
-    return trace
+    config = _ExperimentalConfig(profile_all_threads=True)  # decoding runs in another thread
+    profiler = profile(activities=activities, experimental_config=config)
+    profiler.start()
+    return profiler
 
 
-def _mark_range(*, begin: bool) -> None:
+def _set_nsys_capture(*, begin: bool) -> None:
     import torch
 
     if torch.cuda.is_available():

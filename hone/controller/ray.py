@@ -1,6 +1,6 @@
 """RayWorkerGroup, whose ranks are Ray actors on one or several nodes.
 
-Every wait has a deadline and an error that names the rank or the node. Failed workers are not
+Every wait has a deadline, and its error names the rank or the node. Failed workers are not
 restarted; the run resumes from its checkpoint.
 """
 
@@ -26,12 +26,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
 from hone.controller.colocated import ClassWithInitArgs, P
-from hone.controller.decorator import TensorDictRows, has_rows
+from hone.controller.decorator import TensorDictPayload, is_tensordict_batch
 from hone.controller.failures import WorkerProcess
 from hone.controller.local import WorkerHost
 from hone.controller.processes import own_log_files
 from hone.controller.ray_liveness import cluster_failed, unwatch_workers, watch_workers
-from hone.controller.ray_placement import Reservation, reservation_of
+from hone.controller.ray_placement import Reservation, acquire_reservation
 from hone.controller.ray_start import TOKEN_ENV, start_ray
 from hone.controller.ray_wait import RefWait
 from hone.controller.resource_pool import ResourcePool
@@ -49,7 +49,8 @@ START_DEADLINE_S = 300.0
 START_ADVICE = "raise trainer.ray_wait_register_center_timeout if the start takes that long"
 CLOSE_DEADLINE_S = 5.0
 POLL_INTERVAL_S = 1.0
-_FLOOR_S, _FACTOR = TrainerConfig.phase_deadline_floor_s, TrainerConfig.phase_deadline_factor
+_DEADLINE_FLOOR_S = TrainerConfig.phase_deadline_floor_s
+_DEADLINE_FACTOR = TrainerConfig.phase_deadline_factor
 
 
 class RayResourcePool(ResourcePool):
@@ -85,18 +86,23 @@ class _WorkerActor:
         threading.Thread(target=_exit_with_raylet, name="end-with-raylet", daemon=True).start()
 
     def start_info(self, rank: int) -> tuple[WorkerProcess, int]:
-        """Returns this process and a free port of its node."""
+        """Returns the location of this process and a free port of its node."""
         ip, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         return WorkerProcess(rank, os.getpid(), ip, node_id, own_log_files()), free_port()
 
     def build(self, cls_with_init: ClassWithInitArgs, placement: Placement, threads: int) -> None:
+        """Creates the workers of this rank."""
         os.environ.update(placement.environment())
         self._host = WorkerHost(cls_with_init, placement, threads)
 
     def call(self, call: Call) -> Any:
-        assert self._host is not None, "build comes before call"
+        assert self._host is not None, "build must be called before call"
         result = self._host.call(call)
-        return TensorDictRows(DataProto.from_tensordict(result)) if has_rows(result) else result
+        return (
+            TensorDictPayload(DataProto.from_tensordict(result))
+            if is_tensordict_batch(result)
+            else result
+        )
 
     def close(self) -> None:
         if self._host is not None:
@@ -125,10 +131,10 @@ class RayExecutor(Executor[ray.ObjectRef]):
         worker_env: Mapping[str, str],
         threads: int | None,
     ) -> None:
-        if reserved := sorted(worker_env.keys() & Placement().environment().keys()):
+        if reserved_names := sorted(worker_env.keys() & Placement().environment().keys()):
             raise ValueError(
-                f"worker_env of {name!r} sets {', '.join(reserved)}, which the controller sets for each "
-                "rank; remove them"
+                f"worker_env of {name!r} sets {', '.join(reserved_names)}, which the controller sets for "
+                "each rank; remove them"
             )
         self.world_size = pool.world_size
         self.name = name
@@ -137,7 +143,7 @@ class RayExecutor(Executor[ray.ObjectRef]):
         self._liveness_deadline_s = liveness_deadline_s
         self._processes: tuple[WorkerProcess, ...] = ()
         self._actors: list[ActorHandle] = []
-        self._reservation: Reservation | None = reservation_of(pool, start_deadline_s)
+        self._reservation: Reservation | None = acquire_reservation(pool, start_deadline_s)
         try:
             self._start(pool, cls_with_init, start_deadline_s, worker_env)
         except BaseException:
@@ -151,42 +157,44 @@ class RayExecutor(Executor[ray.ObjectRef]):
         deadline_s: float,
         env: Mapping[str, str],
     ) -> None:
-        threads = [self._threads or thread_count(n) for n in pool.local_world_size_list()]
-        self._actors = self._make_actors(pool, cls_with_init, threads, env)
+        local_sizes = pool.local_world_size_list()
+        thread_counts = [self._threads or thread_count(size) for size in local_sizes]
+        self._actors = self._make_actors(pool, cls_with_init, thread_counts, env)
         wait = RefWait(self.name, "start", (), deadline_s, START_ADVICE)
         infos = wait([actor.start_info.remote(rank) for rank, actor in enumerate(self._actors)])
         self._processes = tuple(process for process, _ in infos)
         watch_workers(self.name, self._processes, self._liveness_deadline_s)
-        one_node = len({process.node_id for process in self._processes}) == 1
-        master_addr = LOOPBACK if one_node else self._processes[0].node_ip
-        builds = []
+        is_one_node = len({process.node_id for process in self._processes}) == 1
+        master_addr = LOOPBACK if is_one_node else self._processes[0].node_ip
+        build_refs = []
         for rank, actor in enumerate(self._actors):
             placement = Placement(
                 rank=rank,
                 world_size=self.world_size,
                 # Ray makes only one GPU visible to each process; its index is 0.
                 local_rank=0 if pool.use_gpu else pool.local_rank_list()[rank],
-                local_world_size=pool.local_world_size_list()[rank],
+                local_world_size=local_sizes[rank],
                 master_addr=master_addr,
                 master_port=infos[0][1],
                 role=self.name,
             )
-            builds.append(actor.build.remote(cls_with_init, placement, threads[rank]))
-        RefWait(self.name, "__init__", self._processes, deadline_s, START_ADVICE)(builds)
+            build_refs.append(actor.build.remote(cls_with_init, placement, thread_counts[rank]))
+        RefWait(self.name, "__init__", self._processes, deadline_s, START_ADVICE)(build_refs)
 
     def _make_actors(
         self,
         pool: ResourcePool,
         cls_with_init: ClassWithInitArgs,
-        threads: list[int],
+        thread_counts: list[int],
         env: Mapping[str, str],
     ) -> list[ActorHandle]:
         assert self._reservation is not None
-        share = int(10_000 / pool.max_colocate_count) / 10_000  # Ray's resolution is 1/10,000
+        # Each actor takes its share of a CPU and of a GPU; Ray's resolution is 1/10,000.
+        share = int(10_000 / pool.max_colocate_count) / 10_000
         actor_class = ray.remote(_WorkerActor)
         actors = []
-        for rank, count in enumerate(threads):
-            thread_env = {name: str(count) for name in (THREADS_ENV, "MKL_NUM_THREADS")}
+        for rank, threads in enumerate(thread_counts):
+            thread_env = {name: str(threads) for name in (THREADS_ENV, "MKL_NUM_THREADS")}
             options = {
                 "num_cpus": share,
                 "num_gpus": share if pool.use_gpu else 0,
@@ -206,16 +214,16 @@ class RayExecutor(Executor[ray.ObjectRef]):
         return self._actors[rank].call.remote(call)
 
     def resolver(self, role: str, method: str) -> RefWait:
-        limits = self._deadlines
-        advice, record = limits.advice(method), limits.record
-        return RefWait(role, method, self._processes, limits.limit_s(method), advice, record)
+        deadlines = self._deadlines
+        deadline_s, advice = deadlines.limit_s(method), deadlines.advice(method)
+        return RefWait(role, method, self._processes, deadline_s, advice, deadlines.record)
 
     def shutdown(self) -> None:
         actors, self._actors = self._actors, []
         if ray.is_initialized() and not cluster_failed():
-            closing = [actor.close.remote() for actor in actors if self._processes]
-            if closing:
-                ray.wait(closing, num_returns=len(closing), timeout=CLOSE_DEADLINE_S)
+            close_refs = [actor.close.remote() for actor in actors if self._processes]
+            if close_refs:
+                ray.wait(close_refs, num_returns=len(close_refs), timeout=CLOSE_DEADLINE_S)
             unwatch_workers(self._processes)
             for actor in actors:
                 ray.kill(actor, no_restart=True)
@@ -238,7 +246,7 @@ class RayWorkerGroup(WorkerGroup[W]):
         worker_env: Mapping[str, str] | None = None,
         threads: int | None = None,
     ) -> None:
-        """Starts the ranks; `threads` per process is by default an equal share of the cores."""
+        """Starts the ranks; `threads` is the number per process, by default a share of the cores."""
         if ray_cls_with_init is None:
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         start_ray({})
@@ -250,7 +258,7 @@ class RayWorkerGroup(WorkerGroup[W]):
             ray_cls_with_init,
             name,
             start_deadline_s,
-            deadlines or PhaseDeadlines(_FLOOR_S, _FACTOR),
+            deadlines or PhaseDeadlines(_DEADLINE_FLOOR_S, _DEADLINE_FACTOR),
             liveness_deadline_s,
             worker_env or {},
             threads,
@@ -267,5 +275,5 @@ def parallel_put(data_list: Sequence[T], max_workers: int | None = None) -> list
     """Puts values into Ray's object store from several threads; returns references in order."""
     if not data_list:
         raise AssertionError("parallel_put got an empty list; there is nothing to put")
-    with ThreadPoolExecutor(max_workers or min(len(data_list), 16)) as threads:
-        return list(threads.map(ray.put, data_list))
+    with ThreadPoolExecutor(max_workers or min(len(data_list), 16)) as executor:
+        return list(executor.map(ray.put, data_list))

@@ -49,9 +49,9 @@ PROBE_OUTLIVES_RAYLET_S = 5.0
 """A probe can answer requests for this long after the raylet of its node has died."""
 ANSWER_DEADLINE_S = 5.0
 NODE_DEADLINE_S = 22.0
-"""Ray's health checks report a lost node within about 15 s."""
+"""Longer than the 15 s within which Ray's health checks report a lost node."""
 RAY_PROCESSES = {"gcs_server": "Ray's control plane", "raylet": "Ray's node manager"}
-ENDED = "its process has ended"
+ENDED_REASON = "its process has ended"
 
 
 class _Ping:
@@ -59,9 +59,10 @@ class _Ping:
 
     def __init__(self) -> None:
         self.ping_count = 0
-        """Pings sent so far; it identifies the current ping in the timer."""
-        self.unanswered = False
-        self.dead: dict[str, str] = {}
+        """The number of pings so far, which identifies the current ping in the timer."""
+        self.is_unanswered = False
+        """Whether the current ping has no answer yet."""
+        self.dead_nodes: dict[str, str] = {}
         """Ray's reason for each dead node, by node id."""
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="ray-ping", daemon=True).start()
@@ -69,10 +70,10 @@ class _Ping:
     def _run(self) -> None:
         while not self._closed.wait(PING_INTERVAL_S) and ray.is_initialized():
             self.ping_count += 1
-            self.unanswered = True
+            self.is_unanswered = True
             with suppress(RayError):
-                self.dead = _dead_nodes(ray.nodes())
-                self.unanswered = False
+                self.dead_nodes = _dead_nodes(ray.nodes())
+                self.is_unanswered = False
 
     def close(self) -> None:
         self._closed.set()
@@ -151,7 +152,7 @@ class ClusterWatch:
         self._refresh_at = 0.0
 
     def add(self, role: str, workers: Sequence[WorkerProcess], limit_s: float) -> None:
-        """Starts watching these processes."""
+        """Starts watching these processes; `limit_s` is the liveness deadline of the run."""
         self.unresponsive_timer.limit_s = limit_s
         for worker in workers:
             self._workers[worker.node_id, worker.pid] = role, worker
@@ -171,8 +172,7 @@ class ClusterWatch:
         `waiting_role` and `method` are for the message: the role that waits, and what it waits for.
         """
         with self._lock:
-            # The unresponsive targets; one that answers is left out or gets another key, which resets
-            # its time.
+            # A target that answers is left out or gets another key, which resets its time.
             errors_by_target: dict[Hashable, Callable[[], RuntimeError]] = {}
             limit = f"{self.unresponsive_timer.limit_s:g} s"
             cluster_error = partial(self._cluster_error, waiting_role, method)
@@ -187,14 +187,14 @@ class ClusterWatch:
                     event = f"{part} has been stopped (SIGSTOP) for {limit}"
                     errors_by_target[name] = partial(cluster_error, event, hint)
             for node_id, node in self._nodes.items():
-                node.poll(self._logs(node_id))
-                if node_id in self.ping.dead:
+                node.poll(self._log_files_by_pid(node_id))
+                if node_id in self.ping.dead_nodes:
                     raise self.lost_node_error(
-                        node_id, waiting_role, method, self.ping.dead[node_id]
+                        node_id, waiting_role, method, self.ping.dead_nodes[node_id]
                     )
                 if node.answer_count > 0:  # before the first answer, the start's deadline applies
-                    event = f"it has not answered for {limit}"
-                    error = partial(self.lost_node_error, node_id, waiting_role, method, event)
+                    reason = f"it has not answered for {limit}"
+                    error = partial(self.lost_node_error, node_id, waiting_role, method, reason)
                     errors_by_target[node_id, "node", node.answer_count] = error
             for (node_id, pid), (role, worker) in self._workers.items():
                 remote = self._nodes.get(node_id)
@@ -203,21 +203,21 @@ class ClusterWatch:
                     errors_by_target[node_id, pid] = partial(
                         self._kill_stopped_worker, role, worker, waiting_role, method
                     )
-            if self.ping.unanswered:
+            if self.ping.is_unanswered:
                 event, hint = _control_plane_timeout_message(self.unresponsive_timer.limit_s)
                 errors_by_target["ping", self.ping.ping_count] = partial(cluster_error, event, hint)
             for target in self.unresponsive_timer.update(errors_by_target, time.monotonic()):
                 raise errors_by_target[target]()
 
-    def lines(self, worker: WorkerProcess) -> list[str]:
+    def log_lines(self, worker: WorkerProcess) -> list[str]:
         """Returns the last log lines of a process on a remote node."""
         node = self._nodes.get(worker.node_id)
         if node is None:
             return []
         try:
-            return list(ray.get(node.actor.lines.remote(worker.logs), timeout=LOG_DEADLINE_S))
+            return list(ray.get(node.actor.log_lines.remote(worker.logs), timeout=LOG_DEADLINE_S))
         except RayError:
-            return node.lines.get(worker.pid, ["(its log could not be read from here)"])
+            return node.log_lines.get(worker.pid, ["(its log could not be read from here)"])
 
     def refresh_logs(self) -> None:
         """Reads recent log lines from the probes, at most every PING_INTERVAL_S."""
@@ -225,7 +225,7 @@ class ClusterWatch:
             self._refresh_at = time.monotonic() + PING_INTERVAL_S
             with self._lock:
                 for node_id, node in self._nodes.items():
-                    node.poll(self._logs(node_id))
+                    node.poll(self._log_files_by_pid(node_id))
 
     def raise_if_node_lost(self, node_id: str, waiting_role: str, method: str) -> None:
         """Waits up to NODE_DEADLINE_S for an answer of the node's probe; raises NodeLost without one.
@@ -243,7 +243,7 @@ class ClusterWatch:
             if (reason := raylet_problem(node_id)) is not None:
                 raise self.lost_node_error(node_id, waiting_role, method, reason)
             with self._lock:
-                sent_at = node.poll(self._logs(node_id))
+                sent_at = node.poll(self._log_files_by_pid(node_id))
             if sent_at is not None and sent_at > start + PROBE_OUTLIVES_RAYLET_S:
                 return
             time.sleep(0.5)
@@ -251,32 +251,32 @@ class ClusterWatch:
         raise self.lost_node_error(node_id, waiting_role, method, reason)
 
     def raise_if_any_lost(self, waiting_role: str, method: str) -> None:
-        """Raises WorkerDied or NodeLost if a worker of any group has ended."""
+        """Raises WorkerDied or NodeLost if a worker of any worker group has ended."""
         for (node_id, pid), (role, worker) in list(self._workers.items()):
             if node_id == self.local_node_id and process_state(pid) in (GONE, ZOMBIE):
-                raise WorkerDied(role, worker, method, ENDED, last_lines(worker.logs))
-        end_time, answered = time.monotonic() + ANSWER_DEADLINE_S, set[str]()
-        while (waiting := self._nodes.keys() - answered) and time.monotonic() < end_time:
-            for node_id in waiting:
+                raise WorkerDied(role, worker, method, ENDED_REASON, last_lines(worker.logs))
+        end_time, answered_ids = time.monotonic() + ANSWER_DEADLINE_S, set[str]()
+        while (pending_ids := self._nodes.keys() - answered_ids) and time.monotonic() < end_time:
+            for node_id in pending_ids:
                 with self._lock:
-                    sent_at = self._nodes[node_id].poll(self._logs(node_id))
+                    sent_at = self._nodes[node_id].poll(self._log_files_by_pid(node_id))
                 if sent_at is not None and sent_at > end_time - ANSWER_DEADLINE_S:
-                    answered.add(node_id)
+                    answered_ids.add(node_id)
             time.sleep(0.1)
         for node_id, node in list(self._nodes.items()):
             workers = self._workers_on(node_id)
-            ended = [w for w in workers if node.states.get(w[1].pid) in (GONE, ZOMBIE)]
-            if ended or node_id not in answered:
+            ended_workers = [w for w in workers if node.states.get(w[1].pid) in (GONE, ZOMBIE)]
+            if ended_workers or node_id not in answered_ids:
                 self.raise_if_node_lost(node_id, waiting_role, method)
-            for role, worker in ended:
-                raise WorkerDied(role, worker, method, ENDED, self.lines(worker))
+            for role, worker in ended_workers:
+                raise WorkerDied(role, worker, method, ENDED_REASON, self.log_lines(worker))
 
     def lost_node_error(
         self, node_id: str, waiting_role: str, method: str, reason: str
     ) -> NodeLost:
         """Returns the error about a lost node; later placements leave the node out."""
         _lost_node_ids.add(node_id)
-        lines = self._nodes[node_id].lines
+        lines = self._nodes[node_id].log_lines
         workers = [(r, w, tuple(lines.get(w.pid, ()))) for r, w in self._workers_on(node_id)]
         return NodeLost(node_id, workers[0][1].node_ip, workers, waiting_role, method, reason)
 
@@ -284,7 +284,7 @@ class ClusterWatch:
         """Returns role and process of each worker on a node."""
         return [entry for entry in self._workers.values() if entry[1].node_id == node_id]
 
-    def _logs(self, node_id: str) -> dict[int, tuple[str, ...]]:
+    def _log_files_by_pid(self, node_id: str) -> dict[int, tuple[str, ...]]:
         return {worker.pid: worker.logs for _, worker in self._workers_on(node_id)}
 
     def _cluster_error(
@@ -309,13 +309,13 @@ _watch: ClusterWatch | None = None
 _lost_node_ids: set[str] = set()
 
 
-def lost_nodes() -> frozenset[str]:
-    """Returns the ids of the nodes that failed; a node that returns has a new id."""
+def lost_node_ids() -> frozenset[str]:
+    """Returns the ids of the nodes that were lost; a node that joins again has a new id."""
     return frozenset(_lost_node_ids)
 
 
 def watch_cluster(ray_pids: Mapping[str, int], log_folder: str = "") -> None:
-    """Starts watching the cluster; `ray_pids` are those of the Ray processes that this process started."""
+    """Starts watching the cluster; `ray_pids` are of the Ray processes that this process started."""
     global _watch
     _watch = ClusterWatch(TrainerConfig.liveness_deadline_s, ray_pids, log_folder)
 
@@ -357,7 +357,7 @@ def refresh_logs() -> None:
 
 
 def raise_if_lost(waiting_role: str, method: str, node_id: str | None = None) -> None:
-    """Raises if the node `node_id` is lost, or without one if any worker is lost.
+    """Raises if the node `node_id` is lost, or, if it is None, if any worker is lost.
 
     It has an effect in the trainer process only.
     """
@@ -370,10 +370,10 @@ def raise_if_lost(waiting_role: str, method: str, node_id: str | None = None) ->
 
 
 def remote_log_lines(worker: WorkerProcess) -> list[str]:
-    """Returns the last log lines of a process on a remote node; only in the trainer process."""
-    return _watch.lines(worker) if _watch is not None else ["(its log is on its node)"]
+    """Returns the last log lines of a process on a remote node; works in the trainer process only."""
+    return _watch.log_lines(worker) if _watch is not None else ["(its log is on its node)"]
 
 
 def cluster_failed() -> bool:
-    """Whether Ray itself has failed; calls to Ray would then hang."""
+    """Whether Ray itself has failed, so that calls to Ray would hang."""
     return _watch is not None and _watch.failed

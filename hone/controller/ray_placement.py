@@ -1,7 +1,7 @@
 """Reserves the processes of resource pools on the nodes of a Ray cluster.
 
-A pool is one placement group, whose bundles name their nodes. Ray lists a lost node as alive for
-about 12 s, so a group that is not placed within PLACEMENT_DEADLINE_S is created again.
+A pool is one placement group, in which each bundle selects its node. Ray lists a lost node as alive
+for about 12 s, so a placement group that is not placed within PLACEMENT_DEADLINE_S is created again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hone.controller.failures import ClusterFailed, WaitTimeout, joined
-from hone.controller.ray_liveness import call_control_plane, check_alive, lost_nodes, raylet_problem
+from hone.controller.ray_liveness import (
+    call_control_plane,
+    check_alive,
+    lost_node_ids,
+    raylet_problem,
+)
 from hone.controller.resource_pool import FreeResources, ResourcePool, place
 
 logger = logging.getLogger(__name__)
@@ -33,27 +38,28 @@ class Node:
 
     node_id: str
     ip: str
-    free: Mapping[str, float]
-    total: Mapping[str, float]
+    free_resources: Mapping[str, float]
+    total_resources: Mapping[str, float]
 
     def __str__(self) -> str:
         parts = [
-            f"{self.free.get(kind, 0):g} of {self.total.get(kind, 0):g} {kind}s"
+            f"{self.free_resources.get(kind, 0):g} of {self.total_resources.get(kind, 0):g} {kind}s"
             for kind in ("CPU", "GPU")
         ]
-        free, total = (resources.get("memory", 0) / GIB for resources in (self.free, self.total))
-        parts.append(f"{free:.1f} of {total:.1f} GiB memory")
+        free_gib = self.free_resources.get("memory", 0) / GIB
+        total_gib = self.total_resources.get("memory", 0) / GIB
+        parts.append(f"{free_gib:.1f} of {total_gib:.1f} GiB memory")
         return f"{self.ip} ({self.node_id[:8]}): {joined(parts)}"
 
 
 def live_nodes() -> list[Node]:
     """Returns the nodes that Ray lists as alive and that are not lost, the local node first."""
-    local_node_id, lost = ray.get_runtime_context().get_node_id(), lost_nodes()
-    entries, free = call_control_plane(lambda: (ray.nodes(), available_resources_per_node()))
+    local_node_id, lost_ids = ray.get_runtime_context().get_node_id(), lost_node_ids()
+    entries, free_by_id = call_control_plane(lambda: (ray.nodes(), available_resources_per_node()))
     nodes = [
-        Node(id_, entry["NodeManagerAddress"], free.get(id_, {}), entry["Resources"])
+        Node(id_, entry["NodeManagerAddress"], free_by_id.get(id_, {}), entry["Resources"])
         for entry in entries
-        if entry["Alive"] and (id_ := entry["NodeID"]) not in lost
+        if entry["Alive"] and (id_ := entry["NodeID"]) not in lost_ids
     ]
     return sorted(nodes, key=lambda node: (node.node_id != local_node_id, node.node_id))
 
@@ -61,22 +67,24 @@ def live_nodes() -> list[Node]:
 def reachable_nodes() -> list[Node]:
     """Returns the live nodes whose raylets accept connections now."""
     nodes = live_nodes()
-    with ThreadPoolExecutor(max(1, min(len(nodes), 64))) as threads:
-        problems = list(threads.map(lambda node: raylet_problem(node.node_id), nodes))
+    with ThreadPoolExecutor(max(1, min(len(nodes), 64))) as executor:
+        problems = list(executor.map(lambda node: raylet_problem(node.node_id), nodes))
     return [node for node, problem in zip(nodes, problems, strict=True) if problem is None]
 
 
 def resources_by_node(nodes: Sequence[Node], *, total: bool = False) -> FreeResources:
     """Returns the free or the total resources by node, for `place`."""
-    return {node.node_id: dict(node.total if total else node.free) for node in nodes}
+    return {
+        node.node_id: dict(node.total_resources if total else node.free_resources) for node in nodes
+    }
 
 
 def check_pools_fit(pools: Sequence[ResourcePool]) -> None:
     """Raises ValueError if the nodes are too small for the pools, even with all resources free."""
     nodes = live_nodes()
-    free = resources_by_node(nodes, total=True)
+    unused = resources_by_node(nodes, total=True)
     for pool in pools:
-        if place(pool, free) is None:
+        if place(pool, unused) is None:
             names = joined([str(pool) for pool in pools])
             raise ValueError(
                 f"{names} {'do' if len(pools) > 1 else 'does'} not fit this Ray cluster: "
@@ -88,14 +96,14 @@ class Reservation:
     """The placement group of one pool; all worker groups of the pool share it."""
 
     def __init__(self, pool: ResourcePool, deadline_s: float) -> None:
-        self._users = 0
+        self._group_count = 0
         self._pool = pool
         check_pools_fit([pool])
         self.group = self._reserve(deadline_s)
 
     def _reserve(self, deadline_s: float) -> PlacementGroup:
         end_time = time.monotonic() + deadline_s
-        has_waited = False
+        has_warned = False
         while True:
             nodes = live_nodes()
             node_ids = place(self._pool, resources_by_node(nodes))
@@ -104,9 +112,8 @@ class Reservation:
                 and (group := self._create_group(node_ids, end_time)) is not None
             ):
                 return group
-            if (
-                place(self._pool, resources_by_node(nodes, total=True)) is None
-            ):  # the pool did fit before
+            total_resources = resources_by_node(nodes, total=True)
+            if place(self._pool, total_resources) is None:  # it did fit in `check_pools_fit`
                 raise ClusterFailed(
                     f"a node was lost, and {self._pool} does not fit on the remaining nodes",
                     self._pool.name_prefix,
@@ -118,26 +125,26 @@ class Reservation:
                     self._pool.name_prefix,
                     f"Ray to reserve {self._pool.process_on_nodes} processes",
                     deadline_s,
-                    f"free are {_format_nodes(nodes)}: other worker groups or another run use the rest",
+                    f"other worker groups or another run use the rest; free are {_format_nodes(nodes)}",
                 )
-            if not has_waited:
+            if not has_warned:
                 logger.warning(
                     "%s waits for resources; free are %s", self._pool, _format_nodes(nodes)
                 )
-                has_waited = True
+                has_warned = True
             check_alive(self._pool.name_prefix, "its reservation")
             time.sleep(0.5)
 
     def _create_group(self, node_ids: list[str], end_time: float) -> PlacementGroup | None:
-        """Returns a group with one bundle per rank on these nodes, or None if it is not placed."""
+        """Returns a placement group with one bundle per rank, or None if Ray does not place it."""
         bundles = [dict(self._pool.bundle) for _ in node_ids]
         selectors = [{"ray.io/node-id": node_id} for node_id in node_ids]
         group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
-        placed_by = min(end_time, time.monotonic() + PLACEMENT_DEADLINE_S)
+        placement_end_time = min(end_time, time.monotonic() + PLACEMENT_DEADLINE_S)
         try:
             while not group.wait(timeout_seconds=1):
                 check_alive(self._pool.name_prefix, "its reservation")
-                if time.monotonic() > placed_by:
+                if time.monotonic() > placement_end_time:
                     remove_placement_group(group)
                     return None
         except BaseException:
@@ -147,17 +154,17 @@ class Reservation:
 
     def acquire(self) -> None:
         """Counts one more worker group on these processes."""
-        if self._users >= self._pool.max_colocate_count:
+        if self._group_count >= self._pool.max_colocate_count:
             raise ValueError(
-                f"{self._pool} is already shared by {self._users} worker groups; raise its "
+                f"{self._pool} is already shared by {self._group_count} worker groups; raise its "
                 "max_colocate_count, or colocate roles with create_colocated_worker_cls"
             )
-        self._users += 1
+        self._group_count += 1
 
     def release(self) -> None:
-        """Counts one worker group less; the last one removes the placement group."""
-        self._users -= 1
-        if self._users == 0:
+        """Counts one worker group less; removes the placement group after the last one."""
+        self._group_count -= 1
+        if self._group_count == 0:
             remove_placement_group(self.group)
             _reservations.pop(self._pool, None)
 
@@ -165,8 +172,8 @@ class Reservation:
 _reservations: weakref.WeakKeyDictionary[ResourcePool, Reservation] = weakref.WeakKeyDictionary()
 
 
-def reservation_of(pool: ResourcePool, deadline_s: float) -> Reservation:
-    """Returns the reservation of the pool; the first worker group of the pool creates it."""
+def acquire_reservation(pool: ResourcePool, deadline_s: float) -> Reservation:
+    """Counts a worker group on the pool's reservation; creates the reservation for the first."""
     reservation = _reservations.get(pool)
     if reservation is None:
         reservation = _reservations[pool] = Reservation(pool, deadline_s)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 START_DEADLINE_S = 240
-SLOW_START_SETTINGS = {
+SLOW_START_ENV = {
     "RAY_raylet_start_wait_time_s": str(START_DEADLINE_S),
     "RAY_agent_register_timeout_ms": str(1000 * START_DEADLINE_S),
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(START_DEADLINE_S),
@@ -30,23 +30,24 @@ AGENT_PORTS = (
     "runtime_env_agent_port",
     "metrics_export_port",
 )
-EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-RESERVED_FOR_S = 300.0
+EPHEMERAL_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+RESERVATION_S = 300.0
 _PORTS_ABOVE_RAY = range(20_000, 65_536)
 """Ray's workers use the ports 10002 to 19999."""
-_reserved: deque[tuple[float, socket.socket]] = deque()
+_reservations: deque[tuple[float, socket.socket]] = deque()
+"""The end time of each reservation, and the socket that holds it."""
 _lock = threading.Lock()
 
 
 def allow_slow_start() -> None:
-    """Raises Ray's start deadlines for the raylets that this process starts."""
-    for name, value in SLOW_START_SETTINGS.items():
+    """Lengthens Ray's start deadlines for the raylets that this process starts."""
+    for name, value in SLOW_START_ENV.items():
         os.environ.setdefault(name, value)
 
 
 @contextlib.contextmanager
 def fixed_agent_ports() -> Iterator[None]:
-    """Gives each agent of every raylet that starts inside the block a free port."""
+    """Assigns a free port to each agent of every raylet that starts inside the block."""
     from ray._private import services
     from ray._raylet import (  # type: ignore[attr-defined]
         DASHBOARD_AGENT_LISTEN_PORT_NAME,
@@ -55,16 +56,16 @@ def fixed_agent_ports() -> Iterator[None]:
 
     start_raylet = services.start_raylet
 
-    def start(*arguments: Any, **options: Any) -> Any:
-        call = inspect.signature(start_raylet).bind(*arguments, **options)
+    def start_with_ports(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(start_raylet).bind(*args, **kwargs)
         ports = dict(zip(AGENT_PORTS, free_ports(len(AGENT_PORTS)), strict=True))
-        call.arguments.update(ports)
+        bound.arguments.update(ports)
         # The raylet waits for this file even if it knows the port.
-        folder, node_id = call.arguments["session_dir"], call.arguments["node_id"]
+        folder, node_id = bound.arguments["session_dir"], bound.arguments["node_id"]
         persist_port(folder, node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, ports[AGENT_PORTS[0]])
-        return start_raylet(*call.args, **call.kwargs)
+        return start_raylet(*bound.args, **bound.kwargs)
 
-    services.start_raylet = start
+    services.start_raylet = start_with_ports
     try:
         yield
     finally:
@@ -74,13 +75,13 @@ def fixed_agent_ports() -> Iterator[None]:
 def free_ports(count: int) -> list[int]:
     """Returns distinct ports that are free on every interface, outside the ephemeral range.
 
-    Other calls on this machine do not return them for RESERVED_FOR_S.
+    No other call on this machine returns these ports for RESERVATION_S.
     """
-    candidates, ports = _candidates(), list[int]()
+    candidates, ports = _candidate_ports(), list[int]()
     with _lock:
         now = time.monotonic()
-        while _reserved and _reserved[0][0] < now:
-            _reserved.popleft()[1].close()
+        while _reservations and _reservations[0][0] < now:
+            _reservations.popleft()[1].close()
         # Runs with the same seed must not try the same ports.
         for port in random.SystemRandom().sample(candidates, min(len(candidates), 50 * count)):
             if len(ports) == count:
@@ -93,17 +94,17 @@ def free_ports(count: int) -> list[int]:
             except OSError:
                 reservation.close()
                 continue
-            _reserved.append((now + RESERVED_FOR_S, reservation))
+            _reservations.append((now + RESERVATION_S, reservation))
             ports.append(port)
     if len(ports) < count:
         raise OSError(f"this machine has fewer than {count} free ports among {len(candidates)}")
     return ports
 
 
-def _candidates() -> list[int]:
-    """Returns the ports above Ray's, outside the ephemeral range unless that leaves few."""
+def _candidate_ports() -> list[int]:
+    """Returns the ports above Ray's and outside the ephemeral range, or all above Ray's if few are left."""
     try:
-        first, last = (int(word) for word in EPHEMERAL_RANGE.read_text("ascii").split())
+        first, last = (int(word) for word in EPHEMERAL_RANGE_FILE.read_text("ascii").split())
     except (OSError, ValueError):  # not Linux
         first, last = 32_768, 65_535
     ports = [port for port in _PORTS_ABOVE_RAY if not first <= port <= last]

@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 TOKEN_ENV = "RAY_AUTH_TOKEN"
 STOP_DEADLINE_S = 30.0
 CONNECT_DEADLINE_S = 10.0
-_DRIVER_SETTINGS = {
+_DRIVER_ENV = {
     # ray_liveness.py reports a lost control plane; Ray would end this process without that message.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""0 makes Ray listen on loopback, which is the default on the systems in the name."""
+"""With the value 0, Ray listens on loopback only, as it does by default on Windows and macOS."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OwnCluster:
 
     mark: str
     folder: str
-    """Accessible to this user only, because Ray makes the session folder inside world-writable."""
+    """Only this user can access the folder; Ray makes its session folder inside world-writable."""
     reaper: subprocess.Popen[bytes]
 
 
@@ -68,44 +68,47 @@ def start_ray(ray_init: Settings, report: Callable[[str], None] = logger.info) -
         return False
     options = {key: value for key, value in ray_init.items() if value is not None}
     options = {"include_dashboard": False, "logging_level": logging.WARNING, **options}
-    for name, value in _DRIVER_SETTINGS.items():
+    for name, value in _DRIVER_ENV.items():
         os.environ.setdefault(name, value)
     allow_slow_start()
-    _redirect_messages()
-    has_size = not options.keys().isdisjoint({"num_cpus", "num_gpus"})
-    if _should_join(options.get("address"), only_named=has_size):
-        _join(options, report)
+    _log_raylet_messages()
+    sets_resources = not options.keys().isdisjoint({"num_cpus", "num_gpus"})
+    if _should_join(options.get("address"), ignore_local_cluster=sets_resources):
+        _join_cluster(options, report)
     else:
-        _start({**options, "address": "local"}, report)
+        _start_cluster({**options, "address": "local"}, report)
     return True
 
 
 def stop_ray(timeline_json_file: str | None = None) -> None:
     """Writes Ray's timeline if a file is given, disconnects, and stops a cluster started here."""
     global _own_cluster
-    failed = cluster_failed()
-    if timeline_json_file is not None and ray.is_initialized() and not failed:
+    has_failed = cluster_failed()
+    if timeline_json_file is not None and ray.is_initialized() and not has_failed:
         ray.timeline(filename=timeline_json_file)
     stop_watch()
     cluster, _own_cluster = _own_cluster, None
-    if cluster is not None and failed:
-        reaper.kill_marked(cluster.mark)  # ray.shutdown would wait for a stopped process
-    shutdown = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
-    shutdown.start()
-    shutdown.join(STOP_DEADLINE_S)
-    if shutdown.is_alive():
+    if cluster is not None and has_failed:
+        reaper.kill_marked_processes(cluster.mark)  # ray.shutdown would wait for a stopped process
+    thread = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    thread.start()
+    thread.join(STOP_DEADLINE_S)
+    if thread.is_alive():
         atexit.unregister(ray.shutdown)
         logger.warning("ray.shutdown has not returned within %g s", STOP_DEADLINE_S)
     if cluster is not None:
-        reaper.kill_marked(cluster.mark)
+        reaper.kill_marked_processes(cluster.mark)
         cluster.reaper.kill()
         cluster.reaper.wait()
-        if not failed:  # keep the logs of a failure
+        if not has_failed:  # the logs of a failure are kept
             shutil.rmtree(cluster.folder, ignore_errors=True)
 
 
 def check_reachable(address: str | None, key: str) -> None:
-    """Raises if nothing listens at the address that `key` sets; Ray would retry for minutes."""
+    """Raises ConnectionError if nothing listens at the address; Ray itself would retry for minutes.
+
+    `key` names the setting of the address in the message.
+    """
     if not address or address in ("auto", "local"):
         return
     host, colon, port = address.rpartition("://")[2].rpartition(":")
@@ -120,10 +123,10 @@ def check_reachable(address: str | None, key: str) -> None:
         ) from error
 
 
-def _should_join(address: str | None, only_named: bool) -> bool:
-    """Whether the option, RAY_ADDRESS or `ray start` on this machine names a cluster to join.
+def _should_join(address: str | None, ignore_local_cluster: bool) -> bool:
+    """Whether there is a cluster to join: `address`, RAY_ADDRESS, or one that `ray start` started here.
 
-    With `only_named`, a cluster of `ray start` is ignored.
+    With `ignore_local_cluster`, a cluster of `ray start` is ignored.
     """
     for value, key in (
         (address, "ray_kwargs.ray_init.address"),
@@ -132,27 +135,29 @@ def _should_join(address: str | None, only_named: bool) -> bool:
         if value:
             check_reachable(value, key)
             return value != "local"
-    file = os.path.join(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
-    if only_named or not os.path.exists(file) or os.stat(file).st_uid not in (0, os.getuid()):
+    path = os.path.join(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
+    if ignore_local_cluster or not os.path.exists(path):
+        return False
+    if os.stat(path).st_uid not in (0, os.getuid()):
         return False  # a file of another user may name the cluster of that user
-    with open(file, encoding="utf-8") as text:
-        cluster_address = text.read().strip()
+    with open(path, encoding="utf-8") as file:
+        cluster_address = file.read().strip()
     try:
-        check_reachable(cluster_address, file)
+        check_reachable(cluster_address, path)
     except (ConnectionError, ValueError):
         logger.warning(
-            "the Ray cluster %s of %s has ended; starting a new one", cluster_address, file
+            "the Ray cluster %s in %s has ended; starting a new one", cluster_address, path
         )
         return False
     return bool(cluster_address)
 
 
-def _join(options: Settings, report: Callable[[str], None]) -> None:
+def _join_cluster(options: Settings, report: Callable[[str], None]) -> None:
     _reload_settings()
     address = options.get("address") or os.environ.get("RAY_ADDRESS") or "of this machine"
     report(f"joining the Ray cluster {address}")
     try:
-        with _own_signal_handlers():
+        with _keep_sigterm_handler():
             ray.init(**options)
     except AuthenticationError as error:
         raise ConnectionError(
@@ -162,12 +167,12 @@ def _join(options: Settings, report: Callable[[str], None]) -> None:
     watch_cluster({})
 
 
-def _start(options: Settings, report: Callable[[str], None]) -> None:
+def _start_cluster(options: Settings, report: Callable[[str], None]) -> None:
     global _own_cluster
     mark = secrets.token_hex(8)
     folder = tempfile.mkdtemp(prefix="hone-ray-", dir=os.environ.get("RAY_TMPDIR"))
     _own_cluster = OwnCluster(mark, folder, reaper.start_reaper(mark))
-    settings = {
+    variables = {
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
         **reaper.with_mark(mark),
@@ -176,7 +181,12 @@ def _start(options: Settings, report: Callable[[str], None]) -> None:
     }
     report("starting Ray on this machine")
     try:
-        with _environment(settings), _loopback(), _own_signal_handlers(), fixed_agent_ports():
+        with (
+            _set_environment(variables),
+            _listen_on_loopback(),
+            _keep_sigterm_handler(),
+            fixed_agent_ports(),
+        ):
             _reload_settings()
             context = ray.init(**{"_temp_dir": os.path.join(folder, "ray"), **options})
     except BaseException:
@@ -185,11 +195,11 @@ def _start(options: Settings, report: Callable[[str], None]) -> None:
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback:
         logger.warning("Ray listens on %s, not only on loopback; a token protects it", address)
-    pids = {}
+    pid_by_name = {}
     for pid in reaper.marked_pids(mark):
         with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
-            pids[file.read().strip()] = pid
-    ray_pids = {name: pids[name] for name in RAY_PROCESSES if name in pids}
+            pid_by_name[file.read().strip()] = pid
+    ray_pids = {name: pid_by_name[name] for name in RAY_PROCESSES if name in pid_by_name}
     watch_cluster(ray_pids, os.path.join(context.address_info["session_dir"], "logs"))
 
 
@@ -200,14 +210,14 @@ def _reload_settings() -> None:
 
 
 @contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets variables inside the block, so that later child processes do not get the token."""
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
+    previous_values = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -215,18 +225,18 @@ def _environment(settings: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
+def _listen_on_loopback() -> Iterator[None]:
     """Overrides the value that Ray read from `_LOOPBACK_ENV` at import."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    previous_value = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
+        ray_constants.ENABLE_RAY_CLUSTER = previous_value
 
 
 @contextmanager
-def _own_signal_handlers() -> Iterator[None]:
+def _keep_sigterm_handler() -> Iterator[None]:
     """Restores the program's SIGTERM handler, which `ray.init` replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
@@ -234,15 +244,15 @@ def _own_signal_handlers() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def _redirect_messages() -> None:
-    """Sends Ray's messages about its own failures to the log; our errors report them."""
-    show = ray_worker.print_to_stdstream
+def _log_raylet_messages() -> None:
+    """Makes Ray log the messages of its raylets instead of printing them; our errors report failures."""
+    print_to_stdstream = ray_worker.print_to_stdstream
 
-    def route(data: Fields, ignore_prefix: bool) -> None:
+    def print_or_log(data: Fields, ignore_prefix: bool) -> None:
         if data.get("pid") == "raylet":
             logger.info("Ray: %s", "\n".join(data["lines"]))
         else:
-            show(data, ignore_prefix)
+            print_to_stdstream(data, ignore_prefix)
 
-    if show.__module__ == ray_worker.__name__:
-        ray_worker.print_to_stdstream = route
+    if print_to_stdstream.__module__ == ray_worker.__name__:  # not replaced yet
+        ray_worker.print_to_stdstream = print_or_log

@@ -24,7 +24,7 @@ from hone.controller.waiting import report_progress
 
 POLL_INTERVAL_S = 1.0
 DEATH_REPORT_DEADLINE_S = 3.0
-_NODE_DEATH = re.compile("node (has crashed|has died|was terminated)")
+_NODE_DEATH_PATTERN = re.compile("node (has crashed|has died|was terminated)")
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class RefWait:
     processes: tuple[WorkerProcess, ...]
     deadline_s: float
     advice: str
-    """How to raise the deadline; appended to the error message."""
+    """Says how to raise the deadline; the error message ends with it."""
     record: Callable[[str, float], None] | None = None
-    """Records the duration of the call; effective in the trainer process only."""
+    """Records the duration of the call; it has an effect in the trainer process only."""
 
     def __call__(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
-        """Returns results in rank order; raises the first failure of any rank at once."""
-        started = time.monotonic()
-        end_time = started + self.deadline_s
-        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        """Returns the results in rank order; raises the first failure of a rank at once."""
+        start_time = time.monotonic()
+        end_time = start_time + self.deadline_s
+        rank_by_ref = {ref: rank for rank, ref in enumerate(refs)}
         results: dict[int, Any] = {}
         pending = list(refs)
         while pending:
@@ -55,26 +55,27 @@ class RefWait:
             if not ready:
                 check_alive(self.role, self.method)
                 if remaining_s <= POLL_INTERVAL_S:
-                    raise self._timeout_error([rank_of[ref] for ref in pending])
+                    raise self._timeout_error([rank_by_ref[ref] for ref in pending])
             for ref in ready:
-                rank = rank_of[ref]
+                rank = rank_by_ref[ref]
                 remaining_s = max(1.0, end_time - time.monotonic())
                 try:
                     results[rank] = self._result(ref, rank, remaining_s)
                 except Exception as error:  # the death of another process may be the cause
-                    self._raise_other_death(pending, rank_of)
+                    self._raise_other_death(pending, rank_by_ref)
                     if not isinstance(error, ProcessFailure):
                         raise_if_lost(self.role, self.method)
                     raise
             report_progress(len(results), len(refs))
         refresh_logs()
         if self.record is not None:
-            self.record(self.method, time.monotonic() - started)
+            self.record(self.method, time.monotonic() - start_time)
         return [results[rank] for rank in range(len(refs))]
 
     def _raise_other_death(
-        self, pending: list[ray.ObjectRef], rank_of: dict[ray.ObjectRef, int]
+        self, pending: list[ray.ObjectRef], rank_by_ref: dict[ray.ObjectRef, int]
     ) -> None:
+        """Raises WorkerDied if Ray reports within DEATH_REPORT_DEADLINE_S that another rank died."""
         end_time = time.monotonic() + DEATH_REPORT_DEADLINE_S
         while pending and (remaining_s := end_time - time.monotonic()) > 0:
             ready, pending = ray.wait(pending, num_returns=1, timeout=remaining_s)
@@ -84,24 +85,24 @@ class RefWait:
                 except (RayTaskError, GetTimeoutError):
                     continue
                 except RayError as error:
-                    raise self.death_error(rank_of[ref], error) from error
+                    raise self.death_error(rank_by_ref[ref], error) from error
 
     def _result(self, ref: ray.ObjectRef, rank: int, timeout_s: float) -> Any:
         try:
             return ray.get(ref, timeout=timeout_s)
         except RayTaskError as error:
-            where = f"rank {rank} of {self.role!r} raised in {self.method!r}:\n{error}"
+            message = f"rank {rank} of {self.role!r} raised in {self.method!r}:\n{error}"
             cause = getattr(error, "cause", None)
             if isinstance(cause, Exception) and not isinstance(cause, RayTaskError):
-                raise cause from RemoteTraceback(where)
-            raise RuntimeError(where) from error
+                raise cause from RemoteTraceback(message)
+            raise RuntimeError(message) from error
         except GetTimeoutError as error:
             raise self._timeout_error([rank]) from error
         except RayError as error:  # the process died, or its result was lost with its node or owner
             check_alive(self.role, self.method)  # raises if Ray itself failed
             raise self.death_error(rank, error) from error
 
-    def _process_of(self, rank: int) -> WorkerProcess:
+    def _process(self, rank: int) -> WorkerProcess:
         return (
             self.processes[rank]
             if rank < len(self.processes)
@@ -110,13 +111,13 @@ class RefWait:
 
     def death_error(self, rank: int, error: Exception) -> WorkerDied:
         """Returns the error about a dead worker; raises NodeLost if its node is lost."""
-        process = self._process_of(rank)
+        process = self._process(rank)
         # A raylet reports the death of a worker. Without a report, the node itself may have failed.
-        if "Worker exit detail:" not in str(error) or _NODE_DEATH.search(str(error)):
+        if "Worker exit detail:" not in str(error) or _NODE_DEATH_PATTERN.search(str(error)):
             raise_if_lost(self.role, self.method, process.node_id)
         _, _, detail = str(error).rpartition("Worker exit detail:")
         detail = " ".join(detail.split("Some common causes")[0].split()).rstrip(". ")
-        if _NODE_DEATH.search(detail):
+        if _NODE_DEATH_PATTERN.search(detail):
             detail = "Ray lost its node: the machine, its network or its raylet failed"
         elif "connection error" in detail:  # Ray gives no other reason
             detail = "its process has ended: out of memory, a crash, or a signal from outside"
@@ -127,13 +128,12 @@ class RefWait:
         return WorkerDied(self.role, process, self.method, detail, lines)
 
     def _timeout_error(self, ranks: list[int]) -> WaitTimeout:
-        where = [
-            f"rank {r} (pid {self._process_of(r).pid} on {self._process_of(r).node_ip})"
-            for r in ranks
+        locations = [
+            f"rank {r} (pid {self._process(r).pid} on {self._process(r).node_ip})" for r in ranks
         ]
         return WaitTimeout(
             self.role,
-            f"{self.method!r} on {', '.join(where)}",
+            f"{self.method!r} on {', '.join(locations)}",
             self.deadline_s,
             f"the process is alive but has not answered: see its stack with py-spy, or {self.advice}",
         )

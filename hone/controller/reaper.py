@@ -1,7 +1,7 @@
-"""Kills every process of this machine that has a mark in its environment; needs no package.
+"""Kills every process of this machine that has a given mark in its environment.
 
 `start_reaper` runs it as a program (`python reaper.py MARK PARENT_PID`), which waits until its
-parent has ended and then kills the marked processes.
+parent has ended and then kills the marked processes. It imports the standard library only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def start_reaper(mark: str) -> subprocess.Popen[bytes]:
 
 
 def with_mark(mark: str) -> dict[str, str]:
-    """Returns the variable of a child process: the marks of this process and a new one."""
+    """Returns the environment variable of a child process: the marks of this process and `mark`."""
     return {MARK_ENV: ":".join(filter(None, (os.environ.get(MARK_ENV), mark)))}
 
 
@@ -42,8 +42,8 @@ def marked_pids(mark: str) -> list[int]:
 
     A process that sets its title, as Ray's agents do, may overwrite its mark.
     """
-    entry = re.compile(rf"(^|\0){MARK_ENV}=([^\0]*:)?{re.escape(mark)}[:\0]".encode())
-    parents: dict[int, int] = {}
+    mark_pattern = re.compile(rf"(^|\0){MARK_ENV}=([^\0]*:)?{re.escape(mark)}[:\0]".encode())
+    parent_pids: dict[int, int] = {}
     pids: set[int] = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
@@ -51,17 +51,17 @@ def marked_pids(mark: str) -> list[int]:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     state, parent = file.read().rpartition(b")")[2].split()[:2]
                 if state != b"Z":
-                    parents[int(name)] = int(parent)
+                    parent_pids[int(name)] = int(parent)
                 with open(f"/proc/{name}/environ", "rb") as file:
-                    if entry.search(file.read() + b"\0"):
+                    if mark_pattern.search(file.read() + b"\0"):
                         pids.add(int(name))
-    while children := {pid for pid, parent in parents.items() if parent in pids} - pids:
+    while children := {pid for pid, parent in parent_pids.items() if parent in pids} - pids:
         pids |= children
     return sorted(pids)
 
 
-def kill_marked(mark: str) -> list[int]:
-    """Kills all marked processes and their children; returns the pids that remain."""
+def kill_marked_processes(mark: str) -> list[int]:
+    """Kills all processes with this mark and their children; returns the pids that remain."""
     end_time = time.monotonic() + KILL_DEADLINE_S
     while (pids := marked_pids(mark)) and time.monotonic() < end_time:
         for pid in pids:
@@ -72,10 +72,10 @@ def kill_marked(mark: str) -> list[int]:
 
 
 def main() -> None:
-    mark, parent = sys.argv[1], int(sys.argv[2])
-    while os.getppid() == parent:
+    mark, parent_pid = sys.argv[1], int(sys.argv[2])
+    while os.getppid() == parent_pid:
         time.sleep(POLL_INTERVAL_S)
-    kill_marked(mark)
+    kill_marked_processes(mark)
 
 
 if __name__ == "__main__":

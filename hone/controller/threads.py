@@ -1,7 +1,6 @@
 """Sets the number of CPU threads per process.
 
-A matrix product on another number of threads differs in the last bits. Threads are not pinned to
-cores.
+The number of threads changes the last bits of a matrix product. Threads are not pinned to cores.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from hone.cores import usable_cores
 
 THREADS_ENV = "OMP_NUM_THREADS"
 _MATRIX_SIZE, _REPEATS = 512, 10
-"""Size of the matrix product in `slowdown`: large enough for several threads, 4 ms on one."""
+"""The matrix products that `slowdown` measures: large enough for several threads, 4 ms on one."""
 
 
 def thread_count(local_world_size: int = 1) -> int:
-    """Returns the threads per process: OMP_NUM_THREADS, or an equal share of the cores."""
+    """Returns the number of threads per process: OMP_NUM_THREADS, or an equal share of the cores."""
     text = os.environ.get(THREADS_ENV, "")
     if not text:
         return max(1, usable_cores() // local_world_size)
@@ -31,30 +30,30 @@ def thread_count(local_world_size: int = 1) -> int:
 
 
 def load_average() -> float | None:
-    """Returns the one-minute load average, or None if the system has none."""
+    """Returns the one-minute load average, or None if the system does not measure it."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def fix_threads(count: int) -> None:
-    """Uses exactly `count` threads for tensor operations in this process."""
+    """Sets the number of threads of tensor operations in this process."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
 
 
 def slowdown(count: int) -> float:
     """Measures the time of a matrix product on `count` threads relative to one thread."""
-    before = torch.get_num_threads()
+    previous_count = torch.get_num_threads()
     try:
-        return _seconds(count) / _seconds(1)
+        return _matmul_seconds(count) / _matmul_seconds(1)
     finally:
-        fix_threads(before)
+        fix_threads(previous_count)
 
 
-def _seconds(count: int) -> float:
+def _matmul_seconds(count: int) -> float:
     fix_threads(count)
-    square = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
-    square @ square  # starts the threads
-    started = time.perf_counter()
+    matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
+    matrix @ matrix  # starts the threads
+    start_time = time.perf_counter()
     for _ in range(_REPEATS):
-        square @ square
-    return time.perf_counter() - started
+        matrix @ matrix
+    return time.perf_counter() - start_time

@@ -25,29 +25,29 @@ _SEQUENCE_TYPES = (list, tuple)
 
 def payload_bytes(value: Any) -> int:
     """Returns the bytes of tensors, arrays, text and lists of numbers in a value."""
-    total, seen = 0, set()
+    total_bytes, seen_ids = 0, set()
     parts: list[Any] = [value]  # grows in the loop; keeps the parts alive, so that ids are unique
     for part in parts:
-        if isinstance(part, _NUMBER_TYPES) or id(part) in seen:
+        if isinstance(part, _NUMBER_TYPES) or id(part) in seen_ids:
             continue
-        seen.add(id(part))
+        seen_ids.add(id(part))
         if isinstance(part, _TEXT_TYPES):
-            total += len(part)
+            total_bytes += len(part)
         elif isinstance(part, dict):
             parts += part.values()
         elif isinstance(part, _SEQUENCE_TYPES):
-            # Lists of token ids and log-probs are long: three entries decide their kind.
+            # A list of token ids or log-probs is long, so only three entries are checked.
             if part and all(isinstance(part[i], _NUMBER_TYPES) for i in (0, len(part) // 2, -1)):
-                total += _NUMBER_BYTES * len(part)
+                total_bytes += _NUMBER_BYTES * len(part)
             else:
                 parts += part
         elif isinstance(part, torch.Tensor):
-            total += part.values().nbytes if part.is_nested else part.nbytes
+            total_bytes += part.values().nbytes if part.is_nested else part.nbytes
         elif isinstance(part, np.ndarray) and part.dtype != object:
-            total += part.nbytes
+            total_bytes += part.nbytes
         else:
             parts += _parts(part)
-    return total
+    return total_bytes
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -62,7 +62,7 @@ def _parts(value: Any) -> Iterable[Any]:
 def count_and_collect(
     traffic: Counter[str], key: str, collect: Callable[[list[Any]], T], results: list[Any]
 ) -> T:
-    """Adds the payload of the ranks' results to `traffic`, then joins them."""
+    """Adds the payload bytes of the results to `traffic[key]` and returns `collect(results)`."""
     traffic[key] += sum(map(payload_bytes, results))
     return collect(results)
 

@@ -20,38 +20,38 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 @contextmanager
 def on_wait_progress(listener: Listener) -> Iterator[None]:
     """Calls `listener` about once per second while the caller waits for ranks inside the block."""
-    before = _listener.set(listener)
+    token = _listener.set(listener)
     try:
         yield
     finally:
-        _listener.reset(before)
+        _listener.reset(token)
 
 
-def report_progress(answered: int, ranks: int) -> None:
+def report_progress(answered_ranks: int, total_ranks: int) -> None:
     """Calls the listener, if there is one."""
     listener = _listener.get()
     if listener is not None:
-        listener(answered, ranks)
+        listener(answered_ranks, total_ranks)
 
 
 @dataclass
 class PhaseDeadlines:
-    """The deadline of a phase: a floor, or a factor times its longest completed run."""
+    """The deadline of a phase: the larger of a floor and a factor times its longest completed run."""
 
     floor_s: float
     """`trainer.phase_deadline_floor_s`."""
     factor: float
     """`trainer.phase_deadline_factor`."""
-    longest_s: dict[str, float] = field(default_factory=dict)
+    longest_run_s: dict[str, float] = field(default_factory=dict)
     """The longest completed run of each phase."""
 
     def limit_s(self, phase: str) -> float:
         """Returns the deadline of the phase's next run."""
-        return max(self.floor_s, self.factor * self.longest_s.get(phase, 0.0))
+        return max(self.floor_s, self.factor * self.longest_run_s.get(phase, 0.0))
 
     def record(self, phase: str, seconds: float) -> None:
         """Records the duration of a completed run."""
-        self.longest_s[phase] = max(seconds, self.longest_s.get(phase, 0.0))
+        self.longest_run_s[phase] = max(seconds, self.longest_run_s.get(phase, 0.0))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[float]:
@@ -62,10 +62,10 @@ class PhaseDeadlines:
 
     def advice(self, phase: str) -> str:
         """Returns the end of an error message: where the limit comes from and how to raise it."""
-        longest = self.longest_s.get(phase)
-        if longest is None or self.factor * longest <= self.floor_s:
+        longest_run_s = self.longest_run_s.get(phase)
+        if longest_run_s is None or self.factor * longest_run_s <= self.floor_s:
             return "raise trainer.phase_deadline_floor_s if the work is that long"
         return (
             f"raise trainer.phase_deadline_factor (the limit is {self.factor:g} times the longest "
-            f"run so far, {longest:.3g} s) if the work is that long"
+            f"run so far, {longest_run_s:.3g} s) if the work is that long"
         )

@@ -1,4 +1,4 @@
-"""Worker, the base class of the code on one rank, and Placement, its position in the group.
+"""Worker, the base class of the code on one rank, and Placement, its position in its worker group.
 
 A worker class marks methods with `@register`; its worker group calls them.
 """
@@ -23,7 +23,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Placement:
-    """The position of a worker among the ranks of its group."""
+    """The position of a worker among the ranks of its worker group."""
 
     rank: int = 0
     world_size: int = 1
@@ -48,7 +48,7 @@ class Placement:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Placement:
-        """Reads the variables that a launcher such as torchrun sets; the default is rank 0 of 1."""
+        """Returns the placement that a launcher such as torchrun has set; the default is rank 0 of 1."""
         if "RANK" not in environment or "WORLD_SIZE" not in environment:
             return cls()
         return cls(
@@ -61,7 +61,7 @@ class Placement:
         )
 
 
-_placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar(
+_current_placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar(
     "placement", default=None
 )
 
@@ -69,68 +69,69 @@ _placement: contextvars.ContextVar[Placement | None] = contextvars.ContextVar(
 @contextlib.contextmanager
 def use_placement(placement: Placement) -> Iterator[None]:
     """Sets the placement of workers that are created inside the block."""
-    token = _placement.set(placement)
+    token = _current_placement.set(placement)
     try:
         yield
     finally:
-        _placement.reset(token)
+        _current_placement.reset(token)
 
 
 class Worker:
     """Base class of all workers of a worker group."""
 
-    _place: Placement
+    _placement: Placement
     _meshes: dict[str, tuple[int, bool]]
+    """The slot of this rank on each mesh, and whether its results are collected."""
     _colocated: Mapping[str, Worker]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
         # A subclass may read its rank before it calls super().__init__().
         worker = super().__new__(cls)
-        worker._place = _placement.get() or Placement.from_environment(os.environ)
+        worker._placement = _current_placement.get() or Placement.from_environment(os.environ)
         worker._meshes = {}
         worker._colocated = {}
         return worker
 
     @property
     def rank(self) -> int:
-        return self._place.rank
+        return self._placement.rank
 
     @property
     def world_size(self) -> int:
-        return self._place.world_size
+        return self._placement.world_size
 
     @property
     def local_rank(self) -> int:
-        return self._place.local_rank
+        return self._placement.local_rank
 
     @property
     def local_world_size(self) -> int:
-        return self._place.local_world_size
+        return self._placement.local_world_size
 
     @property
     def role(self) -> str:
-        return self._place.role
+        return self._placement.role
 
     @property
     def colocated(self) -> Mapping[str, Worker]:
         """All workers of this process by role, including this one."""
         return self._colocated
 
-    def colocate(self, workers: Mapping[str, Worker]) -> None:
+    def set_colocated(self, workers: Mapping[str, Worker]) -> None:
         """Sets the workers that share this process."""
         self._colocated = workers
 
     def get_master_addr_port(self) -> tuple[str, int]:
         """Returns the address and port of rank 0, for torch.distributed."""
-        return self._place.master_addr, self._place.master_port
+        return self._placement.master_addr, self._placement.master_port
 
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Registers this rank's slot on a named mesh, and whether its results are collected."""
-        registered = self._meshes.get(mesh_name)
-        if registered is not None and registered != (dp_rank, is_collect):
+        current = self._meshes.get(mesh_name)
+        if current is not None and current != (dp_rank, is_collect):
             raise ValueError(
-                f"rank {self.rank} is already registered as {registered} on mesh {mesh_name!r}, and batches "
-                f"may have been split by it; it cannot change to {(dp_rank, is_collect)}: call "
+                f"rank {self.rank} is already registered as {current} on mesh {mesh_name!r}, by which "
+                f"batches may have been split; it cannot change to {(dp_rank, is_collect)}: call "
                 "register_mesh before the first call"
             )
         if dp_rank < 0:
@@ -141,7 +142,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_slot(self, mesh_name: str) -> tuple[int, bool]:
-        """Returns the data-parallel rank on a mesh and whether results are collected."""
+        """Returns this rank's slot on a mesh, and whether its results are collected."""
         if mesh_name == DATA_PARALLEL:  # by default every rank is one slot
             self._meshes.setdefault(mesh_name, (self.rank, True))
         if mesh_name not in self._meshes:
@@ -155,7 +156,7 @@ class Worker:
     def start_profile(
         self, tool: str, step: int, role: str, ranks: Sequence[int] | None = None
     ) -> None:
-        """Profiles this process with `tool` until `stop_profile`, if its rank is one of `ranks`."""
+        """Starts to profile this process with `tool`, if its rank is one of `ranks`."""
         if ranks is None or self.rank in ranks:
             profiling.start(tool, step, role)
 

@@ -31,7 +31,7 @@ from hone.types import Function, Settings
 W = TypeVar("W", covariant=True)
 """The worker's class."""
 Handle = TypeVar("Handle")
-"""The type of a running call's handle."""
+"""The type of the handle that `submit` returns."""
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -59,7 +59,10 @@ class Executor(ABC, Generic[Handle]):
 
     @abstractmethod
     def resolver(self, role: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
-        """Returns a picklable function that waits for handles; its errors name `role`."""
+        """Returns a picklable function that waits for the calls of handles and returns their results.
+
+        Its errors name `role` and `method`.
+        """
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -68,7 +71,7 @@ class Executor(ABC, Generic[Handle]):
 
 @dataclass(frozen=True)
 class GroupView:
-    """The picklable part of a group, for the collect function of a future."""
+    """The picklable part of a worker group, for the collect function of a future."""
 
     world_size: int
     meshes: dict[str, Mesh] = field(default_factory=dict)
@@ -95,17 +98,18 @@ class WorkerGroup(Generic[W]):
         """Payload bytes of arguments and results, by `role/method`."""
         self._methods: dict[str, Function] = {}
         self._specs: dict[str, MethodSpec] = {}
-        self._by_role: dict[str, WorkerGroup[Any]] = {
+        self._group_by_role: dict[str, WorkerGroup[Any]] = {
             member_role: WorkerGroup(executor, member, member_role, member_role)
             for member_role, member in cls_with_init.members.items()
         }
         if isinstance(cls_with_init, ColocatedClass):
-            for member_role, group in self._by_role.items():
-                self._methods |= {f"{member_role}_{m}": call for m, call in group._methods.items()}
+            for member_role, group in self._group_by_role.items():
+                for name, method in group._methods.items():
+                    self._methods[f"{member_role}_{name}"] = method
             return
         self._specs = registered_methods(cls_with_init.cls)
-        for method in self._specs:
-            self._methods[method] = functools.partial(self._call, method)
+        for method_name in self._specs:
+            self._methods[method_name] = functools.partial(self._call, method_name)
 
     @property
     def world_size(self) -> int:
@@ -118,9 +122,11 @@ class WorkerGroup(Generic[W]):
         methods = self.__dict__.get("_methods", {})
         if name in methods:
             return methods[name]
-        raise AttributeError(name) if name.startswith("__") else self._unknown_method(name, methods)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._unknown_method_error(name, methods)
 
-    def _unknown_method(self, name: str, methods: Settings) -> AttributeError:
+    def _unknown_method_error(self, name: str, methods: Settings) -> AttributeError:
         return AttributeError(
             f"worker group {self.__dict__.get('name', '')!r} has no method "
             f"{name!r}.{proposal(name, methods)} Registered are {sorted(methods)}"
@@ -132,7 +138,7 @@ class WorkerGroup(Generic[W]):
         return self.mesh(DATA_PARALLEL).dp_size
 
     def mesh(self, name: str) -> Mesh:
-        """Returns the slots of the ranks on a named mesh, cached after the first call."""
+        """Returns the slots of the ranks on the mesh `name`; the first call asks the ranks."""
         if name not in self._meshes:
             mesh = Mesh(*zip(*self.execute_all("mesh_slot", name), strict=True))
             mesh.check(name)
@@ -140,33 +146,34 @@ class WorkerGroup(Generic[W]):
         return self._meshes[name]
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls a method and returns the result of rank 0, or the joined batches of all ranks."""
+        """Calls a method and returns what its dispatch mode collects from the ranks."""
         result: R = self._call(method.__name__, *args, **kwargs)
         return result
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         if name not in self._specs:
-            raise self._unknown_method(name, self._methods)
+            raise self._unknown_method_error(name, self._methods)
         spec = self._specs[name]
         mode = spec.dispatch_mode
         split_args, split_kwargs = mode.dispatch_fn(self, *args, **kwargs)
-        rank_zero = mode.rank_zero_only or spec.execute_mode is Execute.RANK_ZERO
+        is_rank_zero_call = mode.rank_zero_only or spec.execute_mode is Execute.RANK_ZERO
         handles = []
-        for rank in range(1 if rank_zero else self.world_size):
+        for rank in range(1 if is_rank_zero_call else self.world_size):
             rank_args = tuple(values[rank] for values in split_args)
             rank_kwargs = {key: values[rank] for key, values in split_kwargs.items()}
             handles.append(self._submit(rank, Call(self._role, name, rank_args, rank_kwargs)))
         # A future may be resolved in another process, which has no worker group.
         group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
         collect: Function = functools.partial(mode.collect_fn, group)
-        if rank_zero:
+        if is_rank_zero_call:
             collect = _first_result
-        elif mode.by_slot:
+        elif mode.collects_per_slot:
             collect = functools.partial(_collect_slots, collect, self.mesh(DATA_PARALLEL))
         future = self._future(collect, handles, name)
         return future.get() if spec.blocking else future
 
     def _submit(self, rank: int, call: Call) -> Any:
+        """Counts the payload bytes of a call and starts it."""
         arguments = (*call.args, *call.kwargs.values())
         self.traffic[f"{self.name}/{call.method}"] += sum(map(payload_bytes, arguments))
         return self._executor.submit(rank, call)
@@ -225,21 +232,21 @@ class WorkerGroup(Generic[W]):
 
     def spawn(self, prefix_set: Iterable[str | Role]) -> dict[str, WorkerGroup[Any]]:
         """Returns a group for each of these colocated roles, on the same processes."""
-        if not self._by_role:
+        if not self._group_by_role:
             raise ValueError(
                 f"worker group {self.name!r} has a single role; colocate several with "
                 "create_colocated_worker_cls before spawning"
             )
         roles = [str(role) for role in prefix_set]
-        if unknown := sorted(set(roles) - self._by_role.keys()):
-            members = sorted(self._by_role)
-            raise ValueError(f"no role {unknown} in worker group {self.name!r}; it has {members}")
-        return {role: self._by_role[role] for role in roles}
+        if unknown := sorted(set(roles) - self._group_by_role.keys()):
+            known = sorted(self._group_by_role)
+            raise ValueError(f"no role {unknown} in worker group {self.name!r}; it has {known}")
+        return {role: self._group_by_role[role] for role in roles}
 
     spawn_fused = spawn
 
     def fuse(self, prefix_set: Iterable[str | Role]) -> None:
-        """Makes each of these roles an attribute: `group.critic.compute_values(…)`."""
+        """Makes the group of each role an attribute: `group.critic.compute_values(…)`."""
         vars(self).update(self.spawn(prefix_set))
 
     def shutdown(self) -> None:

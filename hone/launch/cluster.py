@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 END_DEADLINE_S = 30.0
 _NamedProcesses: TypeAlias = list[tuple[str, subprocess.Popen[str]]]
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRANSPORTS: dict[str, Callable[[str, str], list[str]]] = {
     "local": lambda host, line: ["bash", "-c", line],
     # ssh does not ask for a password, and a dead connection ends after about 60 s.
@@ -48,12 +48,12 @@ class LaunchError(ConfigError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """The hosts of a cluster and the command that runs on it."""
 
     transport: str
     hosts: tuple[str, ...]
-    """The first is the head."""
+    """The first host is the head node."""
     command: tuple[str, ...]
     folder: str
     """The working folder on every node."""
@@ -61,34 +61,41 @@ class Plan:
     setup: str = ""
     """A shell line that every host runs first, for example `source env.sh`."""
     gpus: int | None = None
+    """GPUs per node; by default Ray detects them."""
     port: int = 0
+    """The port of Ray's control plane; 0 selects a free one."""
     start_deadline_s: float = 300.0
 
 
-def run(plan: Plan, report: Callable[[str], None], write: Callable[[str], None]) -> int:
-    """Starts the nodes, runs the job and stops the nodes; returns the job's exit status."""
+def run(plan: LaunchPlan, report: Callable[[str], None], write: Callable[[str], None]) -> int:
+    """Starts the nodes, runs the job and stops the nodes; returns the job's exit status.
+
+    `report` receives status messages, and `write` receives the output of the job.
+    """
     with _stop_on_signals() as stop_event, contextlib.ExitStack() as exit_stack:
         nodes: _NamedProcesses = []
         exit_stack.callback(_stop_processes, nodes)
-        loopback = plan.transport == "local"
+        is_local = plan.transport == "local"
         settings = NodeSettings(
             mark=secrets.token_hex(8),
             token=secrets.token_hex(32),
             port=plan.port,
-            gpus=(plan.gpus or 0) if loopback else plan.gpus,
-            only_loopback=loopback,
+            gpus=(plan.gpus or 0) if is_local else plan.gpus,
+            only_loopback=is_local,
         )
         report(f"starting Ray on {len(plan.hosts)} nodes, the head on {plan.hosts[0]}")
         head = _Node(plan, plan.hosts[0], settings, nodes).wait_until_ready(stop_event)
         settings = replace(settings, head=head.address, port=0)
-        starting: dict[str, _Node] = {}
+        starting_nodes: dict[str, _Node] = {}
         for host in plan.hosts[1:]:
-            if host in starting:  # raylets that start on one machine at the same time may fail
-                starting.pop(host).wait_until_ready(stop_event)
-            starting[host] = _Node(plan, host, settings, nodes)
-        for node in starting.values():
+            if host in starting_nodes:  # raylets that start at the same time on one host may fail
+                starting_nodes.pop(host).wait_until_ready(stop_event)
+            starting_nodes[host] = _Node(plan, host, settings, nodes)
+        for node in starting_nodes.values():
             node.wait_until_ready(stop_event)
-        report(f"{len(plan.hosts)} nodes are up at {head.address}; jobs at {head.jobs} on the head")
+        report(
+            f"{len(plan.hosts)} nodes are up at {head.address}; the job server of the head is {head.jobs}"
+        )
         request = {
             "jobs": head.jobs,
             "token_file": head.token_file,
@@ -98,28 +105,28 @@ def run(plan: Plan, report: Callable[[str], None], write: Callable[[str], None])
 
 
 def entrypoint(command: Sequence[str], folder: str, python: str) -> str:
-    """Returns the shell line of a command, with the interpreter for `hone` and `python`."""
-    words = list(command)
-    if words[0] == "hone":
-        words[:1] = [python, "-m", "hone.cli"]
-    elif words[0] in ("python", "python3"):
-        words[0] = python
-    return f"cd {shlex.quote(folder)} && exec {shlex.join(words)}"
+    """Returns the shell line that runs a command; `hone` and `python` run with the interpreter `python`."""
+    arguments = list(command)
+    if arguments[0] == "hone":
+        arguments[:1] = [python, "-m", "hone.cli"]
+    elif arguments[0] in ("python", "python3"):
+        arguments[0] = python
+    return f"cd {shlex.quote(folder)} && exec {shlex.join(arguments)}"
 
 
 class _Node:
-    """The connection to one node; the node stops Ray when its standard input closes."""
+    """The process that runs one node; it stops Ray when its standard input closes."""
 
     def __init__(
-        self, plan: Plan, host: str, settings: NodeSettings, nodes: _NamedProcesses
+        self, plan: LaunchPlan, host: str, settings: NodeSettings, nodes: _NamedProcesses
     ) -> None:
         self.host, self._deadline_s = host, plan.start_deadline_s
-        self._errors: list[str] = []
+        self._stderr_lines: list[str] = []
         self._process = _start_process(plan, host, "hone.launch.node", asdict(settings))
         nodes.append((f"the node {host}", self._process))
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read_answer, daemon=True).start()
-        threading.Thread(target=self._collect_errors, daemon=True).start()
+        threading.Thread(target=self._collect_stderr, daemon=True).start()
 
     def _read_answer(self) -> None:
         assert self._process.stdout is not None
@@ -127,31 +134,31 @@ class _Node:
         answers = (line for line in self._process.stdout if line.startswith("{"))
         self._answers.put(next(answers, ""))
 
-    def _collect_errors(self) -> None:
+    def _collect_stderr(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self._errors.append(line)
-            del self._errors[:-20]
+            self._stderr_lines.append(line)
+            del self._stderr_lines[:-20]
 
     def wait_until_ready(self, stop_event: threading.Event) -> NodeStatus:
-        """Waits until the node has joined."""
-        waited = 0.0
-        while waited < self._deadline_s:
+        """Waits until the node has joined the cluster; raises LaunchError if it does not."""
+        waited_s = 0.0
+        while waited_s < self._deadline_s:
             if stop_event.is_set():
                 raise KeyboardInterrupt
             try:
                 line = self._answers.get(timeout=0.2)
             except queue.Empty:
-                waited += 0.2
+                waited_s += 0.2
                 continue
-            answer = NodeStatus(**json.loads(line)) if line else NodeStatus(error="no answer")
-            if not answer.error:
-                return answer
+            status = NodeStatus(**json.loads(line)) if line else NodeStatus(error="no answer")
+            if not status.error:
+                return status
             with contextlib.suppress(subprocess.TimeoutExpired):  # so that stderr is complete
                 self._process.wait(END_DEADLINE_S)
-            detail = "".join(self._errors[-6:]).strip()
+            detail = "".join(self._stderr_lines[-6:]).strip()
             raise LaunchError(
-                f"the node {self.host} did not start: {answer.error}\n{detail}".rstrip()
+                f"the node {self.host} did not start: {status.error}\n{detail}".rstrip()
             )
         raise LaunchError(
             f"the node {self.host} did not start within {self._deadline_s:g} s; check that it is "
@@ -160,7 +167,7 @@ class _Node:
 
 
 def _start_process(
-    plan: Plan, host: str, module: str, request: Mapping[str, object]
+    plan: LaunchPlan, host: str, module: str, request: Mapping[str, object]
 ) -> subprocess.Popen[str]:
     line = f"cd {shlex.quote(plan.folder)} && exec {shlex.quote(plan.python)} -m {module}"
     line = f"{plan.setup} && {line}" if plan.setup else line
@@ -174,19 +181,20 @@ def _start_process(
         start_new_session=True,  # Ctrl-C reaches this process only, which stops the job
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # the reader of its answer reports the failure
+    with contextlib.suppress(BrokenPipeError):  # `wait_until_ready` reports the failure
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
     return process
 
 
 def _run_job(
-    plan: Plan,
+    plan: LaunchPlan,
     request: Mapping[str, object],
     stop_event: threading.Event,
     report: Callable[[str], None],
     write: Callable[[str], None],
 ) -> int:
+    """Runs the job on the head node until it ends, or stops it when `stop_event` is set."""
     job = _start_process(plan, plan.hosts[0], "hone.launch.job", request)
     assert job.stdout is not None
     assert job.stderr is not None
@@ -241,9 +249,11 @@ def _stop_processes(processes: _NamedProcesses) -> None:
 def _stop_on_signals() -> Iterator[threading.Event]:
     """Yields an event that Ctrl-C, SIGTERM and SIGHUP set."""
     stop_event = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop_event.set()) for number in SIGNALS}
+    previous_handlers = {
+        number: signal.signal(number, lambda *_: stop_event.set()) for number in STOP_SIGNALS
+    }
     try:
         yield stop_event
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

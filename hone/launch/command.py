@@ -14,16 +14,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TypeAlias
 
 from hone.config.errors import ConfigError
-from hone.launch.cluster import Plan, run
-from hone.launch.node import CLUSTER_FILE, FOLLOWERS_FILE, HEAD, launch_folder
+from hone.launch.cluster import LaunchPlan, run
+from hone.launch.node import CLUSTER_FILE, FOLLOWERS_FILE, HEAD_FOLDER, launch_folder
 from hone.launch.scripts import rayjob_manifest, sbatch_script
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.console import screen
 from hone.types import Fields
 
-_TRAINING = ("hone.trainer.main_ppo", "verl.trainer.main_ppo")
+_Launchers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_TRAINING_MODULES = ("hone.trainer.main_ppo", "verl.trainer.main_ppo")
 _NODE_OPTIONS = ("setup", "python", "folder", "start_timeout")
 NETWORK_WARNING = (
     "Ray listens on every network interface of the nodes and requires a token. Close the ports of the "
@@ -33,11 +35,11 @@ NETWORK_WARNING = (
 
 def launch(arguments: Sequence[str]) -> int:
     """Runs `hone launch`; returns the exit status of the job, or 0 for a written file."""
-    words = list(arguments)
-    separator = words.index("--") if "--" in words else len(words)
+    argv = list(arguments)
+    separator = argv.index("--") if "--" in argv else len(argv)
     parser = _parser()
-    options = parser.parse_args(words[:separator])
-    command = words[separator + 1 :]
+    options = parser.parse_args(argv[:separator])
+    command = argv[separator + 1 :]
     if not command:
         parser.error("write the command after --: hone launch local -- hone train key=value …")
     if options.nodes is not None and options.nodes < 1:
@@ -48,10 +50,10 @@ def launch(arguments: Sequence[str]) -> int:
         parser.error(f"--start-timeout {options.start_timeout:g}: give more than 0")
     if options.launcher in ("slurm", "kubernetes"):
         return _write_job_file(options, command, parser)
-    hosts = _hosts(options)
+    hosts = _host_names(options)
     if options.launcher != "local":
         screen().line(NETWORK_WARNING)
-    plan = Plan(
+    plan = LaunchPlan(
         transport=options.launcher,
         hosts=hosts,
         command=tuple(_with_cluster_size(command, len(hosts), options.gpus_per_node)),
@@ -60,7 +62,7 @@ def launch(arguments: Sequence[str]) -> int:
         setup=options.setup or "",
         gpus=options.gpus_per_node,
         port=getattr(options, "port", 0),
-        start_deadline_s=options.start_timeout or Plan.start_deadline_s,
+        start_deadline_s=options.start_timeout or LaunchPlan.start_deadline_s,
     )
     return run(plan, screen().line, _write_and_flush)
 
@@ -78,16 +80,34 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="default: hosts of the list; local 3"
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="number of nodes (default: all hosts of the list; local: 3)",
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, metavar="G", help="slurm, kubernetes: default 8"
+        "--gpus-per-node",
+        type=int,
+        metavar="G",
+        help="GPUs per node (slurm and kubernetes: 8 by default)",
     )
     parser.add_argument("--setup", metavar="LINE", help="shell line that each node runs first")
-    parser.add_argument("--python", help="interpreter on the nodes (this one)")
-    parser.add_argument("--folder", help="working folder on the nodes (this one)")
-    parser.add_argument("--start-timeout", type=float, metavar="S", help="(300)")
+    parser.add_argument("--python", help="interpreter on the nodes (default: this one)")
+    parser.add_argument("--folder", help="working folder on the nodes (default: this one)")
+    parser.add_argument(
+        "--start-timeout",
+        type=float,
+        metavar="S",
+        help="seconds that a node may take to start (300)",
+    )
     launchers = parser.add_subparsers(dest="launcher", required=True)
+    _add_job_file_launchers(launchers)
+    _add_running_launchers(launchers)
+    return parser
+
+
+def _add_job_file_launchers(launchers: _Launchers) -> None:
+    """Adds the launchers that write a file for a job scheduler."""
     slurm = launchers.add_parser("slurm", help="write an sbatch script", allow_abbrev=False)
     slurm.add_argument("--submit", action="store_true", help="submit it with sbatch")
     slurm.add_argument(
@@ -95,41 +115,52 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="OPTION",
-        help="as --sbatch=--partition=gpu",
+        help="another option of sbatch, as in --sbatch=--partition=gpu",
     )
     kubernetes = launchers.add_parser(
-        "kubernetes", help="write a RayJob of KubeRay", allow_abbrev=False
+        "kubernetes", help="write the manifest of a KubeRay RayJob", allow_abbrev=False
     )
-    kubernetes.add_argument("--image", required=True, help="with hone and Ray in it")
+    kubernetes.add_argument("--image", required=True, help="container image with hone and Ray")
     kubernetes.add_argument("--namespace")
     kubernetes.add_argument("--volume", action="append", default=[], metavar="CLAIM:/PATH")
     kubernetes.add_argument("--env-secret", action="append", default=[], metavar="SECRET")
     kubernetes.add_argument("--cpus", type=int, default=32, help="per node (32)")
     kubernetes.add_argument("--memory", default="256Gi", help="per node (256Gi)")
     for launcher, suffix in ((slurm, "sbatch"), (kubernetes, "yaml")):
-        launcher.add_argument("--name", default="hone", help="of the job (hone)")
+        launcher.add_argument("--name", default="hone", help="name of the job (hone)")
         launcher.add_argument("--out", metavar="FILE", help=f"file to write (NAME.{suffix})")
-    for name, text in (("ssh", "over ssh, hosts in a file"), ("srun", argparse.SUPPRESS)):
+
+
+def _add_running_launchers(launchers: _Launchers) -> None:
+    """Adds the launchers that start the nodes and run the command at once."""
+    for name, text in (
+        ("ssh", "start the nodes over ssh on the hosts of a file"),
+        ("srun", argparse.SUPPRESS),
+    ):
         launcher = launchers.add_parser(name, help=text, allow_abbrev=False)
         launcher.add_argument(
-            "--hosts", required=True, metavar="FILE", help="a host per line, head first"
+            "--hosts",
+            required=True,
+            metavar="FILE",
+            help="file with one host per line, the head node first",
         )
         launcher.add_argument(
-            "--port", type=int, default=0, help="of the control plane (a free one)"
+            "--port", type=int, default=0, help="port of Ray's control plane (default: a free one)"
         )
     launchers.add_parser(
-        "local", help="several raylets on this machine, to try", allow_abbrev=False
+        "local", help="start several raylets on this machine, for a trial", allow_abbrev=False
     )
-    return parser
 
 
-def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
+def _host_names(options: argparse.Namespace) -> tuple[str, ...]:
     if options.launcher == "local":
         return ("this machine",) * (options.nodes or 3)
     lines = Path(options.hosts).read_text(encoding="utf-8").splitlines()
     hosts = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if wrong := [host for host in hosts if host.startswith("-") or len(host.split()) > 1]:
-        raise ConfigError(f"{options.hosts}: {wrong[0]!r} is not a host name; write one per line")
+    if invalid_hosts := [host for host in hosts if host.startswith("-") or len(host.split()) > 1]:
+        raise ConfigError(
+            f"{options.hosts}: {invalid_hosts[0]!r} is not a host name; write one per line"
+        )
     nodes = options.nodes or len(hosts)
     if not hosts or nodes > len(hosts):
         raise ConfigError(f"{options.hosts} names {len(hosts)} hosts and --nodes asks for {nodes}")
@@ -138,12 +169,15 @@ def _hosts(options: argparse.Namespace) -> tuple[str, ...]:
 
 def _with_cluster_size(command: Sequence[str], nodes: int, gpus: int | None) -> list[str]:
     """Appends the size of the cluster to a training command that does not set it."""
-    words = list(command)
-    if words[:2] != ["hone", "train"] and not (words[1:2] == ["-m"] and words[2] in _TRAINING):
-        return words
+    arguments = list(command)
+    runs_module = arguments[1:2] == ["-m"] and arguments[2] in _TRAINING_MODULES
+    if arguments[:2] != ["hone", "train"] and not runs_module:
+        return arguments
     sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": gpus or None}
-    keys = {word.lstrip("+").partition("=")[0] for word in words}
-    return words + [f"{key}={n}" for key, n in sizes.items() if n is not None and key not in keys]
+    keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
+    return arguments + [
+        f"{key}={size}" for key, size in sizes.items() if size is not None and key not in keys
+    ]
 
 
 def _write_job_file(
@@ -162,7 +196,7 @@ def _write_job_file(
             python=options.python or sys.executable,
             setup=options.setup or "",
             folder=options.folder,
-            start_timeout=options.start_timeout or Plan.start_deadline_s,
+            start_timeout=options.start_timeout or LaunchPlan.start_deadline_s,
         )
     else:
         for key in _NODE_OPTIONS:
@@ -203,57 +237,63 @@ def jobs(arguments: Sequence[str]) -> int:
         "`hone launch` whose head is this machine.",
         allow_abbrev=False,
     )
-    parser.add_argument("--address", help="job server, as in http://127.0.0.1:8265")
+    parser.add_argument("--address", help="address of the job server, as in http://127.0.0.1:8265")
     verbs = parser.add_subparsers(dest="verb")
-    verbs.add_parser("list", help="all jobs (the default)")
+    verbs.add_parser("list", help="list all jobs (the default)")
     for verb, text in (("logs", "print and follow a job's log"), ("stop", "stop a job")):
-        verbs.add_parser(verb, help=text).add_argument("job", nargs="?", help="default: the newest")
+        verbs.add_parser(verb, help=text).add_argument(
+            "job", nargs="?", help="job (default: the newest)"
+        )
     options = parser.parse_args(list(arguments))
-    address, head = (options.address, None) if options.address else _newest_launch()
+    address, head_folder = (options.address, None) if options.address else _newest_launch()
     from hone.launch.jobs import CLIENT_ERRORS
 
     try:
-        return _run_jobs_verb(address, options.verb, getattr(options, "job", None), head)
+        return _run_jobs_verb(address, options.verb, getattr(options, "job", None), head_folder)
     except CLIENT_ERRORS as error:
         raise ConfigError(
             f"the job server {address} does not answer; its cluster may have ended: {error}"
         ) from error
 
 
-def _run_jobs_verb(address: str, verb: str | None, job: str | None, head: Path | None) -> int:
-    from hone.launch.jobs import STOP_RETRY_S, Jobs
+def _run_jobs_verb(
+    address: str, verb: str | None, job: str | None, head_folder: Path | None
+) -> int:
+    from hone.launch.jobs import STOP_RETRY_DEADLINE_S, JobClient
 
-    server = Jobs(address)
-    server.retry_s = STOP_RETRY_S
-    details = server.details()
+    client = JobClient(address)
+    client.retry_deadline_s = STOP_RETRY_DEADLINE_S
+    entries = client.list_jobs()
     if verb in (None, "list"):
-        for entry in details:
+        for entry in entries:
             start = datetime.fromtimestamp((entry.start_time or 0) / 1000, timezone.utc)
             screen().line(
                 f"{entry.submission_id}  {entry.status.value:<9}  {start:%F %T}  {entry.entrypoint}"
             )
         return 0
-    names = [str(entry.submission_id) for entry in details if entry.submission_id]
-    if not names:
+    job_ids = [str(entry.submission_id) for entry in entries if entry.submission_id]
+    if not job_ids:
         raise ConfigError(f"{address} has no jobs")
-    name = job or names[-1]
-    if name not in names:
-        raise ConfigError(f"{address} has no job {name}; it has {', '.join(names)}")
+    job_id = job or job_ids[-1]
+    if job_id not in job_ids:
+        raise ConfigError(f"{address} has no job {job_id}; it has {', '.join(job_ids)}")
     if verb == "logs":
-        with _keep_cluster_alive(head):
-            return server.follow(name, _write_and_flush)
-    screen().line(f"stopping {name}" if server.stop(name) else f"{name} has already ended")
+        with _keep_cluster_alive(head_folder):
+            return client.follow(job_id, _write_and_flush)
+    screen().line(f"stopping {job_id}" if client.stop(job_id) else f"{job_id} has already ended")
     return 0
 
 
 @contextlib.contextmanager
-def _keep_cluster_alive(head: Path | None) -> Iterator[None]:
-    """Keeps a launched cluster running inside the block, to read a log to its end."""
+def _keep_cluster_alive(head_folder: Path | None) -> Iterator[None]:
+    """Keeps a launched cluster running inside the block, so that a log can be read to its end."""
     try:
         with contextlib.ExitStack() as stack:
-            if head is not None:
+            if head_folder is not None:
                 with contextlib.suppress(OSError):  # the cluster is stopping
-                    lock = stack.enter_context(open(head / FOLLOWERS_FILE, "a", encoding="utf-8"))
+                    lock = stack.enter_context(
+                        open(head_folder / FOLLOWERS_FILE, "a", encoding="utf-8")
+                    )
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             yield
     except KeyboardInterrupt:
@@ -262,9 +302,12 @@ def _keep_cluster_alive(head: Path | None) -> Iterator[None]:
 
 
 def _newest_launch() -> tuple[str, Path]:
-    """Returns job server and folder of the newest cluster with its head here; sets its token."""
+    """Returns the job server and the folder of the newest cluster whose head is this machine.
+
+    Sets the environment variables of its token.
+    """
     clusters = []
-    for file in launch_folder().glob(f"*/{HEAD}/{CLUSTER_FILE}"):
+    for file in launch_folder().glob(f"*/{HEAD_FOLDER}/{CLUSTER_FILE}"):
         with contextlib.suppress(OSError, ValueError):  # the cluster is starting or stopping
             cluster = json.loads(file.read_text("utf-8"))
             if _head_runs_here(cluster):
@@ -281,7 +324,7 @@ def _newest_launch() -> tuple[str, Path]:
 
 
 def _head_runs_here(cluster: Fields) -> bool:
-    """Whether the head runs here; a shared home may have files of other or old clusters."""
+    """Whether the head of a cluster runs here; a shared home may have files of other or old clusters."""
     if cluster.get("host") != socket.gethostname():
         return False
     return b"hone.launch.node" in Path(f"/proc/{cluster.get('pid')}/cmdline").read_bytes()

@@ -1,4 +1,4 @@
-"""Runs a command that `hone launch kubernetes` encoded (see `entrypoint_without_quotes`)."""
+"""Runs a command that `hone launch kubernetes` encoded (see `entrypoint_without_quotes` in scripts.py)."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import os
 import sys
 
 if __name__ == "__main__":
-    words = json.loads(base64.urlsafe_b64decode(sys.argv[1]))
-    os.execvp(words[0], words)
+    command = json.loads(base64.urlsafe_b64decode(sys.argv[1]))
+    os.execvp(command[0], command)

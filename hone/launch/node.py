@@ -26,7 +26,7 @@ from types import ModuleType
 import hone
 
 LOOPBACK = "127.0.0.1"
-HEAD, CLUSTER_FILE, FOLLOWERS_FILE = "head", "cluster.json", "followers"
+HEAD_FOLDER, CLUSTER_FILE, FOLLOWERS_FILE = "head", "cluster.json", "followers"
 STOP_WAIT_S = 120
 """Time that a stopped job has to save and end; Ray's default is 3 s."""
 FOLLOWERS_WAIT_S = 10.0
@@ -49,7 +49,7 @@ reaper, ray_ports = _load_controller_module("reaper"), _load_controller_module("
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """The settings of one node; `head` is the address of the head node, empty on it."""
+    """The settings of one node; `head` is the address of the head node, and empty for the head itself."""
 
     mark: str
     token: str
@@ -62,7 +62,7 @@ class NodeSettings:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """The answer of a node: an error, or the addresses of the control plane and the job server."""
+    """The status that a node sends: an error, or the addresses of the control plane and the job server."""
 
     address: str = ""
     jobs: str = ""
@@ -71,7 +71,7 @@ class NodeStatus:
 
 
 def launch_folder(mark: str = "") -> Path:
-    """Returns the folder of a launched cluster on this machine, in the user's home."""
+    """Returns the folder of a launched cluster in the user's home, or of all if `mark` is empty."""
     return Path.home() / ".hone" / "launch" / mark
 
 
@@ -81,33 +81,36 @@ def main() -> None:
     answer_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Ray's output goes to stderr
 
-    def answer(status: NodeStatus) -> None:
+    def send_status(status: NodeStatus) -> None:
         answer_stream.write(json.dumps(asdict(status)) + "\n")
         answer_stream.flush()
 
     # Several nodes may share one machine or one home.
-    name = f"{socket.gethostname()}-{os.getpid()}" if settings.head else HEAD
-    folder = launch_folder(settings.mark) / name
+    folder_name = f"{socket.gethostname()}-{os.getpid()}" if settings.head else HEAD_FOLDER
+    folder = launch_folder(settings.mark) / folder_name
     reaper_process = reaper.start_reaper(f"{settings.mark}-{os.getpid()}")
     # Ray makes its session folder world-writable, so it is inside a private folder. Other programs would
     # find a cluster in Ray's default folder and join it.
-    session = tempfile.mkdtemp(prefix="hone-ray-")
+    session_folder = tempfile.mkdtemp(prefix="hone-ray-")
     try:
-        serve(settings, folder, session, answer)
+        run_node(settings, folder, session_folder, send_status)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        reaper.kill_marked(f"{settings.mark}-{os.getpid()}")
+        reaper.kill_marked_processes(f"{settings.mark}-{os.getpid()}")
         reaper_process.kill()
-        for path in (folder, session):
+        for path in (folder, session_folder):
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):  # another node may still use it
             folder.parent.rmdir()
 
 
-def serve(
-    settings: NodeSettings, folder: Path, session: str, answer: Callable[[NodeStatus], None]
+def run_node(
+    settings: NodeSettings,
+    folder: Path,
+    session_folder: str,
+    send_status: Callable[[NodeStatus], None],
 ) -> None:
-    """Starts Ray on this node and waits for the end of standard input."""
+    """Starts Ray on this node, sends its status and waits for the end of standard input."""
     folder.mkdir(parents=True, mode=0o700)
     token_file = folder / "token"
     token_file.touch(mode=0o600)
@@ -124,16 +127,18 @@ def serve(
     if settings.only_loopback:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     try:
-        status = start(settings, token_file, session)
-    except Exception as error:  # Ray raises many kinds
-        answer(NodeStatus(error=f"{type(error).__name__}: {error}{_raylet_failure(session)}"))
+        status = start_ray(settings, token_file, session_folder)
+    except Exception as error:  # Ray raises many kinds of exceptions
+        send_status(
+            NodeStatus(error=f"{type(error).__name__}: {error}{_raylet_failure(session_folder)}")
+        )
         return
     if not settings.head:
         file = folder / CLUSTER_FILE
         file.touch(mode=0o600)
         process = {"host": socket.gethostname(), "pid": os.getpid()}
         file.write_text(json.dumps(asdict(status) | process), encoding="utf-8")
-    answer(status)
+    send_status(status)
     while sys.stdin.readline():
         pass
     with contextlib.suppress(OSError):  # the file system has no locks, or a signal ended the wait
@@ -141,7 +146,7 @@ def serve(
 
 
 def _wait_for_followers(file: Path) -> None:
-    """Waits until no `hone jobs logs` locks the file."""
+    """Waits up to FOLLOWERS_WAIT_S until no `hone jobs logs` locks the file."""
     end_time = time.monotonic() + FOLLOWERS_WAIT_S
     with open(file, "a", encoding="utf-8") as lock:
         while time.monotonic() < end_time:
@@ -152,7 +157,7 @@ def _wait_for_followers(file: Path) -> None:
                 time.sleep(0.1)
 
 
-def start(settings: NodeSettings, token_file: Path, session: str) -> NodeStatus:
+def start_ray(settings: NodeSettings, token_file: Path, session_folder: str) -> NodeStatus:
     """Runs `ray start` in this process; the processes of Ray are its children."""
     # Ray reads its settings from the environment when it is imported.
     from ray._private import ray_constants, services
@@ -163,35 +168,35 @@ def start(settings: NodeSettings, token_file: Path, session: str) -> NodeStatus:
         services.get_node_ip_address = lambda address=None: LOOPBACK
     # Ray Client is not used, and two clusters on one machine would use the same port for it.
     scripts.get_ray_client_dependency_error = lambda: ImportError("not used")
-    options = ["--disable-usage-stats", "--log-color=false", f"--temp-dir={session}/ray"]
+    options = ["--disable-usage-stats", "--log-color=false", f"--temp-dir={session_folder}/ray"]
     for name, count in (("gpus", settings.gpus), ("cpus", settings.cpus)):
         if count is not None:
             options.append(f"--num-{name}={count}")
     if settings.head:
-        _wait_for(settings.head)
+        _wait_until_reachable(settings.head)
         with ray_ports.fixed_agent_ports():
             scripts.start.main([f"--address={settings.head}", *options], standalone_mode=False)
         return NodeStatus(settings.head, token_file=str(token_file))
-    port, jobs = ray_ports.free_ports(2)
+    port, jobs_port = ray_ports.free_ports(2)
     port = settings.port or port
     options += ["--head", "--no-monitor", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
-    options += ["--include-dashboard=true", f"--dashboard-port={jobs}"]
+    options += ["--include-dashboard=true", f"--dashboard-port={jobs_port}"]
     with ray_ports.fixed_agent_ports():
         scripts.start.main(options, standalone_mode=False)
     host = services.get_node_ip_address()
-    return NodeStatus(f"{host}:{port}", f"http://{LOOPBACK}:{jobs}", str(token_file))
+    return NodeStatus(f"{host}:{port}", f"http://{LOOPBACK}:{jobs_port}", str(token_file))
 
 
-def _raylet_failure(session: str) -> str:
-    """Returns the failed check in the raylet's log, or an empty text."""
-    for file in Path(session).glob("ray/session_latest/logs/raylet.out"):
+def _raylet_failure(session_folder: str) -> str:
+    """Returns a line with the failed check in the raylet's log, or an empty text."""
+    for file in Path(session_folder).glob("ray/session_latest/logs/raylet.out"):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             if "Check failed: " in line:
                 return f"\nits raylet: {line.partition('Check failed: ')[2]}"
     return ""
 
 
-def _wait_for(address: str) -> None:
+def _wait_until_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     end_time = time.monotonic() + 30
     while True:

@@ -14,9 +14,9 @@ import yaml
 from hone.config.errors import ConfigError
 from hone.types import Fields
 
-_NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
-"""A Kubernetes name of at most 47 characters; KubeRay appends to it, up to 63."""
-_BYTES = re.compile(r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?")
+_NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
+"""A Kubernetes name of at most 47 characters; KubeRay appends up to 16 more."""
+_QUANTITY_PATTERN = re.compile(r"\d+(\.\d+)?([KMGTPE]i|[kMGTPE])?")
 
 
 def sbatch_script(
@@ -31,18 +31,25 @@ def sbatch_script(
     folder: str | None,
     start_timeout: float,
 ) -> str:
-    """Returns a batch script that starts Ray on its nodes and runs the command."""
-    words = [*options, name]
-    if invalid := [word for word in words if not word or "\n" in word or "\r" in word]:
-        raise ConfigError(f"{invalid[0]!r} is not a line of an sbatch script")
+    """Returns a batch script that starts Ray on its nodes and runs the command; `gpus` is per node."""
+    lines = [*options, name]
+    if invalid_lines := [line for line in lines if not line or "\n" in line or "\r" in line]:
+        raise ConfigError(f"{invalid_lines[0]!r} is not a line of an sbatch script")
     directives = [f"--job-name={shlex.quote(name)}", f"--nodes={nodes}", "--ntasks-per-node=1"]
     directives += [f"--gpus-per-node={gpus}"] if gpus else []
     # SLURM sends SIGTERM 120 s before the time limit, so that the job can save.
     directives += ["--exclusive", "--output=%x-%j.log", "--signal=B:TERM@120", *options]
-    launch = [python, "-m", "hone.cli", "launch", f"--nodes={nodes}", f"--gpus-per-node={gpus}"]
-    launch += [f"--setup={setup}"] if setup else []
-    launch += [f"--folder={folder}"] if folder else []
-    launch.append(f"--start-timeout={start_timeout:g}")
+    launch_command = [
+        python,
+        "-m",
+        "hone.cli",
+        "launch",
+        f"--nodes={nodes}",
+        f"--gpus-per-node={gpus}",
+    ]
+    launch_command += [f"--setup={setup}"] if setup else []
+    launch_command += [f"--folder={folder}"] if folder else []
+    launch_command.append(f"--start-timeout={start_timeout:g}")
     return "\n".join(
         [
             "#!/bin/bash",
@@ -53,7 +60,7 @@ def sbatch_script(
             "trap 'rm -f \"$hosts\"' EXIT",
             'scontrol show hostnames "$SLURM_JOB_NODELIST" > "$hosts"',
             "# The launch process gets the signals; it stops the job and then Ray.",
-            f'{shlex.join(launch)} srun --hosts "$hosts" -- {shlex.join(command)} &',
+            f'{shlex.join(launch_command)} srun --hosts "$hosts" -- {shlex.join(command)} &',
             "launch=$!",
             "trap 'kill -TERM \"$launch\"' TERM INT",
             "status=0",
@@ -66,11 +73,12 @@ def sbatch_script(
 
 
 def _check_kubernetes(name: str, memory: str) -> None:
-    if not _NAME.fullmatch(name):
+    """Raises ConfigError if Kubernetes would reject the name or the memory."""
+    if not _NAME_PATTERN.fullmatch(name):
         raise ConfigError(
             f"--name {name}: use at most 47 characters of a-z, 0-9 and -, the first one a letter"
         )
-    if not _BYTES.fullmatch(memory):
+    if not _QUANTITY_PATTERN.fullmatch(memory):
         raise ConfigError(f"--memory {memory}: give a quantity of Kubernetes, for example 256Gi")
 
 
@@ -87,39 +95,42 @@ def rayjob_manifest(
     cpus: int,
     memory: str,
 ) -> str:
-    """Returns a KubeRay RayJob: a cluster of `nodes` pods, which stops after the job."""
-    _check_kubernetes(name, memory)
-    mounts = [_volume(i, text) for i, text in enumerate(volumes)]
+    """Returns the manifest of a KubeRay RayJob: a cluster of `nodes` pods, which stops after the job.
 
-    def pod(container: str) -> Fields:
+    `gpus`, `cpus` and `memory` are per pod.
+    """
+    _check_kubernetes(name, memory)
+    volumes_and_mounts = [_volume_and_mount(i, text) for i, text in enumerate(volumes)]
+
+    def pod_template(container_name: str) -> Fields:
         limits: Fields = {"cpu": str(cpus), "memory": memory}
         limits |= {"nvidia.com/gpu": gpus} if gpus else {}
-        shm = {"name": "shm", "mountPath": "/dev/shm"}
-        content: Fields = {
-            "name": container,
+        shm_mount = {"name": "shm", "mountPath": "/dev/shm"}
+        container: Fields = {
+            "name": container_name,
             "image": image,
             "resources": {"limits": limits, "requests": dict(limits)},
-            "volumeMounts": [shm, *(dict(mount) for _, mount in mounts)],
+            "volumeMounts": [shm_mount, *(dict(mount) for _, mount in volumes_and_mounts)],
         }
         if env_from:
-            content["envFrom"] = [{"secretRef": {"name": secret}} for secret in env_from]
-        memory_disk = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+            container["envFrom"] = [{"secretRef": {"name": secret}} for secret in env_from]
+        shm_volume = {"name": "shm", "emptyDir": {"medium": "Memory"}}
         return {
             "spec": {
-                "containers": [content],
-                "volumes": [memory_disk, *(dict(volume) for volume, _ in mounts)],
+                "containers": [container],
+                "volumes": [shm_volume, *(dict(volume) for volume, _ in volumes_and_mounts)],
             }
         }
 
     cluster: Fields = {
         "rayVersion": version("ray"),
         "authOptions": {"mode": "token"},
-        "headGroupSpec": {"rayStartParams": {}, "template": pod("ray-head")},
+        "headGroupSpec": {"rayStartParams": {}, "template": pod_template("ray-head")},
     }
     if nodes > 1:
         counts = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), nodes - 1)
         workers: Fields = {"groupName": "workers", **counts, "rayStartParams": {}}
-        cluster["workerGroupSpecs"] = [{**workers, "template": pod("ray-worker")}]
+        cluster["workerGroupSpecs"] = [{**workers, "template": pod_template("ray-worker")}]
     metadata: Fields = {"name": name} | ({"namespace": namespace} if namespace else {})
     spec: Fields = {
         "entrypoint": entrypoint_without_quotes(command),
@@ -129,11 +140,11 @@ def rayjob_manifest(
         "rayClusterSpec": cluster,
     }
     manifest = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
-    readable = json.dumps(list(command), ensure_ascii=True)
-    return f"# command: {readable}\n" + yaml.safe_dump(manifest, sort_keys=False)
+    command_text = json.dumps(list(command), ensure_ascii=True)
+    return f"# command: {command_text}\n" + yaml.safe_dump(manifest, sort_keys=False)
 
 
-def _volume(number: int, text: str) -> tuple[Fields, Fields]:
+def _volume_and_mount(number: int, text: str) -> tuple[Fields, Fields]:
     claim, colon, path = text.partition(":")
     if not (colon and claim and path.startswith("/")):
         raise ConfigError(
@@ -145,10 +156,10 @@ def _volume(number: int, text: str) -> tuple[Fields, Fields]:
 
 
 def entrypoint_without_quotes(command: Sequence[str]) -> str:
-    """Returns the command without shell characters, because KubeRay and Ray both quote it again."""
-    words = list(command)
-    words[:1] = ["python", "-m", "hone.cli"] if words[0] == "hone" else words[:1]
-    if all(shlex.quote(word) == word for word in words):
-        return " ".join(words)
-    encoded = base64.urlsafe_b64encode(json.dumps(words).encode()).decode()
+    """Returns the command as text without shell characters, because KubeRay and Ray both quote it."""
+    arguments = list(command)
+    arguments[:1] = ["python", "-m", "hone.cli"] if arguments[0] == "hone" else arguments[:1]
+    if all(shlex.quote(argument) == argument for argument in arguments):
+        return " ".join(arguments)
+    encoded = base64.urlsafe_b64encode(json.dumps(arguments).encode()).decode()
     return f"python -m hone.launch.encoded {encoded}"

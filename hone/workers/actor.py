@@ -32,8 +32,8 @@ class ActorWorker(TrainWorker):
     def init_model(self) -> None:
         config = self.config.actor_rollout_ref
         self.tokenizer = build_tokenizer(config.model)
-        sharding = (config.actor.fsdp_config, config.ref.fsdp_config)
-        self.build_engine(config.actor.strategy, actor_spec, *sharding)
+        fsdp_configs = (config.actor.fsdp_config, config.ref.fsdp_config)
+        self.build_engine(config.actor.strategy, actor_spec, *fsdp_configs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(
@@ -43,7 +43,7 @@ class ActorWorker(TrainWorker):
         with_sum_pi_squared: bool = False,
         temperature: float | None = None,
     ) -> DataProto:
-        """Computes log-probs and entropies, and on request Σπ² per token."""
+        """Computes the log-prob and the entropy of each token, and Σπ² with `with_sum_pi_squared`."""
         options: Options = {
             "temperature": self.temperature(temperature),
             "with_entropy": True,
@@ -51,18 +51,20 @@ class ActorWorker(TrainWorker):
         }
         if self.config.actor_rollout_ref.actor.router_replay.mode == "R2":
             options["with_routing"] = True
-        out = self.engine.infer(data, **options)
-        names = {"log_probs": "old_log_probs", "entropy": "entropys"}
-        return DataProto.from_dict({names.get(name, name): x for name, x in out.items()})
+        outputs = self.engine.infer(data, **options)
+        column_names = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        return DataProto.from_dict(
+            {column_names.get(name, name): values for name, values in outputs.items()}
+        )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(
         self, data: DataProto, *, temperature: float | None = None
     ) -> DataProto:
-        """Computes reference log-probs of a LoRA run: the actor with its adapters disabled."""
+        """Computes the reference log-probs of a LoRA run with the actor, its adapters disabled."""
         temperature = self.temperature(temperature)
-        out = self.engine.infer(data, adapters=False, temperature=temperature)
-        return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
+        outputs = self.engine.infer(data, adapters=False, temperature=temperature)
+        return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(
@@ -75,12 +77,12 @@ class ActorWorker(TrainWorker):
             config, temperature=self.temperature(temperature), correction=correction
         )
         updates = []
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         with self.engine.present(optimizer=True):
             for minibatch in self.minibatches(data, config, step_rows):
                 updates.append(self.engine.train_minibatch(minibatch, objective))
         metrics = self.end_updates("actor", updates)
-        metrics |= self._device_metrics(data, time.perf_counter() - started)
+        metrics |= self._device_metrics(data, time.perf_counter() - start_time)
         return DataProto(meta_info={"metrics": metrics})
 
     def _device_metrics(self, data: DataProto, seconds: float) -> dict[str, float]:
@@ -92,10 +94,10 @@ class ActorWorker(TrainWorker):
             "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / _GIB,
             "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / _GIB,
         }
-        if (roofline := Roofline.of(self.engine.facts, device)) is not None:
+        if (roofline := Roofline.for_device(self.engine.facts, device)) is not None:
             mask = data.batch["attention_mask"]
-            shared = shared_with_the_row_before(data.batch["prompts"], mask)
-            mfu = roofline.mfu(mask.sum(1).tolist(), shared, seconds)
+            shared_lengths = shared_with_the_row_before(data.batch["prompts"], mask)
+            mfu = roofline.mfu(mask.sum(1).tolist(), shared_lengths, seconds)
             epochs = self.config.actor_rollout_ref.actor.ppo_epochs
             metrics["perf/mfu"] = epochs * mfu / self.engine.mesh.ranks_per_slot
         return metrics
@@ -121,5 +123,5 @@ class ReferenceWorker(TrainWorker):
     def compute_ref_log_prob(
         self, data: DataProto, *, temperature: float | None = None
     ) -> DataProto:
-        out = self.engine.infer(data, temperature=self.temperature(temperature))
-        return DataProto.from_dict({"ref_log_prob": out["log_probs"]})
+        outputs = self.engine.infer(data, temperature=self.temperature(temperature))
+        return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})

@@ -1,7 +1,7 @@
-"""verl's ActorRolloutRefWorker: actor, rollout and reference in one worker, with verl's method names.
+"""verl's ActorRolloutRefWorker: actor, rollout and reference in one worker, with verl's methods.
 
-It serves hand-written loops and verl's role mappings. Such loops pass prompt tensors or chat messages, and
-sampling parameters in `meta_info`; uids are optional.
+It is for hand-written training loops and verl's role mappings. Such loops pass prompt tensors or
+chat messages, and sampling parameters in `meta_info`; uids are optional.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from hone.config.rollout import RolloutConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import (
     DATA_PARALLEL,
+    ArgumentsPerRank,
     Batch,
-    Group,
-    PerRank,
+    WorkerGroupLike,
     dispatch_nd_compute_dataproto,
 )
 from hone.engine.contract import Mesh
@@ -34,34 +34,35 @@ from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.rollout_worker import RolloutWorker
 from hone.workers.train import TrainWorker, full_config
 
-GENERATED_UID = "generated_uid"
-"""Marks a batch whose uids this module has generated."""
-ROLLOUT = "rollout"
-"""The mesh on which every rank decodes its own rows, even if ranks share the work of an update."""
+HAS_GENERATED_UIDS = "generated_uid"
+"""The key in `meta_info` of a batch whose uids this module has generated."""
+ROLLOUT_MESH = "rollout"
+"""The mesh on which every rank decodes its own rows, even if several ranks update with the same rows."""
 
 
-def dispatch_prompts(group: Group, prompts: DataProto) -> PerRank[Batch]:
+def dispatch_prompts(group: WorkerGroupLike, prompts: DataProto) -> ArgumentsPerRank[Batch]:
     """Dispatch function that adds ids before rows are split, so that no two rows share a seed."""
-    return dispatch_nd_compute_dataproto(ROLLOUT, group, with_row_ids(prompts))
+    return dispatch_nd_compute_dataproto(ROLLOUT_MESH, group, with_row_ids(prompts))
 
 
-def collect_trajectories(group: Group, results: list[DataProto]) -> DataProto:
+def collect_trajectories(group: WorkerGroupLike, results: list[DataProto]) -> DataProto:
     """Collect function that joins the batches of the ranks with agent loops."""
-    return join_ranks(group, [results[rank] for rank in group.mesh(ROLLOUT).collect_ranks])
+    return join_ranks(group, [results[rank] for rank in group.mesh(ROLLOUT_MESH).collect_ranks])
 
 
 def with_row_ids(prompts: DataProto) -> DataProto:
-    """Returns the rows with `prompt_ids`, `uid` and `sample_index`, added if they are missing."""
+    """Returns the rows with the columns `prompt_ids`, `uid` and `sample_index`; adds missing ones."""
     rows = prompts.select()
     columns = dict(rows.non_tensor_batch)
-    ids = _prompt_ids(rows)
-    if ids is not None:
-        columns["prompt_ids"] = object_array(ids)
+    prompt_ids = _prompt_ids(rows)
+    if prompt_ids is not None:
+        columns["prompt_ids"] = object_array(prompt_ids)
     if "uid" not in columns:
-        sources = ids if ids is not None else columns.get("raw_prompt", range(len(rows)))
-        uids = [hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest() for x in sources]
+        raw_prompts = columns.get("raw_prompt", range(len(rows)))
+        row_prompts = prompt_ids if prompt_ids is not None else raw_prompts
+        uids = [hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest() for x in row_prompts]
         columns["uid"] = np.array(uids, dtype=object)
-        rows.meta_info[GENERATED_UID] = True
+        rows.meta_info[HAS_GENERATED_UIDS] = True
     if "sample_index" not in columns:
         counts: Counter[str] = Counter()
         indices = []
@@ -73,17 +74,20 @@ def with_row_ids(prompts: DataProto) -> DataProto:
 
 
 def with_call_number(rows: DataProto, call: int) -> DataProto:
-    """Appends the call number to generated uids, so that the next call samples other responses."""
+    """Returns the rows with `trajectory_id`, and with the call number appended to generated uids.
+
+    The call number makes the next call with the same prompts sample other responses.
+    """
     columns = dict(rows.non_tensor_batch)
-    if rows.meta_info.get(GENERATED_UID):
+    if rows.meta_info.get(HAS_GENERATED_UIDS):
         columns["uid"] = np.array([f"{uid}-{call}" for uid in columns["uid"]], dtype=object)
-    attempts = zip(columns["uid"], columns["sample_index"], strict=True)
-    columns["trajectory_id"] = np.array([f"{uid}-{i}" for uid, i in attempts], dtype=object)
+    samples = zip(columns["uid"], columns["sample_index"], strict=True)
+    columns["trajectory_id"] = np.array([f"{uid}-{i}" for uid, i in samples], dtype=object)
     return DataProto(None, columns, dict(rows.meta_info))
 
 
-def sampling_params_of(meta_info: Settings, rollout: RolloutConfig) -> Fields:
-    """Returns `sampling_params` of the batch, else the configured ones for `validate` and `do_sample`."""
+def select_sampling_params(meta_info: Settings, rollout: RolloutConfig) -> Fields:
+    """Returns the batch's `sampling_params`, else the config's, by `validate` and `do_sample`."""
     if "sampling_params" in meta_info:
         return dict(meta_info["sampling_params"])
     sampling = (validation_sampling if meta_info.get("validate") else training_sampling)(rollout)
@@ -101,7 +105,7 @@ def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
             ids = rows.batch[name]
             mask = rows.batch["attention_mask"][:, : ids.shape[1]]
             rows_and_masks = zip(ids, mask.bool(), strict=True)
-            return [row[: len(exists)][exists].tolist() for row, exists in rows_and_masks]
+            return [row[: len(is_token)][is_token].tolist() for row, is_token in rows_and_masks]
     return None
 
 
@@ -121,17 +125,17 @@ class ActorRolloutRefWorker(Worker):
     def __init__(self, config: Block, role: str = "actor_rollout_ref") -> None:
         super().__init__()
         self.config = config = full_config(config)
-        self._calls = 0
-        lora = config.actor_rollout_ref.model.uses_lora and "actor" in role
+        self._call_count = 0
+        actor_is_reference = config.actor_rollout_ref.model.uses_lora and "actor" in role
         self.members: dict[str, Worker] = {}
         if "actor" in role:
             self.members["actor"] = ActorWorker(config)
             self.members["rollout"] = rollout = RolloutWorker(config)
-            self.register_mesh(ROLLOUT, *rollout.mesh_slot(DATA_PARALLEL))
-        if "ref" in role and not lora:
+            self.register_mesh(ROLLOUT_MESH, *rollout.mesh_slot(DATA_PARALLEL))
+        if "ref" in role and not actor_is_reference:
             self.members["ref"] = ReferenceWorker(config)
         for member in self.members.values():
-            member.colocate(self.members)
+            member.set_colocated(self.members)
 
     @property
     def actor(self) -> ActorWorker:
@@ -162,13 +166,13 @@ class ActorRolloutRefWorker(Worker):
 
     @property
     def engine_mesh(self) -> Mesh:
-        """The mesh of the engines in this process, which must be the same, as they get the same rows."""
+        """The mesh of the engines in this process, which must be equal: they get the same rows."""
         workers = [m for m in self.members.values() if isinstance(m, TrainWorker)]
         meshes = {worker.engine.mesh for worker in workers}
         if len(meshes) != 1:
             raise ValueError(
-                f"actor and reference have different meshes ({meshes}); give both the same strategy, or "
-                "separate workers"
+                f"actor and reference have different meshes ({meshes}); give both the same strategy, or put "
+                "them in separate workers"
             )
         return meshes.pop()
 
@@ -177,18 +181,18 @@ class ActorRolloutRefWorker(Worker):
             Dispatch.DP_COMPUTE_PROTO,
             dispatch_fn=dispatch_prompts,
             collect_fn=collect_trajectories,
-            by_slot=False,
+            collects_per_slot=False,
         )
     )
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generates one trajectory per row with the row's agent loop."""
-        self._calls += 1
-        rows = with_call_number(with_row_ids(prompts), self._calls)
+        self._call_count += 1
+        rows = with_call_number(with_row_ids(prompts), self._call_count)
         rollout = self.config.actor_rollout_ref.rollout
-        rows.meta_info = {"sampling_params": sampling_params_of(prompts.meta_info, rollout)}
+        rows.meta_info = {"sampling_params": select_sampling_params(prompts.meta_info, rollout)}
         self.rollout.submit(rows)
         finished = self.rollout.finished(None, 0.0)
-        if not self.rollout.leads:
+        if not self.rollout.is_leader:
             return DataProto()
         outputs = {
             row: output
@@ -200,11 +204,11 @@ class ActorRolloutRefWorker(Worker):
                 "an agent loop returned several rows for a trajectory, and generate_sequences returns "
                 "one row per prompt row; train with hone.trainer.main_ppo"
             )
-        ordered = [outputs[row] for row in range(len(rows))]
-        batch = collate_outputs(ordered, pad_token_id=self.actor.tokenizer.pad_token_id)
+        ordered_outputs = [outputs[row] for row in range(len(rows))]
+        batch = collate_outputs(ordered_outputs, pad_token_id=self.actor.tokenizer.pad_token_id)
         if not rollout.calculate_log_probs:
             batch.batch.pop("rollout_log_probs", None)
-        batch.meta_info["metrics"] = loop_metrics(ordered) | finished.metrics
+        batch.meta_info["metrics"] = loop_metrics(ordered_outputs) | finished.metrics
         batch.meta_info["temperature"] = rollout.temperature
         return with_verl_columns(batch)
 
@@ -222,9 +226,9 @@ class ActorRolloutRefWorker(Worker):
     def update_actor(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
         """Runs all updates of this step and then updates the rollout weights, as verl does."""
         temperature = _temperature(data)
-        out = self.actor.update_actor(data, step_rows=step_rows, temperature=temperature)
+        result = self.actor.update_actor(data, step_rows=step_rows, temperature=temperature)
         self.rollout.announce_weights(self.actor.version())
-        return out
+        return result
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
@@ -247,5 +251,5 @@ class ActorRolloutRefWorker(Worker):
 
 
 def _temperature(data: DataProto) -> float | None:
-    """Returns the temperature that verl's loops pass in the batch."""
+    """Returns the temperature that a loop written for verl passes in the batch, or None."""
     return data.meta_info.get("temperature")

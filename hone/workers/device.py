@@ -20,7 +20,7 @@ _DTYPES = {
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
-    """Returns the device; `auto` is this rank's GPU if there is one."""
+    """Returns the device of a rank; `auto` is its GPU if there is one, else the CPU."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -33,21 +33,21 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Returns the dtype; `auto` is bfloat16 on a GPU and float32 on a CPU, where bfloat16 is 100x slower."""
+    """Returns the dtype; `auto` is bfloat16 on a GPU, and float32 on a CPU, where bfloat16 is slow."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return _DTYPES[name]
 
 
 def prepare_process(
-    device: torch.device, world_size: int, timeout_s: float, sharding: Iterable[FSDPConfig]
+    device: torch.device, world_size: int, timeout_s: float, fsdp_configs: Iterable[FSDPConfig]
 ) -> None:
-    """Joins the process group and enables determinism if a role needs it; called before loading models."""
+    """Joins the process group and enables determinism if a config asks for it; models load later."""
     if world_size > 1:
         from hone.engine.sharding import join_group
 
         join_group(device, timeout_s)
-    for config in sharding:
+    for config in fsdp_configs:
         if config.full_determinism:
             make_deterministic(config.seed)
 

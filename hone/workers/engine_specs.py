@@ -18,7 +18,7 @@ from hone.workers.device import pick_dtype
 
 
 def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
-    """Returns the actor's spec; log-probs use the micro-batch size of the rollout config, as in verl."""
+    """Returns the actor's spec; as in verl, log-probs use the micro-batch size of the rollout config."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     return _spec(
         config,
@@ -53,7 +53,7 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
 
 
 def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
-    """Returns the critic's spec; without a model path it starts from the actor's model."""
+    """Returns the critic's spec; without a model path, the critic starts from the actor's model."""
     critic, model = config.critic, config.critic.model
     adapters = None
     if model.lora_rank > 0:
@@ -100,7 +100,7 @@ def implicit_reward_spec(
     )
 
 
-def step_model_spec(
+def process_reward_spec(
     config: PPOTrainerConfig,
     worker: Worker,
     device: torch.device,
@@ -113,21 +113,25 @@ def step_model_spec(
     return replace(spec, head="steps", model_path=path, label_tokens=label_tokens)
 
 
-def _micro_batch_rule(role: MicroBatches, kind: str, tokens: int) -> MicroBatchRuleFor:
-    return lambda ranks: MicroBatchRule(role.sequences_per_micro_batch(ranks, kind), tokens)
+def _micro_batch_rule(
+    role_config: MicroBatches, key_prefix: str, max_tokens: int
+) -> MicroBatchRuleFor:
+    return lambda slots: MicroBatchRule(
+        role_config.sequences_per_micro_batch(slots, key_prefix), max_tokens
+    )
 
 
 def _spec(
     config: PPOTrainerConfig,
     worker: Worker,
     device: torch.device,
-    role: MicroBatches,
+    role_config: MicroBatches,
     fsdp: FSDPConfig,
     **fields: Any,
 ) -> EngineSpec:
-    """Returns the spec of a role; `fields` replace those of the actor's model."""
+    """Returns the spec of a role; `fields` are added to, or replace, those of the actor's model."""
     model = config.actor_rollout_ref.model
-    policy = {
+    actor_fields = {
         "head": "policy",
         "model_path": model.path,
         "override_config": model.override_config,
@@ -137,12 +141,12 @@ def _spec(
         device=device,
         dtype=pick_dtype(fsdp.dtype, device),
         fsdp=fsdp,
-        megatron=role.get("megatron", config.actor_rollout_ref.actor.megatron),
+        megatron=role_config.get("megatron", config.actor_rollout_ref.actor.megatron),
         response_width=config.actor_rollout_ref.rollout.response_length,
         seed=config.trainer.seed,
         rank=worker.rank,
         world_size=worker.world_size,
-        sequence_parallel=sequence_parallel(role, fsdp),
+        sequence_parallel=sequence_parallel(role_config, fsdp),
         tensor_parallel=fsdp.tensor_parallel_size,
-        **{**policy, **fields},
+        **{**actor_fields, **fields},
     )

@@ -1,4 +1,4 @@
-"""The worker of the judge's model: completes prompts with the native engine (`reward_model.type=judge`).
+"""The worker of the judge's model (`reward_model.type=judge`): completes prompts with the native engine.
 
 The trainer writes the prompts and parses the grades; this worker only generates.
 """
@@ -38,30 +38,32 @@ class JudgeWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        whole, config = self.config, self.config.reward_model
-        self.device = pick_device(whole.trainer.device, self.local_rank)
-        sharding, path = config.model.fsdp_config, str(config.model.path)
-        timeout_s = whole.actor_rollout_ref.nccl_timeout
-        prepare_process(self.device, self.world_size, timeout_s, [sharding])
+        run_config, config = self.config, self.config.reward_model
+        self.device = pick_device(run_config.trainer.device, self.local_rank)
+        fsdp_config, path = config.model.fsdp_config, str(config.model.path)
+        timeout_s = run_config.actor_rollout_ref.nccl_timeout
+        prepare_process(self.device, self.world_size, timeout_s, [fsdp_config])
         import_external(config.model.external_lib)
         self.tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
-        dtype = pick_dtype(sharding.dtype, self.device)
+        dtype = pick_dtype(fsdp_config.dtype, self.device)
         lm = load_causal_lm(path, dtype=dtype, device=self.device)
         policy = PolicyModel(lm.to(self.device).eval()).requires_grad_(False)
-        positions = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-        max_row = whole.data.max_prompt_length + whole.data.max_response_length
+        max_positions = (
+            getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+        )
+        max_row_length = run_config.data.max_prompt_length + run_config.data.max_response_length
         self._max_prompt_length = min(
-            config.max_length or 2 * max_row + 1024, positions - config.judge.max_tokens
+            config.max_length or 2 * max_row_length + 1024, max_positions - config.judge.max_tokens
         )
         if self._max_prompt_length < 1:
             raise ValueError(
                 f"reward_model.judge.max_tokens={config.judge.max_tokens} leaves no room for a prompt in "
-                f"the judge's {positions:,} positions; use fewer"
+                f"the judge's {max_positions:,} positions; lower it"
             )
         self.engine = build_native(
             RolloutSpec(
                 replace(
-                    whole.actor_rollout_ref.rollout,
+                    run_config.actor_rollout_ref.rollout,
                     exact=False,
                     max_model_len=self._max_prompt_length + config.judge.max_tokens,
                 ),
@@ -74,21 +76,21 @@ class JudgeWorker(Worker):
             )
         )
         run_coroutine(self.engine.sleep())
-        self._offload = build_offload(policy, None, sharding)
+        self._offload = build_offload(policy, None, fsdp_config)
         self._offload.start()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def complete(self, requests: DataProto) -> DataProto:
-        """Returns the `completion` of each `text`; None for a text that is too long."""
+        """Returns the `completion` of each row's `text`, or None if the text is too long."""
         columns = requests.non_tensor_batch
-        pairs = list(zip(columns["text"], columns["vote"], strict=True))
+        texts_and_votes = list(zip(columns["text"], columns["vote"], strict=True))
         with self._offload.present():
             run_coroutine(self.engine.wake_up())
             try:
-                texts = run_beside(self.engine, self._complete_all(pairs))
+                completions = run_beside(self.engine, self._complete_all(texts_and_votes))
             finally:
                 run_coroutine(self.engine.sleep())
-        return DataProto(None, {"completion": object_array(texts)})
+        return DataProto(None, {"completion": object_array(completions)})
 
     async def _complete_all(self, requests: Sequence[Request]) -> list[str | None]:
         return list(await asyncio.gather(*map(self._complete_one, requests)))
@@ -123,18 +125,21 @@ class WorkerCompletions:
         self._group = group
 
     async def complete(self, requests: Sequence[Request]) -> list[str | Failed]:
-        unique = list(dict.fromkeys(requests))
-        if not unique:
+        unique_requests = list(dict.fromkeys(requests))
+        if not unique_requests:
             return []
         assert self._group is not None, "the judge's workers do not exist before the run starts"
-        columns = zip(*unique, strict=True)
-        names = dict(zip(("text", "vote"), (object_array(list(c)) for c in columns), strict=True))
-        answer = self._group.call(JudgeWorker.complete, DataProto(None, names))
-        texts = dict(zip(unique, answer.non_tensor_batch["completion"], strict=True))
+        texts, votes = zip(*unique_requests, strict=True)
+        columns = {"text": object_array(list(texts)), "vote": object_array(list(votes))}
+        result = self._group.call(JudgeWorker.complete, DataProto(None, columns))
+        completions = dict(zip(unique_requests, result.non_tensor_batch["completion"], strict=True))
         too_long = Failed(
             "too_long", "the text is longer than the judge accepts; see reward_model.max_length"
         )
-        return [too_long if texts[request] is None else texts[request] for request in requests]
+        return [
+            too_long if completions[request] is None else completions[request]
+            for request in requests
+        ]
 
     def pop_metrics(self) -> dict[str, float]:
         return {}

@@ -22,7 +22,7 @@ from hone.ops.masked import masked_mean
 from hone.protocol import PADDED_ROW, DataProto, real_rows
 from hone.types import Fields, Function
 
-_PREPARED = "prepared/"
+_PREPARED_PREFIX = "prepared/"
 _NO_OPTIONS: Options = {}
 _LOG_PROBS_ONLY: Options = {"temperature": 1.0, "with_entropy": False}
 
@@ -46,20 +46,24 @@ class PolicyObjective:
         correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self._config = config
-        self._bypass = correction if correction is not None and correction.bypass_mode else None
-        name = "bypass_mode" if self._bypass is not None else config.policy_loss.loss_mode
+        self._bypass_correction = (
+            correction if correction is not None and correction.bypass_mode else None
+        )
+        name = (
+            "bypass_mode" if self._bypass_correction is not None else config.policy_loss.loss_mode
+        )
         self._loss = get_policy_loss_fn(name)
-        self._needs = needs_of(self._loss)
+        self._extra_columns = needs_of(self._loss)
         # The entropy is always computed: it is cheap, and an entropy collapse must be visible.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that the loss reads; some exist only in some configurations."""
+        """The columns that the loss reads; a batch may lack some of them."""
         policy = ("advantages", "old_log_probs", "rollout_log_probs", "rollout_is_weights")
         reference = ("ref_log_prob",) if self._config.use_kl_loss else ()
-        return ("response_mask", "loss_mask", *policy, *reference, *self._needs)
+        return ("response_mask", "loss_mask", *policy, *reference, *self._extra_columns)
 
     def mask(self, batch: DataProto) -> Tensor:
         has_loss_mask = batch.has_column("loss_mask")
@@ -67,32 +71,40 @@ class PolicyObjective:
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         log_prob = outputs["log_probs"]
-        old = batch.column("old_log_probs") if batch.has_column("old_log_probs") else log_prob
+        has_old = batch.has_column("old_log_probs")
+        old_log_prob = batch.column("old_log_probs") if has_old else log_prob
         advantages, mask = require(batch, "advantages"), self.mask(batch)
         prepare: Function | None = getattr(self._loss, "prepare", None)
         assert prepare is not None, "a loss with needs_batch_statistics has prepare"
-        prepared = prepare(old, log_prob, advantages, mask, self._config)
-        return {_PREPARED + name: values for name, values in prepared.items()}
+        prepared = prepare(old_log_prob, log_prob, advantages, mask, self._config)
+        return {_PREPARED_PREFIX + name: values for name, values in prepared.items()}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         config, columns, mask = self._config, batch.batch, self.mask(batch)
         log_prob, names = outputs["log_probs"], set(columns.keys())
         # Without a log-prob pass before the update, the old log-probs are the current ones.
-        old = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
-        weights = columns["rollout_is_weights"] if "rollout_is_weights" in names else None
-        inputs = (old, log_prob, require(batch, "advantages"), mask)
-        extra: Fields = {name: require(batch, name) for name in self._needs}
-        if self._bypass is not None:
-            extra["rollout_correction"] = self._bypass
+        old_log_prob = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
+        importance_weights = (
+            columns["rollout_is_weights"] if "rollout_is_weights" in names else None
+        )
+        inputs = (old_log_prob, log_prob, require(batch, "advantages"), mask)
+        extra_arguments: Fields = {name: require(batch, name) for name in self._extra_columns}
+        if self._bypass_correction is not None:
+            extra_arguments["rollout_correction"] = self._bypass_correction
         if self.needs_batch_statistics:
-            prepared = {name for name in names if name.startswith(_PREPARED)}
-            extra["prepared"] = {name.removeprefix(_PREPARED): columns[name] for name in prepared}
+            extra_arguments["prepared"] = {
+                name.removeprefix(_PREPARED_PREFIX): columns[name]
+                for name in names
+                if name.startswith(_PREPARED_PREFIX)
+            }
         if isinstance(self._loss, PolicyLoss):
-            tokens = self._loss.tokens(inputs, config, weights, **extra)
+            tokens = self._loss.tokens(inputs, config, importance_weights, **extra_arguments)
             losses, metrics = self._loss.per_token(tokens)
             policy_loss, means = self._loss.reduce(tokens, losses, metrics, config.loss_agg_mode)
         else:
-            policy_loss, means = self._loss(*inputs, config.loss_agg_mode, config, weights, **extra)
+            policy_loss, means = self._loss(
+                *inputs, config.loss_agg_mode, config, importance_weights, **extra_arguments
+            )
         loss, shares = policy_loss, {"actor/pg_loss": policy_loss.detach()}
         means = {**means, "actor/entropy": masked_mean(outputs["entropy"].detach(), mask)}
         if "routing_agreement" in outputs:
@@ -114,7 +126,7 @@ class PolicyObjective:
                 target |= {f"rollout_corr/{name}": value for name, value in gap.items()}
         return Terms(loss, shares, means, maxima)
 
-    def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:
+    def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:  # [B, T], [B, T] -> scalar
         scale = self._config.loss_scale_factor
         return agg_loss(values, mask, self._config.loss_agg_mode, loss_scale_factor=scale)
 
@@ -133,7 +145,7 @@ class TokenObjective:
 
 
 class ValueObjective(TokenObjective):
-    """The critic's clipped squared error over all policy tokens, rejected ones included."""
+    """The critic's clipped squared error over all policy tokens, also those that the policy loss rejects."""
 
     reads = ("response_mask", "returns", "values")
 
@@ -178,30 +190,32 @@ def minibatches(
 ) -> Iterator[DataProto]:
     """Yields this rank's rows of each mini-batch; a rank may have no rows of some mini-batches.
 
-    With `step_rows`, mini-batches are drawn from the rows of all ranks, numbered by `step_row`.
-    Otherwise each of `ranks` ranks takes its part of every mini-batch from its own rows.
+    With `step_rows`, the number of rows on all ranks, mini-batches are drawn from these rows, which the
+    column `step_row` numbers. Without it, each of `ranks` ranks draws its part of every mini-batch from
+    its own rows.
     """
     if step_rows is not None:
-        numbers, total = require(batch, "step_row"), step_rows
+        row_numbers, total_rows = require(batch, "step_row"), step_rows
     else:
-        numbers, total = torch.arange(len(batch)), len(batch)
+        row_numbers, total_rows = torch.arange(len(batch)), len(batch)
         rows_per_update //= ranks
     for epoch in range(epochs):
-        position = torch.arange(total)
+        positions = torch.arange(total_rows)  # the position of each row in this epoch's order
         if shuffle_seed is not None:
             generator = torch.Generator().manual_seed(shuffle_seed + epoch)
-            position = torch.randperm(total, generator=generator).argsort()
-        local = position[numbers]
-        rows = local.argsort(stable=True)
-        for k in range(-(-total // rows_per_update)):
-            yield batch.select_idxs(rows[local[rows] // rows_per_update == k])
+            positions = torch.randperm(total_rows, generator=generator).argsort()
+        local_positions = positions[row_numbers]
+        rows = local_positions.argsort(stable=True)
+        for index in range(-(-total_rows // rows_per_update)):
+            is_in_minibatch = local_positions[rows] // rows_per_update == index
+            yield batch.select_idxs(rows[is_in_minibatch])
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Averages metrics over the updates of a step; takes the maximum of the counter `skipped_updates`."""
+    """Averages metrics over the updates of a step; `skipped_updates` is a counter, so its maximum is used."""
     names = dict.fromkeys(name for metrics in updates for name in metrics)
     values = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
     return {
-        name: max(xs) if name == "skipped_updates" else sum(xs) / len(xs)
-        for name, xs in values.items()
+        name: max(numbers) if name == "skipped_updates" else sum(numbers) / len(numbers)
+        for name, numbers in values.items()
     }

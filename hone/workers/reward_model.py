@@ -1,7 +1,8 @@
 """The outcome reward model: a frozen Hugging Face classifier with one label that scores each response.
 
-It runs on right-padded batches. A sequence or token classifier with a head over every token scores at the
-last token of the row, an encoder by its own pooling. Encoders read prompt and response as a pair of texts.
+It runs on right-padded batches. A classifier whose head scores every token gives the score at the
+last token of the row; an encoder pools in its own way. Encoders read prompt and response as a pair of
+texts.
 """
 
 from __future__ import annotations
@@ -54,20 +55,23 @@ class RewardModelWorker(Worker):
     def init_model(self) -> None:
         import transformers
 
-        whole, config, model = self.config, self.config.reward_model, self.config.reward_model.model
-        self._kind = classifier_kind(str(model.path), trust_remote_code=model.trust_remote_code)
-        classes: dict[str, type[_BaseAutoModelClass]] = {
+        run_config, config = self.config, self.config.reward_model
+        model = config.model
+        self._classifier_kind = classifier_kind(
+            str(model.path), trust_remote_code=model.trust_remote_code
+        )
+        auto_classes: dict[str, type[_BaseAutoModelClass]] = {
             "sequence": transformers.AutoModelForSequenceClassification,
             "token": transformers.AutoModelForTokenClassification,
         }
-        self.device = pick_device(whole.trainer.device, self.local_rank)
-        timeout_s = whole.actor_rollout_ref.nccl_timeout
+        self.device = pick_device(run_config.trainer.device, self.local_rank)
+        timeout_s = run_config.actor_rollout_ref.nccl_timeout
         prepare_process(self.device, self.world_size, timeout_s, [model.fsdp_config])
         import_external(model.external_lib)
-        self._load_model(classes[self._kind])
+        self._load_model(auto_classes[self._classifier_kind])
         self._offload = build_offload(self.model, None, model.fsdp_config)
         self._offload.start()
-        self.rule = MicroBatchRule(
+        self._micro_batch_rule = MicroBatchRule(
             config.sequences_per_micro_batch(self.world_size), config.forward_max_token_len_per_gpu
         )
         self.tokenizer = self._load_tokenizer(str(model.path))
@@ -76,27 +80,27 @@ class RewardModelWorker(Worker):
         self.reads_pairs = (
             self.tokenizer.cls_token_id is not None and not self.tokenizer.chat_template
         )
-        self._reads_policy_ids = not self.reads_pairs and self._has_policy_tokens()
+        self._reads_policy_ids = not self.reads_pairs and self._policy_ids_match()
         self._max_length = self._max_row_length()
         self._has_warned = False
 
     def _load_model(self, auto_class: type[_BaseAutoModelClass]) -> None:
-        """Loads `model` on this rank's device; raises for a model that is not a trained reward model."""
+        """Loads the model on this rank's device; raises UnsupportedModel if it is no trained reward model."""
         model = self.config.reward_model.model
         folder = resolve_model_path(str(model.path))
-        settings: Fields = {**model.override_config, "num_labels": 1}
+        config_overrides: Fields = {**model.override_config, "num_labels": 1}
         with translate_load_errors(str(model.path), folder):
-            self.model, report = auto_class.from_pretrained(
+            self.model, loading_info = auto_class.from_pretrained(
                 folder,
                 dtype=pick_dtype(model.fsdp_config.dtype, self.device),
                 trust_remote_code=model.trust_remote_code,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **settings,
+                **config_overrides,
             )
-        self._check_trained(report["missing_keys"], report["mismatched_keys"])
+        self._check_trained(loading_info["missing_keys"], loading_info["mismatched_keys"])
         self.model.to(self.device).eval()
-        if self._kind == "sequence" and hasattr(self.model, "sequence_summary"):
+        if self._classifier_kind == "sequence" and hasattr(self.model, "sequence_summary"):
             raise UnsupportedModel(
                 f"reward_model.model.path={model.path} is a {type(self.model).__name__}, whose pooling "
                 "reads padding; use a decoder or a BERT-like encoder with a classification head"
@@ -104,56 +108,63 @@ class RewardModelWorker(Worker):
 
     def _check_trained(
         self,
-        missing: Iterable[str],
-        mismatched: Iterable[tuple[str, Sequence[int], Sequence[int]]],
+        missing_keys: Iterable[str],
+        mismatched_keys: Iterable[tuple[str, Sequence[int], Sequence[int]]],
     ) -> None:
-        """Raises if transformers would initialize weights that the checkpoint lacks."""
+        """Raises UnsupportedModel if the checkpoint lacks weights, which transformers would initialize."""
         key = f"reward_model.model.path={self.config.reward_model.model.path}"
-        for name, stored, _ in mismatched:
+        for name, stored_shape, _ in mismatched_keys:
             raise UnsupportedModel(
-                f"{key} has {stored[0]} labels ({name}), and this reward model needs 1; name a "
+                f"{key} has {stored_shape[0]} labels ({name}), and this reward model needs 1; name a "
                 "classifier with one label"
             )
-        if names := sorted(missing):
+        if names := sorted(missing_keys):
             raise UnsupportedModel(
                 f"{key} has no trained weights for {names[0]} of {type(self.model).__name__}; name a "
                 "trained reward model, or use reward_model.type=judge for a model that generates text"
             )
 
     def _load_tokenizer(self, path: str) -> PreTrainedTokenizerBase:
-        trusted = self.config.reward_model.model.trust_remote_code
-        return load_tokenizer(path, trust_remote_code=trusted)
+        model = self.config.reward_model.model
+        return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
 
-    def _has_policy_tokens(self) -> bool:
-        """Whether the policy's tokenizer and template give the same ids as the reward model's."""
+    def _policy_ids_match(self) -> bool:
+        """Whether the policy's tokenizer and chat template give the same ids as the reward model's."""
         if self.policy_tokenizer is None:
             return True
         if self.policy_tokenizer.get_vocab() != self.tokenizer.get_vocab():
             return False
-        policy = self.config.actor_rollout_ref.model.custom_chat_template
-        templates = (None, policy or self.policy_tokenizer.chat_template)
-        return self.config.data.prompt_format != "chat" or self.tokenizer.chat_template in templates
+        custom_template = self.config.actor_rollout_ref.model.custom_chat_template
+        policy_template = custom_template or self.policy_tokenizer.chat_template
+        template_matches = self.tokenizer.chat_template in (None, policy_template)
+        return self.config.data.prompt_format != "chat" or template_matches
 
     def _max_row_length(self) -> int | None:
-        """Returns the smallest of `max_length` and the limits of model and tokenizer."""
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        limits = (self.config.reward_model.max_length, positions, self.tokenizer.model_max_length)
+        """Returns the smallest of `reward_model.max_length` and the limits of model and tokenizer."""
+        max_positions = getattr(
+            self.model.config.get_text_config(), "max_position_embeddings", None
+        )
+        limits = (
+            self.config.reward_model.max_length,
+            max_positions,
+            self.tokenizer.model_max_length,
+        )
         return min((limit for limit in limits if limit and limit > 0), default=None)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Returns `rm_scores` [B, T]: the score at the last policy token, 0 elsewhere."""
-        scores = self.score_rows(self._rows(data))
+        scores = self.score_rows(self._encode_rows(data))
         return DataProto.from_dict({"rm_scores": on_last_policy_token(data, scores)})
 
     def score_rows(self, rows: Sequence[list[int]]) -> list[float]:
-        """Returns the score of each row of the reward model's tokens."""
+        """Returns the score of each row, which is a list of the reward model's token ids."""
         rows = [self._truncate(ids) for ids in rows]
         scores = [0.0] * len(rows)
         with self._offload.present():
-            for part in self.rule.split([len(ids) for ids in rows]):
-                batch_scores = self._score([rows[i] for i in part])
-                for row, score in zip(part, batch_scores.tolist(), strict=True):
+            for indices in self._micro_batch_rule.split([len(ids) for ids in rows]):
+                batch_scores = self._score([rows[i] for i in indices])
+                for row, score in zip(indices, batch_scores.tolist(), strict=True):
                     scores[row] = score
         if not all(map(math.isfinite, scores)):
             raise ValueError(
@@ -168,61 +179,66 @@ class RewardModelWorker(Worker):
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "a row of %d tokens is truncated from the left to %d tokens, as are other rows of that "
-                "length (reward_model.max_length)",
-                len(ids),
+                "rows of more than %d tokens (reward_model.max_length) are truncated from the left; the "
+                "first of them has %d tokens",
                 self._max_length,
+                len(ids),
             )
         return ids[-self._max_length :]
 
-    def _rows(self, data: DataProto) -> list[list[int]]:
+    def _encode_rows(self, data: DataProto) -> list[list[int]]:
         """Returns prompt and response as tokens of the reward model, without padding."""
         columns = data.batch
         if self._reads_policy_ids:
             ids, mask = input_ids(data), columns["attention_mask"].bool()
-            return [row[exists].tolist() for row, exists in zip(ids, mask, strict=True)]
+            return [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
         policy_tokenizer = self.policy_tokenizer or self.tokenizer
         _, mask = split_at_response(columns["attention_mask"].bool(), columns["responses"])
-        answers = [
+        responses = [
             escape_special_tokens(
-                policy_tokenizer.decode(ids[exists], skip_special_tokens=True), self.tokenizer
+                policy_tokenizer.decode(ids[is_token], skip_special_tokens=True), self.tokenizer
             )
-            for ids, exists in zip(columns["responses"], mask, strict=True)
+            for ids, is_token in zip(columns["responses"], mask, strict=True)
         ]
         prompts = list(data.non_tensor_batch["raw_prompt"])
         if self.config.data.prompt_format == "chat":
             prompts = [as_messages(prompt) for prompt in prompts]
-        return [self.encode(p, a) for p, a in zip(prompts, answers, strict=True)]
+        return [self.encode(*pair) for pair in zip(prompts, responses, strict=True)]
 
-    def encode(self, prompt: Prompt, answer: str) -> list[int]:
+    def encode(self, prompt: Prompt, response: str) -> list[int]:
         """Returns the tokens of a prompt and its response."""
         if self.reads_pairs:
-            pair = prompt_text(prompt), answer
+            pair = prompt_text(prompt), response
             truncation: Fields = {}
             if self._max_length:
                 truncation = {"truncation": True, "max_length": self._max_length}
             return list(self.tokenizer(*pair, **truncation)["input_ids"])
-        text = conversation_text(prompt, answer, self.tokenizer)
+        text = conversation_text(prompt, response, self.tokenizer)
         is_rendered = not isinstance(prompt, str) and has_template(self.tokenizer)
         return list(self.tokenizer.encode(text, add_special_tokens=not is_rendered))
 
     @torch.no_grad()
     def _score(self, rows: list[list[int]]) -> Tensor:  # [len(rows)]
-        """Returns the scores of rows. The length gives the last token, as the pad id may be a real token."""
-        width, pad = max(map(len, rows)), self.tokenizer.pad_token_id
-        ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows], device=self.device)
+        """Returns the score of each row.
+
+        The last token is found by the length of a row, because the padding id may be a real token.
+        """
+        max_length, pad_id = max(map(len, rows)), self.tokenizer.pad_token_id
+        padded = [row + [pad_id] * (max_length - len(row)) for row in rows]
+        ids = torch.tensor(padded, device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
-        mask = (torch.arange(width, device=self.device)[None] < lengths[:, None]).long()
-        last = torch.arange(len(rows), device=self.device), lengths - 1
+        mask = (torch.arange(max_length, device=self.device)[None] < lengths[:, None]).long()
+        last_tokens = torch.arange(len(rows), device=self.device), lengths - 1
         inputs = {"input_ids": ids, "attention_mask": mask}
         if self.reads_pairs and "token_type_ids" in self.tokenizer.model_input_names:
-            ends = (ids == self.tokenizer.sep_token_id).long()
-            inputs["token_type_ids"] = ((ends.cumsum(1) - ends) > 0).long() * mask
-        if self._kind == "token":
-            scores: Tensor = self.model(**inputs).logits[last]
+            is_separator = (ids == self.tokenizer.sep_token_id).long()
+            is_second_text = (is_separator.cumsum(1) - is_separator) > 0
+            inputs["token_type_ids"] = is_second_text.long() * mask
+        if self._classifier_kind == "token":
+            scores: Tensor = self.model(**inputs).logits[last_tokens]
         elif hasattr(self.model, "score"):
             base = getattr(self.model, self.model.base_model_prefix)
-            scores = self.model.score(base(**inputs).last_hidden_state[last])
+            scores = self.model.score(base(**inputs).last_hidden_state[last_tokens])
         else:
             scores = self.model(**inputs).logits
         return scores.float().squeeze(-1).cpu()

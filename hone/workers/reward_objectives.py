@@ -1,4 +1,4 @@
-"""The objectives that train reward models: labels per step, and pairs of responses."""
+"""The objectives that train reward models: on labelled steps, and on pairs of responses."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StepObjective(TokenObjective):
         # The score is the difference of two logits, so this is the cross-entropy of their softmax.
         losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
         loss = agg_loss(losses, mask, "token-mean")
-        hits = ((scores.detach() > 0) == (labels > 0.5)).float()
+        is_correct = ((scores.detach() > 0) == (labels > 0.5)).float()
         return Terms(
-            loss, {"train/loss": loss.detach()}, {"train/accuracy": masked_mean(hits, mask)}
+            loss, {"train/loss": loss.detach()}, {"train/accuracy": masked_mean(is_correct, mask)}
         )
 
 
@@ -41,7 +41,7 @@ class PairObjective(TokenObjective):
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         mask = self.mask(batch)
-        if not mask.any():  # a row that only joins the collectives
+        if not mask.any():  # padding that only takes part in the collectives
             loss = gaps = outputs["scores"].sum() * 0.0
         else:
             gaps = score_gaps(outputs["scores"], mask)
@@ -53,6 +53,6 @@ class PairObjective(TokenObjective):
 
 
 def score_gaps(scores: Tensor, mask: Tensor) -> Tensor:  # [B, T], [B, T] -> [B / 2]
-    """Returns the score of the chosen minus that of the rejected response of each pair."""
+    """Returns the score of the chosen response minus the score of the rejected one, for each pair."""
     chosen, rejected = (scores * mask).sum(1).view(-1, 2).unbind(1)
     return chosen - rejected

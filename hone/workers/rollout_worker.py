@@ -1,9 +1,9 @@
-"""The rollout worker: runs agent loops next to their engine and updates the engine's weights.
+"""The rollout worker: runs agent loops and their rollout engine, and updates the engine's weights.
 
-In the actor's process, an engine decodes with the training module (`shared` on one rank, `gathered` on
-several) or copies its weights (`copied`), in the thread that calls `finished`. An engine in another process
-receives weights (`streamed`) and decodes in its own thread. Under `rollout.tensor_model_parallel_size`, ranks
-gather or receive full tensors and keep a shard.
+In the actor's process, the engine decodes with the training module (`shared` on one rank, `gathered`
+on several) or copies its weights (`copied`), in the thread that calls `finished`. An engine in another
+process receives weights (`streamed`) and decodes in its own thread. With
+`rollout.tensor_model_parallel_size` above 1, each rank gathers or receives full tensors and keeps a shard.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from hone.workers.engine_specs import actor_spec
 from hone.workers.roofline import Roofline
 
 WeightPath = Literal["shared", "gathered", "copied", "streamed"]
+"""How new weights reach the rollout engine; the docstring of this module explains each way."""
 
 
 @dataclass(frozen=True)
-class Finished:
-    """Finished groups of one rank, and the metrics of their generation."""
+class FinishedGroups:
+    """The finished groups of one rank, and the metrics of their generation."""
 
     groups: list[FinishedGroup] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -55,32 +56,35 @@ class RolloutWorker(Worker):
     def __init__(self, config: PPOTrainerConfig) -> None:
         super().__init__()
         self.config = config
-        policy = config.actor_rollout_ref
-        check_exact_mode(policy.rollout, policy.model.path)  # fails before any role loads its model
-        rollout = policy.rollout
-        self._tensor_ranks = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
-        if self._tensor_ranks > 1:
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        check_exact_mode(rollout, model.path)  # raises before any role loads its model
+        self._tensor_parallel_size = (
+            rollout.tensor_model_parallel_size if rollout.name == "native" else 1
+        )
+        if self._tensor_parallel_size > 1:
             from hone.rollout.native.sharded_build import check_sharding
 
-            check_sharding(self._tensor_ranks, self.world_size, policy.model)
-        self.leads = self.rank % self._tensor_ranks == 0
-        """Whether agent loops run on this rank: the first of the ranks that share one model."""
-        self.register_mesh(DATA_PARALLEL, self.rank // self._tensor_ranks, self.leads)
+            check_sharding(self._tensor_parallel_size, self.world_size, model)
+        self.is_leader = self.rank % self._tensor_parallel_size == 0
+        """Whether agent loops run on this rank, the first of the ranks that share one model."""
+        self.register_mesh(DATA_PARALLEL, self.rank // self._tensor_parallel_size, self.is_leader)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        whole, config = self.config, self.config.actor_rollout_ref
-        self.device = pick_device(whole.trainer.device, self.local_rank)
+        run_config, config = self.config, self.config.actor_rollout_ref
+        self.device = pick_device(run_config.trainer.device, self.local_rank)
         tokenizer = build_tokenizer(config.model)
         actor = self.colocated.get("actor")
         self.actor = actor if isinstance(actor, ActorWorker) else None
-        model = replace(actor_spec(whole, self, self.device), optim=None)
+        model_spec = replace(actor_spec(run_config, self, self.device), optim=None)
         if self.actor is None:
-            engine_has_weights = config.rollout.name in ("vllm", "sglang") or self._tensor_ranks > 1
-            source = replace(model, device=torch.device("cpu")) if engine_has_weights else model
-            policy = load_module(
-                replace(source, adapters=None) if self._tensor_ranks > 1 else source
-            )
+            module_spec = model_spec
+            if config.rollout.name in ("vllm", "sglang") or self._tensor_parallel_size > 1:
+                # The engine has its own copy of the weights on the device.
+                module_spec = replace(module_spec, device=torch.device("cpu"))
+            if self._tensor_parallel_size > 1:
+                module_spec = replace(module_spec, adapters=None)
+            policy = load_module(module_spec)
             assert isinstance(policy, PolicyModel)
             self._lease = Lease(policy.eval(), 0)
             self.facts = model_facts(policy.lm)
@@ -91,7 +95,7 @@ class RolloutWorker(Worker):
                 config.rollout,
                 model_path=config.model.path,
                 load_policy=lambda: stack.enter_context(self._lease_policy()).policy,
-                dtype=model.dtype,
+                dtype=model_spec.dtype,
                 device=self.device,
                 tokenizer=tokenizer,
                 eos_ids=tuple(
@@ -105,22 +109,24 @@ class RolloutWorker(Worker):
                 adapters=config.model.uses_lora and not config.rollout.merge_lora,
             )
             self.engine = build_rollout(
-                self._tensor_parallel_spec(spec, model) if self._tensor_ranks > 1 else spec
+                self._tensor_parallel_spec(spec, model_spec)
+                if self._tensor_parallel_size > 1
+                else spec
             )
         if self.actor is None and not self.engine.traits.decodes_with_module:
             del self._lease  # only the facts of the module were needed
-        self._generation: int | None = None  # lease generation at the engine's last wake_up
+        self._lease_generation: int | None = None  # at the engine's last wake_up
         self.runner = LoopRunner(
-            whole,
+            run_config,
             self.engine,
             tokenizer,
-            run_seed=whole.sampling_seed,
+            run_seed=run_config.sampling_seed,
             vocabulary=self.facts.vocabulary,
         )
         if self.actor is None:
             self.runner.start()
 
-    def _tensor_parallel_spec(self, spec: RolloutSpec, model: EngineSpec) -> RolloutSpec:
+    def _tensor_parallel_spec(self, spec: RolloutSpec, model_spec: EngineSpec) -> RolloutSpec:
         """Returns the spec of an engine whose model is sharded over several ranks."""
         from hone.models.load import empty_causal_lm
         from hone.rollout.native.peers import connect
@@ -131,73 +137,80 @@ class RolloutWorker(Worker):
             spec,
             load_policy=lambda: PolicyModel(
                 empty_causal_lm(
-                    model.model_path,
-                    dtype=model.dtype,
-                    override_config=model.override_config,
+                    model_spec.model_path,
+                    dtype=model_spec.dtype,
+                    override_config=model_spec.override_config,
                     device=self.device,
                 )
             ),
             current_weights=self.actor.engine.named_hf_weights
             if self.actor is not None
             else self._lease.policy.lm.named_parameters,
-            peers=connect(self.rank, self.world_size, self._tensor_ranks, self.device, timeout_s),
+            peers=connect(
+                self.rank, self.world_size, self._tensor_parallel_size, self.device, timeout_s
+            ),
         )
 
     # -- trajectories -------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def submit(self, rows: DataProto | None) -> None:
-        """Starts an agent loop per row and returns immediately; None is a rank without rows."""
-        if rows is not None and self.leads:
+        """Starts an agent loop per row and returns immediately; `rows` is None for a rank without rows."""
+        if rows is not None and self.is_leader:
             self.runner.submit(rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def finished(self, n_groups: int | None, wait_s: float) -> Finished:
+    def finished(self, n_groups: int | None, wait_s: float) -> FinishedGroups:
         """Returns `n_groups` finished groups, or all if it is None; each group is returned once.
 
-        In the actor's process this decodes until enough are finished; otherwise it waits up to `wait_s`.
+        In the actor's process this decodes until enough groups are finished; otherwise it waits up to
+        `wait_s`.
         """
         if self.actor is None:
-            return Finished(self.runner.finished(n_groups, wait_s))
-        if self._tensor_ranks == 1:
+            return FinishedGroups(self.runner.finished(n_groups, wait_s))
+        if self._tensor_parallel_size == 1:
             return self._decode(n_groups)
         return self._decode_tensor_parallel(n_groups)
 
-    def _decode_tensor_parallel(self, n_groups: int | None) -> Finished:
-        """Decodes with the other ranks of this model, which follow the first one until it releases them."""
+    def _decode_tensor_parallel(self, n_groups: int | None) -> FinishedGroups:
+        """Decodes on all ranks of this model; the others follow the first rank until it releases them."""
         from hone.rollout.native.leader import LeaderRollout
 
         engine = self.engine
         if not isinstance(engine, LeaderRollout):
             self.runner.run_until(lambda: True)
-            return Finished()
+            return FinishedGroups()
         try:
             return self._decode(n_groups)
         finally:
             engine.release()
 
-    def _decode(self, n_groups: int | None) -> Finished:
-        runner, started = self.runner, time.perf_counter()
-        with self._weights() as generation:  # all ranks enter together
-            if generation != self._generation:
+    def _decode(self, n_groups: int | None) -> FinishedGroups:
+        runner, start_time = self.runner, time.perf_counter()
+        with self._weights() as lease_generation:  # all ranks enter together
+            if lease_generation != self._lease_generation:
                 run_coroutine(self.engine.wake_up())
-                self._generation = generation
+                self._lease_generation = lease_generation
             runner.run_until(lambda: n_groups is not None and runner.ready() >= n_groups)
         groups = runner.finished(n_groups)
         if self.config.actor_rollout_ref.rollout.free_cache_engine and not runner.pending():
             run_coroutine(self.engine.sleep())
-            self._generation = None
-        return Finished(groups, self._bandwidth_metrics(groups, time.perf_counter() - started))
+            self._lease_generation = None
+        return FinishedGroups(
+            groups, self._bandwidth_metrics(groups, time.perf_counter() - start_time)
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort(self, uids: Collection[str] | None = None) -> None:
-        """Drops these groups, or all; `finished` never returns them."""
+        """Drops the groups of these uids, or all groups; `finished` never returns them."""
         self.runner.abort(uids)
 
     @contextmanager
     def _weights(self) -> Iterator[int]:
-        """Makes the engine's parameters available inside the block; yields the generation of the lease, or 0
-        if the engine has its own weights."""
+        """Makes the engine's parameters available inside the block; yields the lease's generation.
+
+        The generation is 0 if the engine has its own weights.
+        """
         if not self.engine.traits.decodes_with_module:
             yield 0
             return
@@ -211,14 +224,15 @@ class RolloutWorker(Worker):
         self, groups: Iterable[FinishedGroup], seconds: float
     ) -> dict[str, float]:
         """Returns the share of the GPU's memory bandwidth that generation used."""
-        roofline = Roofline.of(self.facts, self.device)
+        roofline = Roofline.for_device(self.facts, self.device)
         outputs = [output for group in groups for output in group.outputs]
         if roofline is None or not outputs:
             return {}
-        prompts = [len(output.prompt_ids) for output in outputs]
-        responses = [len(output.response_ids) for output in outputs]
-        slots = self.config.actor_rollout_ref.rollout.max_num_seqs
-        return {"perf/mbu": roofline.mbu(prompts, responses, slots, seconds)}
+        prompt_lengths = [len(output.prompt_ids) for output in outputs]
+        response_lengths = [len(output.response_ids) for output in outputs]
+        max_num_seqs = self.config.actor_rollout_ref.rollout.max_num_seqs
+        mbu = roofline.mbu(prompt_lengths, response_lengths, max_num_seqs, seconds)
+        return {"perf/mbu": mbu}
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -227,7 +241,7 @@ class RolloutWorker(Worker):
         """Returns how new weights reach this worker."""
         if self.actor is None:
             return "streamed"
-        if not self.engine.traits.decodes_with_module and self._tensor_ranks == 1:
+        if not self.engine.traits.decodes_with_module and self._tensor_parallel_size == 1:
             return "copied"
         return "shared" if self.world_size == 1 else "gathered"
 
@@ -238,33 +252,37 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def location(self) -> Location:
-        """Returns machine, device and address of this process, for the choice of a transport."""
+        """Returns the machine, device and address of this process, which decide the transport."""
         return Location.of_this_process(self.device, self.get_master_addr_port()[0])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def announce_weights(self, version: int) -> int:
-        """Switches the engine to this version of the actor's weights, which are copied unless the engine
-        decodes with the training module; returns the number of copied bytes."""
+        """Switches the engine to this version of the actor's weights; returns the number of copied bytes.
+
+        Nothing is copied if the engine decodes with the training module.
+        """
         if self.actor is None or self.engine.traits.decodes_with_module:
             run_coroutine(self._update((), version))
             return 0
         sizes: list[int] = []
 
-        def with_sizes(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        def record_sizes(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in weights:
                 sizes.append(tensor.nbytes)
                 yield name, tensor
 
         with self.actor.engine.present():
             engine = self.actor.engine
-            adapters = self.engine.traits.adapters and engine.facts.has_adapters
-            weights = engine.named_adapter_weights() if adapters else engine.named_hf_weights()
-            run_coroutine(self._update(with_sizes(weights), version))
+            sends_adapters = self.engine.traits.adapters and engine.facts.has_adapters
+            weights = (
+                engine.named_adapter_weights() if sends_adapters else engine.named_hf_weights()
+            )
+            run_coroutine(self._update(record_sizes(weights), version))
         return sum(sizes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: StreamAddress, version: int) -> None:
-        """Loads the tensors of one stream; after an interrupted stream the engine generates no tokens."""
+        """Loads the tensors of one stream; if the stream is interrupted, the engine stops generating."""
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
         stream = receive(address, self.rank, self.device, timeout_s)
         run_coroutine(self._update(stream, version))
@@ -278,7 +296,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
-        """Stops agent loops and engine, if `init_model` has created them."""
+        """Stops the agent loops and the engine, if `init_model` has created them."""
         if hasattr(self, "runner"):
             self.runner.close()
             run_coroutine(self.engine.close())

@@ -1,7 +1,7 @@
 """GPU utilization of updates (MFU) and of generation (MBU): achieved over attainable throughput.
 
-MFU counts operations (6 × parameters × tokens, plus attention). MBU counts bytes (weights once per decode
-step, every key and value once per token). Unknown devices have no roofline.
+MFU counts operations (6 × parameters × tokens, plus attention). MBU counts bytes (the weights once
+per decode step, every key and value once per token). Unknown devices have no roofline.
 """
 
 from __future__ import annotations
@@ -13,52 +13,57 @@ import torch
 
 from hone.engine.contract import ModelFacts
 
-_CEILINGS = {
+_CEILINGS_BY_DEVICE = {
     "H200": (790e12, 4.25e12),
     "H100": (790e12, 3.0e12),
     "A100": (280e12, 1.7e12),
     "L40S": (300e12, 0.75e12),
     "4090": (150e12, 0.9e12),
 }
-"""Dense bf16 FLOP/s and bytes/s that large kernels reach in practice."""
+"""Dense bf16 FLOP/s and bytes/s that large kernels reach in practice, by part of the device name."""
 
 
 @dataclass(frozen=True)
 class Roofline:
     """The ceilings of one device and the sizes of one model."""
 
-    flops: float
+    flops_per_s: float
     bytes_per_s: float
     facts: ModelFacts
 
     @staticmethod
-    def of(facts: ModelFacts, device: torch.device) -> Roofline | None:
+    def for_device(facts: ModelFacts, device: torch.device) -> Roofline | None:
         """Returns the roofline of a model on a device, or None for an unknown device."""
         if device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(device)
-        ceiling = next((v for k, v in _CEILINGS.items() if k in name), None)
-        return None if ceiling is None else Roofline(*ceiling, facts)
+        ceilings = next((v for part, v in _CEILINGS_BY_DEVICE.items() if part in name), None)
+        return None if ceilings is None else Roofline(*ceilings, facts)
 
-    def mfu(self, lengths: Sequence[int], shared: Sequence[int], seconds: float) -> float:
+    def mfu(self, lengths: Sequence[int], shared_lengths: Sequence[int], seconds: float) -> float:
         """Returns the model FLOPs utilization of forward and backward over rows of these lengths.
 
-        Tokens that a row shares with the previous row are computed and counted once.
+        `shared_lengths` are the tokens that each row shares with the previous row; they are computed
+        and counted once.
         """
-        rows = list(zip(lengths, shared, strict=True))
-        attention_pairs = sum(n * n - prefix * prefix for n, prefix in rows)
-        tokens = sum(n - prefix for n, prefix in rows)
+        rows = list(zip(lengths, shared_lengths, strict=True))
+        attention_pairs = sum(n * n - shared * shared for n, shared in rows)
+        tokens = sum(n - shared for n, shared in rows)
         facts = self.facts
         operations = 6 * facts.parameters * tokens
         operations += 6 * facts.attention_width * facts.layers * attention_pairs
-        return operations / seconds / self.flops
+        return operations / seconds / self.flops_per_s
 
     def mbu(
-        self, prompts: Sequence[int], responses: Sequence[int], slots: int, seconds: float
+        self,
+        prompt_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        max_num_seqs: int,
+        seconds: float,
     ) -> float:
-        """Returns the memory bandwidth utilization of generation, for these prompt and response lengths."""
-        decode_steps = max(max(responses), sum(responses) / slots)
-        rows = zip(prompts, responses, strict=True)
+        """Returns the memory bandwidth utilization of generating responses of these lengths."""
+        decode_steps = max(max(response_lengths), sum(response_lengths) / max_num_seqs)
+        rows = zip(prompt_lengths, response_lengths, strict=True)
         kv_bytes = sum(n * (p + n / 2) for p, n in rows) * self.facts.kv_bytes_per_token
         weight_bytes = decode_steps * self.facts.parameter_bytes
         return (weight_bytes + kv_bytes) / seconds / self.bytes_per_s

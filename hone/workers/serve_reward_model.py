@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 log = logging.getLogger(__name__)
-MAX_BODY = 64 << 20
+MAX_BODY_BYTES = 64 << 20
 
 
 class Service:
-    """Answers requests with one model; one thread computes them in the order of arrival."""
+    """Answers requests with one model; one thread scores them in the order of arrival."""
 
     def __init__(self, worker: RewardModelWorker) -> None:
         self._worker = worker
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="score")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="score")
 
     def application(self) -> web.Application:
         from aiohttp import web
 
-        app = web.Application(client_max_size=MAX_BODY)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         for path, encode_body, response_field in (
             ("/classify", self._encode_texts, "probs"),
             ("/score", self._encode_pairs, "score"),
@@ -56,7 +56,7 @@ class Service:
             try:
                 body = await request.json()
                 loop = asyncio.get_running_loop()
-                scores = await loop.run_in_executor(self._thread, score, body)
+                scores = await loop.run_in_executor(self._executor, score, body)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
             data: list[JsonObject] = [
@@ -76,9 +76,9 @@ class Service:
         texts = _text_list(body, "input")
         if self._worker.reads_pairs:
             raise ValueError("this model reads pairs of texts; use reward_model.server.kind=score")
-        special = bool(body.get("add_special_tokens", True))
+        add_special_tokens = bool(body.get("add_special_tokens", True))
         encode = self._worker.tokenizer.encode
-        return [list(encode(text, add_special_tokens=special)) for text in texts]
+        return [list(encode(text, add_special_tokens=add_special_tokens)) for text in texts]
 
     def _encode_pairs(self, body: JsonObject) -> list[list[int]]:
         worker = self._worker
@@ -86,9 +86,9 @@ class Service:
         return [
             worker.encode(
                 [{"role": "user", "content": prompt}],
-                escape_special_tokens(answer, worker.tokenizer),
+                escape_special_tokens(response, worker.tokenizer),
             )
-            for prompt, answer in pairs
+            for prompt, response in pairs
         ]
 
 
@@ -100,15 +100,15 @@ def _text_list(body: JsonObject, key: str) -> list[str]:
     return texts
 
 
-def load(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
-    """Loads the model as a run would; overrides are config keys, such as reward_model.max_length=4096."""
-    settings = [
+def load_worker(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
+    """Loads the model as a run would; overrides are `key=value`, as in reward_model.max_length=4096."""
+    fixed_overrides = [
         "reward_model.enable=true",
         "reward_model.type=orm",
         f"reward_model.model.path={model}",
         "reward_model.model.input_tokenizer=null",
     ]
-    worker = RewardModelWorker(load_config([*settings, *overrides]))
+    worker = RewardModelWorker(load_config([*fixed_overrides, *overrides]))
     worker.init_model()
     return worker
 
@@ -124,14 +124,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="hone serve-rm", description="Scores of an outcome reward model, over HTTP."
+        prog="hone serve-rm", description="Serve the scores of an outcome reward model over HTTP."
     )
     add_arguments(parser)
     flags = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     from aiohttp import web
 
-    app = Service(load(flags.model, flags.overrides)).application()
+    app = Service(load_worker(flags.model, flags.overrides)).application()
     log.info("reward_model.server.url=http://%s:%s", flags.host, flags.port)
     try:
         web.run_app(app, host=flags.host, port=flags.port, print=None, access_log=None)

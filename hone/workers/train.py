@@ -1,4 +1,4 @@
-"""Base of all workers with a training engine: updates, checkpoints, and sending weights."""
+"""The base class of workers with a training engine: updates, checkpoints and sending weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SpecBuilder = Callable[[PPOTrainerConfig, Worker, torch.device], EngineSpec]
 
 
 class TrainWorker(Worker):
-    """Actor, critic or reference: one training engine in this process."""
+    """A worker with one training engine: the actor, critic, reference or a reward model."""
 
     engine: TrainEngine
 
@@ -45,14 +45,19 @@ class TrainWorker(Worker):
         raise NotImplementedError
 
     def temperature(self, override: float | None) -> float:
-        """Returns the override, or the rollout's temperature."""
+        """Returns `override`, or the rollout's temperature if it is None."""
         return self.config.actor_rollout_ref.rollout.temperature if override is None else override
 
-    def build_engine(self, strategy: str, build_spec: SpecBuilder, *sharding: FSDPConfig) -> None:
-        """Builds the engine on this rank's device and registers its mesh for dispatch."""
+    def build_engine(
+        self, strategy: str, build_spec: SpecBuilder, *fsdp_configs: FSDPConfig
+    ) -> None:
+        """Builds the engine on this rank's device and registers its mesh for dispatch.
+
+        This process is deterministic if one of `fsdp_configs` asks for it.
+        """
         device = pick_device(self.config.trainer.device, self.local_rank)
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
-        prepare_process(device, self.world_size, timeout_s, sharding)
+        prepare_process(device, self.world_size, timeout_s, fsdp_configs)
         self.engine = build_strategy(strategy, build_spec(self.config, self, device))
         mesh = self.engine.mesh
         self.register_mesh(DATA_PARALLEL, mesh.data_parallel_rank, mesh.collects)
@@ -60,7 +65,7 @@ class TrainWorker(Worker):
     def minibatches(
         self, data: DataProto, config: ActorConfig | CriticConfig, step_rows: int | None
     ) -> Iterator[DataProto]:
-        """Yields the mini-batches of all epochs of one step, as the role's config splits them."""
+        """Yields the mini-batches of all epochs of one step, split as the role's config says."""
         return minibatches(
             data,
             rows_per_update=config.sequences_per_update(),
@@ -71,7 +76,10 @@ class TrainWorker(Worker):
         )
 
     def end_updates(self, role: str, updates: list[dict[str, float]]) -> dict[str, float]:
-        """Advances the learning-rate schedule; returns mean metrics, with the optimizer's named by role."""
+        """Advances the learning-rate schedule; returns the mean metrics of the updates.
+
+        The metrics of the optimizer get the prefix `role/`.
+        """
         self.engine.advance_schedule()
         metrics = mean_metrics(updates)
         for name in ("grad_norm", "lr", "skipped_updates"):
@@ -94,12 +102,12 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def version(self) -> int:
-        """Returns the number of updates so far, which is the weight version."""
+        """Returns the version of the weights, which is the number of updates so far."""
         return self.engine.updates
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def location(self) -> Location:
-        """Returns machine, device and address of this process, for the choice of a transport."""
+        """Returns the machine, device and address of this process, which decide the transport."""
         return Location.of_this_process(self.engine.device, self.get_master_addr_port()[0])
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -118,22 +126,24 @@ class TrainWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, adapters: bool) -> int:
-        """Sends the weights (every rank gathers, rank 0 sends) and returns the number of bytes. With
-        `adapters`, a LoRA model sends only its adapters, otherwise merged weights."""
+        """Sends the weights and returns the number of bytes; every rank gathers, and rank 0 sends.
+
+        With `adapters`, a LoRA model sends only its adapters, otherwise its merged weights.
+        """
         engine = self.engine
-        lora = adapters and engine.facts.has_adapters
-        weights = engine.named_adapter_weights() if lora else engine.named_hf_weights()
+        sends_adapters = adapters and engine.facts.has_adapters
+        weights = engine.named_adapter_weights() if sends_adapters else engine.named_hf_weights()
         if self.rank != 0:
             for _ in weights:
                 pass
             return 0
         assert self._sender is not None, "call offer_weights before send_weights"
-        bucket = self.config.actor_rollout_ref.rollout.checkpoint_engine.bucket_bytes
-        return send(self._sender, weights, bucket)
+        bucket_bytes = self.config.actor_rollout_ref.rollout.checkpoint_engine.bucket_bytes
+        return send(self._sender, weights, bucket_bytes)
 
 
 def full_config(config: Block) -> PPOTrainerConfig:
-    """Returns the full config; verl builds workers from one block, and the other blocks are then defaults."""
+    """Returns the config of a run; verl passes one block, and the other blocks then have their defaults."""
     if isinstance(config, PPOTrainerConfig):
         return config
     defaults: PPOTrainerConfig = load_config()

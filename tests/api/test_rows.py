@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hone.api.rows import as_rows, file_names, prompt_row, response_rows, write_rows
+from hone.api.rows import as_rows, file_names, to_prompt_row, to_sft_rows, write_rows
 from hone.data.rows import DataError
 
 
@@ -84,14 +84,14 @@ def test_what_is_no_row_is_refused(data: Any, sentence: str) -> None:
 
 def test_a_row_keeps_its_columns_in_extra_info() -> None:
     row = {"question": "1+1=", "solution": 2, "level": "easy", "agent_name": "mine"}
-    assert prompt_row(row, 0, "exact") == {
+    assert to_prompt_row(row, 0, "exact") == {
         "data_source": "exact",
         "prompt": "1+1=",
         "agent_name": "mine",
         "reward_model": {"style": "rule", "ground_truth": 2},
         "extra_info": {"level": "easy"},
     }
-    assert prompt_row(row, 0, "exact", with_prompt=True)["extra_info"]["prompt"] == "1+1="
+    assert to_prompt_row(row, 0, "exact", with_prompt=True)["extra_info"]["prompt"] == "1+1="
 
 
 def test_a_row_of_verls_schema_stays() -> None:
@@ -102,18 +102,18 @@ def test_a_row_of_verls_schema_stays() -> None:
         "reward_model": {"style": "rule", "ground_truth": "4"},
         "extra_info": {"index": 1},
     }
-    assert prompt_row(row, 0, "exact") == row
+    assert to_prompt_row(row, 0, "exact") == row
 
 
 def test_a_row_without_a_prompt_is_named_with_its_columns() -> None:
     with pytest.raises(DataError, match=r"row 7 has no column 'prompt' or .*it has text, label"):
-        prompt_row({"text": "x", "label": 1}, 7, "exact")
+        to_prompt_row({"text": "x", "label": 1}, 7, "exact")
 
 
 def test_supervised_rows_are_messages_or_prompt_and_response() -> None:
-    assert response_rows(ROWS)[0] == {"prompt": "1+1=", "response": "2"}
+    assert to_sft_rows(ROWS)[0] == {"prompt": "1+1=", "response": "2"}
     chats = [{"messages": [{"role": "user", "content": "hi"}]}]
-    assert response_rows(chats) == chats
+    assert to_sft_rows(chats) == chats
 
 
 def test_written_rows_hold_what_numpy_and_frames_hold(tmp_path: Path) -> None:

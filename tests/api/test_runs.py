@@ -88,10 +88,12 @@ def test_a_judge_is_a_reward(tiny: Path, here: Path) -> None:
 
 
 def test_files_of_verls_schema_are_read_where_they_lie(tiny: Path, here: Path) -> None:
-    from hone.api.rows import prompt_row
+    from hone.api.rows import to_prompt_row
     from hone.data.rows import write_parquet
 
-    write_parquet([prompt_row(row, i, "arithmetic") for i, row in enumerate(ROWS)], "rows.parquet")
+    write_parquet(
+        [to_prompt_row(row, i, "arithmetic") for i, row in enumerate(ROWS)], "rows.parquet"
+    )
     result = hone.train(tiny, "rows.parquet", lambda solution_str: 1.0, **SMALL)
     assert result.config.data.train_files == ("rows.parquet",)
     assert not (result.folder / "data").exists()

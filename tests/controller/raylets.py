@@ -34,7 +34,7 @@ class Raylets:
             text=True,
             env={
                 **os.environ,
-                **ray_ports.SLOW_START_SETTINGS,
+                **ray_ports.SLOW_START_ENV,
                 "RAY_TMPDIR": self._folder,
                 **self.environment,
             },

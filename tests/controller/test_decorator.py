@@ -124,6 +124,6 @@ def test_a_function_mode_needs_a_function() -> None:
 
 def test_each_data_parallel_group_of_a_mesh_answers_once() -> None:
     Mesh((0, 0, 1, 1), (True, False, False, True)).check("m")
-    for collects in ((True, True, True, False), (True, False, False, False)):
+    for is_collect in ((True, True, True, False), (True, False, False, False)):
         with pytest.raises(ValueError, match="exactly one rank"):
-            Mesh((0, 0, 1, 1), collects).check("m")
+            Mesh((0, 0, 1, 1), is_collect).check("m")

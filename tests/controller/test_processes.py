@@ -10,7 +10,13 @@ import time
 
 import pytest
 
-from hone.controller.processes import GONE, LONGEST_GAP_S, STOPPED, UnresponsiveTimer, process_state
+from hone.controller.processes import (
+    GONE,
+    MAX_UPDATE_GAP_S,
+    STOPPED,
+    UnresponsiveTimer,
+    process_state,
+)
 
 
 def test_a_process_is_stopped_goes_on_and_is_gone() -> None:
@@ -53,5 +59,5 @@ def test_a_caller_that_was_busy_or_stopped_itself_has_seen_no_silence(away_s: fl
     timer = UnresponsiveTimer(20.0)
     timer.update(["a"], 0.0)
     assert timer.update(["a"], away_s) == []
-    looks = [timer.update(["a"], away_s + k * LONGEST_GAP_S) for k in (1, 2, 3)]
+    looks = [timer.update(["a"], away_s + k * MAX_UPDATE_GAP_S) for k in (1, 2, 3)]
     assert looks == [[], [], ["a"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.controller.processes import LOG_LINES, last_lines
+from hone.controller.processes import MAX_LOG_LINES, last_lines
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ def test_the_last_lines_of_every_file_that_is_there(tmp_path: Path) -> None:
     long.write_text("".join(f"line {i}\n" for i in range(100)))
     short.write_bytes(b"only\xff\n\n")
     found = last_lines([str(long), str(tmp_path / "missing"), str(short)])
-    assert found == [f"line {i}" for i in range(100 - LOG_LINES, 100)] + ["only\ufffd"]
+    assert found == [f"line {i}" for i in range(100 - MAX_LOG_LINES, 100)] + ["only\ufffd"]
 
 
 def test_markers_of_ray_are_left_out(tmp_path: Path) -> None:

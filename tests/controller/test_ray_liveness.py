@@ -52,7 +52,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 class FakePing:
     def __init__(self) -> None:
-        self.unanswered, self.ping_count, self.dead = False, 1, dict[str, str]()
+        self.is_unanswered, self.ping_count, self.dead_nodes = False, 1, dict[str, str]()
         self.closed = False
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class FakeNode:
     def __init__(self) -> None:
         self.answer_count, self.states, self.ended = 0, dict[int, str](), list[int]()
         self.actor = SimpleNamespace(kill=SimpleNamespace(remote=self.ended.append))
-        self.lines: dict[int, list[str]] = {}
+        self.log_lines: dict[int, list[str]] = {}
         self.answers_until = 0.0
 
     def poll(self, logs: dict[int, tuple[str, ...]]) -> float | None:
@@ -106,7 +106,7 @@ def test_a_node_that_answers_no_more_is_named(watch: Any) -> None:
     watch.add("actor", [WORKER], 20.0)
     look_for(watch, 100)  # its probe starts: that is the start's deadline
     watch._nodes["far"].answer_count = 1
-    watch._nodes["far"].lines = {4711: ["its last words"]}
+    watch._nodes["far"].log_lines = {4711: ["its last words"]}
     with pytest.raises(NodeLost) as caught:
         look_for(watch, 30)
     assert not watch.failed, "Ray itself works: workers of other nodes can be ended"
@@ -116,7 +116,7 @@ def test_a_node_that_answers_no_more_is_named(watch: Any) -> None:
         "'update_critic': it has not answered for 20 s\n"
     )
     assert "last log lines of rank 1 of 'actor' (pid 4711):\n  | its last words\n" in said
-    assert "far" in ray_liveness.lost_nodes()
+    assert "far" in ray_liveness.lost_node_ids()
 
 
 def test_a_node_that_ray_calls_dead_is_named_with_all_its_ranks_and_roles(watch: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_node_that_ray_calls_dead_is_named_with_all_its_ranks_and_roles(watch:
         ],
         20,
     )
-    watch.ping.dead = {"far": "Ray reports: missed heartbeats"}
+    watch.ping.dead_nodes = {"far": "Ray reports: missed heartbeats"}
     with pytest.raises(
         NodeLost, match=r"ranks 2 and 3 of 'actor' and rank 0 of 'rm', .*heartbeats"
     ):
@@ -180,7 +180,7 @@ def test_a_failed_call_is_laid_to_a_process_that_is_gone(watch: Any) -> None:
 
 
 def test_a_control_plane_that_answers_no_more_is_named(watch: Any) -> None:
-    watch.ping.unanswered = True
+    watch.ping.is_unanswered = True
 
     def next_ping() -> None:
         watch.ping.ping_count += 1

@@ -19,7 +19,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("ray_ports", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-module._candidates = lambda: [int(word) for word in sys.argv[2:]]
+module._candidate_ports = lambda: [int(word) for word in sys.argv[2:]]
 print(*module.free_ports(2), flush=True)
 sys.stdin.read()
 """
@@ -29,7 +29,7 @@ sys.stdin.read()
 def ephemeral(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that says which ports the kernel gives to outgoing connections."""
     file = tmp_path / "range"
-    monkeypatch.setattr(ray_ports, "EPHEMERAL_RANGE", file)
+    monkeypatch.setattr(ray_ports, "EPHEMERAL_RANGE_FILE", file)
     return file
 
 
@@ -48,7 +48,7 @@ def test_ports_are_outside_the_ephemeral_range_and_above_those_of_ray_s_workers(
 ) -> None:
     if text is not None:
         ephemeral.write_text(text)
-    candidates = ray_ports._candidates()
+    candidates = ray_ports._candidate_ports()
     assert {candidates[0], candidates[-1]} <= low | high
     assert low | high <= set(candidates)
     assert set(free_ports(20)) <= set(candidates)
@@ -58,8 +58,8 @@ def test_a_port_with_a_server_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         (other,) = free_ports(1)
-        ray_ports._reserved.pop()[1].close()
-        monkeypatch.setattr(ray_ports, "_candidates", lambda: [taken, other])
+        ray_ports._reservations.pop()[1].close()
+        monkeypatch.setattr(ray_ports, "_candidate_ports", lambda: [taken, other])
         assert free_ports(1) == [other]
         with pytest.raises(OSError, match="fewer than 1 free ports"):
             free_ports(1)
@@ -69,11 +69,11 @@ def test_two_processes_do_not_get_the_same_ports_until_the_first_ends_or_its_tim
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ports = free_ports(4)
-    while ray_ports._reserved:
-        ray_ports._reserved.popleft()[1].close()
+    while ray_ports._reservations:
+        ray_ports._reservations.popleft()[1].close()
     program = [sys.executable, "-S", "-c", ANOTHER, ray_ports.__file__, *map(str, ports)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    monkeypatch.setattr(ray_ports, "_candidates", lambda: ports)
+    monkeypatch.setattr(ray_ports, "_candidate_ports", lambda: ports)
     with subprocess.Popen(program, text=True, **pipes) as another:
         assert another.stdout is not None
         theirs = {int(word) for word in another.stdout.readline().split()}

@@ -18,7 +18,7 @@ from hone.controller import reaper
 ray = pytest.importorskip("ray")
 
 from hone.controller import ray_start  # noqa: E402
-from hone.controller.ray_ports import SLOW_START_SETTINGS  # noqa: E402
+from hone.controller.ray_ports import SLOW_START_ENV  # noqa: E402
 from hone.controller.worker import free_port  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def test_what_we_start_gets_a_new_token_which_no_other_process_sees(
     during = inits[0]["environ"]
     assert (during["RAY_AUTH_MODE"], len(during[TOKEN])) == ("token", 64)
     assert inits[0]["options"]["address"] == "local"  # Ray must not look for another one
-    assert SLOW_START_SETTINGS.items() <= during.items()
+    assert SLOW_START_ENV.items() <= during.items()
     assert TOKEN not in os.environ
     assert os.environ["RAY_AUTH_MODE"] == "disabled"  # which is about clusters one joins
 
@@ -258,6 +258,6 @@ def test_what_begins_is_told_before_it_is_waited_for(
     inits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, joins: bool, sentence: str
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(ray_start, "_should_join", lambda address, only_named: joins)
+    monkeypatch.setattr(ray_start, "_should_join", lambda address, ignore_local_cluster: joins)
     ray_start.start_ray({"address": "10.1.1.1:6379"}, told.append)
     assert told == [sentence]

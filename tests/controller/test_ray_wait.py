@@ -61,7 +61,7 @@ def test_a_call_beyond_its_deadline_says_how_to_raise_it_and_is_not_recorded(
     said = str(caught.value)
     assert "'actor' waited 100 s for 'update' on rank 0 (pid 12 on 10.0.0.1), rank 1" in said
     assert "trainer.phase_deadline_floor_s" in said
-    assert deadlines.longest_s == {}
+    assert deadlines.longest_run_s == {}
 
 
 @pytest.mark.parametrize(

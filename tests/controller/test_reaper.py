@@ -35,7 +35,7 @@ def test_only_marked_processes_are_ended_and_stopped_ones_too() -> None:
     try:
         os.kill(stopped.pid, signal.SIGSTOP)
         _until(lambda: len(reaper.marked_pids("one")) == 2)
-        assert reaper.kill_marked("one") == []
+        assert reaper.kill_marked_processes("one") == []
         assert (mine.wait(), stopped.wait()) == (-signal.SIGKILL, -signal.SIGKILL)
         assert other.poll() is None
     finally:
@@ -74,7 +74,7 @@ def test_a_child_that_lost_the_mark_is_ended_with_its_parent() -> None:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         assert reaper.marked_pids("parent") == sorted([parent.pid, child])
-        assert reaper.kill_marked("parent") == []
+        assert reaper.kill_marked_processes("parent") == []
     _until(lambda: _ended(child))
 
 

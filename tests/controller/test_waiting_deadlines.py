@@ -22,10 +22,10 @@ def test_only_completed_runs_are_recorded() -> None:
     deadlines = PhaseDeadlines(floor_s=0.0, factor=10.0)
     with pytest.raises(KeyError), deadlines.timed("generate"):
         raise KeyError
-    assert deadlines.longest_s == {}
+    assert deadlines.longest_run_s == {}
     with deadlines.timed("generate") as limit_s:
         assert limit_s == 0.0
-    assert set(deadlines.longest_s) == {"generate"}
+    assert set(deadlines.longest_run_s) == {"generate"}
 
 
 def test_the_advice_names_the_key_that_set_the_limit() -> None:

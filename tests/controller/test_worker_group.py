@@ -23,7 +23,7 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
-from hone.controller.decorator import DATA_PARALLEL, TensorDictRows
+from hone.controller.decorator import DATA_PARALLEL, TensorDictPayload
 from hone.controller.local import FinishedCall, WorkerHost, get_results
 from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import Placement, Worker
@@ -379,7 +379,7 @@ def test_a_tensordict_is_split_over_ranks_and_joined() -> None:
 
 def test_a_tensordict_crosses_a_process_as_itself() -> None:
     ragged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
-    sent = TensorDictRows(DataProto.from_tensordict(tu.get_tensordict({"x": ragged})))
+    sent = TensorDictPayload(DataProto.from_tensordict(tu.get_tensordict({"x": ragged})))
     arrived = pickle.loads(pickle.dumps(sent))
     assert isinstance(arrived, TensorDict)
     assert torch.equal(arrived["x"][1], torch.arange(3))

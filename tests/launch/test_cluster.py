@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hone.launch import cluster
-from hone.launch.cluster import LaunchError, Plan, _NamedProcesses, _Node, _stop_processes
+from hone.launch.cluster import LaunchError, LaunchPlan, _NamedProcesses, _Node, _stop_processes
 from hone.launch.node import NodeSettings, NodeStatus
 
 from .test_scripts import program
@@ -19,10 +19,10 @@ from .test_scripts import program
 SETTINGS = NodeSettings(mark="m", token="t")
 
 
-def plan(folder: Path, python: str, setup: str = "") -> Plan:
+def plan(folder: Path, python: str, setup: str = "") -> LaunchPlan:
     """A plan whose interpreter is a shell script."""
     file = program(folder, "python", f"#!/bin/bash\n{python}\n")
-    return Plan("local", ("here",), ("hone",), str(folder), python=str(file), setup=setup)
+    return LaunchPlan("local", ("here",), ("hone",), str(folder), python=str(file), setup=setup)
 
 
 def test_what_a_setup_line_writes_before_the_answer_is_passed_over(tmp_path: Path) -> None:

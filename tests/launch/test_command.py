@@ -102,7 +102,7 @@ class Server:
     def __init__(self, address: str) -> None:
         assert address == "http://127.0.0.1:1"
 
-    def details(self) -> list[Any]:
+    def list_jobs(self) -> list[Any]:
         states = {"one": "SUCCEEDED", "two": "RUNNING"}
         return [
             SimpleNamespace(
@@ -143,7 +143,7 @@ def test_jobs_are_listed_followed_and_stopped_the_newest_by_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("ray")
-    monkeypatch.setattr("hone.launch.jobs.Jobs", Server)
+    monkeypatch.setattr("hone.launch.jobs.JobClient", Server)
     assert cli.main(["jobs", "--address", "http://127.0.0.1:1", *words]) == status
     output = capsys.readouterr()
     assert told in output.out + output.err

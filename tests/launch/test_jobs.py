@@ -60,7 +60,7 @@ class Client:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("POLL_INTERVAL_S", "RETRY_EVERY_S"):
+    for name in ("POLL_INTERVAL_S", "STREAM_RETRY_INTERVAL_S"):
         monkeypatch.setattr(jobs, name, 0.001)
 
 
@@ -115,7 +115,7 @@ def test_a_job_whose_submission_is_answered_too_late_is_started_once(
             )
 
     monkeypatch.setattr(jobs, "JobSubmissionClient", Slow)
-    server = jobs.Jobs("http://x")
+    server = jobs.JobClient("http://x")
     client: Any = server._client
     assert [server.submit("true")] * 2 == client.calls
 
@@ -129,7 +129,7 @@ def test_a_job_that_the_server_refuses_is_not_submitted_again(
             raise RuntimeError("Request failed with status code 400: no.")
 
     monkeypatch.setattr(jobs, "JobSubmissionClient", Refusing)
-    server = jobs.Jobs("http://x")
+    server = jobs.JobClient("http://x")
     client: Any = server._client
     with pytest.raises(RuntimeError, match="status code 400"):
         server.submit("true")
@@ -148,7 +148,9 @@ def test_a_request_to_stop_is_sent_again_when_it_fails(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(jobs, "JobSubmissionClient", Waiting)
     written: list[str] = []
-    assert jobs.run_job("http://x", "true", written.append, lambda: None) == jobs.STOPPED
+    assert (
+        jobs.run_job("http://x", "true", written.append, lambda: None) == jobs.STOPPED_EXIT_STATUS
+    )
     assert written[-1] == "saved\n"
 
 
@@ -173,7 +175,7 @@ def test_a_job_that_cannot_be_followed_is_stopped_and_ends_before_the_launch(
         return clients[-1]
 
     monkeypatch.setattr(jobs, "JobSubmissionClient", client)
-    monkeypatch.setattr(jobs, "RETRY_S", 0.2)
+    monkeypatch.setattr(jobs, "RETRY_DEADLINE_S", 0.2)
     assert jobs.run_job("http://x", "true", lambda text: None, wait_for_ever) == 1
     assert "no answer" in caplog.text
     calls = clients[0].calls
@@ -194,6 +196,6 @@ def test_a_stopped_job_whose_cluster_has_ended_is_given_up_soon(
             raise ConnectionError("refused")
 
     monkeypatch.setattr(jobs, "JobSubmissionClient", Gone)
-    monkeypatch.setattr(jobs, "RETRY_S", 600.0)
-    monkeypatch.setattr(jobs, "STOP_RETRY_S", 0.02)
+    monkeypatch.setattr(jobs, "RETRY_DEADLINE_S", 600.0)
+    monkeypatch.setattr(jobs, "STOP_RETRY_DEADLINE_S", 0.02)
     assert jobs.run_job("http://x", "true", lambda text: None, lambda: None) == 1

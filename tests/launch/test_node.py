@@ -19,7 +19,7 @@ from hone.launch.node import NodeSettings
 
 PROGRAM = """
 from hone.launch import node
-node.start = lambda *_: node.NodeStatus("here:1", "http://127.0.0.1:1", "t")
+node.start_ray = lambda *_: node.NodeStatus("here:1", "http://127.0.0.1:1", "t")
 node.main()
 """
 
@@ -54,8 +54,8 @@ def test_every_node_keeps_the_files_of_ray_in_its_own_folder(
     given: list[str] = []
     stand_in = SimpleNamespace(main=lambda words, standalone_mode: given.extend(words))
     monkeypatch.setattr("ray.scripts.scripts.start", stand_in)
-    monkeypatch.setattr(node, "_wait_for", lambda address: None)
-    node.start(NodeSettings(mark="m", token="t", head=head), tmp_path / "token", "/tmp/session")
+    monkeypatch.setattr(node, "_wait_until_reachable", lambda address: None)
+    node.start_ray(NodeSettings(mark="m", token="t", head=head), tmp_path / "token", "/tmp/session")
     assert given.count("--temp-dir=/tmp/session/ray") == 1
     assert (f"--address={head}" in given) is bool(head)
 
@@ -72,13 +72,13 @@ def test_a_raylet_that_fails_is_quoted_before_its_log_goes(
     def failing(*_: object) -> node.NodeStatus:
         raise RuntimeError("the current node timed out")
 
-    monkeypatch.setattr(node, "start", failing)
+    monkeypatch.setattr(node, "start_ray", failing)
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "before")
     answers: list[node.NodeStatus] = []
     folder, before = tmp_path / "folder", dict(os.environ)
     try:
-        node.serve(NodeSettings(mark="m", token="t"), folder, str(tmp_path), answers.append)
+        node.run_node(NodeSettings(mark="m", token="t"), folder, str(tmp_path), answers.append)
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -105,7 +105,7 @@ def test_the_batches_of_leading_ranks_are_joined(monkeypatch):
     assert actor_rollout_ref.join_ranks is join_ranks
     monkeypatch.setattr(actor_rollout_ref, "join_ranks", lambda group, results: results)
     collect = method_spec(ActorRolloutRefWorker.generate_sequences).dispatch_mode.collect_fn
-    meshes = {actor_rollout_ref.ROLLOUT: Mesh((0, 0, 1, 1), (True, False, True, False))}
+    meshes = {actor_rollout_ref.ROLLOUT_MESH: Mesh((0, 0, 1, 1), (True, False, True, False))}
     assert collect(GroupView(4, meshes), ["a", "", "b", ""]) == ["a", "b"]
 
 

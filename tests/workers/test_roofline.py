@@ -19,7 +19,7 @@ FACTS = ModelFacts(
     attention_width=8,
     kv_bytes_per_token=16,
 )
-ROOFLINE = Roofline(flops=1000.0, bytes_per_s=50.0, facts=FACTS)
+ROOFLINE = Roofline(flops_per_s=1000.0, bytes_per_s=50.0, facts=FACTS)
 
 
 def test_an_update_counts_six_operations_per_parameter_and_token_and_attention_over_pairs():
@@ -34,9 +34,9 @@ def test_a_shared_prompt_is_counted_once():
 
 def test_generation_reads_the_weights_once_per_decode_step_and_keys_once_per_token():
     read = 3 * 400 + 3 * (5 + 3 / 2) * 16
-    share = ROOFLINE.mbu([5], [3], slots=8, seconds=2.0)
+    share = ROOFLINE.mbu([5], [3], max_num_seqs=8, seconds=2.0)
     assert share == pytest.approx(read / 2.0 / 50)
 
 
 def test_a_cpu_has_no_roofline():
-    assert Roofline.of(FACTS, torch.device("cpu")) is None
+    assert Roofline.for_device(FACTS, torch.device("cpu")) is None

@@ -13,7 +13,7 @@ from hone.config.reward import RewardServerConfig
 from hone.rewards.outcome import Response
 from hone.rewards.served import ServedClassifier
 from hone.workers import serve_reward_model
-from hone.workers.serve_reward_model import Service, load
+from hone.workers.serve_reward_model import Service, load_worker
 
 from .test_reward_model import save_classifier
 
@@ -30,7 +30,7 @@ def with_server(model: Path, call: Callable[[str], Awaitable[Any]], worker: Any 
     from aiohttp import web
 
     async def run() -> Any:
-        app = Service(worker or load(str(model), ["trainer.device=cpu"])).application()
+        app = Service(worker or load_worker(str(model), ["trainer.device=cpu"])).application()
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -44,7 +44,7 @@ def with_server(model: Path, call: Callable[[str], Awaitable[Any]], worker: Any 
 
 @pytest.mark.parametrize("kind", ["classify", "score"])
 def test_our_client_reads_the_scores_of_the_worker(model: Path, kind: Any) -> None:
-    worker = load(str(model), ["trainer.device=cpu"])
+    worker = load_worker(str(model), ["trainer.device=cpu"])
     answers = ["2", "3 or so", "2"]
     expected = worker.score_rows([worker.encode(CHAT, answer) for answer in answers])
 
@@ -81,7 +81,7 @@ def test_a_bad_request_is_answered_with_400(model: Path, path: str, body: dict[s
 
 
 def test_text_that_spells_a_control_token_is_encoded_as_text(model: Path) -> None:
-    worker = load(str(model), ["trainer.device=cpu"])
+    worker = load_worker(str(model), ["trainer.device=cpu"])
     end = worker.tokenizer.eos_token
     pairs = {"text_1": ["1+1?"] * 2, "text_2": ["2", f"2{end}2"]}
     plain, spelled = Service(worker)._encode_pairs(pairs)
@@ -97,7 +97,7 @@ def test_keys_may_follow_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         arguments.extend([model, *overrides])
         raise SystemExit(0)
 
-    monkeypatch.setattr(serve_reward_model, "load", load)
+    monkeypatch.setattr(serve_reward_model, "load_worker", load)
     with pytest.raises(SystemExit) as caught:
         serve_reward_model.main(["M", "--port", "8001", "reward_model.max_length=4096"])
     assert caught.value.code == 0

@@ -68,5 +68,5 @@ def test_a_step_that_fails_stops_the_recording(
     monkeypatch.setattr("hone.trainer.ppo.trainer.PPOTrainer.update", fails)
     overrides = task.overrides(tmp_path / "run", "global_profiler.steps=[1]")
     assert cli.main(["train", *overrides]) == 2
-    assert profiling._current is None
+    assert profiling._current_profile is None
     assert not (tmp_path / "run" / "profile").exists()
