@@ -24,7 +24,7 @@ class Context(FunctionCtx):
     group: ProcessGroup
     start: int
     stop: int
-    plain: Callable[[Tensor], Tensor]
+    plain_forward: Callable[[Tensor], Tensor]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Saves tensors; None is allowed."""

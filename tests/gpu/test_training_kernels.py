@@ -131,7 +131,7 @@ class TestSameRoundings:
         rows, length = 64, 500
         blocks = -(-length // 16)
         cache = PagedCache(
-            layers=1, kv_heads=kv, head_dim=d, blocks=rows * blocks + 1, block_size=16,
+            num_layers=1, kv_heads=kv, head_dim=d, num_blocks=rows * blocks + 1, block_size=16,
             dtype=torch.bfloat16, device=DEVICE,
         )  # fmt: skip
         cache.reserve()
@@ -140,7 +140,7 @@ class TestSameRoundings:
         table = (torch.arange(rows * blocks, device=DEVICE).view(rows, blocks) + 1).int()
         at = torch.arange(length, device=DEVICE)
         slots = (table[:, at // 16].long() * 16 + at % 16).flatten()
-        kernels_triton.store(k.flatten(0, 1), v.flatten(0, 1), slots, cache, 0)
+        kernels_triton.store_kv(k.flatten(0, 1), v.flatten(0, 1), slots, cache, 0)
         cu = torch.arange(rows + 1, device=DEVICE).int() * length
         packed = (x.flatten(0, 1) for x in (q, k, v))
         trained = varlen_attention(

@@ -61,7 +61,7 @@ class Core(Protocol):
 
 
 class NativeRollout(RequestEngine):
-    """A `RolloutEngine` over a core, driven by the thread that calls `drive`.
+    """A `RolloutEngine` over a core; the thread that calls `drive` decodes.
 
     `_pending` has every request from arrival to result, so `_fail` reaches requests in every phase.
     """
@@ -74,7 +74,7 @@ class NativeRollout(RequestEngine):
         self._core = core
         self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        """Requests of each event loop's current iteration, accessed only in the loop's thread."""
+        """Requests of each event loop's current iteration; only the loop's own thread accesses them."""
         self._arrivals: list[Request] = []  # submitted, not yet in the core
         self._deferred: list[Request] = []  # submitted while paused
         # Guards every attribute except the core and `_submitted`.
@@ -82,7 +82,7 @@ class NativeRollout(RequestEngine):
         self._submit_lock, self._step_lock = threading.Lock(), threading.Lock()
         self._is_driven = False
         self._notified = False
-        self._in_core = 0  # number of requests in the core
+        self._num_in_core = 0
         self._streaming: dict[int, Request] = {}  # pending requests with `on_tokens`
 
     @property
@@ -103,7 +103,7 @@ class NativeRollout(RequestEngine):
         try:
             if loop not in self._submitted:
                 self._submitted[loop] = []
-                loop.call_soon(self._flush, loop)
+                loop.call_soon(self._flush_submitted, loop)
             self._submitted[loop].append(request)
             return await future
         finally:
@@ -152,12 +152,12 @@ class NativeRollout(RequestEngine):
         with self._between_steps(), self._condition:
             self._raise_if_stopped()
             if self._core.busy or self._arrivals:
-                raise RolloutError("sleep while requests run; abort them first")
+                raise RolloutError("sleep() was called while requests run; abort them first")
             self._core.free_cache()
             self._core.invalidate()
 
     async def wake_up(self) -> None:
-        """Invalidates the core, as the weights may have changed; the next prefill allocates the cache."""
+        """Invalidates the core, because the weights may have changed."""
         with self._between_steps():
             self._raise_if_stopped()
             self._core.invalidate()
@@ -196,7 +196,7 @@ class NativeRollout(RequestEngine):
         return [r for r in self._pending.values() if not r.awaited_future.get_loop().is_closed()]
 
     def _abort_requests(self, request_ids: Collection[str] | None) -> list[Request]:
-        """Aborts running, arriving and deferred requests; `_flush` ends submitted ones."""
+        """Aborts running, arriving and deferred requests; `_flush_submitted` ends submitted ones."""
         aborted = self._abort_running(request_ids)
         aborted += select(self._deferred, request_ids)
         for request in select(self._pending.values(), request_ids):
@@ -212,7 +212,7 @@ class NativeRollout(RequestEngine):
         except Exception as error:
             self._fail(error)
             raise
-        self._in_core -= len(aborted)
+        self._num_in_core -= len(aborted)
         for request in arriving:
             request.stop_reason = StopReason.ABORT
         self._arrivals = [r for r in self._arrivals if r.stop_reason is None]
@@ -220,11 +220,11 @@ class NativeRollout(RequestEngine):
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Keeps the driving thread between two steps for the block."""
+        """Holds the driving thread between two steps while the block runs."""
         with self._submit_lock, self._step_lock:
             yield
 
-    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _flush_submitted(self, loop: asyncio.AbstractEventLoop) -> None:
         """Passes the requests of one loop iteration to the driving thread."""
         batch = self._submitted.pop(loop)
         with self._condition:
@@ -243,12 +243,12 @@ class NativeRollout(RequestEngine):
         """Decodes until a request finishes or `notify` is called."""
         try:
             while self._wait_for_work():
-                with self._submit_lock:  # waiting calls of `_between_steps` go first
+                with self._submit_lock:  # calls that wait in `_between_steps` go first
                     pass
                 with self._step_lock:
                     finished = self._step()
                     if self._streaming:
-                        self._stream()
+                        self._stream_new_tokens()
                 if finished:
                     self._deliver(finished)
                     return
@@ -276,10 +276,10 @@ class NativeRollout(RequestEngine):
             arrivals, self._arrivals = self._arrivals, []
         for request in arrivals:
             self._core.add(request)
-        self._in_core += len(arrivals)
+        self._num_in_core += len(arrivals)
         finished = self._core.step(self._must_yield)
-        self._in_core -= len(finished)
-        if self._in_core and not self._core.busy:
+        self._num_in_core -= len(finished)
+        if self._num_in_core and not self._core.busy:
             raise RolloutError(f"the core lost {self._in_core} requests; this is a defect")
         return finished
 
@@ -288,7 +288,7 @@ class NativeRollout(RequestEngine):
         waiting = self._arrivals or self._closed or self._notified or self._streaming
         return bool(waiting or self._submit_lock.locked())
 
-    def _stream(self) -> None:
+    def _stream_new_tokens(self) -> None:
         with self._condition:
             streaming = list(self._streaming.values())
         for request in streaming:
@@ -296,6 +296,7 @@ class NativeRollout(RequestEngine):
                 call_in(request.awaited_future.get_loop(), _stream_tokens, request)
 
     def _deliver(self, finished: list[Request]) -> None:
+        """Posts the results; removes requests whose event loop is closed, as nothing awaits them."""
         self._remove_pending(_post_results(finished))
 
     def _remove_pending(self, requests: list[Request]) -> None:
@@ -305,13 +306,13 @@ class NativeRollout(RequestEngine):
                 self._streaming.pop(id(request), None)
 
     def _fail(self, error: BaseException) -> None:
-        """Fails every pending request with the cause and refuses later requests."""
+        """Fails every pending request with `error` as the cause and refuses later requests."""
         log.error("decoding stopped", exc_info=error)
         with self._condition:
             self._failure = self._failure or error
         self._fail_pending(decoding_failed(error))
         try:
-            self._core.abort()  # frees its requests and memory
+            self._core.abort()  # frees the core's requests and memory
         except Exception:
             log.exception("the core could not be emptied after decoding stopped")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError, TokenOutput
 from hone.rollout.native.engine import Core
 from hone.rollout.native.peers import Command, Peers
-from hone.rollout.native.replica import TRAITS, Replica
+from hone.rollout.native.replica import SHARDED_TRAITS, Replica
 from hone.rollout.requests import Request, RequestEngine
 from hone.rollout.weights import load_weights
 
@@ -24,13 +24,13 @@ class FollowerRollout(RequestEngine):
     """
 
     name = "native"
-    traits = TRAITS
+    traits = SHARDED_TRAITS
 
     def __init__(self, core: Core, peers: Peers) -> None:
         super().__init__(core.rules)
         self._replica, self._peers = Replica(core), peers
         self._condition = threading.Condition()
-        # The number of updates that rank 0 has begun, that this rank has begun, and that it has ended.
+        # The numbers of updates that rank 0 has begun, and that this rank has begun and has ended.
         self._updates_announced = self._updates_begun = self._updates_ended = 0
         self._update_error: str | None = None
         self._is_driven = False
@@ -60,7 +60,7 @@ class FollowerRollout(RequestEngine):
             self._raise_if_stopped()
             self._updates_begun += 1
             while self._updates_announced < self._updates_begun:
-                if self._is_driven and not self._update_pending:  # `drive` receives
+                if self._is_driven and not self._update_pending:  # `drive` receives the commands
                     self._wait_for_announcement()
                 else:
                     self._execute_all(self._receive())
@@ -90,7 +90,7 @@ class FollowerRollout(RequestEngine):
             self._condition.notify_all()
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Executes the commands of rank 0, which decides when this ends; `until` is ignored."""
+        """Executes the commands of rank 0 until a command ends this call; `until` is ignored."""
         with self._condition:
             self._raise_if_stopped()
             self._is_driven = True
@@ -124,12 +124,14 @@ class FollowerRollout(RequestEngine):
         self._raise_if_stopped()
 
     def _wait_for_update(self) -> None:
-        """Waits until this rank's worker has ended the update, whose transfer has the same timeout."""
-        limit_s = 2 * self._peers.timeout_s
-        if not self._condition.wait_for(lambda: self._stopped or not self._update_pending, limit_s):
+        """Waits until this rank's worker has ended the update; the transfer alone may take one timeout."""
+        timeout_s = 2 * self._peers.timeout_s
+        if not self._condition.wait_for(
+            lambda: self._stopped or not self._update_pending, timeout_s
+        ):
             with self._end_group_on_error():
                 raise RolloutError(
-                    f"a weight update did not end on this rank within {limit_s:g} s "
+                    f"a weight update did not end on this rank within {timeout_s:g} s "
                     "(twice actor_rollout_ref.nccl_timeout)"
                 )
 
