@@ -79,12 +79,12 @@ class PrefillLayout:
         self._padding = Padding.of(lengths, torch.device("cpu"), multiple=_KEY_MULTIPLE)
         self._padded_length = self._padding.cells.shape[1]
         self._token_slots = self._slots.repeat_interleave(torch.tensor(lengths))  # [N]
-        self.positions = self._padding.inverse % self._padded_length  # [N]
+        self.positions = self._padding.cell_indices % self._padded_length  # [N]
         self._biases: dict[int, Tensor] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         for new_kv, cached in zip((k, v), self._cache.layer(options.layer, k), strict=True):
-            if self._padding.regular:
+            if self._padding.equal_lengths:
                 padded_rows = self._padding.pad(new_kv)
                 cached[:, :, : self._padded_length].index_copy_(0, self._slots, padded_rows)
             else:

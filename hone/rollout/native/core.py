@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hone.models.attention import Layout
 from hone.models.policy import PolicyModel
-from hone.ops.groups import first_equal
+from hone.ops.groups import first_equal_indices
 from hone.ops.packed_linear import row_multiple
 from hone.rollout.contract import StopReason
 from hone.rollout.native.cache import DecodeLayout, JointLayout, PrefillLayout, SlotCache
@@ -127,7 +127,7 @@ class NativeCore:
         ids, num_running = [r.token_ids[-1] for r in self._running], len(self._running)
         if not admitted:
             return self._logits(self._hidden_states(ids, *self._layout([], []))[:num_running])
-        first_indices = first_equal([tuple(r.prompt_ids) for r in admitted])
+        first_indices = first_equal_indices([tuple(r.prompt_ids) for r in admitted])
         distinct_indices = sorted(set(first_indices))
         lengths = [len(admitted[i].prompt_ids) for i in distinct_indices]
         last_token_indices = [

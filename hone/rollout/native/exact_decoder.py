@@ -19,7 +19,7 @@ from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
 from hone.ops.autograd import Context
 from hone.ops.decoder_halves import Norm
-from hone.ops.logprobs import Statistics, entropy_of, linear_log_probs
+from hone.ops.logprobs import Statistics, linear_log_probs, softmax_entropy
 from hone.ops.packing import PackedRows
 from hone.rollout.contract import RolloutError
 from hone.rollout.native.batch_state import BatchState
@@ -172,7 +172,7 @@ class ExactDecoder(JoinedDecoder):
             target,
             temperature=temperature,
             with_entropy=with_entropy,
-            statistics=partial(
+            compute_statistics=partial(
                 self._statistics, inverse_temperature=inverse_temperature, with_entropy=with_entropy
             ),
         )
@@ -181,17 +181,17 @@ class ExactDecoder(JoinedDecoder):
         self, hidden: Tensor, target: Tensor, *, inverse_temperature: float, with_entropy: bool
     ) -> Statistics:
         logits = self.logits(hidden)
-        scales = torch.full(
+        inverse_temperatures = torch.full(
             (len(logits),), inverse_temperature, dtype=torch.float32, device=logits.device
         )
-        log_prob = self.kernels.token_log_probs(logits, target, scales)
+        log_prob = self.kernels.token_log_probs(logits, target, inverse_temperatures)
         z = logits.mul_(inverse_temperature)
         if z.is_cuda:
             from hone.ops.logprobs_triton import logit_statistics
 
             return log_prob, *logit_statistics(z, torch.zeros_like(target), 1.0, with_entropy)[1:]
-        norm = torch.logsumexp(z, -1)
-        return log_prob, norm, entropy_of(z, norm) if with_entropy else torch.zeros_like(norm)
+        lse = torch.logsumexp(z, -1)
+        return log_prob, lse, softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse)
 
 
 class _ExactForward(torch.autograd.Function):

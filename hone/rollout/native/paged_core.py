@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
-from hone.ops.groups import first_equal
+from hone.ops.groups import first_equal_indices
 from hone.ops.transfer import send
 from hone.rollout.native.batch_state import BatchState, HostBatch
 from hone.rollout.native.decode_graph import DecodeStep, graph_sizes
@@ -259,7 +259,7 @@ class PagedCore:
         The partial last block of a prompt is copied for every further sample of the prompt.
         """
         prompts = [tuple(s.request.prompt_ids + s.request.token_ids) for s in admitted]
-        first_indices = first_equal(prompts)
+        first_indices = first_equal_indices(prompts)
         distinct_indices = sorted(set(first_indices))
         block_copies = []
         for i, first in enumerate(first_indices):
