@@ -122,9 +122,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     sink = 0.0
     if SINKS:
         sink = tl.load(sink_ptr + kv_head * GROUP + g, g < GROUP, other=float("-inf"))
-        sink = tl.where(
-            split == 0, sink.to(tl.float32), float("-inf")
-        )  # only split 0 adds the sink
+        # Only split 0 adds the sink.
+        sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))
     max_score, weight_sum, acc = _attend(
         q, base, table_ptr + row * table_stride, kv_head, k_offset, v_offset, scaling, length, first_key,
         begin, end, softcap, sink, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION, SOFTCAP, SINKS,
@@ -227,7 +226,7 @@ class _Launch:
     ) -> None:
         rows, kv, d = inputs.shape[0], cache.kv_heads, cache.head_dim
         self.grid = (rows, kv, splits)
-        self._padded_dim = max(16, triton.next_power_of_2(d))  # the minimum of tl.dot
+        self._padded_dim = max(16, triton.next_power_of_2(d))  # tl.dot needs at least 16
         self.out = self.partial_out = self.lse = inputs.new_empty(rows, heads, d)
         if splits > 1:
             self.partial_out = inputs.new_empty(rows, heads, splits, d, dtype=torch.float32)

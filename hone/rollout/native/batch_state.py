@@ -26,7 +26,7 @@ _FINISHED = STATE_FIELDS.index("finished")
 class BatchState:
     """The device tensors of a batch of R rows."""
 
-    state: Tensor  # [7, R] int64, one line per name in STATE_FIELDS
+    state: Tensor  # [7, R] int64; state[i] has STATE_FIELDS[i] of every row
     inverse_temperature: Tensor  # [R] float32; 1 where greedy
     greedy: Tensor  # [R] int32; 1 where the temperature is 0
     stop_ids: Tensor  # [R, MAX_STOP_IDS] int64, -1 where unused

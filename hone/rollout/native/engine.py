@@ -280,7 +280,7 @@ class NativeRollout(RequestEngine):
         finished = self._core.step(self._must_yield)
         self._num_in_core -= len(finished)
         if self._num_in_core and not self._core.busy:
-            raise RolloutError(f"the core lost {self._in_core} requests; this is a defect")
+            raise RolloutError(f"the core lost {self._num_in_core} requests; this is a defect")
         return finished
 
     def _must_yield(self) -> bool:

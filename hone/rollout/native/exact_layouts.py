@@ -36,7 +36,7 @@ class Queries:
 
     position: Tensor  # [N] int64
     row: Tensor  # [N] int64, row of the block table
-    block_table: Tensor  # [R, W] int32, blocks per row
+    block_table: Tensor  # [R, W] int32, the blocks of each row
     tiles: Tiles | None
     """Used by the GPU kernel only."""
 
@@ -76,15 +76,22 @@ def segment_queries(
     offsets = [np.arange(0, n, queries_per_tile) for n in lengths]
     segment = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
     offset = np.concatenate(offsets)
-    count = np.minimum(lengths[segment] - offset, queries_per_tile)
-    tiles = (first_query[segment] + offset, count, np.array(starts)[segment] + offset, segment)
+    num_queries = np.minimum(lengths[segment] - offset, queries_per_tile)
+    tile_arrays = (
+        first_query[segment] + offset,
+        num_queries,
+        np.array(starts)[segment] + offset,
+        segment,
+    )
 
     def to_device(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
         return send(torch.from_numpy(np.ascontiguousarray(values, dtype)), device)
 
     rows = np.repeat(np.arange(len(lengths)), lengths)
     block_table = to_device(padded_table, np.int32)
-    return Queries(to_device(position), to_device(rows), block_table, Tiles(*map(to_device, tiles)))
+    return Queries(
+        to_device(position), to_device(rows), block_table, Tiles(*map(to_device, tile_arrays))
+    )
 
 
 class ExactLayout:
@@ -154,16 +161,18 @@ class _Segments:
         self.ends: list[int] = []
         self.blocks: list[list[int]] = []
         self.slots: list[np.ndarray] = []  # slot of each packed token
-        # Slots of the prompt's tail, and the slots in a response's first block that they are copied to.
+        # The slots of a prompt's tail are copied to the start of each response's first block.
         self.source_slots, self.target_slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        prompts = [self._add(0, length, []) for length in packed.layout.root_lengths]
-        for parent, length in packed.layout.children:
-            begin = packed.layout.root_lengths[parent]
-            full_blocks, tail_tokens = divmod(begin, block_size)
-            blocks = self._add(begin, begin + length, prompts[parent][:full_blocks])
-            if tail_tokens and length:
+        prompt_blocks = [self._add(0, length, []) for length in packed.layout.root_lengths]
+        for prompt, response_length in packed.layout.children:
+            prompt_length = packed.layout.root_lengths[prompt]
+            full_blocks, tail_tokens = divmod(prompt_length, block_size)
+            blocks = self._add(
+                prompt_length, prompt_length + response_length, prompt_blocks[prompt][:full_blocks]
+            )
+            if tail_tokens and response_length:
                 offset = np.arange(tail_tokens)
-                self.source_slots.append(prompts[parent][full_blocks] * block_size + offset)
+                self.source_slots.append(prompt_blocks[prompt][full_blocks] * block_size + offset)
                 self.target_slots.append(blocks[full_blocks] * block_size + offset)
 
     def _add(self, begin: int, end: int, shared_blocks: list[int]) -> list[int]:

@@ -19,8 +19,8 @@ from hone.rollout.weights import load_weights
 class FollowerRollout(RequestEngine):
     """The engine of a rank above 0: `drive` executes commands until rank 0 releases or closes it.
 
-    Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the update, and
-    `drive` executes no step before `commit`.
+    Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the update,
+    and `drive` executes no step before `commit`.
     """
 
     name = "native"
@@ -124,23 +124,26 @@ class FollowerRollout(RequestEngine):
         self._raise_if_stopped()
 
     def _wait_for_update(self) -> None:
-        """Waits until this rank's worker has ended the update; the transfer alone may take one timeout."""
+        """Waits until this rank's worker has ended the update.
+
+        The transfer of the weights alone may take one timeout, so this wait takes up to two.
+        """
         timeout_s = 2 * self._peers.timeout_s
         if not self._condition.wait_for(
             lambda: self._stopped or not self._update_pending, timeout_s
         ):
-            with self._end_group_on_error():
+            with self._close_group_on_error():
                 raise RolloutError(
                     f"a weight update did not end on this rank within {timeout_s:g} s "
                     "(twice actor_rollout_ref.nccl_timeout)"
                 )
 
     def _receive(self) -> list[Command]:
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             return self._peers.receive()
 
     def _execute_all(self, commands: Iterable[Command]) -> None:
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             for command in commands:
                 self._execute(command)
 
@@ -154,7 +157,7 @@ class FollowerRollout(RequestEngine):
             self._replica.execute(command)
 
     @contextmanager
-    def _end_group_on_error(self) -> Iterator[None]:
+    def _close_group_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:

@@ -43,7 +43,7 @@ class LeaderCore:
 
     @version.setter
     def version(self, version: int) -> None:
-        self._execute_on_all("version", version=version)
+        self._execute_and_queue("version", version=version)
 
     @property
     def busy(self) -> bool:
@@ -59,7 +59,7 @@ class LeaderCore:
         sampling = asdict(request.sampling)
         arguments = {"number": number, "prompt": request.prompt_ids, "sampling": sampling}
         self._unsent_commands.append({"do": "add", **arguments})
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             self._replica.add(number, copy)
 
     def step(self, must_yield: Callable[[], bool]) -> list[Request]:
@@ -69,7 +69,7 @@ class LeaderCore:
         ]
         command: Command = {"do": "step", "cancelled": cancelled, "checksum": replica.checksum()}
         self.send(command)
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             return [self._finish(n, copies[n]) for n in replica.execute(command)]
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
@@ -77,29 +77,29 @@ class LeaderCore:
         copies = dict(self._replica.requests)
         command: Command = {"do": "abort", "numbers": numbers}
         self._unsent_commands.append(command)
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             return [self._finish(n, copies[n]) for n in self._replica.execute(command)]
 
     def free_cache(self) -> None:
-        self._execute_on_all("free_cache")
+        self._execute_and_queue("free_cache")
 
     def invalidate(self) -> None:
-        self._execute_on_all("invalidate")
+        self._execute_and_queue("invalidate")
 
     def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._replica.policy.shards(weights)
 
-    def _execute_on_all(self, kind: str, **arguments: int) -> None:
+    def _execute_and_queue(self, kind: str, **arguments: int) -> None:
         """Executes a command that finishes no request, and queues it for the other ranks."""
         command: Command = {"do": kind, **arguments}
         self._unsent_commands.append(command)
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             self._replica.execute(command)
 
     def send(self, command: Command) -> None:
         """Sends the unsent commands and this one; the other ranks must be listening."""
         commands, self._unsent_commands = [*self._unsent_commands, command], []
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             self._peers.send(commands)
 
     def fail(self, error: BaseException) -> None:
@@ -115,7 +115,7 @@ class LeaderCore:
         return request
 
     @contextmanager
-    def _end_group_on_error(self) -> Iterator[None]:
+    def _close_group_on_error(self) -> Iterator[None]:
         """Closes the group of ranks if the block raises."""
         try:
             yield

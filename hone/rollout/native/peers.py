@@ -21,7 +21,7 @@ from hone.rollout.contract import RolloutError
 
 Command: TypeAlias = dict[str, Any]
 """A JSON object with the key `do`."""
-_HEAD_BYTES = 1024
+_FIRST_MESSAGE_BYTES = 1024
 """Size of the first message; longer commands continue in a second message."""
 _LENGTH_BYTES = 8
 _CAUSE_KEY = "cause"
@@ -74,17 +74,20 @@ class Peers:
         """Sends commands to every other rank and waits until all ranks have received them."""
         text = json.dumps(commands).encode()
         message = len(text).to_bytes(_LENGTH_BYTES, "big") + text
-        head, rest = message[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0"), message[_HEAD_BYTES:]
+        head, rest = (
+            message[:_FIRST_MESSAGE_BYTES].ljust(_FIRST_MESSAGE_BYTES, b"\0"),
+            message[_FIRST_MESSAGE_BYTES:],
+        )
         for part in (head, rest):
             if part:
                 self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8))
 
     def receive(self) -> list[Command]:
         """Returns the next commands of rank 0."""
-        head = bytes(self._broadcast(torch.empty(_HEAD_BYTES, dtype=torch.uint8)).tolist())
+        head = bytes(self._broadcast(torch.empty(_FIRST_MESSAGE_BYTES, dtype=torch.uint8)).tolist())
         end = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "big")
-        if end > _HEAD_BYTES:
-            rest = self._broadcast(torch.empty(end - _HEAD_BYTES, dtype=torch.uint8))
+        if end > _FIRST_MESSAGE_BYTES:
+            rest = self._broadcast(torch.empty(end - _FIRST_MESSAGE_BYTES, dtype=torch.uint8))
             head += rest.numpy().tobytes()
         commands: list[Command] = json.loads(head[_LENGTH_BYTES:end])
         return commands
@@ -109,11 +112,8 @@ class Peers:
 
     def close(self) -> None:
         """Closes the process groups, so that a rank that waits gets an error at once."""
-        groups, self.compute_group, self.control_group = (
-            (self.compute_group, self.control_group),
-            None,
-            None,
-        )
+        groups = self.compute_group, self.control_group
+        self.compute_group = self.control_group = None
         for group in groups:
             if group is not None:
                 # A group that torch.distributed has not registered closes with its last reference.

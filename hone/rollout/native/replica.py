@@ -75,6 +75,6 @@ class Replica:
         return numbers
 
 
-def _to_sampling(fields: Settings) -> Sampling:
-    tuples = {name: tuple(fields[name]) for name in ("stop", "stop_token_ids")}
-    return Sampling(**{**fields, **tuples})
+def _to_sampling(arguments: Settings) -> Sampling:
+    tuples = {name: tuple(arguments[name]) for name in ("stop", "stop_token_ids")}
+    return Sampling(**{**arguments, **tuples})

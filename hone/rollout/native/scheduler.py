@@ -35,7 +35,7 @@ class RunningSequence:
     host_checks_stop: bool
     """Whether the host must check the stop conditions (stop strings, or too many stop tokens)."""
     cached_tokens: int = 0
-    """Tokens of the prefix-cache hit."""
+    """Number of tokens that hit the prefix cache."""
     weights_id: int = 0
     """Identifies the weights that computed the first keys; see `Scheduler.clear_prefix_cache`."""
 
@@ -96,7 +96,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request: the largest max_tokens starts first, ties start in order of arrival.
 
-        Otherwise a long request could start last and run alone. Preempted requests precede new ones.
+        Otherwise a long request could start last and run alone. Preempted requests start before new
+        ones.
         """
         self._rules.check(request)
         insort_left(self._waiting, request, key=_priority)
@@ -132,9 +133,8 @@ class Scheduler:
         if self._waiting:
             return 0
         remaining = 0
-        for sequence, count in zip(
-            self.running, counts, strict=False
-        ):  # nothing runs after an abort
+        # After an abort no sequence runs, so there are more counts than sequences.
+        for sequence, count in zip(self.running, counts, strict=False):
             has_all_blocks = len(sequence.blocks) * BLOCK_SIZE >= sequence.max_length
             if sequence.host_checks_stop or sequence.request.cancelled or not has_all_blocks:
                 return 0
@@ -159,7 +159,7 @@ class Scheduler:
         Samples of a group share the full blocks of their prompt, which is prefilled once.
         """
         admitted: list[RunningSequence] = []
-        first_by_prompt: dict[tuple[int, ...], RunningSequence] = {}  # by prompt
+        first_by_prompt: dict[tuple[int, ...], RunningSequence] = {}
         batched_tokens = 0
         while self._waiting and len(self.running) + len(admitted) < self._max_num_seqs:
             request = self._waiting[-1]
@@ -178,7 +178,7 @@ class Scheduler:
                         f"request {request.request_id} does not fit the empty cache; this is a defect"
                     )
                 break
-            if not request.token_ids:  # not preempted before
+            if not request.token_ids:  # the request was never preempted
                 request.cached_tokens = sequence.cached_tokens
             first_by_prompt.setdefault(ids, sequence)
             batched_tokens += new_tokens
@@ -231,7 +231,7 @@ class Scheduler:
         finished = [s for s in self.running if s.request.stop_reason is not None]
         for sequence in finished:
             if self._is_cacheable(sequence):
-                # The last token was sampled but its key was never computed.
+                # The last token was sampled, but its key was not computed.
                 tokens = (sequence.request.prompt_ids + sequence.request.token_ids)[:-1]
                 self._pool.insert_and_release(tokens, sequence.blocks)
             else:
@@ -256,5 +256,5 @@ class Scheduler:
 
 
 def _priority(request: Request) -> float:
-    """Returns the priority of a waiting request; only preempted requests have tokens."""
+    """Returns max_tokens, or infinity for a preempted request, which has sampled tokens."""
     return math.inf if request.token_ids else request.sampling.max_tokens
