@@ -92,41 +92,41 @@ def pack_rows(
     first_rows = first_equal_indices([prompt.tobytes() for prompt, _ in rows])
     # If no prompt is shared, each row is one causal segment, which is cheaper than two segments.
     is_shared = share_prompts and len(set(first_rows)) < batch
-    ids, positions, layout, prompt_end, response_start = (
+    ids, positions, layout, prompt_last, response_start = (
         _pack_shared(rows, first_rows) if is_shared else _pack_whole(rows)
     )
     row, column = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
-    row_numbers, column_numbers = row.numpy(), column.numpy()
-    source = np.where(
-        column_numbers == 0,
-        prompt_end[row_numbers],
-        response_start[row_numbers] + column_numbers - 1,
+    i, j = row.numpy(), column.numpy()
+    source = np.where(j == 0, prompt_last[i], response_start[i] + j - 1)
+    packed_positions = (
+        _packed_positions(masks, prompt_last, response_start) if with_places else None
     )
     return PackedRows(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         layout,
         torch.from_numpy(source),
-        torch.from_numpy(response_ids[row_numbers, column_numbers]),
+        torch.from_numpy(response_ids[i, j]),
         row,
         column,
         (batch, responses.shape[1]),
-        packed_positions=_packed_positions(masks, prompt_end, response_start)
-        if with_places
-        else None,
+        packed_positions=packed_positions,
     )
 
 
 def _packed_positions(
-    masks: tuple[Tensor, Tensor], prompt_end: np.ndarray, response_start: np.ndarray
+    masks: tuple[Tensor, Tensor], prompt_last: np.ndarray, response_start: np.ndarray
 ) -> Tensor:  # [B, P + T]
     """Returns the packed position of each token of the padded batch, -1 if it is not packed."""
     in_prompt, in_response = (mask.cpu().bool().numpy() for mask in masks)
-    width, length = in_prompt.shape[1], in_response.shape[1]
-    prompt = prompt_end[:, None] - np.arange(width)[::-1]
-    response = response_start[:, None] + np.arange(length)
-    is_packed = np.arange(length) < in_response.sum(1, keepdims=True) - 1
-    packed_positions = [np.where(in_prompt, prompt, -1), np.where(is_packed, response, -1)]
+    prompt_width, response_width = in_prompt.shape[1], in_response.shape[1]
+    prompt_positions = prompt_last[:, None] - np.arange(prompt_width)[::-1]
+    response_positions = response_start[:, None] + np.arange(response_width)
+    is_packed = np.arange(response_width) < in_response.sum(1, keepdims=True) - 1
+    packed_positions = [
+        np.where(in_prompt, prompt_positions, -1),
+        np.where(is_packed, response_positions, -1),
+    ]
     return torch.from_numpy(np.concatenate(packed_positions, 1))
 
 

@@ -101,14 +101,14 @@ class SegmentLayout:
         options: AttentionOptions,
     ) -> Tensor:  # [N, H, D]
         if fits_varlen(q) and not options.needs_scores:
-            keys = self._shared_keys
+            shared_keys = self._shared_keys
             return varlen_attention(
                 q,
-                *keys.repeat(k, v),
-                keys.cu_queries,
-                keys.cu_keys,
-                keys.max_queries,
-                keys.max_keys,
+                *shared_keys.repeat(k, v),
+                shared_keys.cu_queries,
+                shared_keys.cu_keys,
+                shared_keys.max_queries,
+                shared_keys.max_keys,
                 scaling=options.scaling,
                 window=options.window,
             )

@@ -18,7 +18,7 @@ from hone.ops.transfer import send
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """The queries and keys of each segment: roots, then children, whose keys follow their root's."""
+    """The numbers of queries and keys per segment; a child's keys are its root's, then its own."""
 
     cu_queries: Tensor  # [S + 1] int32, cumulative number of queries
     cu_keys: Tensor  # [S + 1] int32, cumulative number of keys
@@ -32,29 +32,31 @@ class SharedKeys:
     def build(
         root_lengths: list[int], children: list[tuple[int, int]], device: torch.device
     ) -> SharedKeys:
-        roots = np.array(root_lengths)
-        root_starts = np.cumsum(roots) - roots
-        parents = np.array([p for p, n in children if n], np.int64)
+        root_sizes = np.array(root_lengths)
+        root_starts = np.cumsum(root_sizes) - root_sizes
+        parents = np.array([parent for parent, n in children if n], np.int64)
         child_lengths = np.array([n for _, n in children if n], np.int64)
-        queries = np.concatenate([roots, child_lengths])
-        keys = np.concatenate([roots, roots[parents] + child_lengths])
+        num_queries = np.concatenate([root_sizes, child_lengths])
+        num_keys = np.concatenate([root_sizes, root_sizes[parents] + child_lengths])
         lengths = (
-            _to_device(_cumulative(queries), device),
-            _to_device(_cumulative(keys), device),
-            int(queries.max()),
-            int(keys.max()),
+            _to_device(_cumulative(num_queries), device),
+            _to_device(_cumulative(num_keys), device),
+            int(num_queries.max()),
+            int(num_keys.max()),
         )
         if not len(child_lengths):
             return SharedKeys(*lengths)
-        child_starts = roots.sum() + np.cumsum(child_lengths) - child_lengths
-        key_positions = [np.arange(roots.sum())]
-        for p, start, length in zip(parents, child_starts, child_lengths, strict=True):
-            key_positions.append(np.arange(root_starts[p], root_starts[p] + roots[p]))
+        child_starts = root_sizes.sum() + np.cumsum(child_lengths) - child_lengths
+        key_positions = [np.arange(root_sizes.sum())]
+        for parent, start, length in zip(parents, child_starts, child_lengths, strict=True):
+            key_positions.append(
+                np.arange(root_starts[parent], root_starts[parent] + root_sizes[parent])
+            )
             key_positions.append(np.arange(start, start + length))
         source = np.concatenate(key_positions)
-        first_copy = _cumulative(np.bincount(source, minlength=queries.sum()))
-        indices = (source, np.argsort(source, kind="stable"), first_copy)
-        return SharedKeys(*lengths, *(_to_device(index, device) for index in indices))
+        first_copy = _cumulative(np.bincount(source, minlength=num_queries.sum()))
+        index_arrays = (source, np.argsort(source, kind="stable"), first_copy)
+        return SharedKeys(*lengths, *(_to_device(index, device) for index in index_arrays))
 
     def repeat(
         self, k: Tensor, v: Tensor
