@@ -18,7 +18,7 @@ from hone.ops.transfer import send
 MAX_STOP_IDS = 8
 """Stop tokens per row that the GPU checks; the host checks requests that have more."""
 STATE_FIELDS = ("token", "position", "slot", "seed", "max_length", "finished", "num_sampled")
-"""The values per row in `state`, in the order that the kernels expect."""
+"""The names of a row's values in `state`, in the order that the kernels expect."""
 _FINISHED = STATE_FIELDS.index("finished")
 
 
@@ -60,7 +60,7 @@ class BatchState:
         return BatchState(*inputs, *outputs)
 
     def rows(self, begin: int, end: int) -> BatchState:
-        """Returns rows [begin, end) as views."""
+        """Returns rows [begin, end); the tensors are views."""
         state, *others = (getattr(self, f.name) for f in fields(self))
         return BatchState(state[:, begin:end], *(tensor[begin:end] for tensor in others))
 
@@ -108,7 +108,7 @@ class HostBatch:
             self.block_table[row, : len(block_ids)] = block_ids
 
     def clear_from(self, row: int) -> None:
-        """Marks `row` and all rows after it as empty: they write to the null block, sample nothing."""
+        """Marks the rows from `row` on as empty: they write to the null block and sample nothing."""
         self.state[:, row:] = 0
         self.state[_FINISHED, row:] = 1
         self.block_table[row:] = 0

@@ -1,4 +1,4 @@
-"""The native engine: one thread decodes in `drive`, event loops in other threads await requests.
+"""The native engine: one thread decodes in `drive`; event loops in other threads await results.
 
 The engine starts no thread, because a second thread would have its own pool of torch workers and slow both
 down. Requests that an event loop submits in one iteration enter the core as one batch.
@@ -182,7 +182,7 @@ class NativeRollout(RequestEngine):
         finally:
             with self._between_steps(), self._condition:
                 self._is_driven = False
-                if not self._stopped and not self._open_requests():  # only abandoned requests
+                if not self._stopped and not self._open_requests():  # all loops are closed
                     self._abort_requests(None)
                     self._pending, self._streaming = {}, {}
 
@@ -205,7 +205,7 @@ class NativeRollout(RequestEngine):
         return aborted
 
     def _abort_running(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Aborts running and arriving requests, which keep the tokens sampled so far."""
+        """Aborts running and arriving requests; they keep the tokens sampled so far."""
         arriving = select(self._arrivals, request_ids)
         try:
             aborted = self._core.abort(request_ids)
@@ -248,7 +248,7 @@ class NativeRollout(RequestEngine):
                 with self._step_lock:
                     finished = self._step()
                     if self._streaming:
-                        self._stream_new_tokens()
+                        self._post_new_tokens()
                 if finished:
                     self._deliver(finished)
                     return
@@ -288,7 +288,8 @@ class NativeRollout(RequestEngine):
         waiting = self._arrivals or self._closed or self._notified or self._streaming
         return bool(waiting or self._submit_lock.locked())
 
-    def _stream_new_tokens(self) -> None:
+    def _post_new_tokens(self) -> None:
+        """Passes new tokens to the event loops of streaming requests."""
         with self._condition:
             streaming = list(self._streaming.values())
         for request in streaming:

@@ -82,7 +82,7 @@ def linear(
     float32_out: bool = False,
     tile: dict[str, int] | None = None,
 ) -> Tensor:
-    """Returns x Wᵀ + bias in the weight's dtype, or in float32 if `float32_out`."""
+    """Returns x Wᵀ + bias in the dtype of x, or in float32 if `float32_out`."""
     x, weight = x.contiguous(), weight.detach()
     (rows, in_features), out_features = x.shape, len(weight)
     out = torch.empty(

@@ -38,9 +38,8 @@ class BlockPool:
         self._key_by_block: dict[int, _BlockKey] = {}
         self._content_by_block: dict[int, int] = {}  # a unique content id per cached block
         self._last_content_id = 0
-        self._deferred_releases: list[
-            tuple[Sequence[int], Sequence[int]]
-        ] = []  # see insert_and_release
+        self._deferred_releases: list[tuple[Sequence[int], Sequence[int]]] = []
+        """The arguments of `insert_and_release` calls that are not executed yet."""
 
     @property
     def num_available(self) -> int:

@@ -56,7 +56,7 @@ def build_slot_core(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
         tokenizer=spec.tokenizer,
         forward=ShardedPlainDecoder(policy) if policy.uses_plain_decoder else None,
     )
-    core.row_multiple = -policy.peers.min_over_ranks(-core.row_multiple)  # the maximum
+    core.row_multiple = -policy.peers.min_over_ranks(-core.row_multiple)  # the maximum of all ranks
     return core
 
 

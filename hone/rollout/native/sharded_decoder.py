@@ -29,7 +29,7 @@ class _RowParallelLinear:
 
 
 class ShardedPlainDecoder(PlainDecoder):
-    """`PlainDecoder` of a shard, on a CPU."""
+    """A `PlainDecoder` over this rank's shard of the policy, on a CPU."""
 
     def __init__(self, policy: ShardedPolicy) -> None:
         super().__init__(policy)
@@ -48,7 +48,7 @@ class ShardedPlainDecoder(PlainDecoder):
 
 
 class ShardedFusedDecoder(FusedDecoder):
-    """`FusedDecoder` of a shard, on a GPU."""
+    """A `FusedDecoder` over this rank's shard of the policy, on a GPU."""
 
     def __init__(self, policy: ShardedPolicy, kernels: ModuleType, max_positions: int) -> None:
         super().__init__(policy, kernels, max_positions)

@@ -175,14 +175,14 @@ class ShardedPolicy(PolicyModel):
 
     def _allocate(self, device: torch.device) -> None:
         """Replaces the parameters by this rank's shards; tied parameters stay tied."""
-        shard_of: dict[int, nn.Parameter] = {}  # by id(whole parameter)
+        shard_by_id: dict[int, nn.Parameter] = {}  # by id(whole parameter)
         for name, whole in self._whole_parameters.items():
-            if id(whole) not in shard_of:
+            if id(whole) not in shard_by_id:
                 shape = self._local_part(name, whole).shape
                 local = torch.zeros(shape, dtype=whole.dtype, device=device)
-                shard_of[id(whole)] = nn.Parameter(local, requires_grad=False)
+                shard_by_id[id(whole)] = nn.Parameter(local, requires_grad=False)
             owner, _, attribute = name.rpartition(".")
-            setattr(self.lm.get_submodule(owner), attribute, shard_of[id(whole)])
+            setattr(self.lm.get_submodule(owner), attribute, shard_by_id[id(whole)])
 
     def _local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the row of each id in this rank's embedding, and whether this rank has that row."""
@@ -191,7 +191,7 @@ class ShardedPolicy(PolicyModel):
 
     def _register_hooks(self) -> None:
         """Registers hooks, with which the model's own modules compute on shards."""
-        masks: list[Tensor] = []  # of the current embedding call
+        masks: list[Tensor] = []  # the mask of the current embedding call
 
         def to_local_ids(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             local, is_local = self._local_ids(args[0])
