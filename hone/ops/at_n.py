@@ -1,7 +1,7 @@
 """Best, worst and majority of n attempts, estimated from N samples per prompt.
 
 Best and worst are exact expectations over all subsets of n samples; the common bootstrap with
-replacement is biased. A majority is the mean over all subsets, or over 1,000 random subsets.
+replacement is biased. A majority value is the mean over all subsets, or over 1,000 random ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _majority_values(
     codes = np.array([code_by_answer.setdefault(answer, len(code_by_answer)) for answer in answers])
     subset_codes = codes[subsets] + len(code_by_answer) * np.arange(len(subsets))[:, None]
     counts = np.bincount(subset_codes.ravel(), minlength=len(code_by_answer) * len(subsets))
-    counts[:: len(code_by_answer)] = 0  # None
+    counts[:: len(code_by_answer)] = 0  # an answer of None has no vote
     votes = counts[subset_codes]  # [S, n]: count of the answer in its subset
     # Tied answers have equally many responses, so this mean weights them equally.
     is_majority = votes == votes.max(axis=1, keepdims=True)

@@ -105,11 +105,11 @@ def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
 
 @lru_cache(maxsize=256)
 @torch.inference_mode()
-def _row_multiple(outputs: int, inputs: int, threads: int, packed: bool) -> int:
+def _row_multiple(out_features: int, in_features: int, threads: int, packed: bool) -> int:
     """Returns the smallest such m for one shape, found by a test on this machine."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(outputs, inputs, generator=generator)
-    x = torch.randn(_TESTED_ROWS, inputs, generator=generator)
+    weight = torch.randn(out_features, in_features, generator=generator)
+    x = torch.randn(_TESTED_ROWS, in_features, generator=generator)
     product = make_linear(weight, None) if packed else PlainLinear(weight, None)
     reference = product(x)
     for multiple in _ROW_MULTIPLES:
@@ -119,7 +119,7 @@ def _row_multiple(outputs: int, inputs: int, threads: int, packed: bool) -> int:
     log.warning(
         "on this machine, the rounding of products with a [%d, %d] weight depends on the number of "
         "rows, so the same request may get other tokens in another batch",
-        outputs,
-        inputs,
+        out_features,
+        in_features,
     )
     return _ROW_MULTIPLES[-1]
