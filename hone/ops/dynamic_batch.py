@@ -112,7 +112,7 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Partition]) -> 
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
 ) -> list[Partition]:
-    """Returns partitions of similar cost with equally many groups; a group is the rows of one uid."""
+    """Returns partitions of similar cost with equally many groups (rows of one uid)."""
     groups: dict[Hashable, Partition] = {}
     for row, uid in enumerate(uid_list):
         groups.setdefault(uid, []).append(row)

@@ -1,7 +1,7 @@
 """Log-probabilities and entropies from hidden states, one chunk of tokens at a time.
-
 The full logits [tokens, vocabulary] are never materialized: the backward pass recomputes each
-chunk. All arithmetic is float32. On a GPU, an LM head without bias and soft cap uses a fused kernel.
+chunk. All arithmetic is float32. On a GPU, an LM head without bias and soft cap uses a fused
+kernel.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scales unmasked entries to variance 1 and, with `shift_mean`, to mean 0; masked ones are 0."""
+    """Scales unmasked entries to variance 1 and, with `shift_mean`, mean 0; masked ones are 0."""
     mean = masked_mean(values, mask)
     whitened = (zero_outside_mask(values, mask) - mean) * torch.rsqrt(
         masked_var(values, mask) + WHITEN_EPS

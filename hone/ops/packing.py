@@ -139,7 +139,7 @@ def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[
 
 
 _PackedColumns = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
-"""Ids, positions, layout, and per row the last position of its prompt and the first of its response."""
+"""Ids, positions, layout; per row the last position of its prompt, the first of its response."""
 _Rows = list[tuple[np.ndarray, np.ndarray]]
 """The token ids of each row's prompt and response."""
 

@@ -14,7 +14,8 @@ _BACKWARD_PROGRAMS = 528
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, inverse_rms_ptr, eps,
-    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ADD_RESIDUAL: tl.constexpr, STORE_INVERSE_RMS: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, ADD_RESIDUAL: tl.constexpr,
+    STORE_INVERSE_RMS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)

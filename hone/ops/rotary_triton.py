@@ -10,10 +10,10 @@ from torch import Tensor
 @triton.jit
 def _rotate_qkv(  # type: ignore[no-untyped-def]
     joined_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HEADS_PAD: tl.constexpr, HALF_PAD: tl.constexpr,
-    BACKWARD: tl.constexpr,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HEADS_PAD: tl.constexpr,
+    HALF_PAD: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Splits and rotates qkv [N, (H + 2 KV) D]; with BACKWARD, joins the gradients of q, k and v."""
+    """Splits and rotates qkv [N, (H + 2 KV) D]; with BACKWARD, joins the gradients of q, k, v."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = D // 2
     h = tl.arange(0, HEADS_PAD)[:, None]

@@ -158,7 +158,7 @@ class SegmentLayout:
     def _child_bias(
         self, width: int, window: int | None, dtype: torch.dtype
     ) -> Tensor:  # [C, 1, R, P + R]
-        """Returns the bias of each child, which attends to all of its parent and causally to itself.
+        """Returns the bias of each child: it attends to all of its parent and causally to itself.
 
         Padding queries attend to keys too, because the softmax of a fully masked row is NaN.
         """

@@ -103,7 +103,7 @@ class _RepeatKeys(torch.autograd.Function):
 
 
 def sum_copies_plain(g: Tensor, source: Tensor, tokens: int) -> Tensor:
-    """Returns the gradient of each token, summed over the copies of its key, with torch operations."""
+    """Returns the gradient of each token, summed over the copies of its key, in plain torch."""
     sum_dtype = torch.float32 if g.itemsize < 4 else g.dtype
     total = g.new_zeros(tokens, *g.shape[1:], dtype=sum_dtype)
     return total.index_add_(0, source, g.to(sum_dtype)).to(g.dtype)

@@ -74,7 +74,7 @@ class SplitRows(PackedRows):
     group: dist.ProcessGroup
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Converts the values of all ranks to [B, T]; a rank gets the gradient of its own values."""
+        """Converts the values of all ranks to [B, T]; a rank gets its own values' gradient."""
         return super().unpack(_Gather.apply(values, self.targets_per_rank, self.group))
 
 
@@ -127,8 +127,8 @@ class _AllToAll(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     """Concatenates the values of all ranks.
-
-    Every rank computes the same loss from them, so a rank takes only the gradient of its own values.
+    Every rank computes the same loss from them, so a rank takes only the gradient of its own
+    values.
     """
 
     @staticmethod

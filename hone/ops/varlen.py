@@ -16,7 +16,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (("flash_attn_interface", 9), ("flash_attn.cute", 9), ("flash_attn", 8))
-"""Modules with `flash_attn_varlen_func`, fastest first, and the major capability that each needs."""
+"""Modules with `flash_attn_varlen_func`, fastest first, and the major capability they need."""
 
 
 def fits_varlen(q: Tensor) -> bool:

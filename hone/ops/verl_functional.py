@@ -176,7 +176,8 @@ def create_random_mask(
     min_tokens = max(1, int(width * min_ratio_of_valid_token))
     if not 0 < min_tokens <= max_tokens or max_tokens + max_padding > width:
         raise AssertionError(
-            f"{min_tokens} to {max_tokens} tokens and padding up to {max_padding} do not fit {width} columns"
+            f"{min_tokens} to {max_tokens} tokens and padding up to {max_padding} do not fit "
+            f"{width} columns"
         )
     start = torch.from_numpy(np.random.randint(0, max_padding + 1, (rows, 1)))
     length = torch.from_numpy(np.random.randint(min_tokens, max_tokens + 1, (rows, 1)))

@@ -26,7 +26,7 @@ from hone.ops.wide_product import wide_product
 
 
 def shard_start(rows: int, group: Group) -> int:
-    """Returns the first row of this rank's shard of `rows`; all shards but the last have one size."""
+    """Returns the first row of this rank's shard of `rows`; all but the last have one size."""
     return min(rows, -(-rows // group.size()) * group.rank())
 
 

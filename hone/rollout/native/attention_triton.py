@@ -1,10 +1,10 @@
 """Paged decode attention on a GPU: one query per sequence attends over its block table.
-
-This module is imported only on a GPU; the references are in kernels_reference.py. Key tiles start at
-multiples of KEYS and are read from last to first, as in torch's variable-length kernel, which
-training uses. Weights are rounded relative to the running maximum score, so the same order gives the
-same rounding. For head dimensions up to 64, torch's kernel reads tiles of 128 keys. This kernel reads
-64, which is faster here, so the first tile that it reads of a sequence is rounded differently.
+This module is imported only on a GPU; the references are in kernels_reference.py. Key tiles start
+at multiples of KEYS and are read from last to first, as in torch's variable-length kernel, which
+training uses. Weights are rounded relative to the running maximum score, so the same order gives
+the same rounding. For head dimensions up to 64, torch's kernel reads tiles of 128 keys. This kernel
+reads 64, which is faster here, so the first tile that it reads of a sequence is rounded
+differently.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LARGE_HEAD_LAUNCH = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
 def _tiles_of_split(  # type: ignore[no-untyped-def]
     length, window, split, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr
 ):
-    """Returns the first visible key, the key tiles [begin, end) of a split, and the number of tiles."""
+    """Returns the first visible key, a split's key tiles [begin, end), and the number of tiles."""
     first_key = 0
     if WINDOWED:
         first_key = tl.maximum(length - window, 0)
@@ -43,12 +43,12 @@ def _tiles_of_split(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, base, blocks_ptr, kv_head, k_offset, v_offset, scaling, length, first_key, begin, end, softcap,
-    sink, KV: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    q, base, blocks_ptr, kv_head, k_offset, v_offset, scaling, length, first_key, begin, end,
+    softcap, sink, KV: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Returns maximum score, sum of weights and weighted mean of values over key tiles [begin, end).
+    """Returns maximum score, sum of weights, weighted mean of values over key tiles [begin, end).
 
     q is [GROUP_PAD, D_PAD]; sink is [GROUP_PAD], -inf for heads without a sink.
     """
@@ -103,8 +103,8 @@ def _store_output(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decode_attention(  # type: ignore[no-untyped-def]
-    q_ptr, base_ptr, table_ptr, position_ptr, out_ptr, lse_ptr, k_offset: tl.int64, v_offset: tl.int64,
-    scaling, table_stride, window, q_stride, q_head_stride, softcap, sink_ptr,
+    q_ptr, base_ptr, table_ptr, position_ptr, out_ptr, lse_ptr, k_offset: tl.int64,
+    v_offset: tl.int64, scaling, table_stride, window, q_stride, q_head_stride, softcap, sink_ptr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
@@ -125,8 +125,9 @@ def _decode_attention(  # type: ignore[no-untyped-def]
         # Only split 0 adds the sink.
         sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))
     max_score, weight_sum, acc = _attend(
-        q, base, table_ptr + row * table_stride, kv_head, k_offset, v_offset, scaling, length, first_key,
-        begin, end, softcap, sink, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION, SOFTCAP, SINKS,
+        q, base, table_ptr + row * table_stride, kv_head, k_offset, v_offset, scaling, length,
+        first_key, begin, end, softcap, sink, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION,
+        SOFTCAP, SINKS,
     )  # fmt: skip
     first_head = (row * KV + kv_head) * GROUP
     _store_output(out_ptr, lse_ptr, first_head, split, max_score, weight_sum, acc, GROUP, D, SPLITS)
@@ -156,7 +157,8 @@ def _load_rotated_heads(  # type: ignore[no-untyped-def]
 @triton.jit
 def _rope_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, slot_ptr, base_ptr, table_ptr,
-    position_ptr, out_ptr, lse_ptr, k_offset: tl.int64, v_offset: tl.int64, scaling, table_stride, window,
+    position_ptr, out_ptr, lse_ptr, k_offset: tl.int64, v_offset: tl.int64, scaling, table_stride,
+    window,
     NORM: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
@@ -190,8 +192,9 @@ def _rope_attention(  # type: ignore[no-untyped-def]
     )
     tl.debug_barrier()
     max_score, weight_sum, acc = _attend(
-        q, base, table_ptr + row * table_stride, kv_head, k_offset, v_offset, scaling, length, first_key,
-        begin, end, 0.0, 0.0, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION, False, False,
+        q, base, table_ptr + row * table_stride, kv_head, k_offset, v_offset, scaling, length,
+        first_key, begin, end, 0.0, 0.0, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION,
+        False, False,
     )  # fmt: skip
     first_head = (row * KV + kv_head) * GROUP
     _store_output(out_ptr, lse_ptr, first_head, split, max_score, weight_sum, acc, GROUP, D, SPLITS)
@@ -250,8 +253,8 @@ class _Launch:
         rows, heads, d = self.out.shape
         if self.partial_out is not self.out:
             _combine_splits[(rows * heads,)](
-                self.partial_out, self.lse, self.out, D=d, D_PAD=self._padded_dim, SPLITS=self.grid[2],
-                num_warps=1,
+                self.partial_out, self.lse, self.out, D=d, D_PAD=self._padded_dim,
+                SPLITS=self.grid[2], num_warps=1,
             )  # fmt: skip
         return self.out
 

@@ -108,7 +108,7 @@ class HostBatch:
             self.block_table[row, : len(block_ids)] = block_ids
 
     def clear_from(self, row: int) -> None:
-        """Marks the rows from `row` on as empty: they write to the null block and sample nothing."""
+        """Marks all rows from `row` as empty: they write to the null block and sample nothing."""
         self.state[:, row:] = 0
         self.state[_FINISHED, row:] = 1
         self.block_table[row:] = 0

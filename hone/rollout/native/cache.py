@@ -1,7 +1,7 @@
-"""The CPU key-value cache: one contiguous slot per running sequence, and the attention layouts over it.
+"""The CPU key-value cache, with one contiguous slot per sequence, and its attention layouts.
 
-Sequence i has slot i, so a decode step reads a view of the cache. When a sequence finishes, the last
-sequence moves into its slot.
+Sequence i has slot i, so a decode step reads a view of the cache. When a sequence finishes, the
+last sequence moves into its slot.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SlotCache:
         """Frees the memory; the next sequence allocates it again."""
         self._capacity = 0
         self._kv: list[list[Tensor]] = [[] for _ in range(self._num_layers)]
-        """Keys and values per layer, [slots, KV, capacity, D]; empty before the layer's first tokens."""
+        """Keys and values per layer, [slots, KV, capacity, D]; empty before its first tokens."""
 
     def reserve(self, num_tokens: int) -> None:
         """Grows the slots to at least `num_tokens` tokens; their contents are copied."""

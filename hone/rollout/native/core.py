@@ -1,8 +1,8 @@
-"""The core of the native engine on a CPU: each `step` admits requests and samples one token per sequence.
+"""The core of the native engine on a CPU: a step admits requests and samples a token per sequence.
 
 One forward computes new prompts and running sequences together. Keys are stored in contiguous slots
-instead of blocks: attention reads a slot as a view, while a block table would need a copy of all keys at
-every step.
+instead of blocks: attention reads a slot as a view, while a block table would need a copy of all
+keys at every step.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class NativeCore:
             request.stop_reason = self.rules.stop_reason(request)
 
     def _remove_finished(self) -> list[Request]:
-        """Removes and returns the finished requests; the last running sequences take their slots."""
+        """Removes and returns the finished requests; the last sequences take over their slots."""
         finished = [r for r in self._running if r.stop_reason is not None]
         if not finished:
             return []

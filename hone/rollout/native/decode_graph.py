@@ -1,7 +1,6 @@
 """Runs decode steps, eagerly or as CUDA graphs with one graph per batch size.
-
-A graph contains the whole step (forward, logits, sampling, state update), so the host can launch many
-steps without waiting. Batches are padded to the next captured size.
+A graph contains the whole step (forward, logits, sampling, state update), so the host can launch
+many steps without waiting. Batches are padded to the next captured size.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class DecodeStep:
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def discard_graphs(self) -> None:
-        """Drops the graphs, which read the old addresses of the parameters, and their memory pool."""
+        """Drops the graphs, which read old addresses of the parameters, and their memory pool."""
         self._graphs.clear()
         self._pool = None
 

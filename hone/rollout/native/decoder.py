@@ -1,8 +1,7 @@
 """The decoder forward on a CPU.
-
-`PlainDecoder` computes the layers of models/decoder_layer.py without module overhead; `ModuleDecoder` runs
-the modules of any other model. Weights are packed for the CPU where that is faster, and packed again after
-the parameters change.
+`PlainDecoder` computes the layers of models/decoder_layer.py without module overhead;
+`ModuleDecoder` runs the modules of any other model. Weights are packed for the CPU where that is
+faster, and packed again after the parameters change.
 """
 
 from __future__ import annotations

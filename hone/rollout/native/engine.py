@@ -1,7 +1,6 @@
 """The native engine: one thread decodes in `drive`; event loops in other threads await results.
-
-The engine starts no thread, because a second thread would have its own pool of torch workers and slow both
-down. Requests that an event loop submits in one iteration enter the core as one batch.
+The engine starts no thread, because a second thread would have its own pool of torch workers and
+slow both down. Requests that an event loop submits in one iteration enter the core as one batch.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class Core(Protocol):
-    """The synchronous part of the engine: core.py on a CPU, paged_core.py on a GPU and in exact mode."""
+    """The synchronous part of the engine: core.py, or on a GPU and in exact mode paged_core.py."""
 
     policy: PolicyModel
     version: int
@@ -74,7 +73,7 @@ class NativeRollout(RequestEngine):
         self._core = core
         self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        """Requests of each event loop's current iteration; only the loop's own thread accesses them."""
+        """Requests of each event loop's current iteration; only the loop's thread accesses them."""
         self._arrivals: list[Request] = []  # submitted, not yet in the core
         self._deferred: list[Request] = []  # submitted while paused
         # Guards every attribute except the core and `_submitted`.
@@ -196,7 +195,7 @@ class NativeRollout(RequestEngine):
         return [r for r in self._pending.values() if not r.awaited_future.get_loop().is_closed()]
 
     def _abort_requests(self, request_ids: Collection[str] | None) -> list[Request]:
-        """Aborts running, arriving and deferred requests; `_flush_submitted` ends submitted ones."""
+        """Aborts running, arriving and deferred requests; `_flush_submitted` ends the others."""
         aborted = self._abort_running(request_ids)
         aborted += select(self._deferred, request_ids)
         for request in select(self._pending.values(), request_ids):
@@ -297,7 +296,7 @@ class NativeRollout(RequestEngine):
                 call_in(request.awaited_future.get_loop(), _stream_tokens, request)
 
     def _deliver(self, finished: list[Request]) -> None:
-        """Posts the results; removes requests whose event loop is closed, as nothing awaits them."""
+        """Posts the results; removes requests of closed event loops, as nothing awaits them."""
         self._remove_pending(_post_results(finished))
 
     def _remove_pending(self, requests: list[Request]) -> None:

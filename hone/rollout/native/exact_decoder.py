@@ -1,7 +1,6 @@
 """The forward of exact mode, which decoding, prefill and the trainer's log-probs share.
-
-All kernels are batch-invariant: their summation order does not depend on the batch. The backward pass
-recomputes each layer with the plain modules.
+All kernels are batch-invariant: their summation order does not depend on the batch. The backward
+pass recomputes each layer with the plain modules.
 """
 
 from __future__ import annotations
@@ -47,8 +46,9 @@ def check_exact_supported(config: PreTrainedConfig, path: str) -> None:
     family = getattr(config, "model_type", "of unknown family")
     if family not in EXACT_FAMILIES:
         raise RolloutError(
-            f"rollout.exact=true supports the model families {' and '.join(EXACT_FAMILIES)}, but {path} is "
-            f"{family}; use rollout.exact=false, and read rollout_corr/* for the difference"
+            f"rollout.exact=true supports the model families {' and '.join(EXACT_FAMILIES)}, but "
+            f"{path} is {family}; use rollout.exact=false, and read rollout_corr/* for the "
+            "difference"
         )
     unsupported_layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if unsupported_layer_types:
@@ -66,14 +66,14 @@ class ExactDecoder(JoinedDecoder):
         check_exact_supported(config, getattr(config, "_name_or_path", "") or "this model")
         if not (fits_decoder_layer(policy) and can_join(policy) and policy.plain_head):
             raise RolloutError(
-                "rollout.exact=true needs a model with unsharded parameters, SiLU and a fixed rotary "
-                "table, without adapters and hooks; use rollout.exact=false"
+                "rollout.exact=true needs a model with unsharded parameters, SiLU and a fixed "
+                "rotary table, without adapters and hooks; use rollout.exact=false"
             )
         weight = next(policy.parameters())
         if weight.device.type == "cpu" and weight.dtype != torch.float32:
             raise RolloutError(
-                f"rollout.exact=true on a CPU computes in float32, but the actor is {weight.dtype}; set "
-                "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+                "rollout.exact=true on a CPU computes in float32, but the actor is "
+                f"{weight.dtype}; set actor_rollout_ref.actor.fsdp_config.dtype=float32"
             )
         super().__init__(policy)
         self._queries_per_tile = queries_per_tile(self._layers[0].heads, self._layers[0].kv_heads)
@@ -134,14 +134,15 @@ class ExactDecoder(JoinedDecoder):
     # -- training --------------------------------------------------------------------------------
 
     def hidden_states(self, packed: PackedRows) -> Tensor:  # [N, d]
-        """Returns the hidden states of the exact forward; the plain modules compute its gradients."""
+        """Returns hidden states of the exact forward; the plain modules compute its gradients."""
         self.refresh()
         response_lengths = [n for _, n in packed.layout.children]
         self.extend_rotary_table(max(packed.layout.root_lengths) + max(response_lengths, default=0))
         layer, positions = self._layers[0], packed.position_ids
         layout = TrainingLayout(
             packed, self.kernels, kv_heads=layer.kv_heads, head_dim=layer.head_dim,
-            block_size=BLOCK_SIZE, queries_per_tile=self._queries_per_tile, dtype=self._embedding.dtype,
+            block_size=BLOCK_SIZE, queries_per_tile=self._queries_per_tile,
+            dtype=self._embedding.dtype,
         )  # fmt: skip
         decoder = self._policy.decoder
         x = decoder.embed_tokens(packed.input_ids).float()

@@ -17,12 +17,12 @@ from hone.ops.transfer import send
 from hone.rollout.native.paged_cache import PagedCache
 
 TILE_ROWS = 64
-"""Rows (pairs of query and head) per program of the GPU kernel; constant, as results depend on it."""
+"""Rows (pairs of query and head) per program of the GPU kernel; results depend on this number."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """One tile per program of the GPU kernel: consecutive queries of one sequence; [T] int64 each."""
+    """The tiles of the GPU kernel: consecutive queries of one sequence; each field is [T] int64."""
 
     first_query: Tensor  # index of the first query
     num_queries: Tensor
@@ -118,8 +118,8 @@ class TrainingLayout(ExactLayout):
     """The layout of packed training rows, over a one-layer cache that every layer overwrites."""
 
     def __init__(
-        self, packed: PackedRows, kernels: ModuleType, *, kv_heads: int, head_dim: int, block_size: int,
-        queries_per_tile: int, dtype: torch.dtype,
+        self, packed: PackedRows, kernels: ModuleType, *, kv_heads: int, head_dim: int,
+        block_size: int, queries_per_tile: int, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         device = packed.input_ids.device
         segments = _Segments(packed, block_size)
@@ -152,7 +152,7 @@ class TrainingLayout(ExactLayout):
 
 
 class _Segments:
-    """The blocks of packed prompts and responses; a response shares the full blocks of its prompt."""
+    """The blocks of packed prompts and responses; a response shares its prompt's full blocks."""
 
     def __init__(self, packed: PackedRows, block_size: int) -> None:
         self._block_size = block_size

@@ -37,7 +37,7 @@ _VECTOR_ELEMENTS = 32
 
 
 def map_row_chunks(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Applies `compute` to chunks of `CHUNK_ROWS` rows of each tensor and concatenates the results."""
+    """Applies `compute` to chunks of `CHUNK_ROWS` rows of the tensors; concatenates the results."""
     num_rows = len(tensors[0])
     padding = -num_rows % CHUNK_ROWS
     if padding:

@@ -1,8 +1,7 @@
 """Batch-invariant GPU kernels of exact mode: matrix product and attention.
-
-No sum is split over programs, and every row is summed in the same order: by feature in a product, by key
-position in attention. Norm, gate, rotation and sampling use the kernels of other modules, which compute
-row by row. The reference is exact_reference.py.
+No sum is split over programs, and every row is summed in the same order: by feature in a product,
+by key position in attention. Norm, gate, rotation and sampling use the kernels of other modules,
+which compute row by row. The reference is exact_reference.py.
 """
 
 from __future__ import annotations
@@ -92,8 +91,8 @@ def linear(
         return out
     tile = tile or _choose_tile(x, out_features)
     _linear[(triton.cdiv(rows, tile["BM"]) * triton.cdiv(out_features, tile["BN"]),)](
-        x, weight, bias.detach() if bias is not None else weight, out, rows, out_features, in_features,
-        BIAS=bias is not None, EVEN_K=in_features % tile["BK"] == 0,
+        x, weight, bias.detach() if bias is not None else weight, out, rows, out_features,
+        in_features, BIAS=bias is not None, EVEN_K=in_features % tile["BK"] == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **tile,
     )  # fmt: skip
     return out
@@ -110,13 +109,13 @@ def _choose_tile(x: Tensor, out_features: int) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["k_offset", "v_offset", "table_stride"])
 def _attention(  # type: ignore[no-untyped-def]
-    q_ptr, base_ptr, k_offset: tl.int64, v_offset: tl.int64, table_ptr, table_stride, first_query_ptr,
-    num_queries_ptr, first_position_ptr, row_ptr, out_ptr, scaling,
+    q_ptr, base_ptr, k_offset: tl.int64, v_offset: tl.int64, table_ptr, table_stride,
+    first_query_ptr, num_queries_ptr, first_position_ptr, row_ptr, out_ptr, scaling,
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Computes one tile: consecutive queries of one sequence, and all query heads of one key head."""
+    """Computes one tile: consecutive queries of a sequence, and all query heads of one key head."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     dtype = q_ptr.dtype.element_ty
@@ -178,11 +177,12 @@ def query_attention(
     out = torch.empty_like(q)
     k_offset, v_offset = cache.kv_offsets(layer)
     _attention[(len(tiles.first_query), kv)](
-        q, cache.base_address, k_offset, v_offset, queries.block_table, queries.block_table.stride(0),
-        tiles.first_query, tiles.num_queries, tiles.first_position, tiles.row, out, scaling,
+        q, cache.base_address, k_offset, v_offset, queries.block_table,
+        queries.block_table.stride(0), tiles.first_query, tiles.num_queries, tiles.first_position,
+        tiles.row, out, scaling,
         KV=kv, GROUP=group, GROUP_PAD=triton.next_power_of_2(group), D=d,
-        D_PAD=max(16, triton.next_power_of_2(d)), BLOCK_SIZE=cache.block_size, KEYS=_KEYS_PER_ITERATION,
-        ROWS=TILE_ROWS,
+        D_PAD=max(16, triton.next_power_of_2(d)), BLOCK_SIZE=cache.block_size,
+        KEYS=_KEYS_PER_ITERATION, ROWS=TILE_ROWS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=4, num_stages=2,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Records the routed experts of every token by cache slot, so that prefix-cache hits have them too."""
+"""Records routed experts by cache slot, so that tokens of prefix-cache hits have experts too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExpertCache:
             self._memory[target] = self._memory[source]
 
     def read(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
-        """Returns the experts of a sequence's first `num_tokens` tokens, [tokens, layers, k] on the CPU."""
+        """Returns the experts [num_tokens, layers, k] of a sequence's first tokens, on the CPU."""
         num_blocks = -(-num_tokens // self._block_size)
         block_ids = send(torch.tensor(list(blocks[:num_blocks])), self._device)
         return self._memory[block_ids].flatten(0, 1)[:num_tokens].cpu()

@@ -18,9 +18,8 @@ from hone.rollout.weights import load_weights
 
 class FollowerRollout(RequestEngine):
     """The engine of a rank above 0: `drive` executes commands until rank 0 releases or closes it.
-
-    Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the update,
-    and `drive` executes no step before `commit`.
+    Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the
+    update, and `drive` executes no step before `commit`.
     """
 
     name = "native"
@@ -41,8 +40,8 @@ class FollowerRollout(RequestEngine):
 
     async def _decode_request(self, request: Request) -> TokenOutput:
         raise RolloutError(
-            f"request {request.request_id} was sent to rank {self._peers.rank} of {self._peers.size} "
-            "tensor-parallel ranks; send requests to rank 0"
+            f"request {request.request_id} was sent to rank {self._peers.rank} of "
+            f"{self._peers.size} tensor-parallel ranks; send requests to rank 0"
         )
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None: ...

@@ -143,7 +143,7 @@ def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
 
 
 def sample_from(log_p: Tensor, greedy_token: Tensor, rows: BatchState, block_size: int) -> None:
-    """Samples from log_p [R, V] by inverse CDF and advances the rows; greedy rows get `greedy_token`."""
+    """Samples from log_p [R, V], or `greedy_token` in greedy rows, and advances the rows."""
     cumulative = log_p.exp().cumsum(-1)
     threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)

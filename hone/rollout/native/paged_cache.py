@@ -1,7 +1,8 @@
-"""The paged key-value cache: the block pool with its prefix cache, and the tensor that stores the blocks.
+"""The paged key-value cache: the block pool with its prefix cache, and the tensor of all blocks.
 
-Blocks are reference-counted, so the sequences of a group share the full blocks of their prompt. Full blocks
-are inserted into the prefix cache, keyed by tokens, for later turns and later samples of the same prompt.
+Blocks are reference-counted, so the sequences of a group share the full blocks of their prompt.
+Full blocks are inserted into the prefix cache, keyed by tokens, for later turns and later samples of
+the same prompt.
 """
 
 from __future__ import annotations
@@ -80,9 +81,8 @@ class BlockPool:
 
     def insert_and_release(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the blocks of a finished sequence into the prefix cache and releases them.
-
-        Both are deferred to the next use of the pool: the prefix cache is cleared after a rollout, which
-        makes the last insertions unnecessary.
+        Both are deferred to the next use of the pool: the prefix cache is cleared after a rollout,
+        which makes the last insertions unnecessary.
         """
         self._deferred_releases.append((tokens, blocks))
 
@@ -164,8 +164,7 @@ class PagedCache:
         self._dtype, self._device = dtype, device
         self._memory: Tensor | None = None
         self.base_address = torch.zeros(1, dtype=torch.int64, device=device)
-        """The address of the memory. It is a tensor, so that captured graphs read the new address after
-        a reallocation."""
+        """The address of the memory, as a tensor: captured graphs read it after a reallocation."""
         self.pool = BlockPool(num_blocks, block_size)
 
     @staticmethod
@@ -212,7 +211,7 @@ class PagedCache:
             return
         shape = (self.num_layers, 2, self.num_blocks, self.kv_heads, self.block_size, self.head_dim)
         try:
-            # Zeros, because a masked key has weight 0, and 0 times uninitialized memory could be NaN.
+            # Zeros, because a masked key has weight 0, and 0 times uninitialized memory may be NaN.
             self._memory = torch.zeros(shape, dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             raise RolloutError(

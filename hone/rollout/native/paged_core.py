@@ -1,7 +1,7 @@
-"""The core of the native engine on a GPU: each `step` admits requests and samples a chunk of tokens.
+"""The core of the native engine on a GPU: a step admits requests and samples a chunk of tokens.
 
-scheduler.py decides which sequences run. The host reads results once per chunk; within a chunk the device
-advances the rows. CPU tests run this core with the reference kernels.
+scheduler.py decides which sequences run. The host reads results once per chunk; within a chunk the
+device advances the rows. CPU tests run this core with the reference kernels.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ class PagedCore:
         record_experts: bool = False,
         forward: FusedDecoder | ModuleDecoder | None = None,
     ) -> None:
-        """`blocks` is the number of blocks (None: as many as fit); `forward` replaces the default."""
+        """`blocks` is the number of blocks, by default as many as fit.
+
+        `forward` replaces the default forward of the policy.
+        """
         self.device = next(policy.parameters()).device
         self.policy = policy
         self._exact = exact
@@ -179,11 +182,11 @@ class PagedCore:
 
     @torch.no_grad()
     def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
-        """Samples a chunk of tokens per sequence, admits requests, and returns the finished requests.
+        """Samples a chunk of tokens per sequence, admits requests, returns the finished requests.
 
-        The host prepares prefills while the device computes the chunk of the running sequences. Until
-        `must_yield` returns True, further chunks follow if they do not need the host; the host appends
-        the tokens of one chunk while the device samples the next.
+        The host prepares prefills while the device computes the chunk of the running sequences.
+        Until `must_yield` returns True, further chunks follow if they do not need the host; the
+        host appends the tokens of one chunk while the device samples the next.
         """
         self.cache.reserve()
         if self.device.type == "cuda":
@@ -215,7 +218,7 @@ class PagedCore:
         return self._remove_finished()
 
     def _discard_stale_graphs(self) -> None:
-        """Refreshes the forward; discards the graphs if the parameters that they read have moved."""
+        """Refreshes the forward; discards the graphs if the parameters they read have moved."""
         self._forward.refresh()
         addresses = self.policy.addresses()
         if addresses != self._addresses:
@@ -226,9 +229,8 @@ class PagedCore:
 
     def _update_rows(self) -> None:
         """Copies the running sequences to the device rows, unless the rows are up to date.
-
-        If no sequence runs, all rows are cleared: stale rows would pad the next batch and write to its
-        blocks.
+        If no sequence runs, all rows are cleared: stale rows would pad the next batch and write to
+        its blocks.
         """
         running = self._scheduler.running
         if running and self._device_row_keys == _row_keys(running):
@@ -254,7 +256,7 @@ class PagedCore:
         )
 
     def _prefill(self, admitted: list[RunningSequence]) -> None:
-        """Computes each distinct prompt once and samples the first token of every admitted sequence.
+        """Computes each distinct prompt once and samples a token for every admitted sequence.
 
         The partial last block of a prompt is copied for every further sample of the prompt.
         """
@@ -347,7 +349,7 @@ class PagedCore:
             self._append_tokens(sequence, tokens[index][:count], log_probs[index][:count], finished)
 
     def _read_experts(self, request_ids: Collection[str] | None = ()) -> None:
-        """Copies routed experts to the finished requests and to those with these ids (None: all)."""
+        """Copies routed experts to finished requests and to those with these ids (None: all)."""
         assert self._expert_cache is not None
         for sequence in self._scheduler.running:
             request = sequence.request

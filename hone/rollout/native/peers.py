@@ -1,7 +1,6 @@
 """The tensor-parallel ranks of one model: their collectives, commands and causes of failure.
-
-Rank 0 sends commands; the other ranks receive them in order. Every wait ends at the timeout of the process
-group, or at once if a rank exits.
+Rank 0 sends commands; the other ranks receive them in order. Every wait ends at the timeout of the
+process group, or at once if a rank exits.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ class Peers:
         except (RuntimeError, dist.DistError) as error:
             first_line, _, _ = str(error).partition("\n")
             raise PeerLost(
-                f"another of {self.size} tensor-parallel ranks has exited, or did not answer within "
-                f"{self.timeout_s:g} s (actor_rollout_ref.nccl_timeout): {first_line}"
+                f"another of {self.size} tensor-parallel ranks has exited, or did not answer "
+                f"within {self.timeout_s:g} s (actor_rollout_ref.nccl_timeout): {first_line}"
             ) from error
 
 

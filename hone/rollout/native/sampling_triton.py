@@ -184,7 +184,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor)
 
 
 def _chunk_statistics(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns maximum, sum of exponentials and argmax of each chunk of logits, [rows, chunks] each."""
+    """Returns maximum, sum of exponentials and argmax of each chunk of logits, [rows, chunks]."""
     num_rows, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, _CHUNK_LOGITS)
     max_logit = torch.empty(num_rows, chunks, dtype=torch.float32, device=logits.device)

@@ -1,7 +1,6 @@
 """The scheduler: decides which requests wait, which sequences run, and which are preempted.
-
-It runs on the host without tensors. paged_core.py computes the scheduled sequences; paged_cache.py manages
-blocks and the prefix cache.
+It runs on the host without tensors. paged_core.py computes the scheduled sequences; paged_cache.py
+manages blocks and the prefix cache.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from hone.rollout.requests import Request, RequestRules, select
 
 BLOCK_SIZE = 16
 STEPS_PER_CHUNK = 32
-"""Decode steps between two reads by the host: enough to hide the read, and few enough that a waiting
-request is admitted soon."""
+"""Decode steps between two reads by the host: enough to hide the read, and few enough that a
+waiting request is admitted soon."""
 STEPS_PER_LONG_CHUNK = 64
 """Decode steps between two reads by the host when no request waits."""
 
@@ -57,13 +56,14 @@ class PagedRules(RequestRules):
         max_length = len(request.prompt_ids) + request.sampling.max_tokens
         if max_length > self.max_model_len:
             raise RolloutError(
-                f"request {request.request_id} may reach {max_length} tokens, but the engine was built "
-                f"for {self.max_model_len}; raise rollout.max_model_len"
+                f"request {request.request_id} may reach {max_length} tokens, but the engine was "
+                f"built for {self.max_model_len}; raise rollout.max_model_len"
             )
         if -(-max_length // BLOCK_SIZE) >= self.num_blocks:
             raise RolloutError(
-                f"request {request.request_id} may reach {max_length} tokens, more than the whole cache "
-                f"of {self.num_blocks} blocks of {BLOCK_SIZE}; raise rollout.gpu_memory_utilization"
+                f"request {request.request_id} may reach {max_length} tokens, more than the whole "
+                f"cache of {self.num_blocks} blocks of {BLOCK_SIZE}; raise "
+                "rollout.gpu_memory_utilization"
             )
 
 
@@ -83,7 +83,7 @@ class Scheduler:
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._watermark = max_num_seqs * (STEPS_PER_LONG_CHUNK // BLOCK_SIZE)
-        """Number of free blocks kept for the next chunk; only blocks beyond it are allocated ahead."""
+        """Number of free blocks kept for the next chunk; further ones may be allocated ahead."""
         self._waiting: list[Request] = []  # by priority, ascending; the last starts first
         self.running: list[RunningSequence] = []
         self._weights_id = 0
@@ -125,10 +125,10 @@ class Scheduler:
         return max(1 - unread_tokens, min(max_steps, max(remaining, default=max_steps)))
 
     def lookahead_steps(self, counts: Sequence[int]) -> int:
-        """Returns the decode steps that may run before the host appends `counts` tokens per sequence.
+        """Returns the decode steps that may run before the host appends `counts` tokens each.
 
-        Returns 0 if a request waits, if the host must check whether a sequence ends, or if a sequence
-        may need another block.
+        Returns 0 if a request waits, if the host must check whether a sequence ends, or if a
+        sequence may need another block.
         """
         if self._waiting:
             return 0
@@ -142,7 +142,7 @@ class Scheduler:
         return min(STEPS_PER_LONG_CHUNK, remaining)
 
     def extend_block_tables(self, steps: int) -> None:
-        """Allocates blocks for the next chunk and preempts the newest sequences if too few are free."""
+        """Allocates blocks for the next chunk; preempts the newest sequences if there are too few."""
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
@@ -175,7 +175,8 @@ class Scheduler:
             if sequence is None:
                 if not admitted and not self.running:
                     raise RolloutError(
-                        f"request {request.request_id} does not fit the empty cache; this is a defect"
+                        f"request {request.request_id} does not fit the empty cache; "
+                        "this is a defect"
                     )
                 break
             if not request.token_ids:  # the request was never preempted
@@ -211,7 +212,7 @@ class Scheduler:
         return sequence
 
     def clear_prefix_cache(self) -> None:
-        """Clears the prefix cache; blocks of sequences that run now will not be inserted into it."""
+        """Clears the prefix cache; blocks of sequences that run now will not be inserted."""
         self._weights_id += 1
         self._pool.clear_prefix_cache()
 

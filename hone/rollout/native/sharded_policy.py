@@ -1,7 +1,6 @@
 """A policy sharded over tensor-parallel ranks: by heads, by MLP columns, and by vocabulary rows.
-
-Each rank receives whole tensors one at a time and keeps its shard. Attention and MLP each end with an
-all-reduce; logits are gathered, so every rank samples the same token.
+Each rank receives whole tensors one at a time and keeps its shard. Attention and MLP each end with
+an all-reduce; logits are gathered, so every rank samples the same token.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _ROW_PARALLEL_LAYERS = tuple(name for name, (dim, _) in _SPLIT_LAYERS.items() if
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a tensor on one rank: a range of one dimension, zero-padded to `width` entries."""
+    """The part of a tensor on one rank: a range of one dimension, zero-padded to `width`."""
 
     dim: int
     start: int
@@ -81,8 +80,8 @@ def check_shardable(lm: PreTrainedModel, size: int, path: str) -> None:
             f", because its layers have {', '.join(unknown_names[:3])}" if unknown_names else ""
         )
         raise UnsupportedModel(
-            f"{setting}: {path} is a {lm.config.model_type} model, which the native engine does not shard"
-            f"{reason}. Use 1, rollout.name=vllm, or a model family that docs/engines.md lists"
+            f"{setting}: {path} is a {lm.config.model_type} model, which the native engine does "
+            f"not shard{reason}. Use 1, rollout.name=vllm, or a model family that docs/engines.md lists"
         )
     for count, name in (
         (text_config.num_attention_heads, "attention heads"),
@@ -90,8 +89,8 @@ def check_shardable(lm: PreTrainedModel, size: int, path: str) -> None:
     ):
         if count % size and not (name == "key-value heads" and size % count == 0):
             raise UnsupportedModel(
-                f"{setting}: {path} has {count} {name}, which {size} ranks cannot share evenly; use a "
-                f"divisor of {count}"
+                f"{setting}: {path} has {count} {name}, which {size} ranks cannot share evenly; "
+                f"use a divisor of {count}"
             )
 
 
@@ -143,7 +142,7 @@ class ShardedPolicy(PolicyModel):
         return self.peers.gather_columns(super().logits(hidden))[:, : self._vocab_size]
 
     def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields this rank's shard of each whole tensor; raises for an unknown name or a wrong shape."""
+        """Yields this rank's shard of each whole tensor; raises for a wrong name or shape."""
         for name, tensor in weights:
             check_name_and_shape(name, tensor, self._whole_parameters)
             yield name, self._local_part(name, tensor)
@@ -185,7 +184,7 @@ class ShardedPolicy(PolicyModel):
             setattr(self.lm.get_submodule(owner), attribute, shard_by_id[id(whole)])
 
     def _local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the row of each id in this rank's embedding, and whether this rank has that row."""
+        """Returns the row of each id in this rank's embedding, and whether this rank has it."""
         local = ids - self.peers.rank * self._vocab_rows
         return local.clamp(0, self._vocab_rows - 1), (local >= 0) & (local < self._vocab_rows)
 
