@@ -77,6 +77,7 @@ def micro_batches_by_tokens(
     multiple_of: int = 1,
 ) -> list[Partition]:
     """Returns the row numbers of micro-batches of at most `max_token_len` tokens each.
+
     Token counts are balanced. The cheapest micro-batches come first and last, where a pipeline
     fills and drains. There are at least `at_least` micro-batches, and a multiple of `multiple_of`.
     """

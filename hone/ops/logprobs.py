@@ -1,4 +1,5 @@
 """Log-probabilities and entropies from hidden states, one chunk of tokens at a time.
+
 The full logits [tokens, vocabulary] are never materialized: the backward pass recomputes each
 chunk. All arithmetic is float32. On a GPU, an LM head without bias and soft cap uses a fused
 kernel.

@@ -127,6 +127,7 @@ class _AllToAll(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     """Concatenates the values of all ranks.
+
     Every rank computes the same loss from them, so a rank takes only the gradient of its own
     values.
     """

@@ -1,4 +1,5 @@
 """Paged decode attention on a GPU: one query per sequence attends over its block table.
+
 This module is imported only on a GPU; the references are in kernels_reference.py. Key tiles start
 at multiples of KEYS and are read from last to first, as in torch's variable-length kernel, which
 training uses. Weights are rounded relative to the running maximum score, so the same order gives

@@ -1,4 +1,5 @@
 """Runs decode steps, eagerly or as CUDA graphs with one graph per batch size.
+
 A graph contains the whole step (forward, logits, sampling, state update), so the host can launch
 many steps without waiting. Batches are padded to the next captured size.
 """

@@ -1,4 +1,5 @@
 """The decoder forward on a CPU.
+
 `PlainDecoder` computes the layers of models/decoder_layer.py without module overhead;
 `ModuleDecoder` runs the modules of any other model. Weights are packed for the CPU where that is
 faster, and packed again after the parameters change.

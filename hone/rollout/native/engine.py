@@ -1,4 +1,5 @@
 """The native engine: one thread decodes in `drive`; event loops in other threads await results.
+
 The engine starts no thread, because a second thread would have its own pool of torch workers and
 slow both down. Requests that an event loop submits in one iteration enter the core as one batch.
 """

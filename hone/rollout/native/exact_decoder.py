@@ -1,4 +1,5 @@
 """The forward of exact mode, which decoding, prefill and the trainer's log-probs share.
+
 All kernels are batch-invariant: their summation order does not depend on the batch. The backward
 pass recomputes each layer with the plain modules.
 """

@@ -1,4 +1,5 @@
 """Batch-invariant GPU kernels of exact mode: matrix product and attention.
+
 No sum is split over programs, and every row is summed in the same order: by feature in a product,
 by key position in attention. Norm, gate, rotation and sampling use the kernels of other modules,
 which compute row by row. The reference is exact_reference.py.

@@ -1,4 +1,5 @@
 """The decoder forward on a GPU, with eight kernels per layer.
+
 The query, key and value weights of the policy are joined into one tensor, the gate and up weights
 into another, and the module's parameters become views of these tensors. So each joined weight is
 one matrix product, and there is no copy to update.

@@ -1,8 +1,8 @@
 """The paged key-value cache: the block pool with its prefix cache, and the tensor of all blocks.
 
 Blocks are reference-counted, so the sequences of a group share the full blocks of their prompt.
-Full blocks are inserted into the prefix cache, keyed by tokens, for later turns and later samples of
-the same prompt.
+Full blocks are inserted into the prefix cache, keyed by tokens, for later turns and later samples
+of the same prompt.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class BlockPool:
 
     def insert_and_release(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the blocks of a finished sequence into the prefix cache and releases them.
+
         Both are deferred to the next use of the pool: the prefix cache is cleared after a rollout,
         which makes the last insertions unnecessary.
         """

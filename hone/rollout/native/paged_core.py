@@ -229,6 +229,7 @@ class PagedCore:
 
     def _update_rows(self) -> None:
         """Copies the running sequences to the device rows, unless the rows are up to date.
+
         If no sequence runs, all rows are cleared: stale rows would pad the next batch and write to
         its blocks.
         """

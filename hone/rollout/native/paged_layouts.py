@@ -1,4 +1,5 @@
 """Attention over the paged cache, for prefill and decode.
+
 Both layouts first write the new keys and values. Hugging Face models call `attend`; the fused
 decoder calls `attend_qkv` with queries, keys and values as one tensor before the rotation.
 """

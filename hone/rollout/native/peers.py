@@ -1,4 +1,5 @@
 """The tensor-parallel ranks of one model: their collectives, commands and causes of failure.
+
 Rank 0 sends commands; the other ranks receive them in order. Every wait ends at the timeout of the
 process group, or at once if a rank exits.
 """

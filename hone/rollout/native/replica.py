@@ -1,4 +1,5 @@
 """A core that executes the same commands as the cores of the other tensor-parallel ranks.
+
 All ranks run the same sequences and sample the same tokens, because each change (a new request, a
 step, an abort, a new weight version) is a command that all ranks execute in the same order.
 """

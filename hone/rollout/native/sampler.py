@@ -95,6 +95,7 @@ def _truncate(p: Tensor, sampling: SamplingRows) -> Tensor:
 @dataclass(frozen=True)
 class TruncatedSampling:
     """The rows of a batch that have top-k, top-p or min-p.
+
     The kernels sample all other rows, as in a batch without such rows, because a sampled token must
     not depend on the batch.
     """

@@ -1,4 +1,5 @@
 """The scheduler: decides which requests wait, which sequences run, and which are preempted.
+
 It runs on the host without tensors. paged_core.py computes the scheduled sequences; paged_cache.py
 manages blocks and the prefix cache.
 """
@@ -142,7 +143,7 @@ class Scheduler:
         return min(STEPS_PER_LONG_CHUNK, remaining)
 
     def extend_block_tables(self, steps: int) -> None:
-        """Allocates blocks for the next chunk; preempts the newest sequences if there are too few."""
+        """Allocates blocks for the next chunk; if they run out, preempts the newest sequences."""
         index = 0
         while index < len(self.running):
             sequence = self.running[index]

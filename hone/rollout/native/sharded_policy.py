@@ -1,4 +1,5 @@
 """A policy sharded over tensor-parallel ranks: by heads, by MLP columns, and by vocabulary rows.
+
 Each rank receives whole tensors one at a time and keeps its shard. Attention and MLP each end with
 an all-reduce; logits are gathered, so every rank samples the same token.
 """
@@ -81,7 +82,8 @@ def check_shardable(lm: PreTrainedModel, size: int, path: str) -> None:
         )
         raise UnsupportedModel(
             f"{setting}: {path} is a {lm.config.model_type} model, which the native engine does "
-            f"not shard{reason}. Use 1, rollout.name=vllm, or a model family that docs/engines.md lists"
+            f"not shard{reason}. Use 1, rollout.name=vllm, or a model family that docs/engines.md "
+            "lists"
         )
     for count, name in (
         (text_config.num_attention_heads, "attention heads"),
