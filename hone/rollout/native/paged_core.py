@@ -69,10 +69,7 @@ class PagedCore:
         record_experts: bool = False,
         forward: FusedDecoder | ModuleDecoder | None = None,
     ) -> None:
-        """`blocks` is the number of blocks, by default as many as fit.
-
-        `forward` replaces the default forward of the policy.
-        """
+        """`blocks` is their number (None: as many as fit); `forward` replaces the default."""
         self.device = next(policy.parameters()).device
         self.policy = policy
         self._exact = exact
