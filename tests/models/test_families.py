@@ -150,6 +150,6 @@ def test_keys_whose_shape_differs_from_the_config_are_refused_by_the_cache() -> 
         device=CPU,
     )
     good, wrong = torch.zeros(5, 2, 8), torch.zeros(5, 4, 8)
-    cache.check(good, good)
-    with pytest.raises(RolloutError, match=r"keys are \(4, 8\).*config says \(2, 8\)"):
-        cache.check(wrong, wrong)
+    cache.check_shape(good, good)
+    with pytest.raises(RolloutError, match=r"head_dim\) \(4, 8\).*config says \(2, 8\)"):
+        cache.check_shape(wrong, wrong)
