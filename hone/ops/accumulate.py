@@ -11,7 +11,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
-    """Computes sums[i] += parts[i]."""
+    """Computes sums[i] += parts[i] for all i."""
     if _can_use_kernel(sums, parts):
         from hone.ops.accumulate_triton import add_all
 

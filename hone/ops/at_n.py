@@ -1,7 +1,7 @@
 """Best, worst and majority of n attempts, estimated from N samples per prompt.
 
 Best and worst are exact expectations over all subsets of n samples; the common bootstrap with
-replacement is biased. A majority is the mean over all subsets, or over 1,000 sampled ones.
+replacement is biased. A majority value is the mean over all subsets, or over 1,000 random ones.
 """
 
 from __future__ import annotations
@@ -15,37 +15,39 @@ from functools import lru_cache
 import numpy as np
 
 _MAX_SUBSETS = 1000
-"""If there are more subsets, majority votes use a sample of this size with a fixed seed."""
+"""If there are more subsets, a majority uses this many random subsets, with a fixed seed."""
 
 
 def best_at(values: Sequence[float], n: int) -> float:
-    """Returns the expected maximum of n values."""
-    ordered = sorted(values)
-    total = math.comb(len(ordered), n)
+    """Returns the expected maximum of n of the values."""
+    sorted_values = sorted(values)
+    num_subsets = math.comb(len(sorted_values), n)
     # The i-th smallest value is the maximum of the subsets whose other n - 1 values are below it.
-    return sum(v * math.comb(i, n - 1) for i, v in enumerate(ordered)) / total
+    return sum(v * math.comb(i, n - 1) for i, v in enumerate(sorted_values)) / num_subsets
 
 
 def best_std_at(values: Sequence[float], n: int) -> float:
-    """Returns the standard deviation of the maximum over all subsets of n."""
+    """Returns the standard deviation of the maximum of n values, over all subsets."""
     mean = best_at(values, n)
-    ordered, total = sorted(values), math.comb(len(values), n)
-    squared_deviations = ((v - mean) ** 2 * math.comb(i, n - 1) for i, v in enumerate(ordered))
-    return math.sqrt(sum(squared_deviations) / total)
+    sorted_values, num_subsets = sorted(values), math.comb(len(values), n)
+    squared_deviations = (
+        (v - mean) ** 2 * math.comb(i, n - 1) for i, v in enumerate(sorted_values)
+    )
+    return math.sqrt(sum(squared_deviations) / num_subsets)
 
 
 def worst_at(values: Sequence[float], n: int) -> float:
-    """Returns the expected minimum of n values."""
+    """Returns the expected minimum of n of the values."""
     return -best_at([-v for v in values], n)
 
 
 def worst_std_at(values: Sequence[float], n: int) -> float:
-    """Returns the standard deviation of the minimum over all subsets of n."""
+    """Returns the standard deviation of the minimum of n values, over all subsets."""
     return best_std_at([-v for v in values], n)
 
 
 def majority_at(values: Sequence[float], answers: Sequence[Hashable | None], n: int) -> float:
-    """Returns the expected value of the most frequent answer among n; ties are averaged.
+    """Returns the expected value of the most frequent of n answers; ties are averaged.
 
     The value of an answer is the mean of its values in the subset. An answer of None has no vote;
     the value of a subset without votes is its mean.
@@ -54,7 +56,7 @@ def majority_at(values: Sequence[float], answers: Sequence[Hashable | None], n: 
 
 
 def majority_std_at(values: Sequence[float], answers: Sequence[Hashable | None], n: int) -> float:
-    """Returns the standard deviation of the most frequent answer's value, over the subsets of n."""
+    """Returns the standard deviation of the most frequent answer's value, over the subsets."""
     return float(np.std(_majority_values(values, answers, n)))
 
 
@@ -63,11 +65,11 @@ def _majority_values(
 ) -> np.ndarray:
     """Returns [S]: the value of the majority answer in each subset."""
     subsets = _subsets(len(values), n)  # [S, n]
-    numbers: dict[Hashable | None, int] = {None: 0}
-    codes = np.array([numbers.setdefault(answer, len(numbers)) for answer in answers])
-    subset_codes = codes[subsets] + len(numbers) * np.arange(len(subsets))[:, None]
-    counts = np.bincount(subset_codes.ravel(), minlength=len(numbers) * len(subsets))
-    counts[:: len(numbers)] = 0  # None
+    code_by_answer: dict[Hashable | None, int] = {None: 0}
+    codes = np.array([code_by_answer.setdefault(answer, len(code_by_answer)) for answer in answers])
+    subset_codes = codes[subsets] + len(code_by_answer) * np.arange(len(subsets))[:, None]
+    counts = np.bincount(subset_codes.ravel(), minlength=len(code_by_answer) * len(subsets))
+    counts[:: len(code_by_answer)] = 0  # an answer of None has no vote
     votes = counts[subset_codes]  # [S, n]: count of the answer in its subset
     # Tied answers have equally many responses, so this mean weights them equally.
     is_majority = votes == votes.max(axis=1, keepdims=True)
@@ -77,7 +79,7 @@ def _majority_values(
 
 @lru_cache(maxsize=64)
 def _subsets(size: int, n: int) -> np.ndarray:
-    """Returns [S, n]: all subsets of n of `size` indices, or a sample with a fixed seed."""
+    """Returns [S, n]: all subsets of n out of `size` indices, or random ones with a fixed seed."""
     if math.comb(size, n) <= _MAX_SUBSETS:
         return np.array(list(itertools.combinations(range(size), n)))
     rng = random.Random(size * 1009 + n)

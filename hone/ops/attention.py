@@ -1,7 +1,8 @@
 """Attention over padded sequences, and functions that all attention layouts share.
 
-Fused kernels have no soft caps and sinks; attention with these is computed in float32, one sequence
-at a time. The backward pass recomputes the scores, so only those of one sequence are in memory.
+Fused kernels do not support soft caps and sinks. Attention with these is computed in float32, one
+sequence at a time, and the backward pass recomputes the scores, so that only the scores of one
+sequence are in memory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 class AttentionOptions(NamedTuple):
     """The attention options of one layer."""
 
-    layer: int
-    scaling: float
-    window: int | None = None
+    layer: int  # index of the layer
+    scaling: float  # of the scores
+    window: int | None = None  # of sliding-window attention
     softcap: float | None = None
     sinks: Tensor | None = None  # [H]
 
@@ -36,19 +37,24 @@ def padded_attention(
     bias: Tensor | None,  # [L, M] or [B, 1, L, M], -inf where a key is masked; None: causal
     options: AttentionOptions,
 ) -> Tensor:  # [B, H, L, D]
-    """Returns softmax(softcap(q · kᵀ) + bias) · v; a sink adds to every softmax denominator."""
+    """Returns softmax(softcap(scaling · q · kᵀ) + bias) · v.
+
+    A sink adds a term to the denominator of every softmax of its head.
+    """
     if not options.needs_scores:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=bias, is_causal=bias is None, scale=options.scaling
         )
     if bias is None:
         bias = q.new_full((q.shape[2], k.shape[2]), float("-inf")).triu(1)
-    recompute = torch.is_grad_enabled() and q.requires_grad
+    use_checkpoint = torch.is_grad_enabled() and q.requires_grad
     out = []
     for i in range(len(q)):
         inputs = (q[i], k[i], v[i], bias if bias.dim() == 2 else bias[i, 0], options)
         out.append(
-            checkpoint(_attend, *inputs, use_reentrant=False) if recompute else _attend(*inputs)
+            checkpoint(_attend, *inputs, use_reentrant=False)
+            if use_checkpoint
+            else _attend(*inputs)
         )
     return torch.stack(out)
 
@@ -73,15 +79,15 @@ def soft_cap(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Returns the softmax over the last dimension; a sink acts as a key whose value is 0."""
+    """Returns the softmax over the last dimension; a sink is one more key, whose value is 0."""
     if sinks is None:
         return torch.softmax(scores, -1)
-    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    sink_column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink_column], -1), -1)[..., :-1]
 
 
 def is_visible(distance: Tensor, window: int | None) -> Tensor:
-    """Returns whether a query may attend to a key `distance` tokens before it."""
+    """Returns whether a query may attend to a key that is `distance` tokens before it."""
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
@@ -93,8 +99,8 @@ def as_bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeats keys and values [N, KV, D] for the query heads [N, H, D]."""
-    groups = q.shape[1] // k.shape[1]
-    if groups == 1:
+    """Returns keys and values [N, KV, D] repeated to the number of query heads, [N, H, D]."""
+    group_size = q.shape[1] // k.shape[1]
+    if group_size == 1:
         return k, v
-    return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class Context(FunctionCtx):
-    """Torch's FunctionCtx with the attributes that torch and hone's functions set."""
+    """Torch's FunctionCtx, with types for the attributes that torch and hone set on it."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     eps: float
     factor: float
     softcap: float | None
-    fused: bool
+    use_kernel: bool
     group: ProcessGroup
     start: int
     stop: int
-    plain: Callable[[Tensor], Tensor]
+    plain_forward: Callable[[Tensor], Tensor]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Saves tensors; None is allowed."""
+        """Saves tensors for the backward pass; torch allows None among them."""

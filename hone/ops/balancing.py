@@ -11,11 +11,12 @@ from itertools import count
 
 import numpy as np
 
-Partition = list[int]  # row numbers
+Partition = list[int]
+"""The row numbers of one part."""
 
 
 def calculate_workload(lengths: Sequence[int] | np.ndarray) -> list[int]:
-    """Returns the relative cost per row of L tokens: linear layers plus attention of a 7B model."""
+    """Returns the relative cost of each row: linear layers plus attention of a 7B model."""
     return [24576 * int(n) + int(n) ** 2 for n in lengths]
 
 
@@ -24,7 +25,7 @@ def get_seqlen_balanced_partitions(
 ) -> list[Partition]:
     """Returns `k_partitions` non-empty, sorted lists of row numbers with nearly equal sums.
 
-    Uses Karmarkar-Karp (largest differencing). With `equal_size` all have the same number of rows.
+    Uses Karmarkar-Karp (largest differencing). With `equal_size`, all lists have the same length.
     """
     lengths = [int(n) for n in seqlen_list]
     if not 1 <= k_partitions <= len(lengths):
@@ -46,7 +47,10 @@ def get_seqlen_balanced_partitions(
 
 
 def _largest_differencing(lengths: list[int], k: int, equal_size: bool) -> list[Partition]:
-    """Merges the two states with the largest spread until one is left (Karmarkar-Karp)."""
+    """Merges the two states with the largest spread until one is left (Karmarkar-Karp).
+
+    A state is a list of `k` pairs: a sum of lengths, and the rows that have this sum.
+    """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     if equal_size:
         states = [
@@ -74,61 +78,67 @@ def micro_batches_by_tokens(
 ) -> list[Partition]:
     """Returns the row numbers of micro-batches of at most `max_token_len` tokens each.
 
-    The token counts are balanced, and the cheapest micro-batches come first and last, where a
-    pipeline fills and drains. `at_least` is a minimum number of micro-batches.
+    Token counts are balanced. The cheapest micro-batches come first and last, where a pipeline
+    fills and drains. There are at least `at_least` micro-batches, and a multiple of `multiple_of`.
     """
-    sizes = [int(n) for n in lengths]
-    if sizes and max(sizes) > max_token_len:
+    token_counts = [int(n) for n in lengths]
+    if token_counts and max(token_counts) > max_token_len:
         raise ValueError(
-            f"a sequence of {max(sizes)} tokens does not fit max_token_len={max_token_len}; "
+            f"a sequence of {max(token_counts)} tokens does not fit max_token_len={max_token_len}; "
             "raise the token budget (…_max_token_len_per_gpu) or shorten prompts and responses"
         )
-    if not sizes:
+    if not token_counts:
         return []
-    count = _round_up(max(at_least, -(-sum(sizes) // max_token_len), 1), multiple_of)
-    parts = _fit_budget(sizes, max_token_len, count, multiple_of)
-    return _order_small_large_small(parts, sizes)
+    count = _round_up(max(at_least, -(-sum(token_counts) // max_token_len), 1), multiple_of)
+    parts = _fit_budget(token_counts, max_token_len, count, multiple_of)
+    return _order_small_large_small(parts, token_counts)
 
 
-def _fit_budget(sizes: list[int], budget: int, count: int, multiple_of: int) -> list[Partition]:
-    def load(part: Partition) -> int:
-        return sum(sizes[row] for row in part)
+def _fit_budget(
+    token_counts: list[int], budget: int, count: int, multiple_of: int
+) -> list[Partition]:
+    """Returns at least `count` partitions of at most `budget` tokens, balanced if possible."""
 
-    def balanced(parts: int) -> list[Partition] | None:
-        if parts > len(sizes):
+    def num_tokens(part: Partition) -> int:
+        return sum(token_counts[row] for row in part)
+
+    def balance(num_parts: int) -> list[Partition] | None:
+        if num_parts > len(token_counts):
             raise ValueError(
-                f"{len(sizes)} sequences cannot form {parts} micro-batches (at_least, multiple_of)"
+                f"{len(token_counts)} sequences cannot form {num_parts} micro-batches; lower "
+                "at_least or multiple_of"
             )
-        partitions = get_seqlen_balanced_partitions(sizes, parts, equal_size=False)
-        return partitions if max(map(load, partitions)) <= budget else None
+        partitions = get_seqlen_balanced_partitions(token_counts, num_parts, equal_size=False)
+        return partitions if max(map(num_tokens, partitions)) <= budget else None
 
-    if (parts := balanced(count)) is not None:
+    if (parts := balance(count)) is not None:
         return parts
-    packed = _first_fit(sizes, budget)
-    count = _round_up(max(count, len(packed)), multiple_of)
-    if (parts := balanced(count)) is not None:
+    bins = _first_fit(token_counts, budget)
+    count = _round_up(max(count, len(bins)), multiple_of)
+    if (parts := balance(count)) is not None:
         return parts
-    while len(packed) < count:  # first-fit never exceeds the budget
-        fullest = max((part for part in packed if len(part) > 1), key=load)
-        packed.remove(fullest)
-        packed += [fullest[::2], fullest[1::2]]
-    return packed
+    while len(bins) < count:  # a bin of `_first_fit` never exceeds the budget, nor does its half
+        fullest = max((part for part in bins if len(part) > 1), key=num_tokens)
+        bins.remove(fullest)
+        bins += [fullest[::2], fullest[1::2]]
+    return bins
 
 
-def _first_fit(sizes: list[int], budget: int) -> list[Partition]:
+def _first_fit(token_counts: list[int], budget: int) -> list[Partition]:
+    """Packs rows into bins of at most `budget` tokens by first-fit decreasing."""
     bins: list[Partition] = []
-    free: list[int] = []
-    for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
+    free_tokens: list[int] = []
+    for row in sorted(range(len(token_counts)), key=lambda row: -token_counts[row]):
         index = next(
-            (i for i, left in enumerate(free) if left >= sizes[row]),
+            (i for i, tokens_left in enumerate(free_tokens) if tokens_left >= token_counts[row]),
             None,
         )
         if index is None:
             bins.append([row])
-            free.append(budget - sizes[row])
+            free_tokens.append(budget - token_counts[row])
         else:
             bins[index].append(row)
-            free[index] -= sizes[row]
+            free_tokens[index] -= token_counts[row]
     return bins
 
 
@@ -136,8 +146,8 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _order_small_large_small(parts: list[Partition], sizes: list[int]) -> list[Partition]:
-    costs = calculate_workload(sizes)
+def _order_small_large_small(parts: list[Partition], token_counts: list[int]) -> list[Partition]:
+    costs = calculate_workload(token_counts)
     ordered = sorted((sorted(part) for part in parts), key=lambda p: (sum(costs[r] for r in p), p))
     return ordered[0::2] + ordered[1::2][::-1]
 

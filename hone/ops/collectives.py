@@ -1,6 +1,7 @@
 """Collectives of a tensor-parallel group with their gradients.
 
-The backward pass of `copy_to` is `sum_over`, and of `gather_last` is `split_last`, and vice versa.
+`copy_to` and `sum_over` are each the backward pass of the other, as are `gather_last` and
+`split_last`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Group = dist.ProcessGroup
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
-    """Returns x, which is equal on all ranks; its gradient is summed over the ranks."""
+    """Returns x, which must be equal on all ranks; the gradient is summed over the ranks."""
     return _Copy.apply(x, group)
 
 
@@ -25,12 +26,12 @@ def sum_over(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_last(x: Tensor, group: Group) -> Tensor:
-    """Concatenates the ranks' tensors, of equal shape, in the last dimension."""
+    """Returns the tensors of all ranks, which have equal shapes, joined in the last dimension."""
     return _Gather.apply(x, group)
 
 
 def split_last(x: Tensor, group: Group) -> Tensor:
-    """Returns this rank's part of the last dimension of x, which is equal on all ranks."""
+    """Returns this rank's part of the last dimension of x; x must be equal on all ranks."""
     return _Split.apply(x, group)
 
 

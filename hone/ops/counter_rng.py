@@ -12,32 +12,32 @@ from torch import Tensor
 
 
 def fold_seed(*parts: int | str) -> int:
-    """Returns a 63-bit seed, a hash of the parts (run seed, uid, sample index, …)."""
+    """Returns a 63-bit seed: a hash of the parts (run seed, uid, sample index, …)."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def trajectory_seed(run_seed: int, uid: str, sample_index: int) -> int:
-    """Returns the sampling seed of a trajectory, which does not depend on engine or batch."""
+    """Returns the sampling seed of a trajectory; it does not depend on engine or batch."""
     return fold_seed(run_seed, uid, sample_index)
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX1 = _signed(0xBF58476D1CE4E5B9)
-_MIX2 = _signed(0x94D049BB133111EB)
+_GOLDEN = _to_signed(0x9E3779B97F4A7C15)
+_MIX1 = _to_signed(0xBF58476D1CE4E5B9)
+_MIX2 = _to_signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Returns the logical shift; torch's `>>` is arithmetic."""
+    """Returns x shifted logically; torch's `>>` shifts arithmetically."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Returns the SplitMix64 finaliser, in wrapping int64 arithmetic."""
+    """Applies the finaliser of SplitMix64, in wrapping int64 arithmetic."""
     x = (x ^ _shift_right(x, 30)) * _MIX1
     x = (x ^ _shift_right(x, 27)) * _MIX2
     return x ^ _shift_right(x, 31)

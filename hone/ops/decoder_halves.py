@@ -16,7 +16,7 @@ from torch import Tensor
 from hone.ops.autograd import Context
 from hone.ops.gated import gate_backward, gate_forward
 from hone.ops.rms_norm import norm_backward, norm_forward
-from hone.ops.rotary import join_gradients, split_rotated
+from hone.ops.rotary import join_gradients, split_and_rotate
 from hone.ops.wide_product import wide_product
 
 
@@ -40,77 +40,80 @@ def heads_of(
     q: Linear,
     k: Linear,
     v: Linear,
-    angles: tuple[Tensor, Tensor],  # cosines and sines, [N, D] each
+    cos_sin: tuple[Tensor, Tensor],  # of the rotary embedding, [N, D] each
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice, [N, d]
-    """Returns rotated queries, rotated keys and values of the normed rows, and the rows.
+    """Returns rotated queries, rotated keys and values of the normalized rows, and the rows x.
 
-    Use the returned rows in the residual sum, so that one kernel adds both gradients.
+    The caller uses the returned rows in the residual sum, so that one kernel adds both gradients.
     """
-    return _Heads.apply(x, *norm, *q, *k, *v, *angles)
+    return _RotatedQkv.apply(x, *norm, *q, *k, *v, *cos_sin)
 
 
 def gated_half(x: Tensor, norm: Norm, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Returns x + mlp(norm(x)), [N, d] float32."""
-    return _GatedHalf.apply(x, *norm, gate, up, down)
+    return _AddGatedMlp.apply(x, *norm, gate, up, down)
 
 
-class _Heads(torch.autograd.Function):
+class _RotatedQkv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, norm: Tensor, eps: float,
+        ctx: Context, x: Tensor, norm_weight: Tensor, eps: float,
         q: Tensor, q_bias: Tensor | None, k: Tensor, k_bias: Tensor | None,
         v: Tensor, v_bias: Tensor | None, cos: Tensor, sin: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        h, scale = norm_forward(x, norm, eps)
+        h, inverse_rms = norm_forward(x, norm_weight, eps)
         biases = [b for b in (q_bias, k_bias, v_bias) if b is not None]
-        assert len(biases) in (0, 3), "q, k and v all have a bias, or none has"
+        assert len(biases) in (0, 3), "either all of q, k and v have a bias or none has"
         qkv = F.linear(h, torch.cat([q, k, v]), torch.cat(biases) if biases else None)
-        ctx.save_for_backward(x, norm, scale, q, k, v, cos, sin)
+        ctx.save_for_backward(x, norm_weight, inverse_rms, q, k, v, cos, sin)
         ctx.eps = eps
-        return *split_rotated(qkv, cos, sin, kv_heads=len(k) // cos.shape[-1]), x
+        return *split_and_rotate(qkv, cos, sin, kv_heads=len(k) // cos.shape[-1]), x
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm, scale, *weights, cos, sin = ctx.saved_tensors
+        x, norm_weight, inverse_rms, *weights, cos, sin = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad
-        h, _ = norm_forward(x, norm, ctx.eps)
-        g_q, g_k, g_v, g_sum = grads
+        h, _ = norm_forward(x, norm_weight, ctx.eps)
+        g_q, g_k, g_v, g_rows = grads
         g = join_gradients(g_q, g_k, g_v, cos, sin)
-        g_x, g_norm = norm_backward(x, norm, scale, g @ torch.cat(weights), g_sum)
-        rows, no_grads = [len(w) for w in weights], [None] * 3
-        g_weights = (g.t() @ h).split(rows) if any(needs_grad[3:9:2]) else no_grads
-        g_biases = g.sum(0).split(rows) if any(needs_grad[4:9:2]) else no_grads
+        g_x, g_norm_weight = norm_backward(
+            x, norm_weight, inverse_rms, g @ torch.cat(weights), g_rows
+        )
+        out_features, no_grads = [len(w) for w in weights], [None] * 3
+        g_weights = (g.t() @ h).split(out_features) if any(needs_grad[3:9:2]) else no_grads
+        g_biases = g.sum(0).split(out_features) if any(needs_grad[4:9:2]) else no_grads
         g_linears = itertools.chain.from_iterable(zip(g_weights, g_biases, strict=True))
-        return (g_x, g_norm if needs_grad[1] else None, None, *g_linears, None, None)
+        return (g_x, g_norm_weight if needs_grad[1] else None, None, *g_linears, None, None)
 
 
-class _GatedHalf(torch.autograd.Function):
+class _AddGatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, norm: Tensor, eps: float, gate: Tensor, up: Tensor, down: Tensor
-    ) -> Tensor:
-        h, scale = norm_forward(x, norm, eps)
+        ctx: Context, x: Tensor, norm_weight: Tensor, eps: float,
+        gate: Tensor, up: Tensor, down: Tensor,
+    ) -> Tensor:  # fmt: skip
+        h, inverse_rms = norm_forward(x, norm_weight, eps)
         gates, ups = F.linear(h, gate), F.linear(h, up)
-        ctx.save_for_backward(x, norm, scale, gate, up, down, gates, ups)
+        ctx.save_for_backward(x, norm_weight, inverse_rms, gate, up, down, gates, ups)
         ctx.eps = eps
         return x + wide_product(gate_forward(gates, ups), down)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm, scale, gate, up, down, gates, ups = ctx.saved_tensors
+        x, norm_weight, inverse_rms, gate, up, down, gates, ups = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad
-        h, _ = norm_forward(x, norm, ctx.eps)
+        h, _ = norm_forward(x, norm_weight, ctx.eps)
         g = grads[0].to(h.dtype)
-        g_gates, g_ups, inner = gate_backward(gates, ups, g @ down)
+        g_gates, g_ups, gated = gate_backward(gates, ups, g @ down)
         g_h = (g_gates @ gate).addmm_(g_ups, up)
-        g_x, g_norm = norm_backward(x, norm, scale, g_h, grads[0])
-        g_weights = ((g_gates, h), (g_ups, h), (g, inner))
+        g_x, g_norm_weight = norm_backward(x, norm_weight, inverse_rms, g_h, grads[0])
+        weight_grad_factors = ((g_gates, h), (g_ups, h), (g, gated))
         return (
             g_x,
-            g_norm if needs_grad[1] else None,
+            g_norm_weight if needs_grad[1] else None,
             None,
             *(
-                a.t() @ b if need else None
-                for (a, b), need in zip(g_weights, needs_grad[3:], strict=True)
+                a.t() @ b if needs else None
+                for (a, b), needs in zip(weight_grad_factors, needs_grad[3:], strict=True)
             ),
         )

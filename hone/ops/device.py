@@ -22,7 +22,7 @@ def get_torch_device() -> ModuleType:
 
 
 def get_device_id() -> int:
-    """Returns the index of the current device; 0 on the CPU."""
+    """Returns the index of the current GPU, or 0 on the CPU."""
     return torch.cuda.current_device() if torch.cuda.is_available() else 0
 
 
@@ -32,12 +32,12 @@ def get_nccl_backend() -> str:
 
 
 def get_visible_devices_keyword() -> str:
-    """Returns the environment variable that selects devices."""
+    """Returns the name of the environment variable that selects devices."""
     return "CUDA_VISIBLE_DEVICES"
 
 
 def get_resource_name() -> str:
-    """Returns Ray's name of the device."""
+    """Returns Ray's resource name for the device."""
     return "GPU" if torch.cuda.is_available() else "CPU"
 
 
@@ -57,7 +57,7 @@ def is_support_ipc() -> bool:
 
 
 def set_expandable_segments(enable: bool) -> None:
-    """Sets the CUDA allocator's `expandable_segments`; no effect on the CPU."""
+    """Sets the CUDA allocator's `expandable_segments`; does nothing on the CPU."""
     if is_cuda_available:
         torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
 

@@ -48,7 +48,7 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: bool = True,
     force_group_size: int = 1,
 ) -> tuple[list[TensorDict], list[Partition]]:
-    """Returns micro-batches of at most `max_token_len` tokens, and the rows of each.
+    """Returns micro-batches of at most `max_token_len` tokens, and the row numbers of each.
 
     Token counts are always balanced; groups of `force_group_size` consecutive rows stay together.
     """
@@ -56,7 +56,9 @@ def rearrange_micro_batches(
     counts = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(1)
     lengths = np.asarray(counts.cpu().numpy(), dtype=np.int64)
     if len(lengths) % force_group_size:
-        raise AssertionError(f"{len(lengths)} rows are not a multiple of {force_group_size}")
+        raise AssertionError(
+            f"{len(lengths)} rows are not a multiple of force_group_size={force_group_size}"
+        )
     group_lengths = lengths.reshape(-1, force_group_size).sum(1)
     at_least, multiple = min_num_micro_batch or 1, num_batches_divided_by or 1
     parts = micro_batches_by_tokens(
@@ -69,9 +71,9 @@ def rearrange_micro_batches(
             group_lengths, max_token_len, at_least=int(count), multiple_of=multiple
         )
     size = force_group_size
-    rows = [[g * size + i for g in part for i in range(size)] for part in parts]
-    micro_batches = [index_select_tensor_dict(batch, part) for part in rows]
-    return [micro_batch for micro_batch in micro_batches if micro_batch is not None], rows
+    row_indices = [[g * size + i for g in part for i in range(size)] for part in parts]
+    micro_batches = [index_select_tensor_dict(batch, indices) for indices in row_indices]
+    return [micro_batch for micro_batch in micro_batches if micro_batch is not None], row_indices
 
 
 def prepare_dynamic_batch(
@@ -84,7 +86,7 @@ def prepare_dynamic_batch(
     use_dynamic_bsz_balance: bool = True,
 ) -> tuple[list[DataProto], list[Partition]]:
     """Applies `rearrange_micro_batches` to a DataProto."""
-    _, rows = rearrange_micro_batches(
+    _, row_indices = rearrange_micro_batches(
         data.batch,
         max_token_len,
         dp_group,
@@ -92,7 +94,7 @@ def prepare_dynamic_batch(
         same_micro_num_in_dp,
         min_num_micro_batch,
     )
-    return [data.select_idxs(part) for part in rows], rows
+    return [data.select_idxs(indices) for indices in row_indices], row_indices
 
 
 def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Partition]) -> Tensor:
@@ -100,17 +102,17 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Partition]) -> 
     order = list(chain.from_iterable(batch_idx_list))
     if len(order) != len(data):
         raise AssertionError(f"{len(order)} row numbers for {len(data)} rows")
-    rows = get_reverse_idx(order)
+    reverse_order = get_reverse_idx(order)
     if data.is_nested:
         parts = data.unbind()
-        return torch.nested.as_nested_tensor([parts[i] for i in rows], layout=torch.jagged)
-    return data[torch.tensor(rows, device=data.device)]
+        return torch.nested.as_nested_tensor([parts[i] for i in reverse_order], layout=torch.jagged)
+    return data[torch.tensor(reverse_order, device=data.device)]
 
 
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
 ) -> list[Partition]:
-    """Returns partitions of similar cost and equally many groups; rows of a uid stay together."""
+    """Returns partitions of similar cost with equally many groups (rows of one uid)."""
     groups: dict[Hashable, Partition] = {}
     for row, uid in enumerate(uid_list):
         groups.setdefault(uid, []).append(row)
@@ -119,8 +121,8 @@ def get_group_balanced_partitions(
             f"{len(seqlen_list)} lengths with {len(uid_list)} uids in {len(groups)} groups cannot "
             f"form {k_partitions} partitions"
         )
-    costs, members = calculate_workload(seqlen_list), list(groups.values())
+    costs, group_rows = calculate_workload(seqlen_list), list(groups.values())
     parts = get_seqlen_balanced_partitions(
-        [sum(costs[row] for row in rows) for rows in members], k_partitions, equal_size=True
+        [sum(costs[row] for row in rows) for rows in group_rows], k_partitions, equal_size=True
     )
-    return [sorted(row for group in part for row in members[group]) for part in parts]
+    return [sorted(row for group in part for row in group_rows[group]) for part in parts]

@@ -1,4 +1,4 @@
-"""silu(gate) · up, with one forward and one backward kernel on a GPU."""
+"""The gated product silu(gate) · up, with one forward and one backward kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gate_forward(gate: Tensor, up: Tensor) -> Tensor:
-    """Returns silu(gate) · up, on a GPU without gradient."""
+    """Returns silu(gate) · up; on a GPU the result has no gradient."""
     if not gate.is_cuda:
         return F.silu(gate) * up
     from hone.ops.gated_triton import silu_gate_forward

@@ -1,4 +1,4 @@
-"""Statistics over groups of rows with the same label (the responses of one prompt).
+"""Statistics over groups of rows with the same label, such as the responses to one prompt.
 
 Labels may be any hashable values. They are converted to integers once; statistics are scatter
 operations, without loops over rows or groups.
@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 Labels = Sequence[Hashable] | np.ndarray | Tensor
-"""One value per row, equal for the members of a group."""
+"""One value per row, equal for the rows of a group."""
 
 
 def factorise(labels: Labels) -> np.ndarray:
-    """Returns integer ids 0..n-1, one per distinct label."""
+    """Returns an integer id per row; equal labels have equal ids, from 0 to n - 1."""
     if isinstance(labels, Tensor):
         labels = labels.cpu().numpy()
     array = labels if isinstance(labels, np.ndarray) else None
@@ -29,21 +29,21 @@ def factorise(labels: Labels) -> np.ndarray:
     return np.fromiter((ids.setdefault(x, len(ids)) for x in labels), np.int64, len(labels))
 
 
-def first_equal(items: Sequence[Hashable]) -> list[int]:
-    """Returns, per item, the index of the first equal item."""
+def first_equal_indices(items: Sequence[Hashable]) -> list[int]:
+    """Returns for each item the index of the first item that is equal to it."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(item, i) for i, item in enumerate(items)]
 
 
 def factorise_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns integer ids of the pairs (a_i, b_i), and the first row of each id."""
+    """Returns an integer id per pair (a[i], b[i]), and the first row of each id."""
     _, first, ids = np.unique(np.stack([a, b]), axis=1, return_index=True, return_inverse=True)
     return ids.reshape(-1).astype(np.int64), first
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each of N members. Statistics are float64, one value per group."""
+    """The group id of each of N rows; statistics are float64, one value per group."""
 
     ids: Tensor  # [N] int64
     sizes: Tensor  # [G] float64
@@ -59,7 +59,7 @@ class Groups:
 
     @property
     def singleton(self) -> Tensor:
-        """Whether each member is alone in its group, [N] bool."""
+        """Whether each row is alone in its group, [N] bool."""
         return (self.sizes == 1)[self.ids]
 
     def sum(self, x: Tensor) -> Tensor:
@@ -74,17 +74,17 @@ class Groups:
         return self._extreme(x, "amin")
 
     def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Returns the (weighted) mean per group; exact if all members are equal."""
-        anchor = self.max(x)
-        deviation = x.double() - anchor[self.ids]
+        """Returns the (weighted) mean per group; it is exact if all values of a group are equal."""
+        group_max = self.max(x)
+        deviation = x.double() - group_max[self.ids]
         if weights is None:
-            return anchor + self.sum(deviation) / self.sizes
-        return anchor + self.sum(deviation * weights) / self.sum(weights).clamp(min=1)
+            return group_max + self.sum(deviation) / self.sizes
+        return group_max + self.sum(deviation * weights) / self.sum(weights).clamp(min=1)
 
     def std(self, x: Tensor) -> Tensor:
-        """Returns the unbiased standard deviation per group; 0 for a group of one."""
-        squares = self.sum((x.double() - self.mean(x)[self.ids]) ** 2)
-        return torch.sqrt(squares / (self.sizes - 1).clamp(min=1))
+        """Returns the unbiased standard deviation per group; 0 for a group of one row."""
+        squared_deviations = self.sum((x.double() - self.mean(x)[self.ids]) ** 2)
+        return torch.sqrt(squared_deviations / (self.sizes - 1).clamp(min=1))
 
     def _extreme(self, x: Tensor, reduce: str) -> Tensor:
         out = torch.zeros(self.count, dtype=torch.float64, device=x.device)

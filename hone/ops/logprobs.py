@@ -1,7 +1,8 @@
 """Log-probabilities and entropies from hidden states, one chunk of tokens at a time.
 
 The full logits [tokens, vocabulary] are never materialized: the backward pass recomputes each
-chunk. All arithmetic is float32. On a GPU, heads without bias and soft cap use a fused kernel.
+chunk. All arithmetic is float32. On a GPU, an LM head without bias and soft cap uses a fused
+kernel.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from hone.ops.autograd import Context
 from hone.ops.wide_product import add_product, wide_product
 
 _CHUNK_LOGITS = 2**24
-"""Logits per chunk, 64 MiB in float32: enough for full matmul speed."""
+"""Logits per chunk, 64 MiB in float32: enough for the full speed of a matrix product."""
 _GPU_CHUNK_LOGITS = 2**27
-"""Logits per chunk of the GPU kernel, whose chunks are multiples of 128 tokens."""
+"""Logits per chunk of the GPU kernel; its chunks have a multiple of 128 tokens."""
 
 Statistics = tuple[Tensor, Tensor, Tensor]
-"""log p(target), log of the softmax denominator, and entropy; each [M] float32."""
+"""log p(target), logsumexp of the logits (`lse`) and entropy; each [M] float32."""
 
 
 class LogitRule(TypedDict):
@@ -43,17 +44,17 @@ def linear_log_probs(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     with_entropy: bool = False,
-    statistics: Callable[[Tensor, Tensor], Statistics] | None = None,
+    compute_statistics: Callable[[Tensor, Tensor], Statistics] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns log p(target) and entropy of softmax(logits / temperature), both [M] float32.
 
     Entropies are zero unless `with_entropy`, because they need another pass over the vocabulary.
-    `statistics(hidden, target)` replaces the forward computation of a chunk.
+    `compute_statistics(hidden, target)` replaces the forward computation of a chunk.
     """
-    fused = hidden.is_cuda and bias is None and softcap is None
+    use_kernel = hidden.is_cuda and bias is None and softcap is None
     factor = logit_scale / temperature
     return LinearLogProbs.apply(
-        hidden, weight, bias, target, factor, softcap, with_entropy, fused, statistics
+        hidden, weight, bias, target, factor, softcap, with_entropy, use_kernel, compute_statistics
     )
 
 
@@ -69,29 +70,29 @@ def linear_sum_pi_squared(
 ) -> Tensor:
     """Returns Σ p² of softmax(logits / temperature), [M] float32, without gradient."""
     total = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    for part in _chunks(hidden.shape[0], weight.shape[0], fused=False):
-        z, _ = _logits(hidden[part], weight, bias, softcap, logit_scale / temperature)
-        total[part] = torch.softmax(z, -1).square().sum(-1)
+    for chunk in _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=False):
+        z, _ = _scaled_logits(hidden[chunk], weight, bias, softcap, logit_scale / temperature)
+        total[chunk] = torch.softmax(z, -1).square().sum(-1)
     return total
 
 
-def entropy_of(z: Tensor, norm: Tensor) -> Tensor:
-    """Returns the entropy [M] of softmax(z [M, V]), whose log-denominator is `norm`."""
-    return norm - torch.linalg.vecdot(torch.sub(z, norm[:, None]).exp_(), z)
+def softmax_entropy(z: Tensor, lse: Tensor) -> Tensor:
+    """Returns the entropy [M] of softmax(z), where z is [M, V] and `lse` is its logsumexp."""
+    return lse - torch.linalg.vecdot(torch.sub(z, lse[:, None]).exp_(), z)
 
 
-def _chunks(tokens: int, vocab_size: int, *, fused: bool) -> list[slice]:
-    if fused:
+def _chunk_slices(tokens: int, vocab_size: int, *, use_kernel: bool) -> list[slice]:
+    if use_kernel:
         size = max(128, _GPU_CHUNK_LOGITS // vocab_size // 128 * 128)
     else:
         size = max(8, _CHUNK_LOGITS // vocab_size)
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
 
 
-def _logits(
+def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, factor: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns scaled logits in float32 and, with a soft cap, the tanh that backward needs."""
+    """Returns float32 logits times `factor`, and with a soft cap the tanh that backward needs."""
     z = wide_product(hidden, weight)
     if bias is not None:
         z += bias
@@ -112,27 +113,35 @@ class LinearLogProbs(torch.autograd.Function):
         factor: float,
         softcap: float | None,
         with_entropy: bool,
-        fused: bool,
-        statistics: Callable[[Tensor, Tensor], Statistics] | None,
+        use_kernel: bool,
+        compute_statistics: Callable[[Tensor, Tensor], Statistics] | None,
     ) -> tuple[Tensor, Tensor]:
         def plain_statistics(hidden: Tensor, target: Tensor) -> Statistics:
-            z, _ = _logits(hidden, weight, bias, softcap, factor)
-            norm = torch.logsumexp(z, -1)
-            log_probs = z.gather(-1, target[:, None]).squeeze(-1) - norm
-            return log_probs, norm, entropy_of(z, norm) if with_entropy else torch.zeros_like(norm)
+            z, _ = _scaled_logits(hidden, weight, bias, softcap, factor)
+            lse = torch.logsumexp(z, -1)
+            log_probs = z.gather(-1, target[:, None]).squeeze(-1) - lse
+            return (
+                log_probs,
+                lse,
+                softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse),
+            )
 
-        def fused_statistics(hidden: Tensor, target: Tensor) -> Statistics:
+        def kernel_statistics(hidden: Tensor, target: Tensor) -> Statistics:
             from hone.ops.logprobs_triton import logit_statistics
 
             return logit_statistics(wide_product(hidden, weight), target, factor, with_entropy)
 
-        compute = statistics or (fused_statistics if fused else plain_statistics)
-        parts = _chunks(hidden.shape[0], weight.shape[0], fused=fused)
+        compute = compute_statistics or (kernel_statistics if use_kernel else plain_statistics)
+        slices = _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        chunks = [compute(hidden[part], target[part]) for part in parts] or [(empty,) * 3]
-        log_probs, norm, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
-        ctx.save_for_backward(bias, hidden, weight, target, norm, entropy)
-        ctx.factor, ctx.softcap, ctx.fused = factor, softcap, fused
+        chunk_statistics = [compute(hidden[chunk], target[chunk]) for chunk in slices] or [
+            (empty,) * 3
+        ]
+        log_probs, lse, entropy = (
+            torch.cat(column) for column in zip(*chunk_statistics, strict=True)
+        )
+        ctx.save_for_backward(bias, hidden, weight, target, lse, entropy)
+        ctx.factor, ctx.softcap, ctx.use_kernel = factor, softcap, use_kernel
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
@@ -145,38 +154,40 @@ class LinearLogProbs(torch.autograd.Function):
         g_weight = g_bias = None
         if bias is not None:
             g_bias = torch.zeros_like(bias, dtype=torch.float32)
-        for part in _chunks(hidden.shape[0], weight.shape[0], fused=ctx.fused):
-            targets, norm, entropy = (x[part] for x in (target, *statistics))
-            g_log_prob, g_entropy = (g[part].contiguous() if g is not None else None for g in grads)
-            if ctx.fused:
+        for chunk in _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=ctx.use_kernel):
+            targets, lse, entropy = (x[chunk] for x in (target, *statistics))
+            g_log_prob, g_entropy = (
+                g[chunk].contiguous() if g is not None else None for g in grads
+            )
+            if ctx.use_kernel:
                 from hone.ops.logprobs_triton import logits_to_gradient
 
-                z = wide_product(hidden[part], weight)
+                z = wide_product(hidden[chunk], weight)
                 g = logits_to_gradient(
-                    z, targets, norm, entropy, g_log_prob, g_entropy, ctx.factor, hidden.dtype
+                    z, targets, lse, entropy, g_log_prob, g_entropy, ctx.factor, hidden.dtype
                 )
             else:
-                z, tanh = _logits(hidden[part], weight, bias, ctx.softcap, ctx.factor)
+                z, tanh = _scaled_logits(hidden[chunk], weight, bias, ctx.softcap, ctx.factor)
                 g = _plain_gradient(
-                    z, tanh, targets, norm, entropy, g_log_prob, g_entropy, ctx.factor
+                    z, tanh, targets, lse, entropy, g_log_prob, g_entropy, ctx.factor
                 )
                 if g_bias is not None:
                     g_bias += g.sum(0)
                 g = g.to(hidden.dtype)
-            torch.mm(g, weight, out=g_hidden[part])
+            torch.mm(g, weight, out=g_hidden[chunk])
             if not ctx.needs_input_grad[1]:
                 continue
             if g_weight is None:
-                if ctx.fused:
-                    g_weight = wide_product(g.t(), hidden[part].t())
+                if ctx.use_kernel:
+                    g_weight = wide_product(g.t(), hidden[chunk].t())
                     continue
                 g_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-            if ctx.fused:
-                add_product(g_weight, g.t(), hidden[part])
+            if ctx.use_kernel:
+                add_product(g_weight, g.t(), hidden[chunk])
             elif g.dtype == g_weight.dtype:  # avoids a second tensor of the weight's size
-                g_weight.addmm_(g.t(), hidden[part])
+                g_weight.addmm_(g.t(), hidden[chunk])
             else:
-                g_weight += g.t() @ hidden[part]
+                g_weight += g.t() @ hidden[chunk]
         if ctx.needs_input_grad[1]:
             g_weight = torch.zeros_like(weight) if g_weight is None else g_weight.to(weight.dtype)
         if g_bias is not None:
@@ -188,15 +199,15 @@ def _plain_gradient(
     z: Tensor,
     tanh: Tensor | None,
     target: Tensor,
-    norm: Tensor,
+    lse: Tensor,
     entropy: Tensor,
     g_log_prob: Tensor | None,
     g_entropy: Tensor | None,
     factor: float,
 ) -> Tensor:
-    """Returns the gradient of the head's output, in place: at most two chunks are in memory."""
+    """Returns the gradient of the head's output and overwrites z, which saves memory."""
     # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
-    log_p = z.sub_(norm[:, None])
+    log_p = z.sub_(lse[:, None])
     p = log_p.exp()
     if g_entropy is None:
         assert g_log_prob is not None
@@ -206,7 +217,7 @@ def _plain_gradient(
         if g_log_prob is not None:
             g -= g_log_prob[:, None]
         g *= p
-    if g_log_prob is not None:  # a target in another rank's shard of the vocabulary is -1
+    if g_log_prob is not None:  # a target is -1 if another rank's shard has it
         g_target = g_log_prob.masked_fill(target < 0, 0.0).to(g.dtype)
         g.scatter_add_(-1, target.clamp(min=0)[:, None], g_target[:, None])
     g *= factor

@@ -1,4 +1,4 @@
-"""GPU kernels of logprobs.py: one forward and one backward pass over the logits."""
+"""GPU kernels for logprobs.py: one forward and one backward pass over the logits."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ _BLOCK = 4096
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    logits_ptr, target_ptr, log_prob_ptr, norm_ptr, entropy_ptr, factor, vocab_size,
+    logits_ptr, target_ptr, log_prob_ptr, lse_ptr, entropy_ptr, factor, vocab_size,
     BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    start = logits_ptr + row * vocab_size
+    row_ptr = logits_ptr + row * vocab_size
     running_max = tl.full([BLOCK], float("-inf"), tl.float32)
     exp_sum = tl.zeros([BLOCK], tl.float32)
     weighted_sum = tl.zeros([BLOCK], tl.float32)
-    for begin in range(0, vocab_size, BLOCK):
-        i = begin + tl.arange(0, BLOCK)
-        z = tl.load(start + i, i < vocab_size, other=float("-inf")).to(tl.float32) * factor
+    for start in range(0, vocab_size, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        z = tl.load(row_ptr + i, i < vocab_size, other=float("-inf")).to(tl.float32) * factor
         new_max = tl.maximum(running_max, z)
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp(running_max - finite_max)
-        e = tl.exp(z - finite_max)
-        exp_sum = exp_sum * rescale + e
+        exp_z = tl.exp(z - finite_max)
+        exp_sum = exp_sum * rescale + exp_z
         if ENTROPY:
-            weighted_sum = weighted_sum * rescale + tl.where(e > 0, e * z, 0.0)
+            weighted_sum = weighted_sum * rescale + tl.where(exp_z > 0, exp_z * z, 0.0)
         running_max = new_max
     row_max = tl.max(running_max, 0)
     scale = tl.exp(running_max - row_max)
-    total = tl.sum(exp_sum * scale, 0)
-    norm = row_max + tl.log(total)
+    exp_total = tl.sum(exp_sum * scale, 0)
+    lse = row_max + tl.log(exp_total)
     target = tl.load(target_ptr + row)
-    z = tl.load(start + target).to(tl.float32) * factor
-    tl.store(norm_ptr + row, norm)
-    tl.store(log_prob_ptr + row, z - norm)
+    z = tl.load(row_ptr + target).to(tl.float32) * factor
+    tl.store(lse_ptr + row, lse)
+    tl.store(log_prob_ptr + row, z - lse)
     if ENTROPY:
-        tl.store(entropy_ptr + row, norm - tl.sum(weighted_sum * scale, 0) / total)
+        tl.store(entropy_ptr + row, lse - tl.sum(weighted_sum * scale, 0) / exp_total)
 
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    logits_ptr, out_ptr, target_ptr, norm_ptr, entropy_ptr, g_log_prob_ptr, g_entropy_ptr, factor,
+    logits_ptr, out_ptr, target_ptr, lse_ptr, entropy_ptr, g_log_prob_ptr, g_entropy_ptr, factor,
     vocab_size,
     BLOCK: tl.constexpr, LOG_PROB: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def _backward(  # type: ignore[no-untyped-def]
     mask = i < vocab_size
     offsets = row * vocab_size + i
     z = tl.load(logits_ptr + offsets, mask, other=0.0)
-    log_p = z.to(tl.float32) * factor - tl.load(norm_ptr + row)
+    log_p = z.to(tl.float32) * factor - tl.load(lse_ptr + row)
     p = tl.exp(log_p)
     g = tl.zeros([BLOCK], tl.float32)
     if LOG_PROB:
@@ -71,34 +71,34 @@ def logit_statistics(
     factor: float,
     with_entropy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log p(target), log-norm and entropy of softmax(logits · factor), each [M] float32."""
+    """Returns log p(target), logsumexp and entropy of logits · factor, each [M] float32."""
     rows, vocab_size = logits.shape
-    log_prob, norm, entropy = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
+    log_prob, lse, entropy = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
     _forward[(rows,)](
-        logits, target, log_prob, norm, entropy, factor, vocab_size,
+        logits, target, log_prob, lse, entropy, factor, vocab_size,
         BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)), ENTROPY=with_entropy, num_warps=8,
     )  # fmt: skip
-    return log_prob, norm, entropy
+    return log_prob, lse, entropy
 
 
 def logits_to_gradient(
     logits: Tensor,  # [M, V]
     target: Tensor,
-    norm: Tensor,
+    lse: Tensor,
     entropy: Tensor,
     g_log_prob: Tensor | None,
     g_entropy: Tensor | None,
     factor: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the gradient of the logits, in place if `dtype` is that of the logits."""
+    """Returns the gradient of the logits; overwrites the logits if they have `dtype`."""
     rows, vocab_size = logits.shape
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     block = min(_BLOCK, triton.next_power_of_2(vocab_size))
     _backward[(rows, triton.cdiv(vocab_size, block))](
-        logits, out, target, norm, entropy,
-        g_log_prob if g_log_prob is not None else norm,
-        g_entropy if g_entropy is not None else norm,
+        logits, out, target, lse, entropy,
+        g_log_prob if g_log_prob is not None else lse,
+        g_entropy if g_entropy is not None else lse,
         factor, vocab_size, BLOCK=block,
         LOG_PROB=g_log_prob is not None, ENTROPY=g_entropy is not None, num_warps=4,
     )  # fmt: skip

@@ -40,27 +40,27 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Returns the variance of the unmasked entries; 0 for fewer than two."""
     mean = masked_mean(values, mask)
     count = count_kept(mask.expand_as(values))
-    squares = masked_sum((zero_outside_mask(values, mask) - mean) ** 2, mask)
-    return squares / (count - 1 if unbiased else count).clamp(min=1)
+    squared_deviations = masked_sum((zero_outside_mask(values, mask) - mean) ** 2, mask)
+    return squared_deviations / (count - 1 if unbiased else count).clamp(min=1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scales unmasked entries to variance 1 and, with `shift_mean`, mean 0; masked ones are 0."""
     mean = masked_mean(values, mask)
-    white = (zero_outside_mask(values, mask) - mean) * torch.rsqrt(
+    whitened = (zero_outside_mask(values, mask) - mean) * torch.rsqrt(
         masked_var(values, mask) + WHITEN_EPS
     )
-    return zero_outside_mask(white if shift_mean else white + mean, mask)
+    return zero_outside_mask(whitened if shift_mean else whitened + mean, mask)
 
 
 def last_true(mask: Tensor) -> Tensor:
-    """Returns [B]: the column of the last nonzero entry per row of a mask [B, T], or -1."""
+    """Returns [B]: the column of the last nonzero entry in each row of a mask [B, T], else -1."""
     positions = torch.arange(mask.shape[1] + 1, device=mask.device)
-    padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # column 0 means none
+    padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # column 0 stands for "none"
     return (padded * positions).argmax(1) - 1
 
 
 def split_at_response(mask: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits a mask [B, P + T] into its prompt [B, P] and its response [B, T]."""
-    width = mask.shape[1] - responses.shape[1]
-    return mask[:, :width], mask[:, width:]
+    """Splits a mask [B, P + T] into the masks of prompts [B, P] and responses [B, T]."""
+    prompt_length = mask.shape[1] - responses.shape[1]
+    return mask[:, :prompt_length], mask[:, prompt_length:]

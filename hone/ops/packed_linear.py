@@ -18,28 +18,28 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _TYPICAL_ROWS = 64
-"""The layout is optimized for about this many rows, but works for any number."""
-_MULTIPLES = (1, 4, 8, 16)
+"""The packed layout is optimized for about this many rows, but works for any number."""
+_ROW_MULTIPLES = (1, 4, 8, 16)
 _TESTED_ROWS = 64
 _TESTED_SIZE = 1024
-"""Larger weights are tested at this size; the library's code path depends on the rows only."""
+"""Larger weights are tested at this size: the code path depends only on the number of rows."""
 
 
 class PackableLinear(Protocol):
-    """A linear layer y = x Wᵀ + b."""
+    """A linear layer, y = x Wᵀ + b, whose weight may be packed."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+    def forward_add(self, x: Tensor, other: Tensor) -> Tensor:
         """Returns y + other."""
 
 
-def linear_map(weight: Tensor, bias: Tensor | None) -> PackableLinear:
-    """Returns a packed copy of the layer if supported, else a plain layer."""
-    return PackedLinear(weight, bias) if packs(weight) else PlainLinear(weight, bias)
+def make_linear(weight: Tensor, bias: Tensor | None) -> PackableLinear:
+    """Returns a layer with a packed copy of the weight if possible, else with the weight itself."""
+    return PackedLinear(weight, bias) if can_pack(weight) else PlainLinear(weight, bias)
 
 
-def packs(weight: Tensor) -> bool:
+def can_pack(weight: Tensor) -> bool:
     """Returns whether this weight can be packed on this machine."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and _is_packing_supported()
 
@@ -52,7 +52,7 @@ def _is_packing_supported() -> bool:
     try:
         with torch.inference_mode():
             packed = PackedLinear(weight, None)
-            results = packed(x), packed.plus(x, x)
+            results = packed(x), packed.forward_add(x, x)
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
     return torch.allclose(results[0], x) and torch.allclose(results[1], x + x)
@@ -64,14 +64,14 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._bias = bias
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS)
-        self._unary = torch.ops.mkldnn._linear_pointwise.default
-        self._binary = torch.ops.mkldnn._linear_pointwise.binary
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._linear_add = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._unary(x, self._weight, self._bias, "none", [], "")
+        return self._linear(x, self._weight, self._bias, "none", [], "")
 
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        return self._binary(x, other, self._weight, self._bias, "add")
+    def forward_add(self, x: Tensor, other: Tensor) -> Tensor:
+        return self._linear_add(x, other, self._weight, self._bias, "add")
 
 
 class PlainLinear:
@@ -83,15 +83,15 @@ class PlainLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight, self._bias)
 
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+    def forward_add(self, x: Tensor, other: Tensor) -> Tensor:
         return self(x) + other
 
 
 def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
-    """Returns the smallest multiple of rows for which these weights' products are batch-invariant.
+    """Returns the smallest m such that products with a multiple of m rows are batch-invariant.
 
-    The library's code path, and with it the rounding, depends on the number of rows. Decoding pads
-    to this multiple, so that a row's bits do not depend on its batch.
+    The library chooses its code path, and thus the rounding, by the number of rows. Decoding pads
+    batches to a multiple of m rows, so that the result of a row does not depend on its batch.
     """
     shapes = {
         (min(w.shape[0], _TESTED_SIZE), min(w.shape[1], _TESTED_SIZE))
@@ -100,26 +100,26 @@ def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
     }
     threads = torch.get_num_threads()
     multiples = (_row_multiple(*shape, threads, packed) for shape in sorted(shapes))
-    return max(multiples, default=_MULTIPLES[-1])
+    return max(multiples, default=_ROW_MULTIPLES[-1])
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode()
-def _row_multiple(outputs: int, inputs: int, threads: int, packed: bool) -> int:
-    """Finds the multiple for one shape by a test on this machine."""
+def _row_multiple(out_features: int, in_features: int, threads: int, packed: bool) -> int:
+    """Returns the smallest such m for one shape, found by a test on this machine."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(outputs, inputs, generator=generator)
-    x = torch.randn(_TESTED_ROWS, inputs, generator=generator)
-    product = linear_map(weight, None) if packed else PlainLinear(weight, None)
+    weight = torch.randn(out_features, in_features, generator=generator)
+    x = torch.randn(_TESTED_ROWS, in_features, generator=generator)
+    product = make_linear(weight, None) if packed else PlainLinear(weight, None)
     reference = product(x)
-    for multiple in _MULTIPLES:
+    for multiple in _ROW_MULTIPLES:
         row_counts = range(multiple, _TESTED_ROWS, multiple)
         if all(torch.equal(product(x[:n]), reference[:n]) for n in row_counts):
             return multiple
     log.warning(
-        "products with a [%d, %d] weight round differently for every number of rows on this "
-        "machine: the same request may get other tokens in another batch",
-        outputs,
-        inputs,
+        "on this machine, the rounding of products with a [%d, %d] weight depends on the number of "
+        "rows, so the same request may get other tokens in another batch",
+        out_features,
+        in_features,
     )
-    return _MULTIPLES[-1]
+    return _ROW_MULTIPLES[-1]

@@ -1,4 +1,4 @@
-"""Packs rows for the training engine, and maps its results back to the padded batch.
+"""Packs rows for the training engine and maps the engine's results back to the padded batch.
 
 Packed rows are concatenated without padding. A prompt that several rows share is packed once, and
 their responses are its children. Only tokens that predict a response token have a target.
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.ops.groups import first_equal
+from hone.ops.groups import first_equal_indices
 from hone.ops.masked import split_at_response
 from hone.ops.segments import SegmentLayout
 from hone.ops.transfer import send
@@ -21,7 +21,7 @@ from hone.ops.transfer import send
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Concatenated token rows, and the position of each target in the padded batch."""
+    """Concatenated rows of tokens, and the position of each target in the padded batch."""
 
     input_ids: Tensor  # [N] int64
     position_ids: Tensor  # [N] int64
@@ -31,28 +31,28 @@ class PackedRows:
     row: Tensor  # [M] batch row of each target
     column: Tensor  # [M] response column of each target
     shape: tuple[int, int]  # (B, T) of the padded responses
-    places: Tensor | None = field(default=None, kw_only=True)
-    """The packed position [B, P + T] of each token of the padded batch, -1 for none."""
+    packed_positions: Tensor | None = field(default=None, kw_only=True)
+    """The packed position [B, P + T] of each token of the padded batch, -1 if it is not packed."""
     experts: Tensor | None = field(default=None, kw_only=True)
-    """The experts [N, layers, k] to replay, -1 for none."""
+    """The experts [N, layers, k] to replay, -1 where none were recorded."""
 
     def with_experts(self, experts: Tensor) -> PackedRows:
-        """Adds the experts [B, P + T, layers, k] of the padded batch."""
-        assert self.places is not None
-        is_packed = self.places >= 0
+        """Returns these rows with the experts [B, P + T, layers, k] of the padded batch."""
+        assert self.packed_positions is not None
+        is_packed = self.packed_positions >= 0
         packed = experts.new_full((len(self.input_ids), *experts.shape[2:]), -1)
-        packed[self.places[is_packed]] = experts[is_packed]
+        packed[self.packed_positions[is_packed]] = experts[is_packed]
         return replace(self, experts=packed)
 
     def padded(self, values: Tensor, padding: float) -> Tensor:
-        """Converts values [N, …] of packed tokens to [B, P + T, …]."""
-        assert self.places is not None
-        out = values[self.places.clamp(min=0)]
-        out[self.places < 0] = padding
+        """Converts values [N, …] of packed tokens to [B, P + T, …], with `padding` elsewhere."""
+        assert self.packed_positions is not None
+        out = values[self.packed_positions.clamp(min=0)]
+        out[self.packed_positions < 0] = padding
         return out
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Converts values [M] to [B, T], with zeros outside the response mask."""
+        """Converts values [M] of targets to [B, T], with zeros outside the response mask."""
         out = values.new_zeros(self.shape)
         return out.index_put((self.row, self.column), values)
 
@@ -76,52 +76,58 @@ def pack_rows(
 ) -> PackedRows:
     """Packs the rows of a padded batch; with `share_prompts`, equal prompts are packed once."""
     batch, prompt_width = prompts.shape
-    parts = split_at_response(attention_mask, responses)
-    prompt_lengths, response_lengths = (part.sum(1).tolist() for part in parts)
+    masks = split_at_response(attention_mask, responses)
+    prompt_lengths, response_lengths = (mask.sum(1).tolist() for mask in masks)
     if any(length == 0 for length in prompt_lengths):
         raise ValueError("a row has an empty prompt, so no token predicts its response")
-    prompts_np, responses_np = prompts.cpu().numpy(), responses.cpu().numpy()
+    prompt_ids, response_ids = prompts.cpu().numpy(), responses.cpu().numpy()
     rows = [
         (
-            prompts_np[i, prompt_width - prompt_lengths[i] :],
-            # The last token predicts no target, so it is not packed.
-            responses_np[i, : max(response_lengths[i] - 1, 0)],
+            prompt_ids[i, prompt_width - prompt_lengths[i] :],
+            # The last response token predicts no target, so it is not packed.
+            response_ids[i, : max(response_lengths[i] - 1, 0)],
         )
         for i in range(batch)
     ]
-    first = first_equal([prompt.tobytes() for prompt, _ in rows])
-    # A prompt of only one row is no separate segment: one causal segment is cheaper than two.
-    is_shared = share_prompts and len(set(first)) < batch
-    ids, positions, layout, prompt_end, response_start = (
-        _pack_shared(rows, first) if is_shared else _pack_whole(rows)
+    first_rows = first_equal_indices([prompt.tobytes() for prompt, _ in rows])
+    # If no prompt is shared, each row is one causal segment, which is cheaper than two segments.
+    is_shared = share_prompts and len(set(first_rows)) < batch
+    ids, positions, layout, prompt_last, response_start = (
+        _pack_shared(rows, first_rows) if is_shared else _pack_whole(rows)
     )
     row, column = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
-    row_np, column_np = row.numpy(), column.numpy()
-    source = np.where(column_np == 0, prompt_end[row_np], response_start[row_np] + column_np - 1)
+    i, j = row.numpy(), column.numpy()
+    source = np.where(j == 0, prompt_last[i], response_start[i] + j - 1)
+    packed_positions = (
+        _packed_positions(masks, prompt_last, response_start) if with_places else None
+    )
     return PackedRows(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
         layout,
         torch.from_numpy(source),
-        torch.from_numpy(responses_np[row_np, column_np]),
+        torch.from_numpy(response_ids[i, j]),
         row,
         column,
         (batch, responses.shape[1]),
-        places=_packed_positions(parts, prompt_end, response_start) if with_places else None,
+        packed_positions=packed_positions,
     )
 
 
 def _packed_positions(
-    parts: tuple[Tensor, Tensor], prompt_end: np.ndarray, response_start: np.ndarray
+    masks: tuple[Tensor, Tensor], prompt_last: np.ndarray, response_start: np.ndarray
 ) -> Tensor:  # [B, P + T]
-    """Returns the packed position of each token of the padded batch; the last token has none."""
-    in_prompt, in_response = (part.cpu().bool().numpy() for part in parts)
-    width, length = in_prompt.shape[1], in_response.shape[1]
-    prompt = prompt_end[:, None] - np.arange(width)[::-1]
-    response = response_start[:, None] + np.arange(length)
-    is_packed = np.arange(length) < in_response.sum(1, keepdims=True) - 1
-    places = [np.where(in_prompt, prompt, -1), np.where(is_packed, response, -1)]
-    return torch.from_numpy(np.concatenate(places, 1))
+    """Returns the packed position of each token of the padded batch, -1 if it is not packed."""
+    in_prompt, in_response = (mask.cpu().bool().numpy() for mask in masks)
+    prompt_width, response_width = in_prompt.shape[1], in_response.shape[1]
+    prompt_positions = prompt_last[:, None] - np.arange(prompt_width)[::-1]
+    response_positions = response_start[:, None] + np.arange(response_width)
+    is_packed = np.arange(response_width) < in_response.sum(1, keepdims=True) - 1
+    packed_positions = [
+        np.where(in_prompt, prompt_positions, -1),
+        np.where(is_packed, response_positions, -1),
+    ]
+    return torch.from_numpy(np.concatenate(packed_positions, 1))
 
 
 def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[int]:
@@ -132,25 +138,26 @@ def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[
     return [0, *(mask[1:].sum(1) * is_same).tolist()][: len(prompts)]
 
 
-_Packed = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
-"""Ids, positions, layout, and per row the end of its prompt and the start of its response."""
+_PackedColumns = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
+"""Ids, positions, layout; per row the last position of its prompt, the first of its response."""
 _Rows = list[tuple[np.ndarray, np.ndarray]]
+"""The token ids of each row's prompt and response."""
 
 
-def _pack_whole(rows: _Rows) -> _Packed:
+def _pack_whole(rows: _Rows) -> _PackedColumns:
     """Packs each row as one segment of prompt and response."""
     lengths = np.array([len(p) + len(r) for p, r in rows])
-    response = np.cumsum(lengths) - lengths + np.array([len(p) for p, _ in rows])
+    response_start = np.cumsum(lengths) - lengths + np.array([len(p) for p, _ in rows])
     ids = np.concatenate([part for row in rows for part in row])
     positions = np.concatenate([np.arange(n) for n in lengths])
-    return ids, positions, SegmentLayout(lengths.tolist(), []), response - 1, response
+    return ids, positions, SegmentLayout(lengths.tolist(), []), response_start - 1, response_start
 
 
-def _pack_shared(rows: _Rows, first: list[int]) -> _Packed:
+def _pack_shared(rows: _Rows, first_rows: list[int]) -> _PackedColumns:
     """Packs each distinct prompt as a root segment and each response as a child of its prompt."""
-    root_rows = sorted(set(first))
+    root_rows = sorted(set(first_rows))
     root_index = {row: i for i, row in enumerate(root_rows)}
-    parents = np.array([root_index[row] for row in first])
+    parents = np.array([root_index[row] for row in first_rows])
     roots = [rows[row][0] for row in root_rows]
     root_lengths = np.array([len(p) for p in roots])
     root_end = np.cumsum(root_lengths)

@@ -9,7 +9,7 @@ from hone.ops.autograd import Context
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H, D]; [N, D]
-    """Rotates each head by the angles of its token."""
+    """Rotates each head by the angles of its token, whose cosines and sines are given."""
     return _Rotate.apply(x, cos, sin) if x.is_cuda else plain_rotate(x, cos, sin)
 
 
@@ -20,7 +20,7 @@ def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos.float()[:, None] + swapped * sin.float()[:, None]).to(x.dtype)
 
 
-def split_rotated(
+def split_and_rotate(
     qkv: Tensor,  # [N, (H + 2 KV) D]
     cos: Tensor,  # [N, D]
     sin: Tensor,
@@ -31,14 +31,14 @@ def split_rotated(
     if qkv.is_cuda:
         from hone.ops import rotary_triton
 
-        return rotary_triton.split_rotated(qkv, cos, sin, kv_heads=kv_heads)
+        return rotary_triton.split_and_rotate(qkv, cos, sin, kv_heads=kv_heads)
     heads = qkv.unflatten(1, (-1, cos.shape[-1]))
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
     return plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v.contiguous()
 
 
 def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the gradient of `qkv` in `split_rotated`."""
+    """Returns the gradient of the `qkv` that `split_and_rotate` has split."""
     if g_q.is_cuda:
         from hone.ops import rotary_triton
 
@@ -47,19 +47,19 @@ def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tens
 
 
 def _inverse_rotate(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide, half = g.float(), g.shape[-1] // 2
-    swapped = wide * sin.float()[:, None]
+    g_float, half = g.float(), g.shape[-1] // 2
+    swapped = g_float * sin.float()[:, None]
     swapped = torch.cat([swapped[..., half:], -swapped[..., :half]], -1)
-    return (wide * cos.float()[:, None] + swapped).to(g.dtype)
+    return (g_float * cos.float()[:, None] + swapped).to(g.dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotates on a GPU: `split_rotated` without keys and values."""
+    """Rotates on a GPU: `split_and_rotate` without keys and values."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return split_rotated(x.flatten(1), cos, sin, kv_heads=0)[0]
+        return split_and_rotate(x.flatten(1), cos, sin, kv_heads=0)[0]
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -8,16 +8,16 @@ from torch import Tensor
 
 
 @triton.jit
-def _rotate_parts(  # type: ignore[no-untyped-def]
+def _rotate_qkv(  # type: ignore[no-untyped-def]
     joined_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-    BACK: tl.constexpr,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HEADS_PAD: tl.constexpr,
+    HALF_PAD: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Splits and rotates qkv [N, (H + 2 KV) D]; with BACK, joins the gradients of its parts."""
+    """Splits and rotates qkv [N, (H + 2 KV) D]; with BACKWARD, joins the gradients of q, k, v."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = D // 2
-    h = tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
+    h = tl.arange(0, HEADS_PAD)[:, None]
+    i = tl.arange(0, HALF_PAD)[None, :]
     in_half = i < half
     is_q = in_half & (h < H)
     is_k = in_half & (h >= H) & (h < H + KV)
@@ -27,7 +27,7 @@ def _rotate_parts(  # type: ignore[no-untyped-def]
     v = v_ptr + (token * KV + h - H - KV) * D + i
     joined = joined_ptr + (token * (H + 2 * KV) + h) * D + i
     in_joined = in_half & (h < H + 2 * KV)
-    if BACK:
+    if BACKWARD:
         a = tl.load(q, is_q, other=0.0) + tl.load(k, is_k, other=0.0)
         a += tl.load(v, is_v, other=0.0)
         b = tl.load(q + half, is_q, other=0.0) + tl.load(k + half, is_k, other=0.0)
@@ -35,21 +35,21 @@ def _rotate_parts(  # type: ignore[no-untyped-def]
     else:
         a = tl.load(joined, in_joined, other=0.0)
         b = tl.load(joined + half, in_joined, other=0.0)
-    angle = token * D + i
-    cos_a = tl.load(cos_ptr + angle, in_half, other=0.0).to(tl.float32)
-    cos_b = tl.load(cos_ptr + angle + half, in_half, other=0.0).to(tl.float32)
-    sin_a = tl.load(sin_ptr + angle, in_half, other=0.0).to(tl.float32)
-    sin_b = tl.load(sin_ptr + angle + half, in_half, other=0.0).to(tl.float32)
-    wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
-    if BACK:
-        first = wide_a * cos_a + wide_b * sin_b
-        second = wide_b * cos_b - wide_a * sin_a
+    angle_offset = token * D + i
+    cos_a = tl.load(cos_ptr + angle_offset, in_half, other=0.0).to(tl.float32)
+    cos_b = tl.load(cos_ptr + angle_offset + half, in_half, other=0.0).to(tl.float32)
+    sin_a = tl.load(sin_ptr + angle_offset, in_half, other=0.0).to(tl.float32)
+    sin_b = tl.load(sin_ptr + angle_offset + half, in_half, other=0.0).to(tl.float32)
+    a_float, b_float = a.to(tl.float32), b.to(tl.float32)
+    if BACKWARD:
+        first = a_float * cos_a + b_float * sin_b
+        second = b_float * cos_b - a_float * sin_a
     else:
-        first = wide_a * cos_a - wide_b * sin_a
-        second = wide_b * cos_b + wide_a * sin_b
+        first = a_float * cos_a - b_float * sin_a
+        second = b_float * cos_b + a_float * sin_b
     first = tl.where(is_v, a, first.to(a.dtype))
     second = tl.where(is_v, b, second.to(b.dtype))
-    if BACK:
+    if BACKWARD:
         tl.store(joined, first, in_joined)
         tl.store(joined + half, second, in_joined)
     else:
@@ -61,7 +61,7 @@ def _rotate_parts(  # type: ignore[no-untyped-def]
         tl.store(v + half, second, is_v)
 
 
-def split_rotated(
+def split_and_rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Splits qkv [N, (H + 2 KV) D] into rotated queries, rotated keys and values."""
@@ -69,27 +69,27 @@ def split_rotated(
     heads = qkv.shape[1] // d - 2 * kv_heads
     q = qkv.new_empty(tokens, heads, d)
     k, v = (qkv.new_empty(tokens, kv_heads, d) for _ in range(2))
-    _launch(qkv.contiguous(), q, k, v, cos, sin, back=False)
+    _launch(qkv.contiguous(), q, k, v, cos, sin, backward=False)
     return q, k, v
 
 
 def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the gradient of `qkv` in `split_rotated`."""
+    """Returns the gradient of the `qkv` that `split_and_rotate` has split."""
     g_q, g_k, g_v = (g.contiguous() for g in (g_q, g_k, g_v))
     heads = g_q.shape[1] + 2 * g_k.shape[1]
     joined = g_q.new_empty(len(g_q), heads * g_q.shape[2])
-    _launch(joined, g_q, g_k, g_v, cos, sin, back=True)
+    _launch(joined, g_q, g_k, g_v, cos, sin, backward=True)
     return joined
 
 
 def _launch(
-    joined: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, back: bool
+    joined: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
 ) -> None:
     tokens, heads, d = q.shape
     kv = k.shape[1]
     k, v = (k, v) if kv else (q, q)  # an empty tensor has no address
-    _rotate_parts[(tokens,)](
+    _rotate_qkv[(tokens,)](
         joined, q, k, v, cos.contiguous(), sin.contiguous(), H=heads, KV=kv, D=d,
-        HEADS=triton.next_power_of_2(heads + 2 * kv), HALF=triton.next_power_of_2(d // 2),
-        BACK=back, num_warps=4,
+        HEADS_PAD=triton.next_power_of_2(heads + 2 * kv), HALF_PAD=triton.next_power_of_2(d // 2),
+        BACKWARD=backward, num_warps=4,
     )  # fmt: skip

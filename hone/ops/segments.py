@@ -29,28 +29,30 @@ _BiasKey = tuple[int | None, torch.dtype]
 class Padding(NamedTuple):
     """The mapping between packed segments and a padded batch."""
 
-    cells: Tensor  # [S, L] packed position of each cell; `start` in padding
-    inverse: Tensor  # [N_s] flat cell index of each packed position
+    cells: Tensor  # [S, L] packed position of each cell of the batch; `start` for padding
+    cell_indices: Tensor  # [N_s] flat index of each packed position's cell
     start: int  # first packed position
-    regular: bool  # all segments have the same length, so a view suffices
+    equal_lengths: bool  # whether all segments have the same length, so that a view suffices
 
     @staticmethod
     def of(
         lengths: list[int], device: torch.device, *, start: int = 0, multiple: int = 1
     ) -> Padding:
-        """Pads consecutive segments from `start`, to a width that is a multiple of `multiple`."""
+        """Pads consecutive segments, the first at position `start`, to a multiple of `multiple`."""
         n = torch.tensor(lengths)
         width = -(-max(int(n.max()), 1) // multiple) * multiple
         starts = start + n.cumsum(0) - n
         offset = torch.arange(width)
         is_token = offset < n[:, None]
-        index = torch.where(is_token, starts[:, None] + offset, start)
-        inverse = is_token.flatten().nonzero().flatten()
-        return Padding(send(index, device), send(inverse, device), start, bool((n == width).all()))
+        cells = torch.where(is_token, starts[:, None] + offset, start)
+        cell_indices = is_token.flatten().nonzero().flatten()
+        return Padding(
+            send(cells, device), send(cell_indices, device), start, bool((n == width).all())
+        )
 
     def pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
         segments, width = self.cells.shape
-        if self.regular:
+        if self.equal_lengths:
             rows = x[self.start : self.start + segments * width]
         else:
             rows = x.index_select(0, self.cells.flatten())
@@ -58,20 +60,20 @@ class Padding(NamedTuple):
 
     def unpad(self, x: Tensor) -> Tensor:  # [S, H, L, D] -> [N_s, H, D]
         rows = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
-        return rows if self.regular else rows.index_select(0, self.inverse)
+        return rows if self.equal_lengths else rows.index_select(0, self.cell_indices)
 
 
 @dataclass
 class SegmentLayout:
-    """The attention layout of packed rows: root segments, then children of roots."""
+    """The attention layout of packed rows: root segments, then the children of roots."""
 
     root_lengths: list[int]
     children: list[tuple[int, int]]
-    """(parent root, length) per child segment."""
+    """The index of the root and the length of each child segment."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    child_bias: dict[_BiasKey, Tensor] = field(default_factory=dict)
-    root_bias: dict[_BiasKey, Tensor] = field(default_factory=dict)
+    child_biases: dict[_BiasKey, Tensor] = field(default_factory=dict)
+    root_biases: dict[_BiasKey, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> SegmentLayout:
         return SegmentLayout(self.root_lengths, self.children, device)
@@ -83,7 +85,7 @@ class SegmentLayout:
     @cached_property
     def _children(self) -> Padding | None:
         lengths = [n for _, n in self.children]
-        if not any(lengths):  # a response of one token has no packed token
+        if not any(lengths):  # no token of a one-token response is packed
             return None
         return Padding.of(lengths, self.device, start=sum(self.root_lengths))
 
@@ -99,14 +101,14 @@ class SegmentLayout:
         options: AttentionOptions,
     ) -> Tensor:  # [N, H, D]
         if fits_varlen(q) and not options.needs_scores:
-            keys = self._shared_keys
+            shared_keys = self._shared_keys
             return varlen_attention(
                 q,
-                *keys.repeat(k, v),
-                keys.cu_queries,
-                keys.cu_keys,
-                keys.longest_query,
-                keys.longest_keys,
+                *shared_keys.repeat(k, v),
+                shared_keys.cu_queries,
+                shared_keys.cu_keys,
+                shared_keys.max_queries,
+                shared_keys.max_keys,
                 scaling=options.scaling,
                 window=options.window,
             )
@@ -121,11 +123,11 @@ class SegmentLayout:
         bias = None
         if window is not None and window < width:
             key = (window, q.dtype)
-            if key not in self.root_bias:
+            if key not in self.root_biases:
                 position = torch.arange(width, device=q.device)
                 visible = is_visible(position[:, None] - position, window)
-                self.root_bias[key] = as_bias(visible, q.dtype)
-            bias = self.root_bias[key]
+                self.root_biases[key] = as_bias(visible, q.dtype)
+            bias = self.root_biases[key]
         q, k, v = (self._roots.pad(x) for x in (q, k, v))
         return self._roots.unpad(padded_attention(q, k, v, bias, options))
 
@@ -133,14 +135,14 @@ class SegmentLayout:
         self, q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: AttentionOptions
     ) -> Tensor:
         key = (options.window, q.dtype)
-        if key not in self.child_bias:
-            self.child_bias[key] = self._child_bias(padding.cells.shape[1], *key)
+        if key not in self.child_biases:
+            self.child_biases[key] = self._child_bias(padding.cells.shape[1], *key)
         cells = self._child_cells
         k, v = (
             x.index_select(0, cells.flatten()).view(*cells.shape, *x.shape[1:]).transpose(1, 2)
             for x in (k, v)
         )
-        out = padded_attention(padding.pad(q), k, v, self.child_bias[key], options)
+        out = padded_attention(padding.pad(q), k, v, self.child_biases[key], options)
         return padding.unpad(out)
 
     @cached_property
@@ -156,9 +158,9 @@ class SegmentLayout:
     def _child_bias(
         self, width: int, window: int | None, dtype: torch.dtype
     ) -> Tensor:  # [C, 1, R, P + R]
-        """Returns the bias of a child: it attends to its parent's tokens and, causally, its own.
+        """Returns the bias of each child: it attends to all of its parent and causally to itself.
 
-        Padded queries also attend to keys, because the softmax of a fully masked row is NaN.
+        Padding queries attend to keys too, because the softmax of a fully masked row is NaN.
         """
         lengths = send(torch.tensor(self.root_lengths), self.device)[self._parents]
         own_positions = torch.arange(width, device=self.device)

@@ -18,50 +18,52 @@ from hone.ops.transfer import send
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Query and key lengths per segment: roots, then children with their root's keys first."""
+    """The numbers of queries and keys per segment; a child's keys are its root's, then its own."""
 
-    cu_queries: Tensor  # [S + 1] int32
-    cu_keys: Tensor  # [S + 1] int32
-    longest_query: int
-    longest_keys: int
-    source: Tensor | None = None  # [M] packed position of each key; None: no copies
-    uses: Tensor | None = None  # [M] key indices, sorted by packed position
-    first_use: Tensor | None = None  # [N + 1] start of each token in `uses`
+    cu_queries: Tensor  # [S + 1] int32, cumulative number of queries
+    cu_keys: Tensor  # [S + 1] int32, cumulative number of keys
+    max_queries: int
+    max_keys: int
+    source: Tensor | None = None  # [M] packed position of each key; None if no key is copied
+    copy_indices: Tensor | None = None  # [M] indices of the copies, sorted by packed position
+    first_copy: Tensor | None = None  # [N + 1] start of each token in `copy_indices`
 
     @staticmethod
     def build(
         root_lengths: list[int], children: list[tuple[int, int]], device: torch.device
     ) -> SharedKeys:
-        roots = np.array(root_lengths)
-        root_starts = np.cumsum(roots) - roots
-        parents = np.array([p for p, n in children if n], np.int64)
+        root_sizes = np.array(root_lengths)
+        root_starts = np.cumsum(root_sizes) - root_sizes
+        parents = np.array([parent for parent, n in children if n], np.int64)
         child_lengths = np.array([n for _, n in children if n], np.int64)
-        queries = np.concatenate([roots, child_lengths])
-        keys = np.concatenate([roots, roots[parents] + child_lengths])
+        num_queries = np.concatenate([root_sizes, child_lengths])
+        num_keys = np.concatenate([root_sizes, root_sizes[parents] + child_lengths])
         lengths = (
-            _to_device(_cumulative(queries), device),
-            _to_device(_cumulative(keys), device),
-            int(queries.max()),
-            int(keys.max()),
+            _to_device(_cumulative(num_queries), device),
+            _to_device(_cumulative(num_keys), device),
+            int(num_queries.max()),
+            int(num_keys.max()),
         )
         if not len(child_lengths):
             return SharedKeys(*lengths)
-        child_starts = roots.sum() + np.cumsum(child_lengths) - child_lengths
-        key_positions = [np.arange(roots.sum())]
-        for p, start, length in zip(parents, child_starts, child_lengths, strict=True):
-            key_positions.append(np.arange(root_starts[p], root_starts[p] + roots[p]))
+        child_starts = root_sizes.sum() + np.cumsum(child_lengths) - child_lengths
+        key_positions = [np.arange(root_sizes.sum())]
+        for parent, start, length in zip(parents, child_starts, child_lengths, strict=True):
+            key_positions.append(
+                np.arange(root_starts[parent], root_starts[parent] + root_sizes[parent])
+            )
             key_positions.append(np.arange(start, start + length))
         source = np.concatenate(key_positions)
-        first_use = _cumulative(np.bincount(source, minlength=queries.sum()))
-        indices = (source, np.argsort(source, kind="stable"), first_use)
-        return SharedKeys(*lengths, *(_to_device(index, device) for index in indices))
+        first_copy = _cumulative(np.bincount(source, minlength=num_queries.sum()))
+        index_arrays = (source, np.argsort(source, kind="stable"), first_copy)
+        return SharedKeys(*lengths, *(_to_device(index, device) for index in index_arrays))
 
     def repeat(
         self, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:  # [N, KV, D] each -> [M, KV, D]
         if self.source is None:
             return k, v
-        return _RepeatKeys.apply(k, v, self.source, self.uses, self.first_use)
+        return _RepeatKeys.apply(k, v, self.source, self.copy_indices, self.first_copy)
 
 
 def _cumulative(lengths: np.ndarray) -> np.ndarray:
@@ -75,9 +77,9 @@ def _to_device(values: np.ndarray, device: torch.device) -> Tensor:
 class _RepeatKeys(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Context, k: Tensor, v: Tensor, source: Tensor, uses: Tensor, first_use: Tensor
+        ctx: Context, k: Tensor, v: Tensor, source: Tensor, copy_indices: Tensor, first_copy: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(source, uses, first_use)
+        ctx.save_for_backward(source, copy_indices, first_copy)
         if not k.is_cuda:
             return k[source], v[source]
         from hone.ops.shared_keys_triton import gather
@@ -86,17 +88,22 @@ class _RepeatKeys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        source, uses, first_use = ctx.saved_tensors
+        source, copy_indices, first_copy = ctx.saved_tensors
         if not grads[0].is_cuda:
-            return (*(plain_sum(g, source, len(first_use) - 1) for g in grads), None, None, None)
-        from hone.ops.shared_keys_triton import sum_uses
+            return (
+                *(sum_copies_plain(g, source, len(first_copy) - 1) for g in grads),
+                None,
+                None,
+                None,
+            )
+        from hone.ops.shared_keys_triton import sum_copies
 
         g_k, g_v = (g.contiguous() for g in grads)
-        return (*sum_uses(g_k, g_v, uses, first_use), None, None, None)
+        return (*sum_copies(g_k, g_v, copy_indices, first_copy), None, None, None)
 
 
-def plain_sum(g: Tensor, source: Tensor, tokens: int) -> Tensor:
-    """Returns the gradient per token, summed over the copies of its key."""
+def sum_copies_plain(g: Tensor, source: Tensor, tokens: int) -> Tensor:
+    """Returns the gradient of each token, summed over the copies of its key, in plain torch."""
     sum_dtype = torch.float32 if g.itemsize < 4 else g.dtype
     total = g.new_zeros(tokens, *g.shape[1:], dtype=sum_dtype)
     return total.index_add_(0, source, g.to(sum_dtype)).to(g.dtype)

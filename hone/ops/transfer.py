@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
-    """Copies `x` to the device, in stream order."""
+    """Returns `x` on the device; the copy is asynchronous, in stream order."""
     if device.type != "cuda" or x.is_cuda:
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Causal attention over concatenated sequences (GPU, 16 bit), with torch's variable-length kernel.
+"""Causal attention over concatenated 16-bit sequences on a GPU, with torch's varlen kernel.
 
 If a flash-attn package that supports this GPU is installed, its kernel is used instead.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (("flash_attn_interface", 9), ("flash_attn.cute", 9), ("flash_attn", 8))
-"""Modules with `flash_attn_varlen_func`, fastest first, and their minimum compute capability."""
+"""Modules with `flash_attn_varlen_func`, fastest first, and the major capability they need."""
 
 
 def fits_varlen(q: Tensor) -> bool:
-    """Returns whether the kernel supports device, dtype and head dimension of queries [N, H, D]."""
+    """Returns whether the kernel supports the device, dtype and head dimension of q [N, H, D]."""
     return q.is_cuda and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
@@ -36,7 +36,7 @@ def varlen_attention(
     scaling: float,
     window: int | None,
 ) -> Tensor:  # [N, H, D]
-    """Computes causal attention; the last query of a sequence is aligned with its last key."""
+    """Returns causal attention; the last query of a sequence has the position of its last key."""
     attend = _package_kernel() or _torch_attention
     return attend(q, k, v, cu_q, cu_k, max_q, max_k, scaling, window)
 
@@ -64,10 +64,10 @@ def _package_kernel() -> Callable[..., Tensor] | None:
         except ModuleNotFoundError:
             continue
         except (ImportError, OSError, AttributeError) as error:
-            # Built for another torch version, or another package of this name.
+            # The package was built for another torch version, or another package has this name.
             logger.warning("%s is installed but cannot be used here: %s", name, error)
             continue
-        logger.info("attention over packed rows: %s", name)
+        logger.info("attention over packed rows uses %s", name)
         return functools.partial(_package_attention, kernel)
     return None
 

@@ -1,6 +1,6 @@
-"""Functions of verl over the ranks of a process group, with verl's names and arguments.
+"""Functions over the ranks of a process group, with verl's names and arguments.
 
-From verl's `utils.distributed`, `memory_utils`, `torch_functional` and `profiler`.
+They are those of verl's `utils.distributed`, `memory_utils`, `torch_functional` and `profiler`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def distributed_mean_max_min_std(
     compute_min: bool = True,
     compute_std: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Returns mean, max, min and std over all ranks; None for those not requested."""
+    """Returns mean, max, min and std over all ranks; a value that is not requested is None."""
     count = torch.tensor(local_tensor.numel(), device=local_tensor.device)
     count = _all_reduce(count, dist.ReduceOp.SUM)
     mean = _all_reduce(local_tensor.sum(), dist.ReduceOp.SUM) / count
@@ -63,19 +63,19 @@ def allgather_dict_tensors(
     group: dist.ProcessGroup | None,
     dim: int = 0,
 ) -> TensorDict | dict[str, Tensor]:
-    """Returns the tensors of all ranks, joined along a dimension."""
-    joined: dict[str, Tensor] = {}
+    """Returns the tensors of all ranks, concatenated along `dim`."""
+    concatenated: dict[str, Tensor] = {}
     for key in sorted(tensors.keys()):
         parts = [torch.empty_like(tensors[key]) for _ in range(size)]
         dist.all_gather(parts, tensors[key].contiguous(), group=group)
-        joined[key] = torch.cat(parts, dim=dim)
+        concatenated[key] = torch.cat(parts, dim=dim)
     if isinstance(tensors, dict):
-        return joined
-    return type(tensors)(joined, batch_size=[tensors.batch_size[0] * size])
+        return concatenated
+    return type(tensors)(concatenated, batch_size=[tensors.batch_size[0] * size])
 
 
 def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> Sequence[TensorDict]:
-    """Returns batches of equal size; the rows must divide evenly."""
+    """Returns batches of `batch_size` rows; the number of rows must be a multiple of it."""
     if tensors.batch_size[0] % batch_size:
         raise AssertionError(
             f"{tensors.batch_size[0]} rows do not divide into batches of {batch_size}"
@@ -87,7 +87,7 @@ def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> Sequ
 def reduce_timing(
     timing_raw: dict[str, float], reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> dict[str, float]:
-    """Returns the seconds of each name, reduced over the ranks."""
+    """Returns the seconds per name, reduced over the ranks."""
     names = sorted(timing_raw)
     seconds = torch.tensor([timing_raw[name] for name in names], device=get_device_name())
     if dist.is_initialized():
@@ -112,7 +112,7 @@ def destroy_global_process_group() -> None:
 
 
 def aggressive_empty_cache(force_sync: bool = True, max_retries: int = 3) -> None:
-    """Collects garbage and returns the GPU allocator's unused memory."""
+    """Collects garbage and frees the unused memory of the GPU allocator."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

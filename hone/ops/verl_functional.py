@@ -1,6 +1,6 @@
-"""Tensor functions of verl, with verl's names and arguments; the training engine does not use them.
+"""Tensor functions with verl's names and arguments; the training engine does not use them.
 
-From verl's `utils.torch_functional`, `utils.model` and `utils.groupwise`.
+They are those of verl's `utils.torch_functional`, `utils.model` and `utils.groupwise`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = [
     "split_dict_tensor_into_batches",
 ]
 
-_NEAR_INTEGER = 1e-6
+_INTEGER_TOLERANCE = 1e-6
 
 
 def gather_from_labels(data: Tensor, label: Tensor) -> Tensor:
-    """Returns the entry of `data` […, V] at each label: […]."""
+    """Returns the entry of `data` […, V] at each label, […]."""
     return data.gather(-1, label.unsqueeze(-1)).squeeze(-1)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-    """Returns log p(label) of softmax(logits […, V]): […]; the backward pass is never in place."""
+    """Returns log p(label) […] of softmax(logits […, V]); the backward pass is never in place."""
     flat = -cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
     return flat.view(labels.shape)
 
@@ -69,19 +69,19 @@ def log_probs_from_logits_response(
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Returns the entropy of softmax(logits […, V]): […]."""
+    """Returns the entropy […] of softmax(logits […, V])."""
     probabilities = logits.softmax(-1)
-    finite = torch.where(probabilities > 0, logits, 0.0)  # ignores logits of -inf
-    return torch.logsumexp(logits, -1) - (probabilities * finite).sum(-1)
+    finite_logits = torch.where(probabilities > 0, logits, 0.0)  # ignores logits of -inf
+    return torch.logsumexp(logits, -1) - (probabilities * finite_logits).sum(-1)
 
 
 def entropy_from_logits_with_chunking(logits: Tensor, chunk_size: int = 2048) -> Tensor:
-    """Returns `entropy_from_logits` in float32, `chunk_size` rows at a time."""
+    """Returns the entropy […] in float32, computed for `chunk_size` rows at a time."""
     return torch.cat([entropy_from_logits(rows.float()) for rows in logits.split(chunk_size)])
 
 
 def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
-    """Returns Σ p² of softmax(logits […, V]): […]."""
+    """Returns Σ p² […] of softmax(logits […, V])."""
     return logits.softmax(-1).square().sum(-1)
 
 
@@ -91,7 +91,7 @@ def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
 
 
 def compute_grad_norm(model: nn.Module) -> float:
-    """Returns the sum of squared gradients, as verl does."""
+    """Returns the sum of squared gradients, not its root, as verl does."""
     return sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
 
 
@@ -139,10 +139,10 @@ def postprocess_data(
             f"{length} tokens are more than max_length={max_length}; set truncation to left, "
             "right or middle, or raise max_length"
         )
-    head = {"left": 0, "right": max_length, "middle": max_length // 2}.get(truncation, length)
+    num_left = {"left": 0, "right": max_length, "middle": max_length // 2}.get(truncation, length)
     if length > max_length:
-        rows = torch.arange(length, device=input_ids.device)
-        is_kept = (rows < head) | (rows >= length - (max_length - head))
+        columns = torch.arange(length, device=input_ids.device)
+        is_kept = (columns < num_left) | (columns >= length - (max_length - num_left))
         input_ids, attention_mask = input_ids[:, is_kept], attention_mask[:, is_kept]
     return (
         pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad),
@@ -167,25 +167,26 @@ def create_random_mask(
     max_ratio_of_left_padding: float,
     min_ratio_of_valid_token: float = 0,
 ) -> Tensor:
-    """Returns masks [B, L] for tests, each row with one run of ones of random start and length."""
+    """Returns random masks [B, L] for tests; each row has one run of ones."""
     rows, width = input_ids.shape
-    longest, padding = (
+    max_tokens, max_padding = (
         int(width * max_ratio_of_valid_token),
         int(width * max_ratio_of_left_padding),
     )
-    shortest = max(1, int(width * min_ratio_of_valid_token))
-    if not 0 < shortest <= longest or longest + padding > width:
+    min_tokens = max(1, int(width * min_ratio_of_valid_token))
+    if not 0 < min_tokens <= max_tokens or max_tokens + max_padding > width:
         raise AssertionError(
-            f"{shortest} to {longest} tokens and padding of {padding} exceed {width}"
+            f"{min_tokens} to {max_tokens} tokens and padding up to {max_padding} do not fit "
+            f"{width} columns"
         )
-    start = torch.from_numpy(np.random.randint(0, padding + 1, (rows, 1)))
-    length = torch.from_numpy(np.random.randint(shortest, longest + 1, (rows, 1)))
+    start = torch.from_numpy(np.random.randint(0, max_padding + 1, (rows, 1)))
+    length = torch.from_numpy(np.random.randint(min_tokens, max_tokens + 1, (rows, 1)))
     column = torch.arange(width)
     return ((column >= start) & (column < start + length)).to(input_ids.device, torch.int64)
 
 
 def update_model_config(module_config: PreTrainedConfig, override_config_kwargs: Fields) -> None:
-    """Sets attributes of a model's config; a dict sets attributes of a nested config."""
+    """Sets attributes of a model's config; a dict value sets those of a nested config."""
     for key, value in override_config_kwargs.items():
         if isinstance(value, dict):
             update_model_config(getattr(module_config, key), value)
@@ -224,14 +225,14 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Genera
 
 
 def squeeze(x: Tensor) -> Tensor:
-    """Returns the tensor without its last dimension of size 1."""
+    """Returns the tensor without its last dimension if that has size 1."""
     return x.squeeze(-1)
 
 
 def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
-    """Repeats one value per row [B] along the rows of a jagged tensor."""
+    """Returns a jagged tensor in which each row repeats its value of `tensor` [B]."""
     if not nested_tensor.is_nested or tensor.shape != nested_tensor.shape[:1]:
-        raise AssertionError("give one value per row, and a jagged tensor of as many rows")
+        raise AssertionError("expand_as_nested needs a jagged tensor and one value per row of it")
     offsets = nested_tensor.offsets()  # type: ignore[attr-defined]
     values = tensor.repeat_interleave(offsets.diff(), dim=0)
     return torch.nested.nested_tensor_from_jagged(values, offsets)
@@ -240,7 +241,7 @@ def expand_as_nested(tensor: Tensor, nested_tensor: Tensor) -> Tensor:
 def get_constant_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
-    """Returns a schedule with linear warm-up from 0, then constant."""
+    """Returns a schedule with linear warm-up from 0, then a constant rate."""
     return LambdaLR(optimizer, lambda n: min(1.0, n / max(1, num_warmup_steps)), last_epoch)
 
 
@@ -256,13 +257,13 @@ def get_cosine_schedule_with_warmup(
 ) -> LambdaLR:
     """Returns a schedule with linear warm-up, then cosine decay to `min_lr_ratio`."""
     start_factor = min_lr_ratio if init_lr_ratio is None else init_lr_ratio
-    length = max(1, num_training_steps - num_warmup_steps)
+    decay_steps = max(1, num_training_steps - num_warmup_steps)
 
     def lr_factor(step: int) -> float:
         step = step if zero_indexed_step else step + 1
         if step < num_warmup_steps:
             return start_factor + (1 - start_factor) * step / num_warmup_steps
-        cosine = math.cos(2 * math.pi * num_cycles * (step - num_warmup_steps) / length)
+        cosine = math.cos(2 * math.pi * num_cycles * (step - num_warmup_steps) / decay_steps)
         return max(min_lr_ratio, min_lr_ratio + (1 - min_lr_ratio) * (1 + cosine) / 2)
 
     return LambdaLR(optimizer, lr_factor, last_epoch)
@@ -278,16 +279,18 @@ def get_wsd_schedule_with_warmup(
     stable_ratio: float = 0.9,
 ) -> LambdaLR:
     """Returns a schedule with linear warm-up, a constant part, then cosine decay."""
-    length = max(0, num_training_steps - num_warmup_steps)
-    start = num_warmup_steps + int(length * stable_ratio)
+    steps_after_warmup = max(0, num_training_steps - num_warmup_steps)
+    decay_start = num_warmup_steps + int(steps_after_warmup * stable_ratio)
 
     def lr_factor(step: int) -> float:
         if step < num_warmup_steps:
             return step / num_warmup_steps
-        if step < start:
+        if step < decay_start:
             return 1.0
         progress = (
-            (step - start) / (num_training_steps - start) if step < num_training_steps else 1.0
+            (step - decay_start) / (num_training_steps - decay_start)
+            if step < num_training_steps
+            else 1.0
         )
         cosine = math.cos(2 * math.pi * num_cycles * progress) if progress < 1 else -1.0
         return min_lr_ratio + (1 - min_lr_ratio) * (1 + cosine) / 2
@@ -298,11 +301,13 @@ def get_wsd_schedule_with_warmup(
 def as_torch_index(
     index: Sequence[Hashable] | np.ndarray | Tensor, device: torch.device | str | None = None
 ) -> Tensor:
-    """Returns group numbers [N] from 0 for any labels; nearly integral numbers are rounded."""
+    """Returns a group number per label, [N] from 0; nearly integral labels are rounded."""
     array = index.cpu().numpy() if isinstance(index, Tensor) else np.asarray(index, dtype=object)
     if array.dtype == object and all(isinstance(label, float | np.floating) for label in array):
         array = array.astype(np.float64)
-    if array.dtype.kind == "f" and np.allclose(array, np.rint(array), rtol=0, atol=_NEAR_INTEGER):
+    if array.dtype.kind == "f" and np.allclose(
+        array, np.rint(array), rtol=0, atol=_INTEGER_TOLERANCE
+    ):
         array = np.rint(array).astype(np.int64)
     return torch.from_numpy(factorise(array.reshape(-1))).to(device)
 
@@ -314,7 +319,10 @@ def group_mean_std(
     eps: float = 1e-6,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns mean, std (at least √eps) and size per group; 0 and 1 for a group of one row."""
+    """Returns mean, std (at least √eps) and size per group.
+
+    A group of one row has mean 0 and std 1.
+    """
     if len(scores.reshape(-1)) != len(gidx.reshape(-1)):
         raise ValueError(f"{scores.numel()} scores for {gidx.numel()} group numbers")
     ids = gidx.reshape(-1).long().to(device)

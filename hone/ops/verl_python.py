@@ -1,6 +1,6 @@
-"""Functions of verl on dicts, processes and IP addresses, with verl's names and arguments.
+"""Functions on dicts, processes and IP addresses, with verl's names and arguments.
 
-From verl's `utils.py_functional`, `utils.net_utils`, `utils.import_utils` and
+They are those of verl's `utils.py_functional`, `utils.net_utils`, `utils.import_utils` and
 `utils.checkpoint.checkpoint_manager`.
 """
 
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 
 
 def append_to_dict(data: Fields, new_data: Settings, prefix: str = "") -> None:
-    """Appends each value to the list (or `Metric`) of its name, in place."""
+    """Appends each value of `new_data` to the list (or `Metric`) of its name in `data`."""
     for key, value in rename_dict(new_data, prefix).items():
         values = data.setdefault(key, getattr(value, "init_list", list)())
         if isinstance(value, list):
@@ -38,7 +38,7 @@ def append_to_dict(data: Fields, new_data: Settings, prefix: str = "") -> None:
 
 
 def rename_dict(data: Mapping[str, V], prefix: str = "") -> dict[str, V]:
-    """Returns the dict with `prefix` added to its keys."""
+    """Returns the dict with `prefix` added to the keys that do not start with it."""
     return {k if k.startswith(prefix) else prefix + k: value for k, value in data.items()}
 
 
@@ -61,7 +61,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[K, V]]) -> dict[
 
 
 class NestedNamespace(SimpleNamespace):
-    """A namespace of a dict and its nested dicts."""
+    """A namespace with the items of a dict; nested dicts become namespaces too."""
 
     def __init__(self, dictionary: Fields, **kwargs: JsonValue) -> None:
         super().__init__(**kwargs)
@@ -71,7 +71,7 @@ class NestedNamespace(SimpleNamespace):
 
 @contextmanager
 def temp_env_var(key: str, value: str) -> Iterator[None]:
-    """Sets an environment variable in the block."""
+    """Sets an environment variable while the block runs."""
     old_value = os.environ.get(key)
     os.environ[key] = value
     try:
@@ -84,7 +84,7 @@ def temp_env_var(key: str, value: str) -> Iterator[None]:
 
 
 def convert_to_regular_types(obj: Any) -> Any:
-    """Converts OmegaConf containers and tuples, also nested ones, to dicts and lists."""
+    """Returns the object with OmegaConf containers and tuples converted to dicts and lists."""
     from omegaconf import DictConfig, ListConfig
 
     if isinstance(obj, dict | DictConfig):
@@ -95,7 +95,7 @@ def convert_to_regular_types(obj: Any) -> Any:
 
 
 def load_class_from_fqn(fqn: str, description: str = "class") -> Any:
-    """Returns the object with a dotted name."""
+    """Returns the object that a dotted name refers to."""
     if "." not in fqn:
         raise ValueError(f"{description} {fqn!r} is not a dotted name such as package.module.Class")
     return load_object(fqn)
@@ -108,7 +108,7 @@ def timeout_limit(
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
-        def limited(*arguments: P.args, **options: P.kwargs) -> R:
+        def run_with_timeout(*arguments: P.args, **options: P.kwargs) -> R:
             context = multiprocessing.get_context("fork")
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
@@ -136,7 +136,7 @@ def timeout_limit(
                 raise error
             return result
 
-        return limited
+        return run_with_timeout
 
     return decorate
 
@@ -154,11 +154,11 @@ def _send_result(sender: Connection, call: Callable[[], R]) -> None:
 
 
 def deprecated(replacement: str = "") -> Callable[[Function], Function]:
-    """Emits a FutureWarning that names the replacement when the function or class is used."""
+    """Decorates a function or class to emit a FutureWarning with its replacement when used."""
 
     def decorate(target: Function) -> Function:
-        noun, init = ("Class" if isinstance(target, type) else "Function"), "__init__"
-        text = f"{noun} '{target.__module__}.{target.__qualname__}' is deprecated."
+        kind, init = ("Class" if isinstance(target, type) else "Function"), "__init__"
+        text = f"{kind} '{target.__module__}.{target.__qualname__}' is deprecated."
         text += f" Please use '{replacement}' instead." if replacement else ""
         wrapped = getattr(target, init) if isinstance(target, type) else target
 
@@ -195,17 +195,17 @@ def _ip_version(text: str) -> int | None:
 def should_save_ckpt_esi(
     max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0
 ) -> bool:
-    """Returns whether a reserved machine expires before the end of another step and checkpoint.
+    """Returns whether the machine's reservation ends before another step and checkpoint would.
 
-    Volcengine and SageMaker set the time in an environment variable.
+    Volcengine and SageMaker set the end of a reservation in an environment variable.
     """
     needed_s = max_steps_duration + save_ckpt_duration + redundant_time
-    if expires := os.environ.get("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"):
+    if expiration := os.environ.get("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"):
         try:
-            remaining_s = float(expires) - time.time()
+            remaining_s = float(expiration) - time.time()
         except ValueError:
             return False
         return max_steps_duration > 0 and 0 < remaining_s <= needed_s
-    if expires := os.environ.get("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"):
-        return int(expires) - time.time() < needed_s
+    if expiration := os.environ.get("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"):
+        return int(expiration) - time.time() < needed_s
     return False

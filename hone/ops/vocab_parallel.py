@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of a head whose vocabulary is sharded over a group of ranks.
+"""Log-probabilities and entropies of an LM head whose vocabulary is sharded over a group of ranks.
 
 Each rank computes the logits of its rows of the head, one chunk of tokens at a time, and the ranks
-exchange three numbers per token. The backward pass is that of logprobs.py.
+exchange three numbers per token. logprobs.py has the backward pass.
 """
 
 from __future__ import annotations
@@ -14,12 +14,19 @@ from typing_extensions import Unpack
 
 from hone.ops.autograd import Context
 from hone.ops.collectives import Group, copy_to
-from hone.ops.logprobs import LinearLogProbs, LogitRule, Statistics, _chunks, _logits, entropy_of
+from hone.ops.logprobs import (
+    LinearLogProbs,
+    LogitRule,
+    Statistics,
+    _chunk_slices,
+    _scaled_logits,
+    softmax_entropy,
+)
 from hone.ops.wide_product import wide_product
 
 
 def shard_start(rows: int, group: Group) -> int:
-    """Returns the first row of this rank's shard of `rows`; all shards but the last are equal."""
+    """Returns the first row of this rank's shard of `rows`; all but the last have one size."""
     return min(rows, -(-rows // group.size()) * group.rank())
 
 
@@ -33,10 +40,13 @@ def vocab_parallel_outputs(
     with_sum_pi_squared: bool,
     **rule: Unpack[LogitRule],
 ) -> dict[str, Tensor]:
-    """Returns the outputs of a policy, each [M] float32; weight and bias may be DTensors."""
+    """Returns log_probs, entropy and sum_pi_squared as requested, each [M] float32.
+
+    Weight and bias may be DTensors.
+    """
     start = shard_start(weight.shape[0], group)
-    weight, bias = _local(weight), rule["bias"]
-    rule["bias"] = None if bias is None else _local(bias)
+    weight, bias = _to_local(weight), rule["bias"]
+    rule["bias"] = None if bias is None else _to_local(bias)
     log_probs, entropy = vocab_parallel_log_probs(
         hidden, weight, target, start=start, group=group, with_entropy=with_entropy, **rule
     )
@@ -51,7 +61,7 @@ def vocab_parallel_outputs(
     return outputs
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -65,15 +75,20 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     **rule: Unpack[LogitRule],
 ) -> tuple[Tensor, Tensor]:
-    """Returns `linear_log_probs` of the whole head; `start` is this shard's first token."""
+    """Returns what `linear_log_probs` returns for the whole head.
+
+    `start` is the first token id of this rank's shard.
+    """
     bias, softcap = rule["bias"], rule["softcap"]
-    index = target - start
-    index = index.masked_fill((index < 0) | (index >= weight.shape[0]), -1)
-    fused = hidden.is_cuda and bias is None and softcap is None
+    local_target = target - start
+    local_target = local_target.masked_fill(
+        (local_target < 0) | (local_target >= weight.shape[0]), -1
+    )
+    use_kernel = hidden.is_cuda and bias is None and softcap is None
     factor = rule["logit_scale"] / rule["temperature"]
     hidden = copy_to(hidden, group)
     return VocabParallelLogProbs.apply(
-        hidden, weight, bias, index, factor, softcap, with_entropy, fused, group
+        hidden, weight, bias, local_target, factor, softcap, with_entropy, use_kernel, group
     )
 
 
@@ -83,35 +98,35 @@ def vocab_parallel_sum_pi_squared(
 ) -> Tensor:
     """Returns Σ p² over the whole vocabulary, [M] float32, without gradient."""
     factor = rule["logit_scale"] / rule["temperature"]
-    norm, squares = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    for part in _chunks(hidden.shape[0], weight.shape[0], fused=False):
-        z, _ = _logits(hidden[part], weight, rule["bias"], rule["softcap"], factor)
-        norm[part] = torch.logsumexp(z, -1)
-        squares[part] = torch.softmax(z, -1).square().sum(-1)
-    max_norm = _max_over_ranks(norm, group)
-    exp_sum = torch.exp(norm - max_norm)
+    lse, squares = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
+    for chunk in _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=False):
+        z, _ = _scaled_logits(hidden[chunk], weight, rule["bias"], rule["softcap"], factor)
+        lse[chunk] = torch.logsumexp(z, -1)
+        squares[chunk] = torch.softmax(z, -1).square().sum(-1)
+    max_lse = _max_over_ranks(lse, group)
+    exp_sum = torch.exp(lse - max_lse)
     sums = torch.stack([exp_sum, squares * exp_sum.square()])
     dist.all_reduce(sums, group=group)
     return sums[1] / sums[0].square()
 
 
 def _max_over_ranks(x: Tensor, group: Group) -> Tensor:
-    largest = x.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    return largest
+    maximum = x.clone()
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    return maximum
 
 
 def _combine_shards(local: Statistics, target: Tensor, group: Group) -> Statistics:
     """Combines the statistics of the shards into those of the whole vocabulary."""
-    log_prob, norm, entropy = local
-    max_norm = _max_over_ranks(norm, group)
-    exp_sum = torch.exp(norm - max_norm)
-    target_logit = (log_prob + (norm - max_norm)).masked_fill(target < 0, 0.0)
-    sums = torch.stack([exp_sum, target_logit, exp_sum * ((norm - max_norm) - entropy)])
+    log_prob, lse, entropy = local
+    max_lse = _max_over_ranks(lse, group)
+    exp_sum = torch.exp(lse - max_lse)
+    local_logit = (log_prob + (lse - max_lse)).masked_fill(target < 0, 0.0)
+    sums = torch.stack([exp_sum, local_logit, exp_sum * ((lse - max_lse) - entropy)])
     dist.all_reduce(sums, group=group)
-    total, logit, mean = sums
-    log_total = total.log()
-    return logit - log_total, max_norm + log_total, log_total - mean / total
+    exp_total, target_logit, weighted_logits = sums
+    log_total = exp_total.log()
+    return target_logit - log_total, max_lse + log_total, log_total - weighted_logits / exp_total
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
@@ -121,31 +136,39 @@ class VocabParallelLogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        target: Tensor,  # in this shard, or -1
+        target: Tensor,  # row of this shard, -1 if the target is in another shard
         factor: float,
         softcap: float | None,
         with_entropy: bool,
-        fused: bool,
+        use_kernel: bool,
         group: Group,
     ) -> tuple[Tensor, Tensor]:
-        def statistics(hidden: Tensor, target: Tensor) -> Statistics:
-            if fused:
+        def compute_statistics(hidden: Tensor, target: Tensor) -> Statistics:
+            if use_kernel:
                 from hone.ops.logprobs_triton import logit_statistics
 
                 return logit_statistics(wide_product(hidden, weight), target, factor, with_entropy)
-            z, _ = _logits(hidden, weight, bias, softcap, factor)
-            norm = torch.logsumexp(z, -1)
-            log_probs = z.gather(-1, target[:, None]).squeeze(-1) - norm
-            return log_probs, norm, entropy_of(z, norm) if with_entropy else torch.zeros_like(norm)
+            z, _ = _scaled_logits(hidden, weight, bias, softcap, factor)
+            lse = torch.logsumexp(z, -1)
+            log_probs = z.gather(-1, target[:, None]).squeeze(-1) - lse
+            return (
+                log_probs,
+                lse,
+                softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse),
+            )
 
-        parts = _chunks(hidden.shape[0], weight.shape[0], fused=fused)
+        slices = _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        safe_target = target.clamp(min=0)
-        chunks = [statistics(hidden[part], safe_target[part]) for part in parts] or [(empty,) * 3]
-        log_prob, norm, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
-        log_prob, norm, entropy = _combine_shards((log_prob, norm, entropy), target, group)
-        ctx.save_for_backward(bias, hidden, weight, target, norm, entropy)
-        ctx.factor, ctx.softcap, ctx.fused = factor, softcap, fused
+        clamped_target = target.clamp(min=0)
+        chunk_statistics = [
+            compute_statistics(hidden[chunk], clamped_target[chunk]) for chunk in slices
+        ] or [(empty,) * 3]
+        log_prob, lse, entropy = (
+            torch.cat(column) for column in zip(*chunk_statistics, strict=True)
+        )
+        log_prob, lse, entropy = _combine_shards((log_prob, lse, entropy), target, group)
+        ctx.save_for_backward(bias, hidden, weight, target, lse, entropy)
+        ctx.factor, ctx.softcap, ctx.use_kernel = factor, softcap, use_kernel
         ctx.set_materialize_grads(False)
         if not with_entropy:
             entropy.zero_()

@@ -1,6 +1,6 @@
-"""Products of 16-bit matrices with a float32 result, which is not rounded to 16 bits on a GPU.
+"""Products of 16-bit matrices with a float32 result; on a GPU it is not rounded to 16 bits.
 
-Log-probs of rollout and trainer differ less if logits and residual stream are not rounded.
+Log-probs of rollout and trainer differ less if logits and the residual stream are not rounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hone.ops.autograd import Context
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:  # [M, d], [V, d] -> [M, V] float32
-    """Returns x · Wᵀ without gradient."""
+    """Returns x · Wᵀ in float32, without gradient."""
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return (x @ weight.t()).float()  # on a CPU, the product is rounded to 16 bits
@@ -28,7 +28,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:  # [M, V] float32,
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:  # [..., d], [V, d] -> [..., V] float32
-    """Returns x · Wᵀ; gradients are computed in the inputs' dtype, as in a plain product."""
+    """Returns x · Wᵀ in float32; gradients are computed in the inputs' dtype, as in F.linear."""
     if not x.is_cuda:
         return F.linear(x, weight).float()
     return _WideLinear.apply(x, weight)

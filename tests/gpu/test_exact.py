@@ -84,7 +84,7 @@ SHAPES = [(14, 2, 64), (4, 4, 32), (12, 2, 128), (8, 2, 80)]
 
 def cache_of(kv_heads: int, head_dim: int, dtype: torch.dtype) -> PagedCache:
     cache = PagedCache(
-        layers=2, kv_heads=kv_heads, head_dim=head_dim, blocks=40, block_size=16, dtype=dtype,
+        num_layers=2, kv_heads=kv_heads, head_dim=head_dim, num_blocks=40, block_size=16, dtype=dtype,
         device=DEVICE,
     )  # fmt: skip
     cache.reserve()
@@ -112,7 +112,7 @@ class TestAttention:
         q = torch.randn(len(queries.position), heads, d, device=DEVICE).to(dtype)
         got = exact_triton.query_attention(q, cache, 1, queries, scaling=d**-0.5)
         slow = PagedCache(
-            layers=2, kv_heads=kv, head_dim=d, blocks=40, block_size=16, dtype=torch.float32,
+            num_layers=2, kv_heads=kv, head_dim=d, num_blocks=40, block_size=16, dtype=torch.float32,
             device=torch.device("cpu"),
         )  # fmt: skip
         slow.reserve()
@@ -143,7 +143,7 @@ class TestLogProbs:
         rows.greedy[::4] = 1
         exact_triton.sample(logits, rows, 16)
         tokens = rows.tokens_out[:, 0].long()
-        told = exact_triton.log_probs_of(logits, tokens, rows.inverse_temperature)
+        told = exact_triton.token_log_probs(logits, tokens, rows.inverse_temperature)
         assert torch.equal(told, rows.log_probs_out[:, 0])
         heat = rows.inverse_temperature[:, None]
         wanted = torch.log_softmax(logits * heat, -1).gather(-1, tokens[:, None])[:, 0]

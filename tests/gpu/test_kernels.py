@@ -10,7 +10,7 @@ import torch
 from hone.ops.attention import AttentionOptions
 from hone.rollout.contract import Sampling
 from hone.rollout.native import kernels_reference as reference
-from hone.rollout.native.batch_state import FIELDS, BatchState
+from hone.rollout.native.batch_state import STATE_FIELDS, BatchState
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.sampler import TruncatedSampling
 
@@ -26,7 +26,7 @@ SHAPES = [(14, 2, 64), (9, 3, 64), (4, 4, 32), (12, 2, 128), (8, 2, 80)]
 
 def cache_of(kv_heads: int, head_dim: int, dtype: torch.dtype, blocks: int = 40) -> PagedCache:
     cache = PagedCache(
-        layers=2, kv_heads=kv_heads, head_dim=head_dim, blocks=blocks, block_size=16, dtype=dtype,
+        num_layers=2, kv_heads=kv_heads, head_dim=head_dim, num_blocks=blocks, block_size=16, dtype=dtype,
         device=DEVICE,
     )  # fmt: skip
     cache.reserve()
@@ -80,7 +80,7 @@ def test_rotation_and_cache_write_equal_their_reference(
     caches[1]._memory.copy_(caches[0]._memory)
     rotary = reference.RotaryTable(cos, sin, *norms, 1e-6)
     outs = [
-        module.rope_store(qkv, rotary, positions, slots, cache, 1, keep_keys=True)
+        module.rope_store(qkv, rotary, positions, slots, cache, 1, return_keys=True)
         for module, cache in zip((kernels_triton, reference), caches, strict=True)
     ]
     for a, b in zip(*outs, strict=True):
@@ -96,8 +96,8 @@ def test_a_store_touches_only_its_cells() -> None:
     slots = torch.tensor([17, 200, 33, 18, 500], device=DEVICE)
     caches = [cache_of(3, 64, torch.float32), cache_of(3, 64, torch.float32)]
     caches[1]._memory.copy_(caches[0]._memory)
-    kernels_triton.store(k, v, slots, caches[0], 1)
-    reference.store(k, v, slots, caches[1], 1)
+    kernels_triton.store_kv(k, v, slots, caches[0], 1)
+    reference.store_kv(k, v, slots, caches[1], 1)
     assert torch.equal(caches[0]._memory, caches[1]._memory)
 
 
@@ -191,11 +191,11 @@ def rows_of(count: int, vocabulary: int) -> BatchState:
         "position": random.choices(range(100), k=count),
         "slot": [0] * count,
         "seed": random.choices(range(2**62), k=count),
-        "limit": random.choices([40, 120, 300], k=count),
+        "max_length": random.choices([40, 120, 300], k=count),
         "finished": random.choices([0, 0, 0, 1], k=count),
-        "count": random.choices([0, 1, 2], k=count),
+        "num_sampled": random.choices([0, 1, 2], k=count),
     }
-    rows.state.copy_(torch.tensor([table[name] for name in FIELDS]))
+    rows.state.copy_(torch.tensor([table[name] for name in STATE_FIELDS]))
     rows.inverse_temperature.copy_(torch.rand(count) * 2 + 0.2)
     rows.greedy.copy_(torch.tensor(random.choices([0, 0, 1], k=count)))
     rows.stop_ids[:, 0] = torch.randint(0, vocabulary, (count,))
@@ -212,7 +212,7 @@ def test_sampling_equals_its_reference(dtype: torch.dtype, vocabulary: int) -> N
     count = 64
     logits = (torch.randn(count, vocabulary, device=DEVICE) * 3).to(dtype)
     ours, wanted = [rows_of(count, vocabulary) for _ in range(2)]
-    for name in ("state", "inverse_temperature", "greedy", "stops", "block_table"):
+    for name in ("state", "inverse_temperature", "greedy", "stop_ids", "block_table"):
         getattr(ours, name).copy_(getattr(wanted, name))
     sampling_triton.sample(logits, ours, 16)
     reference.sample(logits, wanted, 16)
@@ -240,7 +240,7 @@ def test_advance_equals_its_reference() -> None:
     from hone.rollout.native import sampling_triton
 
     ours, wanted = [rows_of(64, 30) for _ in range(2)]
-    for name in ("state", "stops", "block_table"):
+    for name in ("state", "stop_ids", "block_table"):
         getattr(ours, name).copy_(getattr(wanted, name))
     tokens, log_probs = torch.randint(0, 30, (64,), device=DEVICE), torch.randn(64, device=DEVICE)
     sampling_triton.advance(tokens, log_probs, ours, 16)
@@ -256,7 +256,7 @@ def test_rows_beside_a_cut_are_drawn_as_without_it(vocabulary: int) -> None:
 
     random.seed(vocabulary)
     alone, mixed = [rows_of(32, vocabulary) for _ in range(2)]
-    for name in ("state", "inverse_temperature", "greedy", "stops", "block_table"):
+    for name in ("state", "inverse_temperature", "greedy", "stop_ids", "block_table"):
         getattr(mixed, name).copy_(getattr(alone, name))
     was_running = alone.finished == 0
     logits = torch.randn(32, vocabulary, device=DEVICE) * 3

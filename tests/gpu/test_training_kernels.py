@@ -131,7 +131,7 @@ class TestSameRoundings:
         rows, length = 64, 500
         blocks = -(-length // 16)
         cache = PagedCache(
-            layers=1, kv_heads=kv, head_dim=d, blocks=rows * blocks + 1, block_size=16,
+            num_layers=1, kv_heads=kv, head_dim=d, num_blocks=rows * blocks + 1, block_size=16,
             dtype=torch.bfloat16, device=DEVICE,
         )  # fmt: skip
         cache.reserve()
@@ -140,7 +140,7 @@ class TestSameRoundings:
         table = (torch.arange(rows * blocks, device=DEVICE).view(rows, blocks) + 1).int()
         at = torch.arange(length, device=DEVICE)
         slots = (table[:, at // 16].long() * 16 + at % 16).flatten()
-        kernels_triton.store(k.flatten(0, 1), v.flatten(0, 1), slots, cache, 0)
+        kernels_triton.store_kv(k.flatten(0, 1), v.flatten(0, 1), slots, cache, 0)
         cu = torch.arange(rows + 1, device=DEVICE).int() * length
         packed = (x.flatten(0, 1) for x in (q, k, v))
         trained = varlen_attention(
@@ -229,14 +229,14 @@ class TestRotation:
 
     def test_rotation_and_gradient_equal_plain_torch(self, heads: int, d: int) -> None:
         from hone.ops.rotary import plain_rotate
-        from hone.ops.rotary_triton import join_gradients, split_rotated
+        from hone.ops.rotary_triton import join_gradients, split_and_rotate
 
         x, g = torch.randn(2, 9, heads, d, device=DEVICE)
         cos, sin = torch.randn(2, 9, d, device=DEVICE)
         a = x.clone().requires_grad_()
         plain = plain_rotate(a, cos, sin)
         plain.backward(g)
-        got, *nothing = split_rotated(x.flatten(1), cos, sin, kv_heads=0)
+        got, *nothing = split_and_rotate(x.flatten(1), cos, sin, kv_heads=0)
         assert relative_error(got, plain) < 1e-5
         assert relative_error(join_gradients(g, *nothing, cos, sin).view(g.shape), a.grad) < 1e-5
 
@@ -244,7 +244,7 @@ class TestRotation:
         self, heads: int, d: int
     ) -> None:
         from hone.ops.rotary import plain_rotate
-        from hone.ops.rotary_triton import join_gradients, split_rotated
+        from hone.ops.rotary_triton import join_gradients, split_and_rotate
 
         kv = 2
         joined = torch.randn(9, (heads + 2 * kv) * d, device=DEVICE)
@@ -254,7 +254,7 @@ class TestRotation:
         plain = plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
         pulls = [torch.randn_like(x) for x in plain]
         torch.autograd.backward(plain, pulls)
-        for got, wanted in zip(split_rotated(joined, cos, sin, kv_heads=kv), plain, strict=True):
+        for got, wanted in zip(split_and_rotate(joined, cos, sin, kv_heads=kv), plain, strict=True):
             assert relative_error(got, wanted) < 1e-5
         assert relative_error(join_gradients(*pulls, cos, sin), a.grad) < 1e-5
 
@@ -279,17 +279,19 @@ class TestSharedKeys:
     pytestmark = needs_kernels
 
     def test_copies_and_sums_equal_plain_torch(self) -> None:
-        from hone.ops.shared_keys import plain_sum
-        from hone.ops.shared_keys_triton import gather, sum_uses
+        from hone.ops.shared_keys import sum_copies_plain
+        from hone.ops.shared_keys_triton import gather, sum_copies
 
         keys = SharedKeys.build([5, 70, 1], [(1, 9), (0, 3), (1, 40), (1, 0), (2, 2)], DEVICE)
-        source, uses, first_use = keys.source, keys.uses, keys.first_use
+        source, copy_indices, first_copy = keys.source, keys.copy_indices, keys.first_copy
         k, v = torch.randn(2, 130, 2, 24, device=DEVICE)
         for got, given in zip(gather(k, v, source), (k, v), strict=True):
             assert torch.equal(got, given[source.long()])
         g_k, g_v = torch.randn(2, len(source), 2, 24, device=DEVICE)
-        for got, given in zip(sum_uses(g_k, g_v, uses, first_use), (g_k, g_v), strict=True):
-            assert relative_error(got, plain_sum(given, source, 130)) < 1e-6
+        for got, given in zip(
+            sum_copies(g_k, g_v, copy_indices, first_copy), (g_k, g_v), strict=True
+        ):
+            assert relative_error(got, sum_copies_plain(given, source, 130)) < 1e-6
 
 
 @pytest.mark.parametrize("window", [None, 20])

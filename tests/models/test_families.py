@@ -141,9 +141,15 @@ def test_the_slow_reference_decodes_families_whose_layers_drop_keywords(family: 
 
 def test_keys_whose_shape_differs_from_the_config_are_refused_by_the_cache() -> None:
     cache = PagedCache(
-        layers=1, kv_heads=2, head_dim=8, blocks=3, block_size=4, dtype=torch.float32, device=CPU
+        num_layers=1,
+        kv_heads=2,
+        head_dim=8,
+        num_blocks=3,
+        block_size=4,
+        dtype=torch.float32,
+        device=CPU,
     )
     good, wrong = torch.zeros(5, 2, 8), torch.zeros(5, 4, 8)
-    cache.check(good, good)
-    with pytest.raises(RolloutError, match=r"keys are \(4, 8\).*config says \(2, 8\)"):
-        cache.check(wrong, wrong)
+    cache.check_shape(good, good)
+    with pytest.raises(RolloutError, match=r"head_dim\) \(4, 8\).*config says \(2, 8\)"):
+        cache.check_shape(wrong, wrong)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hone.ops import packed_linear
-from hone.ops.packed_linear import PackedLinear, PlainLinear, linear_map, packs, row_multiple
+from hone.ops.packed_linear import PackedLinear, PlainLinear, can_pack, make_linear, row_multiple
 
 needs_packing = pytest.mark.skipif(
-    not packs(torch.empty(1, 1)), reason="this machine's matrix library has no packed layout"
+    not can_pack(torch.empty(1, 1)), reason="this machine's matrix library has no packed layout"
 )
 KINDS = [pytest.param(PackedLinear, marks=needs_packing), PlainLinear]
 
@@ -31,7 +31,7 @@ def test_a_map_equals_the_float64_product(
     y = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     for actual, expected in [
         (linear(x), y),
-        (linear.plus(x, other), y + other),
+        (linear.forward_add(x, other), y + other),
     ]:
         assert actual.dtype == torch.float32
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
@@ -48,7 +48,7 @@ def test_a_packed_map_is_a_copy_and_a_plain_one_is_not() -> None:
 
 
 def test_other_dtypes_are_not_packed() -> None:
-    assert isinstance(linear_map(torch.zeros(2, 2, dtype=torch.bfloat16), None), PlainLinear)
+    assert isinstance(make_linear(torch.zeros(2, 2, dtype=torch.bfloat16), None), PlainLinear)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -58,7 +58,7 @@ def test_a_row_has_the_same_bits_in_every_multiple_of_the_row_count(
     outputs: int, inputs: int, packed: bool
 ) -> None:
     weight, x = torch.randn(outputs, inputs), torch.randn(96, inputs)
-    product = linear_map(weight, None) if packed else PlainLinear(weight, None)
+    product = make_linear(weight, None) if packed else PlainLinear(weight, None)
     multiple = row_multiple([weight], packed=packed)
     alone = torch.cat([product(x[i : i + 1].repeat(multiple, 1))[:1] for i in range(96)])
     for rows in range(multiple, 97, multiple):

@@ -13,7 +13,7 @@ def test_each_response_sees_its_prompt_and_itself() -> None:
     keys = SharedKeys.build([2, 3], [(1, 2), (0, 1), (1, 0)], CPU)
     assert keys.cu_queries.tolist() == [0, 2, 5, 7, 8]
     assert keys.cu_keys.tolist() == [0, 2, 5, 10, 13]
-    assert (keys.longest_query, keys.longest_keys) == (3, 5)
+    assert (keys.max_queries, keys.max_keys) == (3, 5)
     k = torch.arange(8.0).view(8, 1, 1)
     repeated, _ = keys.repeat(k, k)
     assert repeated.flatten().tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1, 7]
@@ -45,8 +45,8 @@ def test_a_gradient_is_the_sum_over_all_copies() -> None:
 def test_uses_are_listed_token_by_token() -> None:
     keys = SharedKeys.build([2], [(0, 1), (0, 2)], CPU)
     assert keys.source is not None
-    assert keys.uses is not None
-    assert keys.first_use is not None
+    assert keys.copy_indices is not None
+    assert keys.first_copy is not None
     for token in range(5):
-        uses = keys.uses[keys.first_use[token] : keys.first_use[token + 1]]
-        assert uses.tolist() == (keys.source == token).nonzero().flatten().tolist()
+        copy_indices = keys.copy_indices[keys.first_copy[token] : keys.first_copy[token + 1]]
+        assert copy_indices.tolist() == (keys.source == token).nonzero().flatten().tolist()

@@ -241,7 +241,7 @@ class AbortLeavesTheQueueRunning(NativeRollout):
         waiting, self._core._waiting = self._core._waiting, []  # type: ignore[attr-defined]
         await super().abort(request_ids)
         self._core._waiting = waiting  # type: ignore[attr-defined]
-        self._in_core = len(waiting) + len(self._core._running)  # type: ignore[attr-defined]
+        self._num_in_core = len(waiting) + len(self._core._running)  # type: ignore[attr-defined]
 
 
 class AbortMovesNoSlot(NativeCore):

@@ -1,10 +1,11 @@
-"""Paged decode attention on a GPU: one query per sequence attends over its block table and its own key.
+"""Paged decode attention on a GPU: one query per sequence attends over its block table.
 
-This module is imported only on a GPU; the references are in kernels_reference.py. Key tiles start at
-multiples of KEYS and are read from last to first, as in torch's variable-length kernel, which training
-uses: weights are rounded relative to the running maximum score, so the same order gives the same rounding.
-For head dimensions up to 64 that kernel reads 128 keys per tile, which is slower here; the first tile of
-a sequence is then rounded differently.
+This module is imported only on a GPU; the references are in kernels_reference.py. Key tiles start
+at multiples of KEYS and are read from last to first, as in torch's variable-length kernel, which
+training uses. Weights are rounded relative to the running maximum score, so the same order gives
+the same rounding. For head dimensions up to 64, torch's kernel reads tiles of 128 keys. This kernel
+reads 64, which is faster here, so the first tile that it reads of a sequence is rounded
+differently.
 """
 
 from __future__ import annotations
@@ -21,34 +22,34 @@ if TYPE_CHECKING:
     from hone.rollout.native.kernels_reference import RotaryTable
     from hone.rollout.native.paged_cache import PagedCache
 
-_NARROW = {"KEYS": 64, "num_warps": 2, "num_stages": 3}
-_WIDE = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
-"""Keys per loop iteration and launch options, for head dimensions up to 64 and above 64."""
+_SMALL_HEAD_LAUNCH = {"KEYS": 64, "num_warps": 2, "num_stages": 3}
+_LARGE_HEAD_LAUNCH = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
+"""Keys per tile and launch options, for head dimensions up to 64 and above 64."""
 
 
 @triton.jit
 def _tiles_of_split(  # type: ignore[no-untyped-def]
     length, window, split, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr
 ):
-    """Returns the first visible key, this program's key tiles [begin, end), and the number of tiles."""
-    first = 0
+    """Returns the first visible key, a split's key tiles [begin, end), and the number of tiles."""
+    first_key = 0
     if WINDOWED:
-        first = tl.maximum(length - window, 0)
-    first_tile = first // KEYS
-    tiles = tl.cdiv(length, KEYS)
-    share = tl.cdiv(tiles - first_tile, SPLITS)
-    begin = first_tile + split * share
-    return first, begin, tl.minimum(begin + share, tiles), tiles
+        first_key = tl.maximum(length - window, 0)
+    first_tile = first_key // KEYS
+    num_tiles = tl.cdiv(length, KEYS)
+    tiles_per_split = tl.cdiv(num_tiles - first_tile, SPLITS)
+    begin = first_tile + split * tiles_per_split
+    return first_key, begin, tl.minimum(begin + tiles_per_split, num_tiles), num_tiles
 
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    q, base, blocks_ptr, kv_head, k_offset, v_offset, scaling, length, first, begin, end, softcap,
-    sink, KV: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    q, base, blocks_ptr, kv_head, k_offset, v_offset, scaling, length, first_key, begin, end,
+    softcap, sink, KV: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Computes attention over key tiles [begin, end): maximum score, sum of weights, weighted mean of values.
+    """Returns maximum score, sum of weights, weighted mean of values over key tiles [begin, end).
 
     q is [GROUP_PAD, D_PAD]; sink is [GROUP_PAD], -inf for heads without a sink.
     """
@@ -61,14 +62,14 @@ def _attend(  # type: ignore[no-untyped-def]
         max_score = tl.full([GROUP_PAD], float("-inf"), tl.float32)
         weight_sum = tl.zeros([GROUP_PAD], tl.float32)
     acc = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
-    for step in range(end - begin):
-        n = (end - 1 - step) * KEYS + tl.arange(0, KEYS)
-        mask = (n >= first) & (n < length)
+    for i in range(end - begin):
+        n = (end - 1 - i) * KEYS + tl.arange(0, KEYS)
+        mask = (n >= first_key) & (n < length)
         block = tl.load(blocks_ptr + n // BLOCK_SIZE, mask, other=0).to(tl.int64)
-        kv_offset = ((block * KV + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * D
+        slot_offset = ((block * KV + kv_head) * BLOCK_SIZE + n % BLOCK_SIZE) * D
         kv_mask = mask[:, None] & (d < D)[None, :]
-        k = tl.load(base + k_offset + kv_offset[:, None] + d[None, :], kv_mask, other=0.0)
-        v = tl.load(base + v_offset + kv_offset[:, None] + d[None, :], kv_mask, other=0.0)
+        k = tl.load(base + k_offset + slot_offset[:, None] + d[None, :], kv_mask, other=0.0)
+        v = tl.load(base + v_offset + slot_offset[:, None] + d[None, :], kv_mask, other=0.0)
         if SOFTCAP:
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling / softcap)
             score = (2 * tl.sigmoid(2 * score) - 1) * (softcap * log2e)  # tanh
@@ -85,14 +86,14 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _write(  # type: ignore[no-untyped-def]
-    out_ptr, lse_ptr, head, split, max_score, weight_sum, acc,
+def _store_output(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, first_head, split, max_score, weight_sum, acc,
     GROUP: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     g = tl.arange(0, acc.shape[0])
     d = tl.arange(0, acc.shape[1])
     mask = (g < GROUP)[:, None] & (d < D)[None, :]
-    row_offset = head + g
+    row_offset = first_head + g
     if SPLITS > 1:
         row_offset = row_offset * SPLITS + split
         log_sum = tl.log2(tl.where(weight_sum > 0, weight_sum, 1.0))
@@ -103,8 +104,8 @@ def _write(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decode_attention(  # type: ignore[no-untyped-def]
-    q_ptr, base_ptr, table_ptr, position_ptr, out_ptr, lse_ptr, k_offset: tl.int64, v_offset: tl.int64,
-    scaling, table_stride, window, q_stride, q_head_stride, softcap, sink_ptr,
+    q_ptr, base_ptr, table_ptr, position_ptr, out_ptr, lse_ptr, k_offset: tl.int64,
+    v_offset: tl.int64, scaling, table_stride, window, q_stride, q_head_stride, softcap, sink_ptr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
@@ -113,48 +114,52 @@ def _decode_attention(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = (tl.load(position_ptr + row) + 1).to(tl.int32)
-    first, begin, end, _ = _tiles_of_split(length, window, split, KEYS, SPLITS, WINDOWED)
+    first_key, begin, end, _ = _tiles_of_split(length, window, split, KEYS, SPLITS, WINDOWED)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, D_PAD)
-    start = q_ptr + row * q_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
-    q = tl.load(start + d[None, :], (g < GROUP)[:, None] & (d < D)[None, :], other=0.0)
+    q_row_ptr = q_ptr + row * q_stride + (kv_head * GROUP + g)[:, None] * q_head_stride
+    q = tl.load(q_row_ptr + d[None, :], (g < GROUP)[:, None] & (d < D)[None, :], other=0.0)
     base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(q_ptr.dtype.element_ty)), 16)
     sink = 0.0
     if SINKS:
         sink = tl.load(sink_ptr + kv_head * GROUP + g, g < GROUP, other=float("-inf"))
-        sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))  # only split 0 adds it
+        # Only split 0 adds the sink.
+        sink = tl.where(split == 0, sink.to(tl.float32), float("-inf"))
     max_score, weight_sum, acc = _attend(
-        q, base, table_ptr + row * table_stride, kv_head, k_offset, v_offset, scaling, length, first,
-        begin, end, softcap, sink, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION, SOFTCAP, SINKS,
+        q, base, table_ptr + row * table_stride, kv_head, k_offset, v_offset, scaling, length,
+        first_key, begin, end, softcap, sink, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION,
+        SOFTCAP, SINKS,
     )  # fmt: skip
-    head = (row * KV + kv_head) * GROUP
-    _write(out_ptr, lse_ptr, head, split, max_score, weight_sum, acc, GROUP, D, SPLITS)
+    first_head = (row * KV + kv_head) * GROUP
+    _store_output(out_ptr, lse_ptr, first_head, split, max_score, weight_sum, acc, GROUP, D, SPLITS)
 
 
 @triton.jit
 def _load_rotated_heads(  # type: ignore[no-untyped-def]
     x_ptr, mask, cos, sin, norm_ptr, eps, D: tl.constexpr, D_PAD: tl.constexpr, NORM: tl.constexpr
 ):
-    """Loads heads at x_ptr ([h, 1] or one pointer), norms them if NORM, rotates them: [h, D_PAD]."""
+    """Loads heads from x_ptr ([h, 1] or one pointer), applies the norm if NORM, and returns them
+    rotated, [h, D_PAD]."""
     d = tl.arange(0, D_PAD)[None, :]
-    low = d < D // 2
-    partner = tl.where(low, d + D // 2, d - D // 2)
+    is_first_half = d < D // 2
+    partner_index = tl.where(is_first_half, d + D // 2, d - D // 2)
     dtype = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + d, mask, other=0.0).to(tl.float32)
-    y = tl.load(x_ptr + partner, mask, other=0.0).to(tl.float32)
+    x_partner = tl.load(x_ptr + partner_index, mask, other=0.0).to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
         weight = tl.load(norm_ptr + d, d < D, other=0.0).to(tl.float32)
         x = (x * scale * weight).to(dtype).to(tl.float32)
-        weight = tl.load(norm_ptr + partner, d < D, other=0.0).to(tl.float32)
-        y = (y * scale * weight).to(dtype).to(tl.float32)
-    return tl.where(low, x * cos - y * sin, x * cos + y * sin).to(dtype)
+        weight = tl.load(norm_ptr + partner_index, d < D, other=0.0).to(tl.float32)
+        x_partner = (x_partner * scale * weight).to(dtype).to(tl.float32)
+    return tl.where(is_first_half, x * cos - x_partner * sin, x * cos + x_partner * sin).to(dtype)
 
 
 @triton.jit
 def _rope_attention(  # type: ignore[no-untyped-def]
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, eps, slot_ptr, base_ptr, table_ptr,
-    position_ptr, out_ptr, lse_ptr, k_offset: tl.int64, v_offset: tl.int64, scaling, table_stride, window,
+    position_ptr, out_ptr, lse_ptr, k_offset: tl.int64, v_offset: tl.int64, scaling, table_stride,
+    window,
     NORM: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr,
     SPLITS: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
@@ -164,36 +169,41 @@ def _rope_attention(  # type: ignore[no-untyped-def]
     split = tl.program_id(2)
     position, slot = tl.load(position_ptr + row), tl.load(slot_ptr + row)
     length = (position + 1).to(tl.int32)
-    first, begin, end, tiles = _tiles_of_split(length, window, split, KEYS, SPLITS, WINDOWED)
+    first_key, begin, end, num_tiles = _tiles_of_split(
+        length, window, split, KEYS, SPLITS, WINDOWED
+    )
     d = tl.arange(0, D_PAD)[None, :]
     d_mask = d < D
     cos = tl.load(cos_ptr + position * D + d, d_mask, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + position * D + d, d_mask, other=0.0).to(tl.float32)
     base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(qkv_ptr.dtype.element_ty)), 16)
     qkv_row = qkv_ptr + row * ((KV * GROUP + 2 * KV) * D)
-    # The program of the last tile writes the new key and value before it reads the tile.
-    newest_mask = d_mask & (begin < tiles) & (end == tiles)
+    # The program that reads the last tile first writes the new key and value into it.
+    new_kv_mask = d_mask & (begin < num_tiles) & (end == num_tiles)
     k_ptr = qkv_row + (KV * GROUP + kv_head) * D
-    k = _load_rotated_heads(k_ptr, newest_mask, cos, sin, k_norm_ptr, eps, D, D_PAD, NORM)
-    v = tl.load(k_ptr + KV * D + d, newest_mask, other=0.0)
-    kv_offset = (((slot // BLOCK_SIZE) * KV + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * D
-    tl.store(base + k_offset + kv_offset + d, k, newest_mask)
-    tl.store(base + v_offset + kv_offset + d, v, newest_mask)
+    k = _load_rotated_heads(k_ptr, new_kv_mask, cos, sin, k_norm_ptr, eps, D, D_PAD, NORM)
+    v = tl.load(k_ptr + KV * D + d, new_kv_mask, other=0.0)
+    slot_offset = (((slot // BLOCK_SIZE) * KV + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE) * D
+    tl.store(base + k_offset + slot_offset + d, k, new_kv_mask)
+    tl.store(base + v_offset + slot_offset + d, v, new_kv_mask)
     g = tl.arange(0, GROUP_PAD)[:, None]
-    heads = qkv_row + (kv_head * GROUP + g) * D
-    q = _load_rotated_heads(heads, d_mask & (g < GROUP), cos, sin, q_norm_ptr, eps, D, D_PAD, NORM)
+    q_row_ptr = qkv_row + (kv_head * GROUP + g) * D
+    q = _load_rotated_heads(
+        q_row_ptr, d_mask & (g < GROUP), cos, sin, q_norm_ptr, eps, D, D_PAD, NORM
+    )
     tl.debug_barrier()
     max_score, weight_sum, acc = _attend(
-        q, base, table_ptr + row * table_stride, kv_head, k_offset, v_offset, scaling, length, first,
-        begin, end, 0.0, 0.0, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION, False, False,
+        q, base, table_ptr + row * table_stride, kv_head, k_offset, v_offset, scaling, length,
+        first_key, begin, end, 0.0, 0.0, KV, GROUP_PAD, D, D_PAD, BLOCK_SIZE, KEYS, PRECISION,
+        False, False,
     )  # fmt: skip
-    head = (row * KV + kv_head) * GROUP
-    _write(out_ptr, lse_ptr, head, split, max_score, weight_sum, acc, GROUP, D, SPLITS)
+    first_head = (row * KV + kv_head) * GROUP
+    _store_output(out_ptr, lse_ptr, first_head, split, max_score, weight_sum, acc, GROUP, D, SPLITS)
 
 
 @triton.jit
-def _combine(  # type: ignore[no-untyped-def]
-    partial_ptr, lse_ptr, out_ptr,
+def _combine_splits(  # type: ignore[no-untyped-def]
+    partial_out_ptr, lse_ptr, out_ptr,
     D: tl.constexpr, D_PAD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0).to(tl.int64)
@@ -203,28 +213,28 @@ def _combine(  # type: ignore[no-untyped-def]
     weight = tl.exp2(lse - tl.max(lse, 0))
     weight = weight / tl.sum(weight, 0)
     mask = (d < D)[None, :]
-    partial = tl.load(
-        partial_ptr + (head * SPLITS + s)[:, None] * D + d[None, :],
+    partial_out = tl.load(
+        partial_out_ptr + (head * SPLITS + s)[:, None] * D + d[None, :],
         mask & (weight > 0)[:, None],
         other=0.0,
     )
-    out = tl.sum(partial * weight[:, None], 0)
+    out = tl.sum(partial_out * weight[:, None], 0)
     tl.store(out_ptr + head * D + d, out.to(out_ptr.dtype.element_ty), d < D)
 
 
 class _Launch:
-    """The launch arguments and outputs that both kernels share."""
+    """The grid, constants and output tensors of a launch, for either attention kernel."""
 
     def __init__(
-        self, like: Tensor, heads: int, cache: PagedCache, window: int | None, splits: int
+        self, inputs: Tensor, heads: int, cache: PagedCache, window: int | None, splits: int
     ) -> None:
-        rows, kv, d = like.shape[0], cache.kv_heads, cache.head_dim
+        rows, kv, d = inputs.shape[0], cache.kv_heads, cache.head_dim
         self.grid = (rows, kv, splits)
-        self._padded_dim = max(16, triton.next_power_of_2(d))  # the minimum of tl.dot
-        self.out = self.partial = self.lse = like.new_empty(rows, heads, d)
+        self._padded_dim = max(16, triton.next_power_of_2(d))  # tl.dot needs at least 16
+        self.out = self.partial_out = self.lse = inputs.new_empty(rows, heads, d)
         if splits > 1:
-            self.partial = like.new_empty(rows, heads, splits, d, dtype=torch.float32)
-            self.lse = like.new_empty(rows, heads, splits, dtype=torch.float32)
+            self.partial_out = inputs.new_empty(rows, heads, splits, d, dtype=torch.float32)
+            self.lse = inputs.new_empty(rows, heads, splits, dtype=torch.float32)
         group = heads // kv
         self.constants: dict[str, int | str] = {
             "KV": kv,
@@ -235,17 +245,17 @@ class _Launch:
             "BLOCK_SIZE": cache.block_size,
             "SPLITS": splits,
             "WINDOWED": window is not None,
-            "PRECISION": "ieee" if like.dtype == torch.float32 else "tf32",
-            **(_NARROW if self._padded_dim <= 64 else _WIDE),
+            "PRECISION": "ieee" if inputs.dtype == torch.float32 else "tf32",
+            **(_SMALL_HEAD_LAUNCH if self._padded_dim <= 64 else _LARGE_HEAD_LAUNCH),
         }
 
     def combine(self) -> Tensor:
-        """Combines the splits and returns the output."""
+        """Combines the outputs of the splits and returns the attention output."""
         rows, heads, d = self.out.shape
-        if self.partial is not self.out:
-            _combine[(rows * heads,)](
-                self.partial, self.lse, self.out, D=d, D_PAD=self._padded_dim, SPLITS=self.grid[2],
-                num_warps=1,
+        if self.partial_out is not self.out:
+            _combine_splits[(rows * heads,)](
+                self.partial_out, self.lse, self.out, D=d, D_PAD=self._padded_dim,
+                SPLITS=self.grid[2], num_warps=1,
             )  # fmt: skip
         return self.out
 
@@ -262,10 +272,10 @@ def decode_attention(
     layer, scaling, window, softcap, sinks = options
     launch = _Launch(q, q.shape[1], cache, window, splits)
     _decode_attention[launch.grid](
-        q, cache.base, block_table, positions, launch.partial, launch.lse, *cache.plane_offsets(layer),
-        scaling, block_table.stride(0), window or 0, q.stride(0), q.stride(1), softcap or 0.0,
-        sinks if sinks is not None else q, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        **launch.constants,
+        q, cache.base_address, block_table, positions, launch.partial_out, launch.lse,
+        *cache.kv_offsets(layer), scaling, block_table.stride(0), window or 0, q.stride(0),
+        q.stride(1), softcap or 0.0, sinks if sinks is not None else q,
+        SOFTCAP=softcap is not None, SINKS=sinks is not None, **launch.constants,
     )  # fmt: skip
     return launch.combine()
 
@@ -285,8 +295,8 @@ def rope_attention(
     launch = _Launch(qkv, heads, cache, options.window, splits)
     _rope_attention[launch.grid](
         qkv, rotary.cos, rotary.sin, rotary.q_norm if rotary.q_norm is not None else qkv,
-        rotary.k_norm if rotary.k_norm is not None else qkv, rotary.eps, slots, cache.base,
-        block_table, positions, launch.partial, launch.lse, *cache.plane_offsets(options.layer),
+        rotary.k_norm if rotary.k_norm is not None else qkv, rotary.eps, slots, cache.base_address,
+        block_table, positions, launch.partial_out, launch.lse, *cache.kv_offsets(options.layer),
         options.scaling, block_table.stride(0), options.window or 0,
         NORM=rotary.q_norm is not None, **launch.constants,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The CPU key-value cache: one contiguous slot per running sequence, and the attention layouts over it.
+"""The CPU key-value cache, with one contiguous slot per sequence, and its attention layouts.
 
-Sequence i has slot i, so a decode step reads a view of the cache. When a sequence finishes, the last
-sequence moves into its slot.
+Sequence i has slot i, so a decode step reads a view of the cache. When a sequence finishes, the
+last sequence moves into its slot.
 """
 
 from __future__ import annotations
@@ -20,53 +20,54 @@ from hone.ops.attention import (
 )
 from hone.ops.segments import Padding
 
-_GROWTH_TOKENS = 64
-"""The cache grows by a multiple of this, so that allocations are rare."""
+_CAPACITY_MULTIPLE = 64
+"""The capacity of a slot is a multiple of this many tokens, so that allocations are rare."""
 _KEY_MULTIPLE = 16
-"""Attention reads a multiple of this many keys, so that the summation order does not depend on the batch."""
+"""Attention reads a multiple of this many keys, so that the summation order does not depend on
+the batch."""
 _SMALL_PRODUCT = 400
 """Below this many multiplications, torch rounds a batched product differently."""
 
 
 class SlotCache:
-    """The keys and values of up to `slots` sequences."""
+    """The keys and values of up to `num_slots` sequences."""
 
-    def __init__(self, layers: int, slots: int) -> None:
-        self._layers, self._slots = layers, slots
+    def __init__(self, num_layers: int, num_slots: int) -> None:
+        self._num_layers, self._num_slots = num_layers, num_slots
         self.free()
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for planes in self._planes for t in planes)
+        return sum(t.nbytes for kv in self._kv for t in kv)
 
     def free(self) -> None:
         """Frees the memory; the next sequence allocates it again."""
-        self._width = 0
-        self._planes: list[list[Tensor]] = [[] for _ in range(self._layers)]
-        """Keys and values per layer, [slots, KV, width, D]; empty until the layer's first tokens arrive."""
+        self._capacity = 0
+        self._kv: list[list[Tensor]] = [[] for _ in range(self._num_layers)]
+        """Keys and values per layer, [slots, KV, capacity, D]; empty before its first tokens."""
 
-    def reserve(self, width: int) -> None:
-        """Grows the slots to `width` tokens and keeps their contents."""
-        if width <= self._width:
+    def reserve(self, num_tokens: int) -> None:
+        """Grows the slots to at least `num_tokens` tokens; their contents are copied."""
+        if num_tokens <= self._capacity:
             return
-        self._width = _round_up(max(width, self._width * 3 // 2), _GROWTH_TOKENS)
-        for planes in self._planes:
-            for i, old in enumerate(planes):
-                planes[i] = old.new_zeros(*old.shape[:2], self._width, old.shape[3])
-                planes[i][:, :, : old.shape[2]] = old
+        self._capacity = _round_up(max(num_tokens, self._capacity * 3 // 2), _CAPACITY_MULTIPLE)
+        for kv in self._kv:
+            for i, old in enumerate(kv):
+                kv[i] = old.new_zeros(*old.shape[:2], self._capacity, old.shape[3])
+                kv[i][:, :, : old.shape[2]] = old
 
-    def layer(self, index: int, like: Tensor) -> list[Tensor]:
-        """Returns keys and values of one layer, allocated when its first tokens [N, KV, D] arrive."""
-        if not self._planes[index]:
-            shape = (self._slots, like.shape[1], self._width, like.shape[2])
-            self._planes[index] = [like.new_zeros(shape), like.new_zeros(shape)]
-        return self._planes[index]
+    def layer(self, index: int, new_keys: Tensor) -> list[Tensor]:
+        """Returns keys and values of one layer; the first `new_keys` [N, KV, D] allocate them."""
+        if not self._kv[index]:
+            shape = (self._num_slots, new_keys.shape[1], self._capacity, new_keys.shape[2])
+            self._kv[index] = [new_keys.new_zeros(shape), new_keys.new_zeros(shape)]
+        return self._kv[index]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` tokens of one slot into another."""
-        for planes in self._planes:
-            for plane in planes:
-                plane[target, :, :length] = plane[source, :, :length]
+        for kv in self._kv:
+            for tensor in kv:
+                tensor[target, :, :length] = tensor[source, :, :length]
 
 
 class PrefillLayout:
@@ -74,20 +75,20 @@ class PrefillLayout:
 
     def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int]) -> None:
         self._cache, self._slots = cache, torch.tensor(slots)
-        # Padded, because the remainder of a vector register is summed in another order.
+        # Lengths are padded, because the remainder of a vector register is summed in another order.
         self._padding = Padding.of(lengths, torch.device("cpu"), multiple=_KEY_MULTIPLE)
-        self._longest = self._padding.cells.shape[1]
-        self._slot = self._slots.repeat_interleave(torch.tensor(lengths))  # [N]
-        self.positions = self._padding.inverse % self._longest  # [N]
+        self._padded_length = self._padding.cells.shape[1]
+        self._token_slots = self._slots.repeat_interleave(torch.tensor(lengths))  # [N]
+        self.positions = self._padding.cell_indices % self._padded_length  # [N]
         self._biases: dict[int, Tensor] = {}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        for new, plane in zip((k, v), self._cache.layer(options.layer, k), strict=True):
-            if self._padding.regular:
-                rows = self._padding.pad(new)
-                plane[:, :, : self._longest].index_copy_(0, self._slots, rows)
+        for new_kv, cached in zip((k, v), self._cache.layer(options.layer, k), strict=True):
+            if self._padding.equal_lengths:
+                padded_rows = self._padding.pad(new_kv)
+                cached[:, :, : self._padded_length].index_copy_(0, self._slots, padded_rows)
             else:
-                plane[self._slot, :, self.positions] = new
+                cached[self._token_slots, :, self.positions] = new_kv
         k, v = repeat_heads(q, k, v)
         q, k, v = (self._padding.pad(x) for x in (q, k, v))
         out = padded_attention(q, k, v, self._bias(options.window, q.dtype), options)
@@ -97,7 +98,7 @@ class PrefillLayout:
         if window is None:
             return None
         if window not in self._biases:
-            position = torch.arange(self._longest)
+            position = torch.arange(self._padded_length)
             visible = is_visible(position[:, None] - position, window)
             self._biases[window] = as_bias(visible, dtype)
         return self._biases[window]
@@ -109,30 +110,30 @@ class DecodeLayout:
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
         self._cache = cache
         self.positions = positions
-        self._longest = int(positions.max()) + 1
-        self._width = 0  # keys that attention reads per slot
+        self._max_length = int(positions.max()) + 1
+        self._num_keys = 0  # keys that attention reads per slot
         self._biases: dict[int | None, Tensor] = {}
-        self._flat_slots: Tensor | None = None
+        self._flat_indices: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         rows, kv_heads, head_dim = k.shape
         keys, values = self._cache.layer(options.layer, k)
-        if self._flat_slots is None:
+        if self._flat_indices is None:
             multiple = _round_up(_SMALL_PRODUCT // head_dim + 1, _KEY_MULTIPLE)
-            self._width = min(_round_up(self._longest, multiple), keys.shape[2])
+            self._num_keys = min(_round_up(self._max_length, multiple), keys.shape[2])
             head = torch.arange(rows * kv_heads).view(rows, kv_heads)
-            self._flat_slots = (head * keys.shape[2] + self.positions[:, None]).flatten()
-        keys.view(-1, head_dim).index_copy_(0, self._flat_slots, k.reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, self._flat_slots, v.reshape(-1, head_dim))
+            self._flat_indices = (head * keys.shape[2] + self.positions[:, None]).flatten()
+        keys.view(-1, head_dim).index_copy_(0, self._flat_indices, k.reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, self._flat_indices, v.reshape(-1, head_dim))
         if options.window not in self._biases:
-            distance = self.positions[:, None] - torch.arange(self._width)
+            distance = self.positions[:, None] - torch.arange(self._num_keys)
             bias = as_bias(is_visible(distance, options.window), q.dtype)
-            # [rows · KV, 1, W]
+            # [rows · KV, 1, num_keys]
             self._biases[options.window] = bias.repeat_interleave(kv_heads, 0)[:, None]
         # Queries that share a key head form the query dimension, so keys are not repeated. With few
         # queries, two batched products are twice as fast as torch's fused attention.
         queries = (q * options.scaling).reshape(rows * kv_heads, -1, head_dim)
-        keys, values = (x[:rows, :, : self._width].flatten(0, 1) for x in (keys, values))
+        keys, values = (x[:rows, :, : self._num_keys].flatten(0, 1) for x in (keys, values))
         scores = soft_cap(torch.bmm(queries, keys.transpose(1, 2)), options.softcap)
         scores.add_(self._biases[options.window])
         sinks = options.sinks
@@ -142,7 +143,7 @@ class DecodeLayout:
 
 
 class JointLayout:
-    """The layout of running sequences, one token each, then new prompts, then padding."""
+    """The layout of a joint batch: one token per running sequence, whole new prompts, padding."""
 
     def __init__(self, decode: DecodeLayout | None, prefill: PrefillLayout | None) -> None:
         self._layouts = [layout for layout in (decode, prefill) if layout is not None]

@@ -1,8 +1,8 @@
-"""The core of the native engine on a CPU: each `step` admits requests and samples one token per sequence.
+"""The core of the native engine on a CPU: a step admits requests and samples a token per sequence.
 
 One forward computes new prompts and running sequences together. Keys are stored in contiguous slots
-instead of blocks: attention reads a slot as a view, while a block table would need a copy of all keys at
-every step.
+instead of blocks: attention reads a slot as a view, while a block table would need a copy of all
+keys at every step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hone.models.attention import Layout
 from hone.models.policy import PolicyModel
-from hone.ops.groups import first_equal
+from hone.ops.groups import first_equal_indices
 from hone.ops.packed_linear import row_multiple
 from hone.rollout.contract import StopReason
 from hone.rollout.native.cache import DecodeLayout, JointLayout, PrefillLayout, SlotCache
@@ -57,7 +57,7 @@ class NativeCore:
         """Prompt tokens computed so far; the shared prompt of a group counts once."""
         self._waiting: list[Request] = []  # sorted by max_tokens, ascending
         self._running: list[Request] = []
-        self._sampling: SamplingRows | None = None  # of the running requests
+        self._sampling: SamplingRows | None = None  # None after the running requests have changed
 
     def add(self, request: Request) -> None:
         """Queues a request: the largest max_tokens starts first, ties start in order of arrival.
@@ -81,7 +81,7 @@ class NativeCore:
 
     @torch.inference_mode()
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Ends these requests (None: all), which keep the tokens sampled so far."""
+        """Aborts the requests with these ids (None: all); they keep the tokens sampled so far."""
         waiting = select(reversed(self._waiting), request_ids)
         for request in [*select(self._running, request_ids), *waiting]:
             request.stop_reason = StopReason.ABORT
@@ -119,39 +119,46 @@ class NativeCore:
     def _next_logits(self, admitted: list[Request]) -> Tensor:  # [A, V]
         """Returns next-token logits of the running sequences, then of the admitted ones.
 
-        Each distinct prompt is computed once, by the first request that has it.
+        Each distinct prompt is computed once, in the slot of the first request that has it.
         """
         if not self._forward_is_current or admitted:
             self._forward.refresh()
             self._forward_is_current = True
-        ids, running = [r.token_ids[-1] for r in self._running], len(self._running)
+        ids, num_running = [r.token_ids[-1] for r in self._running], len(self._running)
         if not admitted:
-            return self._logits(self._hidden_states(ids, *self._layout([], []))[:running])
-        first_of = first_equal([tuple(r.prompt_ids) for r in admitted])
-        firsts = sorted(set(first_of))
-        lengths = [len(admitted[i].prompt_ids) for i in firsts]
-        last_tokens = [*range(running), *(running - 1 + end for end in accumulate(lengths))]
-        ids += [token for i in firsts for token in admitted[i].prompt_ids]
-        hidden = self._hidden_states(ids, *self._layout([running + i for i in firsts], lengths))
+            return self._logits(self._hidden_states(ids, *self._layout([], []))[:num_running])
+        first_indices = first_equal_indices([tuple(r.prompt_ids) for r in admitted])
+        distinct_indices = sorted(set(first_indices))
+        lengths = [len(admitted[i].prompt_ids) for i in distinct_indices]
+        last_token_indices = [
+            *range(num_running),
+            *(num_running - 1 + end for end in accumulate(lengths)),
+        ]
+        ids += [token for i in distinct_indices for token in admitted[i].prompt_ids]
+        hidden = self._hidden_states(
+            ids, *self._layout([num_running + i for i in distinct_indices], lengths)
+        )
         self.prefilled_tokens += sum(lengths)
-        for i, first in enumerate(first_of):
+        for i, first in enumerate(first_indices):
             if first != i:
                 length = len(admitted[i].prompt_ids)
-                self.cache.copy(running + first, running + i, length)
-        row_of = {first: running + i for i, first in enumerate(firsts)}
-        rows = [*range(running), *(row_of[first] for first in first_of)]
-        logits = self._logits(hidden[torch.tensor(last_tokens)])
+                self.cache.copy(num_running + first, num_running + i, length)
+        row_by_first_index = {first: num_running + i for i, first in enumerate(distinct_indices)}
+        rows = [*range(num_running), *(row_by_first_index[first] for first in first_indices)]
+        logits = self._logits(hidden[torch.tensor(last_token_indices)])
         return logits if len(rows) == len(logits) else logits[torch.tensor(rows)]
 
     def _layout(self, slots: list[int], lengths: list[int]) -> tuple[Tensor, Layout]:
-        """Returns positions and layout of the running sequences, then of the new prompts in `slots`."""
-        running = torch.tensor([r.length - 1 for r in self._running], dtype=torch.int64)
+        """Returns positions and layout: the running sequences, then the new prompts in `slots`."""
+        running_positions = torch.tensor([r.length - 1 for r in self._running], dtype=torch.int64)
         self.cache.reserve(max([*lengths, *(r.length for r in self._running)]))
-        decode = DecodeLayout(self.cache, running) if self._running else None
-        if decode is not None and not slots and len(running) % self.row_multiple == 0:
-            return running, decode
+        decode = DecodeLayout(self.cache, running_positions) if self._running else None
+        if decode is not None and not slots and len(running_positions) % self.row_multiple == 0:
+            return running_positions, decode
         prefill = PrefillLayout(self.cache, slots, lengths) if slots else None
-        positions = torch.cat([running, prefill.positions]) if prefill else running
+        positions = (
+            torch.cat([running_positions, prefill.positions]) if prefill else running_positions
+        )
         return positions, JointLayout(decode, prefill)
 
     def _hidden_states(self, ids: list[int], positions: Tensor, layout: Layout) -> Tensor:
@@ -179,7 +186,7 @@ class NativeCore:
             request.stop_reason = self.rules.stop_reason(request)
 
     def _remove_finished(self) -> list[Request]:
-        """Removes and returns finished requests; the last sequences move into their slots."""
+        """Removes and returns the finished requests; the last sequences take over their slots."""
         finished = [r for r in self._running if r.stop_reason is not None]
         if not finished:
             return []

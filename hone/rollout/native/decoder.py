@@ -1,8 +1,8 @@
 """The decoder forward on a CPU.
 
-`PlainDecoder` computes the layers of models/decoder_layer.py without module overhead; `ModuleDecoder` runs
-the modules of any other model. Weights are packed for the CPU where that is faster, and packed again after
-the parameters change.
+`PlainDecoder` computes the layers of models/decoder_layer.py without module overhead;
+`ModuleDecoder` runs the modules of any other model. Weights are packed for the CPU where that is
+faster, and packed again after the parameters change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hone.models.decoder_layer import (
     rotary_table,
 )
 from hone.models.policy import PolicyModel
-from hone.ops.packed_linear import PackableLinear, linear_map
+from hone.ops.packed_linear import PackableLinear, make_linear
 
 
 class Forward(Protocol):
@@ -44,12 +44,12 @@ class Forward(Protocol):
 
 
 def decoder_forward(policy: PolicyModel) -> Forward:
-    """Returns the fastest forward that gives the results of the policy's modules."""
+    """Returns the fastest forward that computes the same as the policy's modules."""
     return PlainDecoder(policy) if fits_decoder_layer(policy) else ModuleDecoder(policy)
 
 
 class ModuleDecoder:
-    """Runs any Hugging Face decoder through its modules and caches nothing."""
+    """Runs the modules of any Hugging Face decoder and caches nothing."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
@@ -76,40 +76,40 @@ class PlainDecoder:
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
-        self._cos = self._sin = torch.empty(0)  # [W, 1, D]; the sine includes the sign
+        self._cos = self._sin = torch.empty(0)  # [W, 1, D]; the first half of `_sin` is negated
         self.invalidate()
 
     def invalidate(self) -> None:
         self._parameters: list[Tensor] = []
         self._packed_versions: list[tuple[int, int]] = []
-        self._layers: list[DecoderLayer[PackableLinear, _Norm]] = []
-        self._head: PackableLinear | None = None
+        self._layers: list[DecoderLayer[PackableLinear, _RmsNorm]] = []
+        self._lm_head: PackableLinear | None = None
 
     def refresh(self) -> None:
         if not self._parameters:
             self._parameters = list(self._policy.parameters())
-        # Every torch write increments the version; sharding changes the address.
+        # Every write by torch increments `_version`; sharding changes the address.
         versions = [(p.data_ptr(), p._version) for p in self._parameters]
         if versions == self._packed_versions:
             return
         decoder = self._policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
-        self._norm = _Norm(decoder.norm)
+        self._norm = _RmsNorm(decoder.norm)
         self._layers = [self._read_layer(layer) for layer in decoder.layers]
         if self._policy.plain_head:
-            self._head = _join([self._policy.lm.get_output_embeddings()])
+            self._lm_head = _join([self._policy.lm.get_output_embeddings()])
         self._packed_versions = versions
 
-    def _read_layer(self, layer: LayerModule) -> DecoderLayer[PackableLinear, _Norm]:
-        return read_layer(layer, join=_join, norm=_Norm)
+    def _read_layer(self, layer: LayerModule) -> DecoderLayer[PackableLinear, _RmsNorm]:
+        return read_layer(layer, join=_join, norm=_RmsNorm)
 
     def _embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embedding)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if self._head is None:
+        if self._lm_head is None:
             return self._policy.logits(hidden)
-        return self._head(hidden).float()
+        return self._lm_head(hidden).float()
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         self._extend_rotary_table(int(positions.max()) + 1)
@@ -117,16 +117,16 @@ class PlainDecoder:
         x = self._embed(ids)
         for layer in self._layers:
             qkv = layer.qkv(layer.norm_in(x)).view(len(x), -1, layer.head_dim)
-            rotated, v = qkv.split_with_sizes((layer.heads + layer.kv_heads, layer.kv_heads), 1)
-            parts = (layer.heads, layer.kv_heads)
+            qk, v = qkv.split_with_sizes((layer.heads + layer.kv_heads, layer.kv_heads), 1)
+            head_counts = (layer.heads, layer.kv_heads)
             if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rotated.split_with_sizes(parts, 1)
-                rotated = torch.cat([layer.q_norm(q), layer.k_norm(k)], 1)
-            q, k = _rotate(rotated, cos, sin).split_with_sizes(parts, 1)
+                q, k = qk.split_with_sizes(head_counts, 1)
+                qk = torch.cat([layer.q_norm(q), layer.k_norm(k)], 1)
+            q, k = _rotate(qk, cos, sin).split_with_sizes(head_counts, 1)
             out = layout.attend(q, k, v, layer.attention)
-            x = layer.out.plus(out.reshape(len(x), -1), x)
+            x = layer.out.forward_add(out.reshape(len(x), -1), x)
             gate, up = layer.gate_up(layer.norm_mlp(x)).chunk(2, -1)
-            x = layer.down.plus(F.silu(gate).mul_(up), x)
+            x = layer.down.forward_add(F.silu(gate).mul_(up), x)
         return self._norm(x)
 
     def _extend_rotary_table(self, num_positions: int) -> None:
@@ -140,24 +140,24 @@ class PlainDecoder:
 
 
 def _join(modules: Sequence[nn.Linear]) -> PackableLinear:
-    """Joins linear layers of the same input into one."""
+    """Concatenates linear layers that have the same input into one layer."""
     first, *others = modules
     if not others:
-        return linear_map(first.weight, first.bias)
+        return make_linear(first.weight, first.bias)
     biases: list[Tensor] = [m.bias for m in modules]
     bias = None if first.bias is None else torch.cat(biases)
-    return linear_map(torch.cat([m.weight for m in modules]), bias)
+    return make_linear(torch.cat([m.weight for m in modules]), bias)
 
 
-class _Norm:
-    """RMS norm; for float32 on a CPU, with half the calls of torch's."""
+class _RmsNorm:
+    """RMS norm; in float32 it makes half as many torch calls as F.rms_norm."""
 
     def __init__(self, module: NormModule) -> None:
         self._weight: Tensor = module.weight
         self._epsilon: float = module.variance_epsilon
-        width = len(self._weight)
-        self._scaled_weight = self._weight * width**0.5
-        self._scaled_epsilon = self._weight.new_tensor(self._epsilon * width)
+        size = len(self._weight)
+        self._scaled_weight = self._weight * size**0.5
+        self._scaled_epsilon = self._weight.new_tensor(self._epsilon * size)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:

@@ -1,7 +1,7 @@
-"""The native engine: one thread decodes in `drive`, event loops in other threads await requests.
+"""The native engine: one thread decodes in `drive`; event loops in other threads await results.
 
-The engine starts no thread, because a second thread would have its own pool of torch workers and slow both
-down. Requests that an event loop submits in one iteration enter the core as one batch.
+The engine starts no thread, because a second thread would have its own pool of torch workers and
+slow both down. Requests that an event loop submits in one iteration enter the core as one batch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class Core(Protocol):
-    """The synchronous part of the engine: core.py on a CPU, paged_core.py on a GPU and in exact mode."""
+    """The synchronous part of the engine: core.py, or on a GPU and in exact mode paged_core.py."""
 
     policy: PolicyModel
     version: int
@@ -61,7 +61,7 @@ class Core(Protocol):
 
 
 class NativeRollout(RequestEngine):
-    """A `RolloutEngine` over a core, driven by the thread that calls `drive`.
+    """A `RolloutEngine` over a core; the thread that calls `drive` decodes.
 
     `_pending` has every request from arrival to result, so `_fail` reaches requests in every phase.
     """
@@ -74,7 +74,7 @@ class NativeRollout(RequestEngine):
         self._core = core
         self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        """Requests of each event loop's current iteration, accessed only in the loop's thread."""
+        """Requests of each event loop's current iteration; only the loop's thread accesses them."""
         self._arrivals: list[Request] = []  # submitted, not yet in the core
         self._deferred: list[Request] = []  # submitted while paused
         # Guards every attribute except the core and `_submitted`.
@@ -82,7 +82,7 @@ class NativeRollout(RequestEngine):
         self._submit_lock, self._step_lock = threading.Lock(), threading.Lock()
         self._is_driven = False
         self._notified = False
-        self._in_core = 0  # number of requests in the core
+        self._num_in_core = 0
         self._streaming: dict[int, Request] = {}  # pending requests with `on_tokens`
 
     @property
@@ -103,7 +103,7 @@ class NativeRollout(RequestEngine):
         try:
             if loop not in self._submitted:
                 self._submitted[loop] = []
-                loop.call_soon(self._flush, loop)
+                loop.call_soon(self._flush_submitted, loop)
             self._submitted[loop].append(request)
             return await future
         finally:
@@ -152,12 +152,12 @@ class NativeRollout(RequestEngine):
         with self._between_steps(), self._condition:
             self._raise_if_stopped()
             if self._core.busy or self._arrivals:
-                raise RolloutError("sleep while requests run; abort them first")
+                raise RolloutError("sleep() was called while requests run; abort them first")
             self._core.free_cache()
             self._core.invalidate()
 
     async def wake_up(self) -> None:
-        """Invalidates the core, as the weights may have changed; the next prefill allocates the cache."""
+        """Invalidates the core, because the weights may have changed."""
         with self._between_steps():
             self._raise_if_stopped()
             self._core.invalidate()
@@ -182,7 +182,7 @@ class NativeRollout(RequestEngine):
         finally:
             with self._between_steps(), self._condition:
                 self._is_driven = False
-                if not self._stopped and not self._open_requests():  # only abandoned requests
+                if not self._stopped and not self._open_requests():  # all loops are closed
                     self._abort_requests(None)
                     self._pending, self._streaming = {}, {}
 
@@ -196,7 +196,7 @@ class NativeRollout(RequestEngine):
         return [r for r in self._pending.values() if not r.awaited_future.get_loop().is_closed()]
 
     def _abort_requests(self, request_ids: Collection[str] | None) -> list[Request]:
-        """Aborts running, arriving and deferred requests; `_flush` ends submitted ones."""
+        """Aborts running, arriving and deferred requests; `_flush_submitted` ends the others."""
         aborted = self._abort_running(request_ids)
         aborted += select(self._deferred, request_ids)
         for request in select(self._pending.values(), request_ids):
@@ -205,14 +205,14 @@ class NativeRollout(RequestEngine):
         return aborted
 
     def _abort_running(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Aborts running and arriving requests, which keep the tokens sampled so far."""
+        """Aborts running and arriving requests; they keep the tokens sampled so far."""
         arriving = select(self._arrivals, request_ids)
         try:
             aborted = self._core.abort(request_ids)
         except Exception as error:
             self._fail(error)
             raise
-        self._in_core -= len(aborted)
+        self._num_in_core -= len(aborted)
         for request in arriving:
             request.stop_reason = StopReason.ABORT
         self._arrivals = [r for r in self._arrivals if r.stop_reason is None]
@@ -220,11 +220,11 @@ class NativeRollout(RequestEngine):
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """Keeps the driving thread between two steps for the block."""
+        """Holds the driving thread between two steps while the block runs."""
         with self._submit_lock, self._step_lock:
             yield
 
-    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _flush_submitted(self, loop: asyncio.AbstractEventLoop) -> None:
         """Passes the requests of one loop iteration to the driving thread."""
         batch = self._submitted.pop(loop)
         with self._condition:
@@ -243,12 +243,12 @@ class NativeRollout(RequestEngine):
         """Decodes until a request finishes or `notify` is called."""
         try:
             while self._wait_for_work():
-                with self._submit_lock:  # waiting calls of `_between_steps` go first
+                with self._submit_lock:  # calls that wait in `_between_steps` go first
                     pass
                 with self._step_lock:
                     finished = self._step()
                     if self._streaming:
-                        self._stream()
+                        self._post_new_tokens()
                 if finished:
                     self._deliver(finished)
                     return
@@ -276,11 +276,11 @@ class NativeRollout(RequestEngine):
             arrivals, self._arrivals = self._arrivals, []
         for request in arrivals:
             self._core.add(request)
-        self._in_core += len(arrivals)
+        self._num_in_core += len(arrivals)
         finished = self._core.step(self._must_yield)
-        self._in_core -= len(finished)
-        if self._in_core and not self._core.busy:
-            raise RolloutError(f"the core lost {self._in_core} requests; this is a defect")
+        self._num_in_core -= len(finished)
+        if self._num_in_core and not self._core.busy:
+            raise RolloutError(f"the core lost {self._num_in_core} requests; this is a defect")
         return finished
 
     def _must_yield(self) -> bool:
@@ -288,7 +288,8 @@ class NativeRollout(RequestEngine):
         waiting = self._arrivals or self._closed or self._notified or self._streaming
         return bool(waiting or self._submit_lock.locked())
 
-    def _stream(self) -> None:
+    def _post_new_tokens(self) -> None:
+        """Passes new tokens to the event loops of streaming requests."""
         with self._condition:
             streaming = list(self._streaming.values())
         for request in streaming:
@@ -296,6 +297,7 @@ class NativeRollout(RequestEngine):
                 call_in(request.awaited_future.get_loop(), _stream_tokens, request)
 
     def _deliver(self, finished: list[Request]) -> None:
+        """Posts the results; removes requests of closed event loops, as nothing awaits them."""
         self._remove_pending(_post_results(finished))
 
     def _remove_pending(self, requests: list[Request]) -> None:
@@ -305,13 +307,13 @@ class NativeRollout(RequestEngine):
                 self._streaming.pop(id(request), None)
 
     def _fail(self, error: BaseException) -> None:
-        """Fails every pending request with the cause and refuses later requests."""
+        """Fails every pending request with `error` as the cause and refuses later requests."""
         log.error("decoding stopped", exc_info=error)
         with self._condition:
             self._failure = self._failure or error
         self._fail_pending(decoding_failed(error))
         try:
-            self._core.abort()  # frees its requests and memory
+            self._core.abort()  # frees the core's requests and memory
         except Exception:
             log.exception("the core could not be emptied after decoding stopped")
 

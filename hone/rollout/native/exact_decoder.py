@@ -1,7 +1,7 @@
 """The forward of exact mode, which decoding, prefill and the trainer's log-probs share.
 
-All kernels are batch-invariant: their summation order does not depend on the batch. The backward pass
-recomputes each layer with the plain modules.
+All kernels are batch-invariant: their summation order does not depend on the batch. The backward
+pass recomputes each layer with the plain modules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
 from hone.ops.autograd import Context
 from hone.ops.decoder_halves import Norm
-from hone.ops.logprobs import Statistics, entropy_of, linear_log_probs
+from hone.ops.logprobs import Statistics, linear_log_probs, softmax_entropy
 from hone.ops.packing import PackedRows
 from hone.rollout.contract import RolloutError
 from hone.rollout.native.batch_state import BatchState
@@ -39,22 +39,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 TensorFunction = Callable[[Tensor], Tensor]
-FAMILIES = ("llama", "qwen2")
+EXACT_FAMILIES = ("llama", "qwen2")
 
 
 def check_exact_supported(config: PreTrainedConfig, path: str) -> None:
     """Raises if exact mode does not support the model, before it is loaded."""
     family = getattr(config, "model_type", "of unknown family")
-    if family not in FAMILIES:
+    if family not in EXACT_FAMILIES:
         raise RolloutError(
-            f"rollout.exact=true supports the families {' and '.join(FAMILIES)}, and {path} is {family}; "
-            "use rollout.exact=false, and read rollout_corr/* for the difference"
+            f"rollout.exact=true supports the model families {' and '.join(EXACT_FAMILIES)}, but "
+            f"{path} is {family}; use rollout.exact=false, and read rollout_corr/* for the "
+            "difference"
         )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds:
+    unsupported_layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if unsupported_layer_types:
         raise RolloutError(
-            f"rollout.exact=true supports full attention, and {path} has {', '.join(sorted(kinds))}; "
-            "use rollout.exact=false"
+            f"rollout.exact=true supports only full attention, but {path} has "
+            f"{', '.join(sorted(unsupported_layer_types))}; use rollout.exact=false"
         )
 
 
@@ -66,29 +67,29 @@ class ExactDecoder(JoinedDecoder):
         check_exact_supported(config, getattr(config, "_name_or_path", "") or "this model")
         if not (fits_decoder_layer(policy) and can_join(policy) and policy.plain_head):
             raise RolloutError(
-                "rollout.exact=true needs a plain model (whole parameters, no adapters, no hooks, "
-                "SiLU, fixed rotary table); use rollout.exact=false"
+                "rollout.exact=true needs a model with unsharded parameters, SiLU and a fixed "
+                "rotary table, without adapters and hooks; use rollout.exact=false"
             )
         weight = next(policy.parameters())
         if weight.device.type == "cpu" and weight.dtype != torch.float32:
             raise RolloutError(
-                f"rollout.exact=true on a CPU computes in float32, and the actor is {weight.dtype}; set "
-                "actor_rollout_ref.actor.fsdp_config.dtype=float32"
+                "rollout.exact=true on a CPU computes in float32, but the actor is "
+                f"{weight.dtype}; set actor_rollout_ref.actor.fsdp_config.dtype=float32"
             )
         super().__init__(policy)
         self._queries_per_tile = queries_per_tile(self._layers[0].heads, self._layers[0].kv_heads)
         self.kernels = kernels_for(self._embedding.device, exact=True)
 
-    def _read(self) -> None:
-        super()._read()
-        self._head: Tensor = self._policy.lm.get_output_embeddings().weight
+    def _read_parameters(self) -> None:
+        super()._read_parameters()
+        self._lm_head: Tensor = self._policy.lm.get_output_embeddings().weight
 
     # -- rollout ---------------------------------------------------------------------------------
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: ExactLayout) -> Tensor:
         x = F.embedding(ids, self._embedding).float()
         for index in range(len(self._layers)):
-            x = self._layer(index, positions, layout, x)
+            x = self._compute_layer(index, positions, layout, x)
         return self._apply_norm(self._norm, x)
 
     def decode_layout(self, cache: PagedCache, rows: BatchState) -> ExactLayout:
@@ -102,18 +103,20 @@ class ExactDecoder(JoinedDecoder):
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         device = self._embedding.device
         queries = segment_queries(starts, ends, blocks, self._queries_per_tile, device)
-        position, size = queries.position, cache.block_size
-        block = queries.block_table[queries.row, position // size].long()
-        return ExactLayout(cache, self.kernels, block * size + position % size, queries)
+        position, block_size = queries.position, cache.block_size
+        block = queries.block_table[queries.row, position // block_size].long()
+        return ExactLayout(cache, self.kernels, block * block_size + position % block_size, queries)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32
-        return self.kernels.linear(hidden, self._head, None, float32_out=True)
+        return self.kernels.linear(hidden, self._lm_head, None, float32_out=True)
 
     def _apply_norm(self, norm: Norm, x: Tensor) -> Tensor:
         return self.kernels.add_rms_norm(x, None, *norm)[0]
 
-    def _layer(self, index: int, positions: Tensor, layout: ExactLayout, x: Tensor) -> Tensor:
-        """Computes one decoder layer; the residual stream is float32."""
+    def _compute_layer(
+        self, index: int, positions: Tensor, layout: ExactLayout, x: Tensor
+    ) -> Tensor:
+        """Computes one decoder layer of the residual stream x, which is float32."""
         layer, kernels = self._layers[index], self.kernels
         q, _, _ = kernels.rope_store(
             kernels.linear(self._apply_norm(layer.norm_in, x), *layer.qkv),
@@ -122,7 +125,7 @@ class ExactDecoder(JoinedDecoder):
             layout.slots,
             layout.cache,
             layout.cache_layer(index),
-            keep_keys=False,
+            return_keys=False,
         )
         out = layout.attend(q, layer=index, scaling=layer.attention.scaling)
         x = x + kernels.linear(out.flatten(1), *layer.out)
@@ -132,26 +135,29 @@ class ExactDecoder(JoinedDecoder):
     # -- training --------------------------------------------------------------------------------
 
     def hidden_states(self, packed: PackedRows) -> Tensor:  # [N, d]
-        """Returns hidden states of the exact forward; their gradients are those of the plain modules."""
+        """Returns hidden states of the exact forward; the plain modules compute its gradients."""
         self.refresh()
-        responses = [n for _, n in packed.layout.children]
-        self.extend_rotary_table(max(packed.layout.root_lengths) + max(responses, default=0))
+        response_lengths = [n for _, n in packed.layout.children]
+        self.extend_rotary_table(max(packed.layout.root_lengths) + max(response_lengths, default=0))
         layer, positions = self._layers[0], packed.position_ids
         layout = TrainingLayout(
             packed, self.kernels, kv_heads=layer.kv_heads, head_dim=layer.head_dim,
-            block_size=BLOCK_SIZE, queries_per_tile=self._queries_per_tile, dtype=self._embedding.dtype,
+            block_size=BLOCK_SIZE, queries_per_tile=self._queries_per_tile,
+            dtype=self._embedding.dtype,
         )  # fmt: skip
         decoder = self._policy.decoder
         x = decoder.embed_tokens(packed.input_ids).float()
-        angles = decoder.rotary_emb(x[None].to(self._embedding.dtype), positions[None])
+        cos_sin = decoder.rotary_emb(x[None].to(self._embedding.dtype), positions[None])
 
-        def plain(module: nn.Module, x: Tensor) -> Tensor:
-            out = module(x[None], position_embeddings=angles, layout=packed.layout)
+        def run_module(module: nn.Module, x: Tensor) -> Tensor:
+            out = module(x[None], position_embeddings=cos_sin, layout=packed.layout)
             return (out[0] if isinstance(out, tuple) else out)[0]
 
         for index, module in enumerate(decoder.layers):
-            exact = partial(self._layer, index, positions, layout)
-            x = _ExactForward.apply(exact, partial(plain, module), x, *module.parameters())
+            exact_layer = partial(self._compute_layer, index, positions, layout)
+            x = _ExactForward.apply(
+                exact_layer, partial(run_module, module), x, *module.parameters()
+            )
         return _ExactForward.apply(
             partial(self._apply_norm, self._norm), decoder.norm, x, decoder.norm.weight
         )
@@ -159,43 +165,51 @@ class ExactDecoder(JoinedDecoder):
     def log_probs(
         self, hidden: Tensor, target: Tensor, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
-        """Returns exact log-probs [N] of the targets, and entropies [N]."""
-        # A float32 division, as in the rollout's batch state.
-        inverse = float(np.float32(1.0) / np.float32(temperature))
+        """Returns the exact log-probs [N] of the targets, and the entropies [N]."""
+        # Divided in float32, as in the rollout's batch state, so that both are equal.
+        inverse_temperature = float(np.float32(1.0) / np.float32(temperature))
         return linear_log_probs(
             hidden,
             self._policy.lm.get_output_embeddings().weight,
             target,
             temperature=temperature,
             with_entropy=with_entropy,
-            statistics=partial(self._statistics, inverse=inverse, with_entropy=with_entropy),
+            compute_statistics=partial(
+                self._statistics, inverse_temperature=inverse_temperature, with_entropy=with_entropy
+            ),
         )
 
     def _statistics(
-        self, hidden: Tensor, target: Tensor, *, inverse: float, with_entropy: bool
+        self, hidden: Tensor, target: Tensor, *, inverse_temperature: float, with_entropy: bool
     ) -> Statistics:
         logits = self.logits(hidden)
-        scales = torch.full((len(logits),), inverse, dtype=torch.float32, device=logits.device)
-        log_prob = self.kernels.log_probs_of(logits, target, scales)
-        z = logits.mul_(inverse)
+        inverse_temperatures = torch.full(
+            (len(logits),), inverse_temperature, dtype=torch.float32, device=logits.device
+        )
+        log_prob = self.kernels.token_log_probs(logits, target, inverse_temperatures)
+        z = logits.mul_(inverse_temperature)
         if z.is_cuda:
             from hone.ops.logprobs_triton import logit_statistics
 
             return log_prob, *logit_statistics(z, torch.zeros_like(target), 1.0, with_entropy)[1:]
-        norm = torch.logsumexp(z, -1)
-        return log_prob, norm, entropy_of(z, norm) if with_entropy else torch.zeros_like(norm)
+        lse = torch.logsumexp(z, -1)
+        return log_prob, lse, softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse)
 
 
 class _ExactForward(torch.autograd.Function):
-    """The forward of `exact` with the backward of `plain`."""
+    """Computes the forward with `exact_forward` and the backward with `plain_forward`."""
 
     @staticmethod
     def forward(
-        ctx: Context, exact: TensorFunction, plain: TensorFunction, x: Tensor, *parameters: Tensor
+        ctx: Context,
+        exact_forward: TensorFunction,
+        plain_forward: TensorFunction,
+        x: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
-        ctx.plain = plain
+        ctx.plain_forward = plain_forward
         ctx.save_for_backward(x, *parameters)
-        return exact(x)
+        return exact_forward(x)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -203,7 +217,7 @@ class _ExactForward(torch.autograd.Function):
         x = x.detach().requires_grad_()
         inputs = [x, *(p for p in parameters if p.requires_grad)]
         with torch.enable_grad():
-            out = ctx.plain(x)
+            out = ctx.plain_forward(x)
             input_grads = iter(torch.autograd.grad(out, inputs, grads[0].to(out.dtype)))
         x_grad = next(input_grads)
         return (

@@ -26,25 +26,28 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 32
 """Rows per call: enough to use the CPU well, few enough to waste little in a small batch."""
 _KEY_MULTIPLE = 64
-"""A query reads a multiple of this many slots; slots after its position are masked."""
+"""A query reads a multiple of this many keys; keys after its position are masked."""
 _HEAD_MULTIPLE = 8
-"""Query heads are padded to a multiple of this: smaller products round by memory alignment."""
+"""Query heads are padded to a multiple of this, because the rounding of smaller products depends
+on memory alignment."""
 _SERIAL_ELEMENTS = 32768
 """Elements per elementwise call: few enough that torch uses one thread."""
 _VECTOR_ELEMENTS = 32
 """Elements per vector register; a remainder would be computed by another formula."""
 
 
-def map_row_chunks(compute: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """Applies `compute` to chunks of `CHUNK_ROWS` rows of each tensor and concatenates the results."""
-    count = len(rows[0])
-    padding = -count % CHUNK_ROWS
+def map_row_chunks(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Applies `compute` to chunks of `CHUNK_ROWS` rows of the tensors; concatenates the results."""
+    num_rows = len(tensors[0])
+    padding = -num_rows % CHUNK_ROWS
     if padding:
-        rows = tuple(torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) for x in rows)
-    parts = [compute(*pieces) for pieces in zip(*(x.split(CHUNK_ROWS) for x in rows), strict=True)]
+        tensors = tuple(torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) for x in tensors)
+    parts = [
+        compute(*chunks) for chunks in zip(*(x.split(CHUNK_ROWS) for x in tensors), strict=True)
+    ]
     if not parts:
-        return compute(*(x.new_zeros(CHUNK_ROWS, *x.shape[1:]) for x in rows))[:0]
-    return torch.cat(parts)[:count] if len(parts) > 1 else parts[0][:count]
+        return compute(*(x.new_zeros(CHUNK_ROWS, *x.shape[1:]) for x in tensors))[:0]
+    return torch.cat(parts)[:num_rows] if len(parts) > 1 else parts[0][:num_rows]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> Tensor:
@@ -81,22 +84,26 @@ def query_attention(
     *,
     scaling: float,
 ) -> Tensor:
-    """Computes attention of each query over its row, up to its position.
+    """Returns the attention of each query over its row of the block table, up to its position.
 
-    One call computes the queries that read the same number of slots. Each query is a separate batch item,
-    so its sums do not depend on the other queries.
+    One call computes the queries that read the same number of keys. Each query is a separate batch
+    item, so its sums do not depend on the other queries.
     """
     out = torch.empty_like(q)
     buckets = queries.position // _KEY_MULTIPLE
     for bucket in buckets.unique().tolist():
-        indices = (buckets == bucket).nonzero().flatten()
-        rows = queries.row[indices]
+        query_indices = (buckets == bucket).nonzero().flatten()
+        rows = queries.row[query_indices]
         if len(rows.unique()) == len(rows):  # decoding: one query per row
-            out[indices] = _attend(q, cache, layer, queries, indices, rows, bucket, scaling)
+            out[query_indices] = _attend(
+                q, cache, layer, queries, query_indices, rows, bucket, scaling
+            )
             continue
         for row in rows.unique():
-            in_row = indices[rows == row]
-            out[in_row] = _attend(q, cache, layer, queries, in_row, row[None], bucket, scaling)
+            row_query_indices = query_indices[rows == row]
+            out[row_query_indices] = _attend(
+                q, cache, layer, queries, row_query_indices, row[None], bucket, scaling
+            )
     return out
 
 
@@ -105,27 +112,27 @@ def _attend(
     cache: PagedCache,
     layer: int,
     queries: Queries,
-    indices: Tensor,
+    query_indices: Tensor,
     rows: Tensor,
     bucket: int,
     scaling: float,
 ) -> Tensor:
-    width, size, d = (bucket + 1) * _KEY_MULTIPLE, cache.block_size, cache.head_dim
-    num_blocks = min(width // size, queries.block_table.shape[1])
+    num_keys, block_size, d = (bucket + 1) * _KEY_MULTIPLE, cache.block_size, cache.head_dim
+    num_blocks = min(num_keys // block_size, queries.block_table.shape[1])
     blocks = queries.block_table[rows, :num_blocks]
-    blocks = F.pad(blocks, (0, width // size - num_blocks))  # the null block is masked
-    keys, values = (x.expand(len(indices), -1, -1, -1) for x in cache.gather(layer, blocks))
-    bias = as_bias(queries.position[indices][:, None] >= torch.arange(width), q.dtype)
-    grouped = q[indices].reshape(len(indices), cache.kv_heads, -1, d)
-    heads = grouped.shape[2]
+    blocks = F.pad(blocks, (0, num_keys // block_size - num_blocks))  # the null block is masked
+    keys, values = (x.expand(len(query_indices), -1, -1, -1) for x in cache.gather(layer, blocks))
+    bias = as_bias(queries.position[query_indices][:, None] >= torch.arange(num_keys), q.dtype)
+    grouped = q[query_indices].reshape(len(query_indices), cache.kv_heads, -1, d)
+    heads_per_group = grouped.shape[2]
     out = F.scaled_dot_product_attention(
-        F.pad(grouped, (0, 0, 0, -heads % _HEAD_MULTIPLE)),
+        F.pad(grouped, (0, 0, 0, -heads_per_group % _HEAD_MULTIPLE)),
         keys,
         values,
         attn_mask=bias[:, None, None],
         scale=scaling,
     )
-    return out[:, :, :heads].reshape(len(indices), -1, d)
+    return out[:, :, :heads_per_group].reshape(len(query_indices), -1, d)
 
 
 def log_softmax(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
@@ -135,7 +142,7 @@ def log_softmax(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
     )
 
 
-def log_probs_of(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:
+def token_log_probs(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:
     """Returns log p of one token per row."""
     log_p = log_softmax(logits, inverse_temperature)
     return log_p.gather(-1, tokens[:, None]).squeeze(-1)

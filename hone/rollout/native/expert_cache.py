@@ -1,4 +1,4 @@
-"""Records the routed experts of every token by cache slot, so that prefix-cache hits have them too."""
+"""Records routed experts by cache slot, so that tokens of prefix-cache hits have experts too."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ExpertCache:
     """The routed experts of all slots of a paged cache: [blocks, block_size, layers, k]."""
 
     def __init__(
-        self, routing: Routing, blocks: int, block_size: int, device: torch.device
+        self, routing: Routing, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
         self._block_size, self._device = block_size, device
-        shape = (blocks, block_size, routing.layers, routing.top_k)
+        shape = (num_blocks, block_size, routing.layers, routing.top_k)
         self._memory = torch.zeros(shape, dtype=DTYPE, device=device)
         self._slots = self._memory.flatten(0, 1)
 
@@ -35,15 +35,15 @@ class ExpertCache:
             source = send(torch.tensor(sources), self._device)
             self._memory[target] = self._memory[source]
 
-    def read(self, blocks: Sequence[int], tokens: int) -> Tensor:
-        """Returns the experts [tokens, layers, k] of the first tokens of a sequence, on the CPU."""
-        count = -(-tokens // self._block_size)
-        used_blocks = send(torch.tensor(list(blocks[:count])), self._device)
-        return self._memory[used_blocks].flatten(0, 1)[:tokens].cpu()
+    def read(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
+        """Returns the experts [num_tokens, layers, k] of a sequence's first tokens, on the CPU."""
+        num_blocks = -(-num_tokens // self._block_size)
+        block_ids = send(torch.tensor(list(blocks[:num_blocks])), self._device)
+        return self._memory[block_ids].flatten(0, 1)[:num_tokens].cpu()
 
 
 class RecordingDecoder(ModuleDecoder):
-    """Runs the policy's modules and writes the experts of every token to the cache."""
+    """Runs the policy's modules and writes the routed experts of every token to the cache."""
 
     def __init__(self, policy: PolicyModel, cache: ExpertCache) -> None:
         super().__init__(policy)

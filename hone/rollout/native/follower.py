@@ -11,7 +11,7 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError, TokenOutput
 from hone.rollout.native.engine import Core
 from hone.rollout.native.peers import Command, Peers
-from hone.rollout.native.replica import TRAITS, Replica
+from hone.rollout.native.replica import SHARDED_TRAITS, Replica
 from hone.rollout.requests import Request, RequestEngine
 from hone.rollout.weights import load_weights
 
@@ -19,18 +19,18 @@ from hone.rollout.weights import load_weights
 class FollowerRollout(RequestEngine):
     """The engine of a rank above 0: `drive` executes commands until rank 0 releases or closes it.
 
-    Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the update, and
-    `drive` executes no step before `commit`.
+    Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the
+    update, and `drive` executes no step before `commit`.
     """
 
     name = "native"
-    traits = TRAITS
+    traits = SHARDED_TRAITS
 
     def __init__(self, core: Core, peers: Peers) -> None:
         super().__init__(core.rules)
         self._replica, self._peers = Replica(core), peers
         self._condition = threading.Condition()
-        # The number of updates that rank 0 has begun, that this rank has begun, and that it has ended.
+        # The numbers of updates that rank 0 has begun, and that this rank has begun and has ended.
         self._updates_announced = self._updates_begun = self._updates_ended = 0
         self._update_error: str | None = None
         self._is_driven = False
@@ -41,8 +41,8 @@ class FollowerRollout(RequestEngine):
 
     async def _decode_request(self, request: Request) -> TokenOutput:
         raise RolloutError(
-            f"request {request.request_id} was sent to rank {self._peers.rank} of {self._peers.size} "
-            "tensor-parallel ranks; send requests to rank 0"
+            f"request {request.request_id} was sent to rank {self._peers.rank} of "
+            f"{self._peers.size} tensor-parallel ranks; send requests to rank 0"
         )
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None: ...
@@ -60,7 +60,7 @@ class FollowerRollout(RequestEngine):
             self._raise_if_stopped()
             self._updates_begun += 1
             while self._updates_announced < self._updates_begun:
-                if self._is_driven and not self._update_pending:  # `drive` receives
+                if self._is_driven and not self._update_pending:  # `drive` receives the commands
                     self._wait_for_announcement()
                 else:
                     self._execute_all(self._receive())
@@ -90,7 +90,7 @@ class FollowerRollout(RequestEngine):
             self._condition.notify_all()
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """Executes the commands of rank 0, which decides when this ends; `until` is ignored."""
+        """Executes the commands of rank 0 until a command ends this call; `until` is ignored."""
         with self._condition:
             self._raise_if_stopped()
             self._is_driven = True
@@ -124,21 +124,26 @@ class FollowerRollout(RequestEngine):
         self._raise_if_stopped()
 
     def _wait_for_update(self) -> None:
-        """Waits until this rank's worker has ended the update, whose transfer has the same timeout."""
-        limit_s = 2 * self._peers.timeout_s
-        if not self._condition.wait_for(lambda: self._stopped or not self._update_pending, limit_s):
-            with self._end_group_on_error():
+        """Waits until this rank's worker has ended the update.
+
+        The transfer of the weights alone may take one timeout, so this wait takes up to two.
+        """
+        timeout_s = 2 * self._peers.timeout_s
+        if not self._condition.wait_for(
+            lambda: self._stopped or not self._update_pending, timeout_s
+        ):
+            with self._close_group_on_error():
                 raise RolloutError(
-                    f"a weight update did not end on this rank within {limit_s:g} s "
+                    f"a weight update did not end on this rank within {timeout_s:g} s "
                     "(twice actor_rollout_ref.nccl_timeout)"
                 )
 
     def _receive(self) -> list[Command]:
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             return self._peers.receive()
 
     def _execute_all(self, commands: Iterable[Command]) -> None:
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             for command in commands:
                 self._execute(command)
 
@@ -152,7 +157,7 @@ class FollowerRollout(RequestEngine):
             self._replica.execute(command)
 
     @contextmanager
-    def _end_group_on_error(self) -> Iterator[None]:
+    def _close_group_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:

@@ -1,8 +1,8 @@
 """The decoder forward on a GPU, with eight kernels per layer.
 
-The query, key and value weights of the policy are joined into one tensor, the gate and up weights into
-another, and the module's parameters become views of them. So each group is one matrix product, and there is
-no copy to update.
+The query, key and value weights of the policy are joined into one tensor, the gate and up weights
+into another, and the module's parameters become views of these tensors. So each joined weight is
+one matrix product, and there is no copy to update.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class JoinedDecoder:
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._cos = self._sin = torch.empty(0)  # [W, D]
-        self._old_rotary_tables: list[
-            Tensor
-        ] = []  # old rotary tables that captured graphs still read
-        self._read()
+        # Captured graphs still read the tables that `extend_rotary_table` has replaced.
+        self._old_rotary_tables: list[Tensor] = []
+        self._read_parameters()
 
     def refresh(self) -> None:
         """Reads the parameters again if their memory has moved."""
         if self._addresses != self._policy.addresses():
-            self._read()
+            self._read_parameters()
 
     @torch.no_grad()
-    def _read(self) -> None:
+    def _read_parameters(self) -> None:
         decoder = self._policy.decoder
         # Parameters created in inference mode could not be trained.
         with torch.inference_mode(False):
             self._layers: list[DecoderLayer[Linear, Norm]] = [
-                read_layer(layer, join=_join_linears, norm=_norm) for layer in decoder.layers
+                read_layer(layer, join=_join_linears, norm=_norm_parameters)
+                for layer in decoder.layers
             ]
         self._embedding: Tensor = decoder.embed_tokens.weight
-        self._norm = _norm(decoder.norm)
+        self._norm = _norm_parameters(decoder.norm)
         self._addresses = self._policy.addresses()
 
     @torch.no_grad()
@@ -81,7 +81,7 @@ class FusedDecoder(JoinedDecoder):
                 n.weight if n is not None else None for n in (layer.q_norm, layer.k_norm)
             )
             rotary = RotaryTable(self._cos, self._sin, q_norm, k_norm, self._norm.eps)
-            out = layout.attend_joined(F.linear(h, *layer.qkv), rotary, layer.attention)
+            out = layout.attend_qkv(F.linear(h, *layer.qkv), rotary, layer.attention)
             h, residual = kernels.add_rms_norm(
                 self._residual_term(out.flatten(1), *layer.out), residual, *layer.norm_mlp
             )
@@ -95,21 +95,21 @@ class FusedDecoder(JoinedDecoder):
         return F.embedding(ids, self._embedding)
 
     def _residual_term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns a term of the residual stream in float32, not rounded to 16 bits, as in training."""
+        """Returns a term of the residual stream; without bias it is float32, as in training."""
         return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
-def _norm(module: NormModule) -> Norm:
+def _norm_parameters(module: NormModule) -> Norm:
     return Norm(module.weight, module.variance_epsilon)
 
 
 def _join_linears(modules: Sequence[nn.Linear]) -> Linear:
-    """Joins the modules into one weight and bias; their parameters become views of it."""
+    """Returns one joined weight and bias; the modules' parameters become views of them."""
     first = modules[0]
     if len(modules) == 1:
         return Linear(first.weight, first.bias)
     biases = [m.bias for m in modules if m.bias is not None]
-    assert len(biases) in (0, len(modules)), "all joined modules have a bias, or none has"
+    assert len(biases) in (0, len(modules)), "either all joined modules have a bias or none has"
     return Linear(
         _join_parameters([m.weight for m in modules]), _join_parameters(biases) if biases else None
     )
@@ -117,12 +117,12 @@ def _join_linears(modules: Sequence[nn.Linear]) -> Linear:
 
 def _join_parameters(parameters: Sequence[Tensor]) -> Tensor:
     first = parameters[0].detach()
-    adjacent = all(
+    are_adjacent = all(
         b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
         and b.data_ptr() == a.data_ptr() + a.nbytes
         for a, b in itertools.pairwise(parameters)
     )
-    if adjacent:
+    if are_adjacent:
         rows = sum(len(p) for p in parameters)
         return first.as_strided((rows, *first.shape[1:]), first.stride())
     joined = torch.cat([p.detach() for p in parameters])
@@ -135,7 +135,7 @@ def _join_parameters(parameters: Sequence[Tensor]) -> Tensor:
 def can_join(policy: PolicyModel) -> bool:
     """Whether the parameters are plain tensors whose memory may be moved.
 
-    FSDP2 owns the memory of its parameters, also while they are gathered.
+    FSDP2 owns the memory of its parameters, even while they are gathered.
     """
     if any(hasattr(module, "unshard") for module in policy.modules()):
         return False

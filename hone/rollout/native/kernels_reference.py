@@ -1,6 +1,6 @@
 """Reference implementations of the GPU kernels in torch.
 
-CPU tests run them, GPU tests compare the Triton kernels of the same names with them.
+CPU tests run these functions; GPU tests compare them with the Triton kernels of the same names.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 def kernels_for(device: torch.device, *, exact: bool = False) -> ModuleType:
     """Returns the kernel module of a device: Triton on a GPU, the torch reference elsewhere."""
-    module = "exact" if exact else "kernels"
+    prefix = "exact" if exact else "kernels"
     backend = "triton" if device.type == "cuda" else "reference"
-    return importlib.import_module(f"hone.rollout.native.{module}_{backend}")
+    return importlib.import_module(f"hone.rollout.native.{prefix}_{backend}")
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines per position, and the query and key norms applied before the rotation."""
+    """Cosines and sines per position, and the norms of queries and keys before the rotation."""
 
-    cos: Tensor  # [W, D]
+    cos: Tensor  # [positions, D]
     sin: Tensor
-    q_norm: Tensor | None = None
+    q_norm: Tensor | None = None  # [D] weight
     k_norm: Tensor | None = None
     eps: float = 0.0
 
@@ -44,7 +44,7 @@ def add_rms_norm(
     weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the norm of `x + residual` in the weight's dtype, and the sum in float32."""
+    """Returns `x + residual` normalized, in the weight's dtype, and the sum itself in float32."""
     total = x if residual is None else x.float() + residual
     normed = F.rms_norm(total.float(), weight.shape, weight.float(), eps)
     return normed.to(weight.dtype), total
@@ -63,9 +63,12 @@ def rope_store(
     cache: PagedCache,
     layer: int,
     *,
-    keep_keys: bool,
+    return_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotated queries, rotated keys and values, and writes keys and values into the cache."""
+    """Returns rotated queries, rotated keys and values; writes keys and values into the cache.
+
+    The GPU kernel returns no keys unless `return_keys`.
+    """
     kv, d = cache.kv_heads, cache.head_dim
     q, k, v = qkv.unflatten(1, (-1, d)).split([qkv.shape[1] // d - 2 * kv, kv, kv], 1)
     if rotary.q_norm is not None and rotary.k_norm is not None:
@@ -73,11 +76,11 @@ def rope_store(
         k = F.rms_norm(k, (d,), rotary.k_norm, rotary.eps)
     cos, sin = rotary.cos[positions][:, None], rotary.sin[positions][:, None]
     q, k = (x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin for x in (q, k))
-    store(k, v, slots, cache, layer)
+    store_kv(k, v, slots, cache, layer)
     return q, k, v
 
 
-def store(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) -> None:
+def store_kv(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int) -> None:
     """Writes keys and values [N, KV, D] into their slots."""
     keys, values = cache.layer(layer)
     block, offset = slots // cache.block_size, slots % cache.block_size
@@ -94,10 +97,13 @@ def decode_attention(
     *,
     splits: int,
 ) -> Tensor:
-    """Computes attention of one query per sequence over its block table, including its own key."""
+    """Computes attention of one query per sequence over its block table, including its own key.
+
+    The GPU kernel divides the keys of a sequence into `splits` parts, which run in parallel.
+    """
     rows, heads, d = q.shape
-    width = int(positions.max()) // cache.block_size + 1
-    keys, values = cache.gather(options.layer, block_table[:, :width])
+    num_blocks = int(positions.max()) // cache.block_size + 1
+    keys, values = cache.gather(options.layer, block_table[:, :num_blocks])
     distance = positions[:, None] - torch.arange(keys.shape[2], device=q.device)
     visible = is_visible(distance, options.window)[:, None, None]
     queries = q.reshape(rows, cache.kv_heads, -1, d)
@@ -126,7 +132,7 @@ def rope_attention(
     splits: int,
 ) -> Tensor:
     """Rotates one new token per sequence, writes its key and value, and computes its attention."""
-    q, _, _ = rope_store(qkv, rotary, positions, slots, cache, options.layer, keep_keys=False)
+    q, _, _ = rope_store(qkv, rotary, positions, slots, cache, options.layer, return_keys=False)
     return decode_attention(q, cache, block_table, positions, options, splits=splits)
 
 
@@ -136,28 +142,28 @@ def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
     sample_from(torch.log_softmax(z, -1), z.argmax(-1), rows, block_size)
 
 
-def sample_from(log_p: Tensor, best: Tensor, rows: BatchState, block_size: int) -> None:
-    """Samples from log_p [R, V] by inverse CDF, or `best` [R] in greedy rows, and advances the rows."""
+def sample_from(log_p: Tensor, greedy_token: Tensor, rows: BatchState, block_size: int) -> None:
+    """Samples from log_p [R, V], or `greedy_token` in greedy rows, and advances the rows."""
     cumulative = log_p.exp().cumsum(-1)
     threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
-    token = torch.where(rows.greedy != 0, best, token.clamp(max=log_p.shape[-1] - 1))
+    token = torch.where(rows.greedy != 0, greedy_token, token.clamp(max=log_p.shape[-1] - 1))
     advance(token, log_p.gather(-1, token[:, None]).squeeze(-1), rows, block_size)
 
 
 def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int) -> None:
-    """Writes sampled tokens and advances their rows, except finished rows."""
-    running = (rows.finished == 0).nonzero().flatten()
-    index = rows.count[running]
-    rows.tokens_out[running, index] = tokens[running].to(rows.tokens_out.dtype)
-    rows.log_probs_out[running, index] = log_probs[running]
-    rows.count[running] += 1
-    stopped = (rows.stop_ids[running] == tokens[running, None]).any(1)
-    position = rows.position[running] + 1
-    finished = stopped | (position + 1 >= rows.limit[running])
-    rows.finished[running] = finished.long()
-    advancing, position = running[~finished], position[~finished]
-    rows.token[advancing] = tokens[advancing]
-    rows.position[advancing] = position
-    block = rows.block_table[advancing, position // block_size].long()
-    rows.slot[advancing] = block * block_size + position % block_size
+    """Writes the sampled tokens and advances the rows; finished rows are unchanged."""
+    running_rows = (rows.finished == 0).nonzero().flatten()
+    index = rows.num_sampled[running_rows]
+    rows.tokens_out[running_rows, index] = tokens[running_rows].to(rows.tokens_out.dtype)
+    rows.log_probs_out[running_rows, index] = log_probs[running_rows]
+    rows.num_sampled[running_rows] += 1
+    stopped = (rows.stop_ids[running_rows] == tokens[running_rows, None]).any(1)
+    position = rows.position[running_rows] + 1
+    finished = stopped | (position + 1 >= rows.max_length[running_rows])
+    rows.finished[running_rows] = finished.long()
+    advancing_rows, position = running_rows[~finished], position[~finished]
+    rows.token[advancing_rows] = tokens[advancing_rows]
+    rows.position[advancing_rows] = position
+    block = rows.block_table[advancing_rows, position // block_size].long()
+    rows.slot[advancing_rows] = block * block_size + position % block_size

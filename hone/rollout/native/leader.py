@@ -1,6 +1,6 @@
-"""The native engine of rank 0 of several tensor-parallel ranks: it schedules, and the other ranks follow.
+"""The native engine of tensor-parallel rank 0, which schedules for all ranks.
 
-Requests arrive only here. Each change of the core is also a command to the other ranks.
+Requests arrive only here. Each change of the core is also sent to the other ranks as a command.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError
 from hone.rollout.native.engine import Core, NativeRollout
 from hone.rollout.native.peers import Command, Peers
-from hone.rollout.native.replica import TRAITS, Replica
+from hone.rollout.native.replica import SHARDED_TRAITS, Replica
 from hone.rollout.requests import Request, select
 
 _HEARTBEATS_PER_TIMEOUT = 4
-"""While it decodes, rank 0 sends at least this many commands per timeout."""
+"""In `drive`, rank 0 sends at least this many commands per timeout, so that no rank times out."""
 
 
 class LeaderCore:
     """The core of rank 0, which executes each command and sends it to the other ranks.
 
-    The inner core works on copies of the requests, which share their token lists. So a cancellation takes
-    effect on all ranks at the same step.
+    The inner core works on copies of the requests, which share the token lists with them. So a
+    cancellation takes effect on all ranks at the same step.
     """
 
     def __init__(self, core: Core, peers: Peers) -> None:
@@ -33,8 +33,8 @@ class LeaderCore:
         self.policy, self.rules = core.policy, core.rules
         self._requests: dict[int, Request] = {}  # the engine's requests by number
         self._last_number = 0
-        self._unsent: list[Command] = []
-        """Commands executed here and not yet sent: between two calls of `drive` no other rank listens."""
+        self._unsent_commands: list[Command] = []
+        """Commands executed here and not yet sent; the other ranks listen only in `drive`."""
         self.failed = False
 
     @property
@@ -43,7 +43,7 @@ class LeaderCore:
 
     @version.setter
     def version(self, version: int) -> None:
-        self._execute_on_all("version", version=version)
+        self._execute_and_queue("version", version=version)
 
     @property
     def busy(self) -> bool:
@@ -58,8 +58,8 @@ class LeaderCore:
         )
         sampling = asdict(request.sampling)
         arguments = {"number": number, "prompt": request.prompt_ids, "sampling": sampling}
-        self._unsent.append({"do": "add", **arguments})
-        with self._end_group_on_error():
+        self._unsent_commands.append({"do": "add", **arguments})
+        with self._close_group_on_error():
             self._replica.add(number, copy)
 
     def step(self, must_yield: Callable[[], bool]) -> list[Request]:
@@ -69,54 +69,54 @@ class LeaderCore:
         ]
         command: Command = {"do": "step", "cancelled": cancelled, "checksum": replica.checksum()}
         self.send(command)
-        with self._end_group_on_error():
+        with self._close_group_on_error():
             return [self._finish(n, copies[n]) for n in replica.execute(command)]
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
         numbers = [n for n, request in self._requests.items() if select([request], request_ids)]
         copies = dict(self._replica.requests)
         command: Command = {"do": "abort", "numbers": numbers}
-        self._unsent.append(command)
-        with self._end_group_on_error():
+        self._unsent_commands.append(command)
+        with self._close_group_on_error():
             return [self._finish(n, copies[n]) for n in self._replica.execute(command)]
 
     def free_cache(self) -> None:
-        self._execute_on_all("free_cache")
+        self._execute_and_queue("free_cache")
 
     def invalidate(self) -> None:
-        self._execute_on_all("invalidate")
+        self._execute_and_queue("invalidate")
 
     def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return self._replica.policy.shards(weights)
 
-    def _execute_on_all(self, kind: str, **arguments: int) -> None:
-        """Executes a command without result on all ranks."""
+    def _execute_and_queue(self, kind: str, **arguments: int) -> None:
+        """Executes a command that finishes no request, and queues it for the other ranks."""
         command: Command = {"do": kind, **arguments}
-        self._unsent.append(command)
-        with self._end_group_on_error():
+        self._unsent_commands.append(command)
+        with self._close_group_on_error():
             self._replica.execute(command)
 
     def send(self, command: Command) -> None:
         """Sends the unsent commands and this one; the other ranks must be listening."""
-        commands, self._unsent = [*self._unsent, command], []
-        with self._end_group_on_error():
+        commands, self._unsent_commands = [*self._unsent_commands, command], []
+        with self._close_group_on_error():
             self._peers.send(commands)
 
     def fail(self, error: BaseException) -> None:
-        """Ends all ranks after an error outside the core."""
+        """Closes the group of ranks after an error outside the core."""
         if not self.failed:
             self.failed = True
             self._peers.fail(error)
 
     def _finish(self, number: int, copy: Request) -> Request:
-        """Removes and returns the request of a finished copy."""
+        """Removes and returns the request whose copy has finished."""
         request = self._requests.pop(number)
         request.stop_reason, request.cached_tokens = copy.stop_reason, copy.cached_tokens
         return request
 
     @contextmanager
-    def _end_group_on_error(self) -> Iterator[None]:
-        """Ends all ranks if the block raises."""
+    def _close_group_on_error(self) -> Iterator[None]:
+        """Closes the group of ranks if the block raises."""
         try:
             yield
         except BaseException as error:
@@ -132,7 +132,7 @@ class LeaderCore:
 class LeaderRollout(NativeRollout):
     """The engine of rank 0."""
 
-    traits = TRAITS
+    traits = SHARDED_TRAITS
 
     def __init__(self, core: Core, peers: Peers) -> None:
         super().__init__(core)
@@ -161,7 +161,7 @@ class LeaderRollout(NativeRollout):
     async def close(self) -> None:
         await super().close()
         with suppress(RolloutError):  # the other ranks may have gone
-            self._send_once("close")
+            self._send_final("close")
 
     def _fail(self, error: BaseException) -> None:
         super()._fail(error)
@@ -169,22 +169,23 @@ class LeaderRollout(NativeRollout):
 
     def release(self) -> None:
         """Ends `drive` on the other ranks."""
-        self._send_once("release")
+        self._send_final("release")
 
-    def _send_once(self, command: str) -> None:
+    def _send_final(self, command: str) -> None:
+        """Sends a command that ends `drive` on the other ranks, if they are listening."""
         with self._between_steps():
-            leads, self._followers_listen = self._followers_listen, False
-            # In an update the other ranks do not listen.
-            if leads and not (self._leader_core.failed or self._update.in_progress):
+            were_listening, self._followers_listen = self._followers_listen, False
+            # The other ranks do not listen during an update.
+            if were_listening and not (self._leader_core.failed or self._update.in_progress):
                 self._leader_core.send({"do": command})
 
     def _wait_for_work(self) -> bool:
         while True:
             with self._condition:
-                awake = self._condition.wait_for(
+                has_work = self._condition.wait_for(
                     lambda: self._stopped or self._notified or self._can_decode, self._heartbeat_s
                 )
-                if awake:
+                if has_work:
                     notified, self._notified = self._notified, False
                     return not (self._stopped or notified)
             with self._between_steps():

@@ -1,7 +1,8 @@
-"""The paged key-value cache: the block pool with its prefix cache, and the tensor that stores the blocks.
+"""The paged key-value cache: the block pool with its prefix cache, and the tensor of all blocks.
 
-Blocks are reference-counted, so the sequences of a group share the full blocks of their prompt. Full blocks
-are inserted into the prefix cache, keyed by tokens, for later turns and later samples of the same prompt.
+Blocks are reference-counted, so the sequences of a group share the full blocks of their prompt.
+Full blocks are inserted into the prefix cache, keyed by tokens, for later turns and later samples
+of the same prompt.
 """
 
 from __future__ import annotations
@@ -20,71 +21,74 @@ from hone.rollout.contract import RolloutError
 
 NULL_BLOCK = 0
 """The block that empty rows of a batch write to; it belongs to no sequence."""
-_Key = tuple[int, bytes]
+_BlockKey = tuple[int, bytes]
 """The content id of the preceding block, and the tokens of this block."""
-_ROOT = -1
+_ROOT_CONTENT = -1
+"""The content id before the first block of a sequence."""
 
 
 class BlockPool:
     """Allocates blocks; released blocks stay in the prefix cache until they are evicted."""
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self._free = list(range(blocks - 1, NULL_BLOCK, -1))
-        self._references = [0] * blocks
+        self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._reference_counts = [0] * num_blocks
         self._evictable: OrderedDict[int, None] = OrderedDict()  # unreferenced, oldest first
-        self._block_of: dict[_Key, int] = {}
-        self._key_of: dict[int, _Key] = {}
-        self._content_of: dict[int, int] = {}  # a unique content id per cached block
-        self._num_contents = 0
-        self._deferred: list[tuple[Sequence[int], Sequence[int]]] = []  # see release_cached
+        self._block_by_key: dict[_BlockKey, int] = {}
+        self._key_by_block: dict[int, _BlockKey] = {}
+        self._content_by_block: dict[int, int] = {}  # a unique content id per cached block
+        self._last_content_id = 0
+        self._deferred_releases: list[tuple[Sequence[int], Sequence[int]]] = []
+        """The arguments of `insert_and_release` calls that are not executed yet."""
 
     @property
-    def available(self) -> int:
+    def num_available(self) -> int:
         """The number of blocks that can be allocated."""
-        self._release_deferred()
+        self._run_deferred_releases()
         return len(self._free) + len(self._evictable)
 
     def allocate(self, count: int) -> list[int]:
-        """Returns `count` blocks with one reference each; the caller must check `available`."""
-        self._release_deferred()
+        """Returns `count` blocks with one reference each; the caller must check `num_available`."""
+        self._run_deferred_releases()
         blocks = []
         for _ in range(count):
             if self._free:
                 block = self._free.pop()
             else:
                 block, _ = self._evictable.popitem(last=False)
-                del self._block_of[self._key_of.pop(block)]
-                del self._content_of[block]
-            self._references[block] = 1
+                del self._block_by_key[self._key_by_block.pop(block)]
+                del self._content_by_block[block]
+            self._reference_counts[block] = 1
             blocks.append(block)
         return blocks
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Adds one reference to each block."""
         for block in blocks:
-            self._references[block] += 1
+            self._reference_counts[block] += 1
             self._evictable.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference per block; the last blocks of a sequence are evicted first."""
+        """Drops one reference to each block; the last blocks of a sequence are evicted first."""
         for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if block in self._key_of:
+            self._reference_counts[block] -= 1
+            if self._reference_counts[block] == 0:
+                if block in self._key_by_block:
                     self._evictable[block] = None
                 else:
                     self._free.append(block)
 
-    def release_cached(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def insert_and_release(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the blocks of a finished sequence into the prefix cache and releases them.
 
-        Both are deferred to the next use of the pool, which saves the work at the end of a rollout.
+        Both are deferred to the next use of the pool: the prefix cache is cleared after a rollout,
+        which makes the last insertions unnecessary.
         """
-        self._deferred.append((tokens, blocks))
+        self._deferred_releases.append((tokens, blocks))
 
-    def _release_deferred(self) -> None:
-        deferred, self._deferred = self._deferred, []
+    def _run_deferred_releases(self) -> None:
+        deferred, self._deferred_releases = self._deferred_releases, []
         for tokens, blocks in deferred:
             self.insert(tokens, blocks)
             self.release(blocks)
@@ -94,47 +98,49 @@ class BlockPool:
 
         The last token is always computed, because sampling needs its hidden state.
         """
-        self._release_deferred()
+        self._run_deferred_releases()
         blocks: list[int] = []
-        content = _ROOT
-        for block_tokens in self._split(tokens, (len(tokens) - 1) // self.block_size):
-            block = self._block_of.get((content, block_tokens))
+        content_id = _ROOT_CONTENT
+        for block_tokens in self._split_into_blocks(tokens, (len(tokens) - 1) // self.block_size):
+            block = self._block_by_key.get((content_id, block_tokens))
             if block is None:
                 break
             blocks.append(block)
-            content = self._content_of[block]
+            content_id = self._content_by_block[block]
         return blocks
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the full blocks of a computed sequence into the prefix cache."""
-        self._release_deferred()
-        content = _ROOT
+        self._run_deferred_releases()
+        content_id = _ROOT_CONTENT
         full_blocks = min(len(tokens) // self.block_size, len(blocks))
-        for block, block_tokens in zip(blocks, self._split(tokens, full_blocks), strict=False):
-            key = (content, block_tokens)
-            cached = self._block_of.get(key)
+        for block, block_tokens in zip(
+            blocks, self._split_into_blocks(tokens, full_blocks), strict=False
+        ):
+            key = (content_id, block_tokens)
+            cached = self._block_by_key.get(key)
             if cached is None:
-                if block in self._key_of:  # already cached under another key
+                if block in self._key_by_block:  # already cached under another key
                     return
-                self._block_of[key], self._key_of[block] = block, key
-                self._num_contents += 1
-                self._content_of[block] = self._num_contents
+                self._block_by_key[key], self._key_by_block[block] = block, key
+                self._last_content_id += 1
+                self._content_by_block[block] = self._last_content_id
                 cached = block
-            content = self._content_of[cached]
+            content_id = self._content_by_block[cached]
 
     def clear_prefix_cache(self) -> None:
         """Clears the prefix cache after the weights or the memory have changed."""
-        deferred, self._deferred = self._deferred, []
+        deferred, self._deferred_releases = self._deferred_releases, []
         for _, blocks in deferred:
             self.release(blocks)
         self._free += self._evictable
         self._evictable.clear()
-        self._block_of.clear()
-        self._key_of.clear()
-        self._content_of.clear()
+        self._block_by_key.clear()
+        self._key_by_block.clear()
+        self._content_by_block.clear()
 
-    def _split(self, tokens: Sequence[int], count: int) -> list[bytes]:
-        """Returns the tokens of each of the first `count` blocks."""
+    def _split_into_blocks(self, tokens: Sequence[int], count: int) -> list[bytes]:
+        """Returns the tokens of each of the first `count` blocks, as bytes."""
         data = array("i", tokens[: count * self.block_size]).tobytes()
         block_bytes = array("i").itemsize * self.block_size
         return [data[i : i + block_bytes] for i in range(0, len(data), block_bytes)]
@@ -146,45 +152,45 @@ class PagedCache:
     def __init__(
         self,
         *,
-        layers: int,
+        num_layers: int,
         kv_heads: int,
         head_dim: int,
-        blocks: int,
+        num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
-        self.blocks, self.block_size = blocks, block_size
+        self.num_layers, self.kv_heads, self.head_dim = num_layers, kv_heads, head_dim
+        self.num_blocks, self.block_size = num_blocks, block_size
         self._dtype, self._device = dtype, device
         self._memory: Tensor | None = None
-        self.base = torch.zeros(1, dtype=torch.int64, device=device)
-        """The address of the memory, as a tensor: captured graphs stay valid when memory is reallocated."""
-        self.pool = BlockPool(blocks, block_size)
+        self.base_address = torch.zeros(1, dtype=torch.int64, device=device)
+        """The address of the memory, as a tensor: captured graphs read it after a reallocation."""
+        self.pool = BlockPool(num_blocks, block_size)
 
     @staticmethod
     def for_policy(
         policy: PolicyModel,
         *,
-        blocks: int | None,
+        num_blocks: int | None,
         max_blocks: int,
         block_size: int,
         memory_fraction: float,
     ) -> PagedCache:
-        """Returns a cache with `blocks`, or with as many as fit the memory fraction, up to `max_blocks`."""
-        text = policy.lm.config.get_text_config()
+        """Returns a cache with `num_blocks`; if None, with as many as fit, up to `max_blocks`."""
+        text_config = policy.lm.config.get_text_config()
         weight = next(policy.parameters())
         kv_heads, head_dim = policy.key_shape
-        layers = text.num_hidden_layers
-        block_bytes = layers * 2 * kv_heads * block_size * head_dim * weight.itemsize
-        if blocks is None:
-            max_fit = int(_usable_bytes(memory_fraction, weight.device)) // block_bytes
-            blocks = min(max_blocks, max_fit)
+        num_layers = text_config.num_hidden_layers
+        block_bytes = num_layers * 2 * kv_heads * block_size * head_dim * weight.itemsize
+        if num_blocks is None:
+            blocks_that_fit = int(_usable_bytes(memory_fraction, weight.device)) // block_bytes
+            num_blocks = min(max_blocks, blocks_that_fit)
         return PagedCache(
-            layers=layers,
+            num_layers=num_layers,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            blocks=blocks,
+            num_blocks=num_blocks,
             block_size=block_size,
             dtype=weight.dtype,
             device=weight.device,
@@ -197,23 +203,23 @@ class PagedCache:
     def free(self) -> None:
         """Frees the memory and clears the prefix cache."""
         self._memory = None
-        self.base.zero_()
+        self.base_address.zero_()
         self.pool.clear_prefix_cache()
 
     def reserve(self) -> None:
         """Allocates the memory if it is not allocated."""
         if self._memory is not None:
             return
-        shape = (self.layers, 2, self.blocks, self.kv_heads, self.block_size, self.head_dim)
+        shape = (self.num_layers, 2, self.num_blocks, self.kv_heads, self.block_size, self.head_dim)
         try:
-            # Zeros: a masked key has weight 0, but 0 times uninitialised memory could be NaN.
+            # Zeros, because a masked key has weight 0, and 0 times uninitialized memory may be NaN.
             self._memory = torch.zeros(shape, dtype=self._dtype, device=self._device)
         except torch.OutOfMemoryError as error:
             raise RolloutError(
-                f"out of memory for a key-value cache of {self.blocks} blocks; lower "
+                f"out of memory for a key-value cache of {self.num_blocks} blocks; lower "
                 "rollout.gpu_memory_utilization or rollout.max_num_seqs"
             ) from error
-        self.base.fill_(self._memory.data_ptr())
+        self.base_address.fill_(self._memory.data_ptr())
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns keys and values of one layer, each [blocks, KV, block_size, D]."""
@@ -231,19 +237,19 @@ class PagedCache:
             values[blocks].permute(0, 2, 1, 3, 4).reshape(shape),
         )
 
-    def check(self, k: Tensor, v: Tensor) -> None:
+    def check_shape(self, k: Tensor, v: Tensor) -> None:
         """Raises if keys and values [N, KV, D] do not have the shape of the cache."""
         expected = (self.kv_heads, self.head_dim)
         if k.shape[1:] != expected or v.shape[1:] != expected:
             raise RolloutError(
-                f"the model's keys are {tuple(k.shape[1:])} and values {tuple(v.shape[1:])} (heads, "
-                f"width), but its config says {expected}; correct the model's config.json"
+                f"the model's keys have (heads, head_dim) {tuple(k.shape[1:])} and its values "
+                f"{tuple(v.shape[1:])}, but its config says {expected}; correct its config.json"
             )
 
-    def plane_offsets(self, layer: int) -> tuple[int, int]:
-        """Returns the offsets of a layer's keys and values, in elements from `base`."""
-        plane_size = self.blocks * self.kv_heads * self.block_size * self.head_dim
-        return 2 * layer * plane_size, (2 * layer + 1) * plane_size
+    def kv_offsets(self, layer: int) -> tuple[int, int]:
+        """Returns the offsets of a layer's keys and values from `base_address`, in elements."""
+        tensor_size = self.num_blocks * self.kv_heads * self.block_size * self.head_dim
+        return 2 * layer * tensor_size, (2 * layer + 1) * tensor_size
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies blocks in every layer (copy-on-write of a shared partial block)."""
@@ -256,8 +262,8 @@ class PagedCache:
 
 
 def _usable_bytes(fraction: float, device: torch.device) -> float:
-    if device.type != "cuda":  # the system allocates memory on first write
+    if device.type != "cuda":  # the system allocates pages on first write
         return fraction * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(fraction * total, 0.9 * (free + cached))
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    unused_reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return min(fraction * total_bytes, 0.9 * (free_bytes + unused_reserved))

@@ -1,7 +1,7 @@
-"""The core of the native engine on a GPU: each `step` admits requests and samples a chunk of tokens.
+"""The core of the native engine on a GPU: a step admits requests and samples a chunk of tokens.
 
-scheduler.py decides which sequences run. The host reads results once per chunk; within a chunk the device
-advances the rows. CPU tests run this core with the reference kernels.
+scheduler.py decides which sequences run. The host reads results once per chunk; within a chunk the
+device advances the rows. CPU tests run this core with the reference kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
-from hone.ops.groups import first_equal
+from hone.ops.groups import first_equal_indices
 from hone.ops.transfer import send
 from hone.rollout.native.batch_state import BatchState, HostBatch
 from hone.rollout.native.decode_graph import DecodeStep, graph_sizes
@@ -40,12 +40,12 @@ from hone.tokenizer import Tokenizer
 
 
 class _Chunk(NamedTuple):
-    """Tokens that the host has read but not yet appended to their requests."""
+    """Sampled tokens that the host has read but not yet appended to their requests."""
 
     tokens: Tensor  # [N, C]
     log_probs: Tensor
-    counts: list[int]
-    finished: list[int]
+    counts: list[int]  # tokens per sequence
+    finished: list[int]  # 1 for a finished sequence
 
 
 class PagedCore:
@@ -69,7 +69,7 @@ class PagedCore:
         record_experts: bool = False,
         forward: FusedDecoder | ModuleDecoder | None = None,
     ) -> None:
-        """`forward` replaces the default forward of the policy."""
+        """`blocks` is their number (None: as many as fit); `forward` replaces the default."""
         self.device = next(policy.parameters()).device
         self.policy = policy
         self._exact = exact
@@ -78,14 +78,16 @@ class PagedCore:
         max_blocks_per_seq = -(-max_model_len // BLOCK_SIZE)
         self.cache = PagedCache.for_policy(
             policy,
-            blocks=blocks,
+            num_blocks=blocks,
             max_blocks=max_num_seqs * (max_blocks_per_seq + STEPS_PER_LONG_CHUNK // BLOCK_SIZE + 1)
             + 1,
             block_size=BLOCK_SIZE,
             memory_fraction=gpu_memory_utilization,
         )
         rules = vars(RequestRules.of(policy.lm.config, eos_ids, tokenizer))
-        self.rules = PagedRules(**rules, max_model_len=max_model_len, num_blocks=self.cache.blocks)
+        self.rules = PagedRules(
+            **rules, max_model_len=max_model_len, num_blocks=self.cache.num_blocks
+        )
         self._scheduler = Scheduler(
             self.cache.pool,
             self.rules,
@@ -93,7 +95,7 @@ class PagedCore:
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_caching=prefix_caching,
         )
-        self._experts = self._expert_cache() if record_experts else None
+        self._expert_cache = self._create_expert_cache() if record_experts else None
         self._forward = forward if forward is not None else self._build_forward(max_model_len)
         self._logits = exact.logits if exact is not None else policy.logits
         self._max_num_seqs = max_num_seqs
@@ -102,7 +104,7 @@ class PagedCore:
             max_num_seqs, max_blocks_per_seq, chunk_capacity, self.device
         )
         self._host_rows = HostBatch(max_num_seqs, max_blocks_per_seq)
-        self._device_row_keys: list[tuple[int, int]] = []
+        self._device_row_keys: list[tuple[int, int]] = []  # `_row_keys` of the device rows
         self._addresses: list[int] = []  # parameter addresses that captured graphs read
         sizes = graph_sizes(max_num_seqs, capture_sizes)
         self._decode_step = self._new_decode_step(sizes, enforce_eager)
@@ -118,19 +120,19 @@ class PagedCore:
             self._kernels,
             block_size=BLOCK_SIZE,
             sizes=sizes,
-            graphs=self.device.type == "cuda" and not enforce_eager,
+            use_graphs=self.device.type == "cuda" and not enforce_eager,
             may_synchronize=isinstance(self._forward, ModuleDecoder),
         )
 
-    def _expert_cache(self) -> ExpertCache:
-        """Makes the policy record its routing; returns the cache of the routed experts."""
+    def _create_expert_cache(self) -> ExpertCache:
+        """Makes the policy record its routing and returns a cache for the routed experts."""
         self.policy.record_routing()
         assert self.policy.routing is not None
-        return ExpertCache(self.policy.routing, self.cache.blocks, BLOCK_SIZE, self.device)
+        return ExpertCache(self.policy.routing, self.cache.num_blocks, BLOCK_SIZE, self.device)
 
     def _build_forward(self, max_model_len: int) -> ExactDecoder | FusedDecoder | ModuleDecoder:
-        if self._experts is not None:
-            return RecordingDecoder(self.policy, self._experts)
+        if self._expert_cache is not None:
+            return RecordingDecoder(self.policy, self._expert_cache)
         if self._exact is not None:
             self._exact.extend_rotary_table(max_model_len)
             return self._exact
@@ -138,7 +140,7 @@ class PagedCore:
             return FusedDecoder(self.policy, self._kernels, max_model_len)
         return ModuleDecoder(self.policy)
 
-    # -- the methods that engine.py calls ------------------------------------------------------
+    # -- methods that engine.py calls ----------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -169,19 +171,19 @@ class PagedCore:
         return self._scheduler.num_preempted
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Ends these requests (None: all), which keep the tokens sampled so far."""
+        """Aborts the requests with these ids (None: all); they keep the tokens sampled so far."""
         self._device_row_keys = []
-        if self._experts is not None:
+        if self._expert_cache is not None:
             self._read_experts(request_ids)
         return self._scheduler.abort(request_ids)
 
     @torch.no_grad()
     def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
-        """Samples a chunk of tokens per sequence, admits requests, and returns the finished requests.
+        """Samples a chunk of tokens per sequence, admits requests, returns the finished requests.
 
-        The host prepares prefills while the device computes the chunk of the running sequences. Until
-        `must_yield`, further chunks follow if no sequence can end in them; the host appends the tokens of
-        one chunk while the device samples the next.
+        The host prepares prefills while the device computes the chunk of the running sequences.
+        Until `must_yield` returns True, further chunks follow if they do not need the host; the
+        host appends the tokens of one chunk while the device samples the next.
         """
         self.cache.reserve()
         if self.device.type == "cuda":
@@ -192,19 +194,20 @@ class PagedCore:
         steps = scheduler.chunk_steps()
         scheduler.extend_block_tables(steps)
         self._update_rows()
-        running = len(scheduler.running)
-        if running:
+        num_running = len(scheduler.running)
+        if num_running:
             self._decode(steps)
         while admitted := scheduler.admit(steps):
             self._prefill(admitted)
-        if not running:
-            self._decode(min(steps, scheduler.chunk_steps(unread=1)))  # their blocks allow no more
+        if not num_running:
+            # The admitted sequences have blocks for `steps` tokens only.
+            self._decode(min(steps, scheduler.chunk_steps(unread_tokens=1)))
         chunk = self._read_chunk()
         while not (any(chunk.finished) or must_yield()):
             lookahead = scheduler.lookahead_steps(chunk.counts)
             if not lookahead:
                 break
-            self._device_rows.count.zero_()
+            self._device_rows.num_sampled.zero_()
             self._decode(lookahead)
             self._append_chunk(chunk)
             chunk = self._read_chunk()
@@ -212,7 +215,7 @@ class PagedCore:
         return self._remove_finished()
 
     def _discard_stale_graphs(self) -> None:
-        """Reads the parameters again; if they have moved, discards the graphs, which read fixed addresses."""
+        """Refreshes the forward; discards the graphs if the parameters they read have moved."""
         self._forward.refresh()
         addresses = self.policy.addresses()
         if addresses != self._addresses:
@@ -222,13 +225,14 @@ class PagedCore:
     # -- computing -----------------------------------------------------------------------------
 
     def _update_rows(self) -> None:
-        """Copies the running sequences to their rows of the batch state, unless all are there.
+        """Copies the running sequences to the device rows, unless the rows are up to date.
 
-        If none runs, all rows are cleared: stale rows would pad the next batch and write to its blocks.
+        If no sequence runs, all rows are cleared: stale rows would pad the next batch and write to
+        its blocks.
         """
         running = self._scheduler.running
         if running and self._device_row_keys == _row_keys(running):
-            self._device_rows.count.zero_()
+            self._device_rows.num_sampled.zero_()
             return
         self._fill_host_rows(0, running)
         self._host_rows.clear_from(len(running))
@@ -240,7 +244,7 @@ class PagedCore:
             request, position = sequence.request, sequence.request.length - 1
             token = request.token_ids[-1] if request.token_ids else request.prompt_ids[-1]
             slot = sequence.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            states.append((token, position, slot, request.sampling.seed, sequence.limit, 0, 0))
+            states.append((token, position, slot, request.sampling.seed, sequence.max_length, 0, 0))
         self._host_rows.fill(
             begin,
             states,
@@ -250,31 +254,34 @@ class PagedCore:
         )
 
     def _prefill(self, admitted: list[RunningSequence]) -> None:
-        """Computes each distinct prompt once, copies its partial block per sample, samples a token each."""
+        """Computes each distinct prompt once and samples a token for every admitted sequence.
+
+        The partial last block of a prompt is copied for every further sample of the prompt.
+        """
         prompts = [tuple(s.request.prompt_ids + s.request.token_ids) for s in admitted]
-        first_of = first_equal(prompts)
-        firsts = sorted(set(first_of))
-        copies = []
-        for i, first in enumerate(first_of):
+        first_indices = first_equal_indices(prompts)
+        distinct_indices = sorted(set(first_indices))
+        block_copies = []
+        for i, first in enumerate(first_indices):
             block, tail = divmod(len(prompts[i]), BLOCK_SIZE)
             if first != i and tail:
-                copies.append((admitted[first].blocks[block], admitted[i].blocks[block]))
+                block_copies.append((admitted[first].blocks[block], admitted[i].blocks[block]))
         hidden = self._prefill_hidden_states(
-            [admitted[i] for i in firsts], [prompts[i] for i in firsts]
+            [admitted[i] for i in distinct_indices], [prompts[i] for i in distinct_indices]
         )
-        sources, targets = [a for a, _ in copies], [b for _, b in copies]
+        sources, targets = [a for a, _ in block_copies], [b for _, b in block_copies]
         self.cache.copy_blocks(sources, targets)
-        if self._experts is not None:
-            self._experts.copy_blocks(sources, targets)
+        if self._expert_cache is not None:
+            self._expert_cache.copy_blocks(sources, targets)
         end = len(self._scheduler.running)
         begin = end - len(admitted)
         self._fill_host_rows(begin, admitted)
         self._host_rows.send(self._device_rows, begin, end)
-        row_of = {first: i for i, first in enumerate(firsts)}
-        rows = torch.tensor([row_of[first] for first in first_of])
+        row_by_first_index = {first: i for i, first in enumerate(distinct_indices)}
+        rows = torch.tensor([row_by_first_index[first] for first in first_indices])
         logits = self._logits(hidden[send(rows, self.device)])
         self._sample(logits, self._truncated_sampling(admitted), begin, end)
-        for i in firsts:
+        for i in distinct_indices:
             self._scheduler.insert_prefix(admitted[i], prompts[i])
 
     def _prefill_hidden_states(
@@ -294,17 +301,17 @@ class PagedCore:
         forward: Callable[..., Tensor] = self._forward  # layout types differ
         hidden = forward(inputs, layout.positions, layout)
         self.prefilled_tokens += len(ids)
-        last = torch.tensor(lengths).cumsum(0) - 1
-        return hidden[send(last, self.device)]
+        last_token_indices = torch.tensor(lengths).cumsum(0) - 1
+        return hidden[send(last_token_indices, self.device)]
 
     def _sample(
-        self, logits: Tensor, truncated: TruncatedSampling | None, begin: int, end: int
+        self, logits: Tensor, truncated_sampling: TruncatedSampling | None, begin: int, end: int
     ) -> None:
         rows = self._device_rows.rows(begin, end)
-        if truncated is None:
+        if truncated_sampling is None:
             self._kernels.sample(logits, rows, BLOCK_SIZE)
         else:
-            truncated.sample(logits[: end - begin], rows, self._kernels, BLOCK_SIZE)
+            truncated_sampling.sample(logits[: end - begin], rows, self._kernels, BLOCK_SIZE)
 
     def _truncated_sampling(self, sequences: list[RunningSequence]) -> TruncatedSampling | None:
         sampling = [s.request.sampling for s in sequences]
@@ -318,20 +325,20 @@ class PagedCore:
     def _decode(self, steps: int) -> None:
         """Launches `steps` decode steps; the host reads no result."""
         running = self._scheduler.running
-        truncated = self._truncated_sampling(running) if steps else None
+        truncated_sampling = self._truncated_sampling(running) if steps else None
         for _ in range(steps):
-            logits = self._decode_step.run(len(running), sample=truncated is None)
-            if truncated is not None:
-                self._sample(logits, truncated, 0, len(running))
+            logits = self._decode_step.run(len(running), sample=truncated_sampling is None)
+            if truncated_sampling is not None:
+                self._sample(logits, truncated_sampling, 0, len(running))
 
     # -- results -------------------------------------------------------------------------------
 
     def _read_chunk(self) -> _Chunk:
-        """Waits for the device and returns copies of its sampled tokens, which the next chunk overwrites."""
+        """Waits for the device and copies the sampled tokens, which the next chunk overwrites."""
         rows = self._device_rows.rows(0, len(self._scheduler.running))
         tokens = rows.tokens_out.to("cpu", copy=True)
         log_probs = rows.log_probs_out.to("cpu", copy=True)
-        return _Chunk(tokens, log_probs, rows.count.tolist(), rows.finished.tolist())
+        return _Chunk(tokens, log_probs, rows.num_sampled.tolist(), rows.finished.tolist())
 
     def _append_chunk(self, chunk: _Chunk) -> None:
         tokens, log_probs = chunk.tokens.tolist(), chunk.log_probs.tolist()
@@ -340,18 +347,20 @@ class PagedCore:
             self._append_tokens(sequence, tokens[index][:count], log_probs[index][:count], finished)
 
     def _read_experts(self, request_ids: Collection[str] | None = ()) -> None:
-        """Copies the experts of finished sequences and of these requests (None: all) to the requests."""
-        assert self._experts is not None
+        """Copies routed experts to finished requests and to those with these ids (None: all)."""
+        assert self._expert_cache is not None
         for sequence in self._scheduler.running:
             request = sequence.request
-            is_named = request_ids is None or request.request_id in request_ids
-            if is_named or request.stop_reason is not None:
-                # The last token was sampled but never computed.
-                request.routed_experts = self._experts.read(sequence.blocks, request.length - 1)
+            is_requested = request_ids is None or request.request_id in request_ids
+            if is_requested or request.stop_reason is not None:
+                # The last token was sampled but has not been an input, so it has no experts.
+                request.routed_experts = self._expert_cache.read(
+                    sequence.blocks, request.length - 1
+                )
 
     def _remove_finished(self) -> list[Request]:
         running = self._scheduler.running
-        if self._experts is not None:
+        if self._expert_cache is not None:
             self._read_experts()
         finished = self._scheduler.remove_finished()
         self._device_row_keys = [] if finished else _row_keys(running)
@@ -376,4 +385,5 @@ class PagedCore:
 
 
 def _row_keys(sequences: list[RunningSequence]) -> list[tuple[int, int]]:
+    """Returns a key per sequence that changes with its block table."""
     return [(id(sequence), len(sequence.blocks)) for sequence in sequences]

@@ -1,7 +1,7 @@
 """Attention over the paged cache, for prefill and decode.
 
-Both layouts first write the new keys and values. Hugging Face models call `attend`; the fused decoder
-calls `attend_joined` with queries, keys and values as one tensor before the rotation.
+Both layouts first write the new keys and values. Hugging Face models call `attend`; the fused
+decoder calls `attend_qkv` with queries, keys and values as one tensor before the rotation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
 
 _FULL_GPU_PROGRAMS = 512
-"""Attention programs that occupy a large GPU; small batches split keys to reach this number."""
+"""Number of attention programs that occupy a large GPU; small batches split keys to reach it."""
 _MAX_SPLITS = 16
 
 
 class PagedPrefill:
-    """The layout of new tokens of several sequences, after the cached tokens of each."""
+    """The layout of several sequences' new tokens, each after the sequence's cached tokens."""
 
     def __init__(
         self,
@@ -44,15 +44,17 @@ class PagedPrefill:
         device: torch.device,
     ) -> None:
         self._cache, self._kernels = cache, kernels
-        size = cache.block_size
+        block_size = cache.block_size
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        offsets = np.arange(size)
+        offsets = np.arange(block_size)
         slots = [
-            (np.array(ids[: -(-end // size)])[:, None] * size + offsets).reshape(-1)[:end]
+            (np.array(ids[: -(-end // block_size)])[:, None] * block_size + offsets).reshape(-1)[
+                :end
+            ]
             for ids, end in zip(blocks, ends, strict=True)
         ]
-        self._spans = list(zip(starts, ends, strict=True))
-        self.positions = _concat([np.arange(*span) for span in self._spans], device)
+        self._position_ranges = list(zip(starts, ends, strict=True))
+        self.positions = _concat([np.arange(*r) for r in self._position_ranges], device)
         self.slots = _concat([s[start:] for s, start in zip(slots, starts, strict=True)], device)
         self._key_slots = _concat(slots, device) if any(starts) else None
         self._max_lengths = max(lengths), max(ends)
@@ -62,21 +64,21 @@ class PagedPrefill:
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        self._cache.check(k, v)
-        self._kernels.store(k, v, self.slots, self._cache, options.layer)
+        self._cache.check_shape(k, v)
+        self._kernels.store_kv(k, v, self.slots, self._cache, options.layer)
         return self._attend(q, k, v, options)
 
-    def attend_joined(self, qkv: Tensor, rotary: RotaryTable, options: AttentionOptions) -> Tensor:
+    def attend_qkv(self, qkv: Tensor, rotary: RotaryTable, options: AttentionOptions) -> Tensor:
         q, k, v = self._kernels.rope_store(
-            qkv, rotary, self.positions, self.slots, self._cache, options.layer, keep_keys=True
+            qkv, rotary, self.positions, self.slots, self._cache, options.layer, return_keys=True
         )
         return self._attend(q, k, v, options)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         if self._key_slots is not None:  # prefix-cache hits: read all keys from the cache
-            size = self._cache.block_size
-            block, offset = self._key_slots // size, self._key_slots % size
-            k, v = (plane[block, :, offset] for plane in self._cache.layer(options.layer))
+            block_size = self._cache.block_size
+            block, offset = self._key_slots // block_size, self._key_slots % block_size
+            k, v = (tensor[block, :, offset] for tensor in self._cache.layer(options.layer))
         if fits_varlen(q) and not options.needs_scores:
             scaling, window = options.scaling, options.window
             return varlen_attention(
@@ -85,17 +87,19 @@ class PagedPrefill:
         k, v = repeat_heads(q, k, v)
         out = torch.empty_like(q)
         begin_q = begin_k = 0
-        for start, end in self._spans:
-            rows_q = slice(begin_q, begin_q + end - start)
-            rows_k = slice(begin_k, begin_k + end)
+        for start, end in self._position_ranges:
+            q_slice = slice(begin_q, begin_q + end - start)
+            k_slice = slice(begin_k, begin_k + end)
             position = torch.arange(end, device=q.device)
             visible = is_visible(position[start:, None] - position, options.window)
             queries, keys, values = (
-                x.transpose(0, 1)[None] for x in (q[rows_q], k[rows_k], v[rows_k])
+                x.transpose(0, 1)[None] for x in (q[q_slice], k[k_slice], v[k_slice])
             )
-            attended = padded_attention(queries, keys, values, as_bias(visible, q.dtype), options)
-            out[rows_q] = attended[0].transpose(0, 1)
-            begin_q, begin_k = rows_q.stop, rows_k.stop
+            attention_out = padded_attention(
+                queries, keys, values, as_bias(visible, q.dtype), options
+            )
+            out[q_slice] = attention_out[0].transpose(0, 1)
+            begin_q, begin_k = q_slice.stop, k_slice.stop
         return out
 
 
@@ -104,22 +108,23 @@ def _concat(arrays: list[np.ndarray], device: torch.device) -> Tensor:
 
 
 class PagedDecode:
-    """The layout of one new token per row of a batch; small batches split attention over keys."""
+    """The layout of one new token per row of a batch; small batches split the keys of a row."""
 
     def __init__(self, cache: PagedCache, kernels: ModuleType, rows: BatchState) -> None:
         self._cache, self._kernels = cache, kernels
         self._block_table, self._positions, self.slots = rows.block_table, rows.position, rows.slot
-        programs = _FULL_GPU_PROGRAMS // max(len(rows.greedy) * cache.kv_heads, 1)
-        self._splits = min(_MAX_SPLITS, 1 << max(0, int(math.log2(max(programs, 1)))))
+        # A power of two, as the kernel that combines the splits expects.
+        splits_to_fill = _FULL_GPU_PROGRAMS // max(len(rows.greedy) * cache.kv_heads, 1)
+        self._splits = min(_MAX_SPLITS, 1 << max(0, int(math.log2(max(splits_to_fill, 1)))))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        self._cache.check(k, v)
-        self._kernels.store(k, v, self.slots, self._cache, options.layer)
+        self._cache.check_shape(k, v)
+        self._kernels.store_kv(k, v, self.slots, self._cache, options.layer)
         return self._kernels.decode_attention(
             q, self._cache, self._block_table, self._positions, options, splits=self._splits
         )
 
-    def attend_joined(self, qkv: Tensor, rotary: RotaryTable, options: AttentionOptions) -> Tensor:
+    def attend_qkv(self, qkv: Tensor, rotary: RotaryTable, options: AttentionOptions) -> Tensor:
         return self._kernels.rope_attention(
             qkv,
             rotary,

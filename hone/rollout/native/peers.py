@@ -1,7 +1,7 @@
-"""The tensor-parallel ranks of one model: collectives, commands and the cause of a failure.
+"""The tensor-parallel ranks of one model: their collectives, commands and causes of failure.
 
-Rank 0 sends commands; the other ranks receive them in order. Every wait ends at the timeout of the process
-group, or at once if a rank exits.
+Rank 0 sends commands; the other ranks receive them in order. Every wait ends at the timeout of the
+process group, or at once if a rank exits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from hone.rollout.contract import RolloutError
 
 Command: TypeAlias = dict[str, Any]
 """A JSON object with the key `do`."""
-_HEAD_BYTES = 1024
+_FIRST_MESSAGE_BYTES = 1024
 """Size of the first message; longer commands continue in a second message."""
 _LENGTH_BYTES = 8
-_CAUSE = "cause"
+_CAUSE_KEY = "cause"
 _CAUSE_TIMEOUT_S = 3.0
 """How long a rank waits for the cause after another rank has failed."""
 
@@ -39,26 +39,26 @@ class Peers:
 
     rank: int
     size: int
-    compute: dist.ProcessGroup | None
+    compute_group: dist.ProcessGroup | None
     """Reduces and gathers tensors on the engine's device; None after a failure."""
-    control: dist.ProcessGroup | None
+    control_group: dist.ProcessGroup | None
     """Carries commands in host memory; None after a failure."""
     store: dist.Store
-    """Has the cause of the first failure."""
+    """Stores the cause of the first failure."""
     timeout_s: float
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums `x` over the ranks, in place; all ranks get the same bits."""
         x = x.contiguous()
         with self._wrap_errors():
-            _require_open(self.compute).allreduce([x]).wait()
+            _require_open(self.compute_group).allreduce([x]).wait()
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor:  # [M, n] -> [M, size · n]
         rows, columns = x.shape
         out = x.new_empty(self.size * rows, columns)
         with self._wrap_errors():
-            _require_open(self.compute)._allgather_base(out, x.contiguous()).wait()
+            _require_open(self.compute_group)._allgather_base(out, x.contiguous()).wait()
         return out.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def min_over_ranks(self, value: int) -> int:
@@ -67,56 +67,62 @@ class Peers:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         with self._wrap_errors():
-            _require_open(self.control).allreduce([tensor], options).wait()
+            _require_open(self.control_group).allreduce([tensor], options).wait()
         return int(tensor)
 
     def send(self, commands: list[Command]) -> None:
-        """Sends commands to every other rank; waits until all receive them."""
+        """Sends commands to every other rank and waits until all ranks have received them."""
         text = json.dumps(commands).encode()
         message = len(text).to_bytes(_LENGTH_BYTES, "big") + text
-        head, rest = message[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0"), message[_HEAD_BYTES:]
+        head, rest = (
+            message[:_FIRST_MESSAGE_BYTES].ljust(_FIRST_MESSAGE_BYTES, b"\0"),
+            message[_FIRST_MESSAGE_BYTES:],
+        )
         for part in (head, rest):
             if part:
                 self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8))
 
     def receive(self) -> list[Command]:
         """Returns the next commands of rank 0."""
-        head = bytes(self._broadcast(torch.empty(_HEAD_BYTES, dtype=torch.uint8)).tolist())
+        head = bytes(self._broadcast(torch.empty(_FIRST_MESSAGE_BYTES, dtype=torch.uint8)).tolist())
         end = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "big")
-        if end > _HEAD_BYTES:
-            rest = self._broadcast(torch.empty(end - _HEAD_BYTES, dtype=torch.uint8))
+        if end > _FIRST_MESSAGE_BYTES:
+            rest = self._broadcast(torch.empty(end - _FIRST_MESSAGE_BYTES, dtype=torch.uint8))
             head += rest.numpy().tobytes()
         commands: list[Command] = json.loads(head[_LENGTH_BYTES:end])
         return commands
 
     def fail(self, error: BaseException) -> BaseException:
-        """Ends the group after an error on this rank; returns the error to raise, which names the rank that
-        failed first."""
+        """Closes the groups after an error and returns the error to raise.
+
+        If another rank was lost, the returned error has the cause that the lost rank recorded.
+        """
         if not isinstance(error, PeerLost):
             failed = f"rank {self.rank} of {self.size} tensor-parallel ranks failed"
-            self.store.compare_set(_CAUSE, "", f"{failed}: {type(error).__name__}: {error}")
-            self.end()
+            self.store.compare_set(_CAUSE_KEY, "", f"{failed}: {type(error).__name__}: {error}")
+            self.close()
             return error
         try:
-            self.store.wait([_CAUSE], timedelta(seconds=min(_CAUSE_TIMEOUT_S, self.timeout_s)))
-            error = RolloutError(self.store.get(_CAUSE).decode())
+            self.store.wait([_CAUSE_KEY], timedelta(seconds=min(_CAUSE_TIMEOUT_S, self.timeout_s)))
+            error = RolloutError(self.store.get(_CAUSE_KEY).decode())
         except (RuntimeError, dist.DistError):
             pass  # the other rank recorded no cause
-        self.end()
+        self.close()
         return error
 
-    def end(self) -> None:
-        """Closes the connections, so that a rank that waits gets an error at once."""
-        groups, self.compute, self.control = (self.compute, self.control), None, None
+    def close(self) -> None:
+        """Closes the process groups, so that a rank that waits gets an error at once."""
+        groups = self.compute_group, self.control_group
+        self.compute_group = self.control_group = None
         for group in groups:
             if group is not None:
-                # A group that torch.distributed does not know ends with its last reference.
+                # A group that torch.distributed has not registered closes with its last reference.
                 with suppress(AssertionError, RuntimeError, ValueError):
                     dist.destroy_process_group(group)
 
     def _broadcast(self, message: Tensor) -> Tensor:
         with self._wrap_errors():
-            _require_open(self.control).broadcast(message, 0).wait()
+            _require_open(self.control_group).broadcast(message, 0).wait()
         return message
 
     @contextmanager
@@ -124,31 +130,34 @@ class Peers:
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
-            first, _, _ = str(error).partition("\n")
+            first_line, _, _ = str(error).partition("\n")
             raise PeerLost(
-                f"another of {self.size} tensor-parallel ranks has exited, or did not answer within "
-                f"{self.timeout_s:g} s (actor_rollout_ref.nccl_timeout): {first}"
+                f"another of {self.size} tensor-parallel ranks has exited, or did not answer "
+                f"within {self.timeout_s:g} s (actor_rollout_ref.nccl_timeout): {first_line}"
             ) from error
 
 
 def _require_open(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if group is None:
-        raise RuntimeError("the group has ended after a failure")
+        raise RuntimeError("the process group was closed after a failure")
     return group
 
 
 def connect(rank: int, world_size: int, size: int, device: torch.device, timeout_s: float) -> Peers:
-    """Returns the peers of this rank (`size` consecutive ranks share a model); all ranks call this."""
+    """Returns the peers of this rank; all ranks call this together.
+
+    `size` consecutive ranks share one model.
+    """
     timeout = timedelta(seconds=timeout_s)
     groups: dict[str, dist.ProcessGroup] = {}
-    for first in range(0, world_size, size):
-        ranks = list(range(first, first + size))
-        for use, backend in (("control", "gloo"), ("compute", "nccl")):
-            if use == "compute" and device.type != "cuda":
+    for first_rank in range(0, world_size, size):
+        ranks = list(range(first_rank, first_rank + size))
+        for purpose, backend in (("control", "gloo"), ("compute", "nccl")):
+            if purpose == "compute" and device.type != "cuda":
                 continue
             group = dist.new_group(ranks, timeout=timeout, backend=backend)
             if rank in ranks:
-                groups[use] = group
+                groups[purpose] = group
     store = dist.PrefixStore(f"rollout/{rank // size}", dist.distributed_c10d._get_default_store())
-    compute = groups.get("compute", groups["control"])
-    return Peers(rank % size, size, compute, groups["control"], store, timeout_s)
+    compute_group = groups.get("compute", groups["control"])
+    return Peers(rank % size, size, compute_group, groups["control"], store, timeout_s)

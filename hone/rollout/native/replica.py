@@ -1,7 +1,7 @@
 """A core that executes the same commands as the cores of the other tensor-parallel ranks.
 
-All ranks run the same sequences and sample the same tokens, because each change (a new request, a step, an
-abort, a new weight version) is a command that all ranks execute in the same order.
+All ranks run the same sequences and sample the same tokens, because each change (a new request, a
+step, an abort, a new weight version) is a command that all ranks execute in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hone.rollout.native.sharded_policy import ShardedPolicy
 from hone.rollout.requests import Request
 from hone.types import Settings
 
-TRAITS = Traits(decodes_with_module=False)
+SHARDED_TRAITS = Traits(decodes_with_module=False)
 
 
 class Replica:
@@ -33,15 +33,15 @@ class Replica:
         return self.core.policy
 
     def checksum(self) -> int:
-        """Returns a checksum of the tokens sampled last, to compare over ranks."""
+        """Returns a checksum of each request's newest token, to compare between ranks."""
         tokens = (r.token_ids[-1] if r.token_ids else -1 for r in self.requests.values())
         return zlib.crc32(array("q", tokens).tobytes())
 
     def execute(self, command: Command) -> list[int]:
-        """Executes a command; returns the numbers of the requests that it ended."""
+        """Executes a command and returns the numbers of the requests that have finished."""
         kind, core = command["do"], self.core
         if kind == "add":
-            number, sampling = command["number"], _sampling(command["sampling"])
+            number, sampling = command["number"], _to_sampling(command["sampling"])
             self.add(number, Request(command["prompt"], sampling, str(number)))
         elif kind == "step":
             return self._step(command["cancelled"], command["checksum"])
@@ -75,6 +75,6 @@ class Replica:
         return numbers
 
 
-def _sampling(fields: Settings) -> Sampling:
-    lists = {name: tuple(fields[name]) for name in ("stop", "stop_token_ids")}
-    return Sampling(**{**fields, **lists})
+def _to_sampling(arguments: Settings) -> Sampling:
+    tuples = {name: tuple(arguments[name]) for name in ("stop", "stop_token_ids")}
+    return Sampling(**{**arguments, **tuples})

@@ -38,80 +38,83 @@ class SamplingRows:
     any_truncation: bool
 
     @staticmethod
-    def of(rows: list[Sampling], device: torch.device) -> SamplingRows:
+    def of(samplings: list[Sampling], device: torch.device) -> SamplingRows:
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        greedy = [r.temperature == 0 for r in rows]
+        greedy = [s.temperature == 0 for s in samplings]
         return SamplingRows(
-            column([r.temperature or 1.0 for r in rows], torch.float32),
+            column([s.temperature or 1.0 for s in samplings], torch.float32),
             column(greedy, torch.bool),
-            column([r.top_k if r.top_k > 0 else _NO_TOP_K for r in rows], torch.int64),
-            column([r.top_p for r in rows], torch.float32),
-            column([r.min_p for r in rows], torch.float32),
-            column([r.seed for r in rows], torch.int64),
+            column([s.top_k if s.top_k > 0 else _NO_TOP_K for s in samplings], torch.int64),
+            column([s.top_p for s in samplings], torch.float32),
+            column([s.min_p for s in samplings], torch.float32),
+            column([s.seed for s in samplings], torch.int64),
             any(greedy),
             all(greedy),
-            any(r.truncates for r in rows),
+            any(s.truncates for s in samplings),
         )
 
 
-def sample_tokens(logits: Tensor, position: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
-    """Returns the next tokens [B] and their log-probs [B], before top-k, top-p and min-p."""
-    if rows.all_greedy:
+def sample_tokens(
+    logits: Tensor, position: Tensor, sampling: SamplingRows
+) -> tuple[Tensor, Tensor]:
+    """Returns the next tokens [B], and their log-probs [B] before top-k, top-p and min-p."""
+    if sampling.all_greedy:
         token = logits.argmax(-1)
         return token, torch.log_softmax(logits, -1).gather(-1, token[:, None]).squeeze(-1)
-    log_p = torch.log_softmax(logits / rows.temperature[:, None], -1)
+    log_p = torch.log_softmax(logits / sampling.temperature[:, None], -1)
     p = log_p.exp()
-    cumulative = (_truncate(p, rows) if rows.any_truncation else p).cumsum(-1)
+    cumulative = (_truncate(p, sampling) if sampling.any_truncation else p).cumsum(-1)
     # Scaling by the actual total excludes tokens of probability 0 and indices past the vocabulary.
-    threshold = uniform(rows.seed, position).to(torch.float64) * cumulative[:, -1].double()
+    threshold = uniform(sampling.seed, position).to(torch.float64) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
     token = token.clamp(max=logits.shape[-1] - 1)
-    if rows.any_greedy:
-        token = torch.where(rows.greedy, logits.argmax(-1), token)
+    if sampling.any_greedy:
+        token = torch.where(sampling.greedy, logits.argmax(-1), token)
     return token, log_p.gather(-1, token[:, None]).squeeze(-1)
 
 
-def _truncate(p: Tensor, rows: SamplingRows) -> Tensor:
-    """Zeroes tokens that top-k, top-p or min-p exclude, but never the most likely token.
+def _truncate(p: Tensor, sampling: SamplingRows) -> Tensor:
+    """Returns p with zeros for tokens that top-k, top-p or min-p exclude.
 
-    top-p applies to the distribution after top-k. Rows without truncation are returned unchanged.
+    The most likely token is never excluded. top-p applies to the distribution after top-k. Rows
+    without truncation are returned unchanged.
     """
-    ordered, order = p.sort(dim=-1, descending=True, stable=True)
+    sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
-    keep = rank < rows.top_k[:, None]
-    cumulative = (ordered * keep).cumsum(-1)
-    threshold = rows.top_p[:, None] * cumulative[:, -1:]
-    keep &= (cumulative - ordered < threshold) | (rows.top_p == 1)[:, None]
-    keep &= ordered >= rows.min_p[:, None] * ordered[:, :1]
+    keep = rank < sampling.top_k[:, None]
+    cumulative = (sorted_p * keep).cumsum(-1)
+    threshold = sampling.top_p[:, None] * cumulative[:, -1:]
+    keep &= (cumulative - sorted_p < threshold) | (sampling.top_p == 1)[:, None]
+    keep &= sorted_p >= sampling.min_p[:, None] * sorted_p[:, :1]
     keep[:, 0] = True
-    return torch.zeros_like(p).scatter(-1, order, ordered * keep)
+    return torch.zeros_like(p).scatter(-1, order, sorted_p * keep)
 
 
 @dataclass(frozen=True)
 class TruncatedSampling:
     """The rows of a batch that have top-k, top-p or min-p.
 
-    The kernels sample all other rows, as in a batch without truncation: a sampled token must not depend
-    on the batch.
+    The kernels sample all other rows, as in a batch without such rows, because a sampled token must
+    not depend on the batch.
     """
 
-    indices: Tensor  # [C] int64, of the rows
-    mask: Tensor  # [R] bool
-    sampling: SamplingRows  # parameters of the rows
-    exact: bool
+    indices: Tensor  # [C] int64, the rows with truncation
+    mask: Tensor  # [R] bool, True for these rows
+    sampling: SamplingRows  # parameters of these rows
+    exact: bool  # whether log-probs are those of exact mode
 
     @staticmethod
     def of(
-        rows: Sequence[Sampling], device: torch.device, *, exact: bool
+        samplings: Sequence[Sampling], device: torch.device, *, exact: bool
     ) -> TruncatedSampling | None:
-        """Returns None if no row truncates."""
-        truncates = [row.truncates for row in rows]
+        """Returns None if no row has top-k, top-p or min-p."""
+        truncates = [s.truncates for s in samplings]
         if not any(truncates):
             return None
         mask = torch.tensor(truncates)
-        sampling = SamplingRows.of([row for row in rows if row.truncates], device)
+        sampling = SamplingRows.of([s for s in samplings if s.truncates], device)
         indices = send(mask.nonzero().flatten(), device)
         return TruncatedSampling(indices, send(mask, device), sampling, exact)
 
@@ -120,22 +123,24 @@ class TruncatedSampling:
     ) -> None:
         """Samples one token per row from logits [R, V] and advances the rows.
 
-        Rows without truncation are sampled first, then rows with it. Finished rows are not sampled, so the
-        other rows are marked as finished meanwhile.
+        Rows without truncation are sampled first, then rows with truncation. Finished rows are not
+        sampled, so in each pass the rows of the other pass are marked as finished.
         """
         indices = self.indices
         finished_before = rows.finished.clone()
         rows.finished.masked_fill_(self.mask, 1)
         kernels.sample(logits, rows, block_size)
-        finished_plain = rows.finished.clone()
-        truncated = logits[indices]
+        finished_after_kernel = rows.finished.clone()
+        truncated_logits = logits[indices]
         token, log_prob = sample_tokens(
-            truncated.float(), rows.position[indices] + 1, self.sampling
+            truncated_logits.float(), rows.position[indices] + 1, self.sampling
         )
         if self.exact:
-            log_prob = kernels.log_probs_of(truncated, token, rows.inverse_temperature[indices])
+            log_prob = kernels.token_log_probs(
+                truncated_logits, token, rows.inverse_temperature[indices]
+            )
         tokens = torch.zeros_like(rows.token).index_copy_(0, indices, token)
         log_probs = torch.zeros_like(rows.inverse_temperature).index_copy_(0, indices, log_prob)
         rows.finished.copy_(torch.where(self.mask, finished_before, 1))
         kernels.advance(tokens, log_probs, rows, block_size)
-        rows.finished.copy_(torch.where(self.mask, rows.finished, finished_plain))
+        rows.finished.copy_(torch.where(self.mask, rows.finished, finished_after_kernel))

@@ -1,6 +1,6 @@
 """The GPU sampling kernels of the native engine.
 
-A first pass reads all logits in chunks; a second reads only the chunk that contains the sampled token.
+A first pass reads all logits in chunks; a second pass reads only the chunk of the sampled token.
 sampler.py samples requests with top-k, top-p or min-p, and `advance` writes their tokens.
 """
 
@@ -16,32 +16,32 @@ from torch import Tensor
 if TYPE_CHECKING:
     from hone.rollout.native.batch_state import BatchState
 
-_CHUNK = 4096
+_CHUNK_LOGITS = 4096
 """Logits per program of the first pass."""
 _STATS_WARPS, _SAMPLE_WARPS = 4, 8
 
 
 @triton.jit
 def _logit_stats(  # type: ignore[no-untyped-def]
-    logits_ptr, inverse_temperature_ptr, max_logit_ptr, exp_sum_ptr, best_ptr, vocabulary,
+    logits_ptr, inverse_temperature_ptr, max_logit_ptr, exp_sum_ptr, argmax_ptr, vocab_size,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
-    z = tl.load(logits_ptr + row * vocabulary + i, i < vocabulary, other=float("-inf"))
+    z = tl.load(logits_ptr + row * vocab_size + i, i < vocab_size, other=float("-inf"))
     z = z.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
-    z = tl.where(i < vocabulary, z, float("-inf"))
+    z = tl.where(i < vocab_size, z, float("-inf"))
     max_logit = tl.max(z, 0)
     offset = row * CHUNKS + chunk
     tl.store(max_logit_ptr + offset, max_logit)
     tl.store(exp_sum_ptr + offset, tl.sum(tl.exp(z - max_logit), 0))
-    tl.store(best_ptr + offset, chunk * CHUNK + tl.argmax(z, 0))
+    tl.store(argmax_ptr + offset, chunk * CHUNK + tl.argmax(z, 0))
 
 
 @triton.jit
-def _log_norm(  # type: ignore[no-untyped-def]
-    max_logit_ptr, exp_sum_ptr, log_norm_ptr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr
+def _logsumexp(  # type: ignore[no-untyped-def]
+    max_logit_ptr, exp_sum_ptr, lse_ptr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS_PAD)
@@ -49,23 +49,23 @@ def _log_norm(  # type: ignore[no-untyped-def]
     exp_sums = tl.load(exp_sum_ptr + row * CHUNKS + c, c < CHUNKS, other=0.0)
     max_logit = tl.max(max_logits, 0)
     total = tl.sum(exp_sums * tl.exp(max_logits - max_logit), 0)
-    tl.store(log_norm_ptr + row, max_logit + tl.log(total))
+    tl.store(lse_ptr + row, max_logit + tl.log(total))
 
 
 @triton.jit
-def _log_prob_at(  # type: ignore[no-untyped-def]
-    logits_ptr, inverse_temperature_ptr, token_ptr, log_norm_ptr, out_ptr, vocabulary,
+def _token_log_prob(  # type: ignore[no-untyped-def]
+    logits_ptr, inverse_temperature_ptr, token_ptr, lse_ptr, out_ptr, vocab_size,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_ptr + row)
     i = tl.arange(0, CHUNK)
     offset = token // CHUNK * CHUNK + i
-    z = tl.load(logits_ptr + row * vocabulary + offset, offset < vocabulary, other=float("-inf"))
+    z = tl.load(logits_ptr + row * vocab_size + offset, offset < vocab_size, other=float("-inf"))
     z = z.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
-    # Summed as in `_sample`: the compiler could fuse a product and a difference into one rounding.
+    # The sum, as in `_sample`, keeps the compiler from rounding product and difference only once.
     logit = tl.sum(tl.where(offset == token, z, 0.0), 0)
-    tl.store(out_ptr + row, logit - tl.load(log_norm_ptr + row))
+    tl.store(out_ptr + row, logit - tl.load(lse_ptr + row))
 
 
 @triton.jit
@@ -77,22 +77,23 @@ def _mix64(z):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _advance(  # type: ignore[no-untyped-def]
-    row, token, log_prob, state_ptr, state_stride, log_prob_ptr, token_out_ptr, table_ptr,
-    table_stride, stops_ptr,
-    STOPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPACITY: tl.constexpr,
+    row, token, log_prob, state_ptr, state_stride, log_probs_out_ptr, tokens_out_ptr, table_ptr,
+    table_stride, stop_ids_ptr,
+    NUM_STOP_IDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """Writes one sampled token and advances its row, unless the row is finished."""
+    # The factors of state_stride are indices in STATE_FIELDS of batch_state.py.
     position = tl.load(state_ptr + 1 * state_stride + row)
-    limit = tl.load(state_ptr + 4 * state_stride + row)
+    max_length = tl.load(state_ptr + 4 * state_stride + row)
     running = tl.load(state_ptr + 5 * state_stride + row) == 0
-    count = tl.load(state_ptr + 6 * state_stride + row)
-    stops = tl.load(stops_ptr + row * STOPS + tl.arange(0, STOPS))
-    stopped = tl.sum((stops == token).to(tl.int32), 0) > 0
+    num_sampled = tl.load(state_ptr + 6 * state_stride + row)
+    stop_ids = tl.load(stop_ids_ptr + row * NUM_STOP_IDS + tl.arange(0, NUM_STOP_IDS))
+    stopped = tl.sum((stop_ids == token).to(tl.int32), 0) > 0
     position += 1
-    finished = stopped | (position + 1 >= limit)
-    tl.store(token_out_ptr + row * CAPACITY + count, token, running)
-    tl.store(log_prob_ptr + row * CAPACITY + count, log_prob, running)
-    tl.store(state_ptr + 6 * state_stride + row, count + 1, running)
+    finished = stopped | (position + 1 >= max_length)
+    tl.store(tokens_out_ptr + row * CAPACITY + num_sampled, token, running)
+    tl.store(log_probs_out_ptr + row * CAPACITY + num_sampled, log_prob, running)
+    tl.store(state_ptr + 6 * state_stride + row, num_sampled + 1, running)
     tl.store(state_ptr + 5 * state_stride + row, finished.to(tl.int64), running)
     advancing = running & (not finished)
     entry = table_ptr + row * table_stride + position // BLOCK_SIZE
@@ -105,23 +106,23 @@ def _advance(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sample(  # type: ignore[no-untyped-def]
-    logits_ptr, inverse_temperature_ptr, greedy_ptr, max_logit_ptr, exp_sum_ptr, best_ptr,
-    log_norm_ptr, vocabulary, state_ptr, state_stride, log_prob_ptr, token_out_ptr, table_ptr, table_stride,
-    stops_ptr,
+    logits_ptr, inverse_temperature_ptr, greedy_ptr, max_logit_ptr, exp_sum_ptr, argmax_ptr,
+    lse_ptr, vocab_size, state_ptr, state_stride, log_probs_out_ptr, tokens_out_ptr, table_ptr,
+    table_stride, stop_ids_ptr,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, EXACT: tl.constexpr,
-    STOPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPACITY: tl.constexpr,
+    NUM_STOP_IDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CHUNKS_PAD)
     max_logits = tl.load(max_logit_ptr + row * CHUNKS + c, c < CHUNKS, other=float("-inf"))
     exp_sums = tl.load(exp_sum_ptr + row * CHUNKS + c, c < CHUNKS, other=0.0)
     max_logit = tl.max(max_logits, 0)
-    weight = exp_sums * tl.exp(max_logits - max_logit)
-    total = tl.sum(weight, 0)
+    chunk_mass = exp_sums * tl.exp(max_logits - max_logit)
+    total = tl.sum(chunk_mass, 0)
     if EXACT:
-        log_norm = tl.load(log_norm_ptr + row)
+        lse = tl.load(lse_ptr + row)
     else:
-        log_norm = max_logit + tl.log(total)
+        lse = max_logit + tl.log(total)
     position = tl.load(state_ptr + 1 * state_stride + row)
     seed = tl.load(state_ptr + 3 * state_stride + row).to(tl.uint64, bitcast=True)
     golden: tl.constexpr = 0x9E3779B97F4A7C15
@@ -129,92 +130,94 @@ def _sample(  # type: ignore[no-untyped-def]
     uniform = (bits >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
     threshold = (uniform * total.to(tl.float64)).to(tl.float32)
     # Finds the chunk where the cumulative mass exceeds the threshold, then the token in the chunk.
-    cumulative = tl.cumsum(weight, 0)
-    last_chunk = tl.max(tl.where(weight > 0, c, 0), 0)
+    cumulative = tl.cumsum(chunk_mass, 0)
+    last_chunk = tl.max(tl.where(chunk_mass > 0, c, 0), 0)
     chunk = tl.minimum(tl.sum((cumulative <= threshold).to(tl.int32), 0), last_chunk)
-    chunk_start = tl.sum(tl.where(c == chunk, cumulative - weight, 0.0), 0)
+    mass_before_chunk = tl.sum(tl.where(c == chunk, cumulative - chunk_mass, 0.0), 0)
     i = tl.arange(0, CHUNK)
     offset = chunk * CHUNK + i
-    z = tl.load(logits_ptr + row * vocabulary + offset, offset < vocabulary, other=float("-inf"))
+    z = tl.load(logits_ptr + row * vocab_size + offset, offset < vocab_size, other=float("-inf"))
     z = z.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
-    p = tl.where(offset < vocabulary, tl.exp(z - max_logit), 0.0)
-    chunk_cumulative = tl.cumsum(p, 0)
-    last_index = tl.max(tl.where(p > 0, i, 0), 0)
-    before = (chunk_cumulative <= threshold - chunk_start).to(tl.int32)
-    index = tl.minimum(tl.sum(before, 0), last_index)
-    log_prob = tl.sum(tl.where(i == index, z, 0.0), 0) - log_norm
+    mass = tl.where(offset < vocab_size, tl.exp(z - max_logit), 0.0)
+    cumulative_in_chunk = tl.cumsum(mass, 0)
+    last_index = tl.max(tl.where(mass > 0, i, 0), 0)
+    is_before = (cumulative_in_chunk <= threshold - mass_before_chunk).to(tl.int32)
+    index = tl.minimum(tl.sum(is_before, 0), last_index)
+    log_prob = tl.sum(tl.where(i == index, z, 0.0), 0) - lse
     token = (chunk * CHUNK + index).to(tl.int64)
     if tl.load(greedy_ptr + row) != 0:
-        best_chunk = tl.argmax(max_logits, 0)
-        token = tl.load(best_ptr + row * CHUNKS + best_chunk).to(tl.int64)
-        log_prob = max_logit - log_norm
+        argmax_chunk = tl.argmax(max_logits, 0)
+        token = tl.load(argmax_ptr + row * CHUNKS + argmax_chunk).to(tl.int64)
+        log_prob = max_logit - lse
     _advance(
-        row, token, log_prob, state_ptr, state_stride, log_prob_ptr, token_out_ptr, table_ptr,
-        table_stride, stops_ptr, STOPS, BLOCK_SIZE, CAPACITY,
+        row, token, log_prob, state_ptr, state_stride, log_probs_out_ptr, tokens_out_ptr, table_ptr,
+        table_stride, stop_ids_ptr, NUM_STOP_IDS, BLOCK_SIZE, CAPACITY,
     )  # fmt: skip
 
 
 def sample(logits: Tensor, rows: BatchState, block_size: int, *, exact: bool = False) -> None:
-    """Samples one token per row; with `exact`, log-probs are bitwise those of `log_probs_of`."""
-    count, vocabulary = logits.shape
-    max_logit, exp_sum, best = _statistics(logits, rows.inverse_temperature)
+    """Samples one token per row; with `exact`, log-probs equal those of `token_log_probs`."""
+    num_rows, vocab_size = logits.shape
+    max_logit, exp_sum, argmax = _chunk_statistics(logits, rows.inverse_temperature)
     chunks = max_logit.shape[1]
-    log_norm = _exact_log_norm(max_logit, exp_sum) if exact else max_logit
-    _sample[(count,)](
-        logits, rows.inverse_temperature, rows.greedy, max_logit, exp_sum, best, log_norm, vocabulary,
+    lse = _exact_logsumexp(max_logit, exp_sum) if exact else max_logit
+    _sample[(num_rows,)](
+        logits, rows.inverse_temperature, rows.greedy, max_logit, exp_sum, argmax, lse, vocab_size,
         rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
         rows.block_table, rows.block_table.stride(0), rows.stop_ids,
-        CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=_CHUNK, EXACT=exact,
-        STOPS=rows.stop_ids.shape[1], BLOCK_SIZE=block_size, CAPACITY=rows.tokens_out.shape[1],
-        num_warps=_SAMPLE_WARPS,
+        CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=_CHUNK_LOGITS, EXACT=exact,
+        NUM_STOP_IDS=rows.stop_ids.shape[1], BLOCK_SIZE=block_size,
+        CAPACITY=rows.tokens_out.shape[1], num_warps=_SAMPLE_WARPS,
     )  # fmt: skip
 
 
-def log_probs_of(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Returns log p of one token per row."""
-    count, vocabulary = logits.shape
-    out = torch.empty(count, dtype=torch.float32, device=logits.device)
-    max_logit, exp_sum, _ = _statistics(logits, inverse_temperature)
-    _log_prob_at[(count,)](
-        logits, inverse_temperature, tokens, _exact_log_norm(max_logit, exp_sum), out, vocabulary,
-        CHUNK=_CHUNK, num_warps=_SAMPLE_WARPS,
+def token_log_probs(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor) -> Tensor:
+    """Returns the log-prob of one token per row, [R] float32."""
+    num_rows, vocab_size = logits.shape
+    out = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    max_logit, exp_sum, _ = _chunk_statistics(logits, inverse_temperature)
+    _token_log_prob[(num_rows,)](
+        logits, inverse_temperature, tokens, _exact_logsumexp(max_logit, exp_sum), out, vocab_size,
+        CHUNK=_CHUNK_LOGITS, num_warps=_SAMPLE_WARPS,
     )  # fmt: skip
     return out
 
 
-def _statistics(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    count, vocabulary = logits.shape
-    chunks = triton.cdiv(vocabulary, _CHUNK)
-    max_logit = torch.empty(count, chunks, dtype=torch.float32, device=logits.device)
+def _chunk_statistics(logits: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns maximum, sum of exponentials and argmax of each chunk of logits, [rows, chunks]."""
+    num_rows, vocab_size = logits.shape
+    chunks = triton.cdiv(vocab_size, _CHUNK_LOGITS)
+    max_logit = torch.empty(num_rows, chunks, dtype=torch.float32, device=logits.device)
     exp_sum = torch.empty_like(max_logit)
-    best = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
-    _logit_stats[(count, chunks)](
-        logits, inverse_temperature, max_logit, exp_sum, best, vocabulary,
-        CHUNKS=chunks, CHUNK=_CHUNK, num_warps=_STATS_WARPS,
+    argmax = torch.empty(num_rows, chunks, dtype=torch.int32, device=logits.device)
+    _logit_stats[(num_rows, chunks)](
+        logits, inverse_temperature, max_logit, exp_sum, argmax, vocab_size,
+        CHUNKS=chunks, CHUNK=_CHUNK_LOGITS, num_warps=_STATS_WARPS,
     )  # fmt: skip
-    return max_logit, exp_sum, best
+    return max_logit, exp_sum, argmax
 
 
-def _exact_log_norm(max_logit: Tensor, exp_sum: Tensor) -> Tensor:
-    count, chunks = max_logit.shape
-    log_norm = torch.empty(count, dtype=torch.float32, device=max_logit.device)
-    _log_norm[(count,)](
-        max_logit, exp_sum, log_norm, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks),
+def _exact_logsumexp(max_logit: Tensor, exp_sum: Tensor) -> Tensor:
+    num_rows, chunks = max_logit.shape
+    lse = torch.empty(num_rows, dtype=torch.float32, device=max_logit.device)
+    _logsumexp[(num_rows,)](
+        max_logit, exp_sum, lse, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks),
         num_warps=1,
     )  # fmt: skip
-    return log_norm
+    return lse
 
 
 @triton.jit
 def _advance_rows(  # type: ignore[no-untyped-def]
-    token_ptr, new_log_prob_ptr, state_ptr, state_stride, log_prob_ptr, token_out_ptr, table_ptr,
-    table_stride, stops_ptr,
-    STOPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPACITY: tl.constexpr,
+    token_ptr, log_prob_ptr, state_ptr, state_stride, log_probs_out_ptr, tokens_out_ptr, table_ptr,
+    table_stride, stop_ids_ptr,
+    NUM_STOP_IDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     _advance(
-        row, tl.load(token_ptr + row), tl.load(new_log_prob_ptr + row), state_ptr, state_stride,
-        log_prob_ptr, token_out_ptr, table_ptr, table_stride, stops_ptr, STOPS, BLOCK_SIZE, CAPACITY,
+        row, tl.load(token_ptr + row), tl.load(log_prob_ptr + row), state_ptr, state_stride,
+        log_probs_out_ptr, tokens_out_ptr, table_ptr, table_stride, stop_ids_ptr, NUM_STOP_IDS,
+        BLOCK_SIZE, CAPACITY,
     )  # fmt: skip
 
 
@@ -222,6 +225,6 @@ def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int
     _advance_rows[(tokens.shape[0],)](
         tokens, log_probs, rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
         rows.block_table, rows.block_table.stride(0), rows.stop_ids,
-        STOPS=rows.stop_ids.shape[1], BLOCK_SIZE=block_size, CAPACITY=rows.tokens_out.shape[1],
-        num_warps=1,
+        NUM_STOP_IDS=rows.stop_ids.shape[1], BLOCK_SIZE=block_size,
+        CAPACITY=rows.tokens_out.shape[1], num_warps=1,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The scheduler: decides which requests wait, which sequences run, and which are preempted.
 
-It runs on the host without tensors. paged_core.py computes the scheduled sequences; paged_cache.py manages
-blocks and the prefix cache.
+It runs on the host without tensors. paged_core.py computes the scheduled sequences; paged_cache.py
+manages blocks and the prefix cache.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hone.rollout.contract import RolloutError, StopReason
-from hone.rollout.native.batch_state import MAX_STOPS
+from hone.rollout.native.batch_state import MAX_STOP_IDS
 from hone.rollout.native.paged_cache import BlockPool
 from hone.rollout.requests import Request, RequestRules, select
 
 BLOCK_SIZE = 16
 STEPS_PER_CHUNK = 32
-"""Decode steps between two reads by the host: enough to hide the read, few enough to admit requests soon."""
+"""Decode steps between two reads by the host: enough to hide the read, and few enough that a
+waiting request is admitted soon."""
 STEPS_PER_LONG_CHUNK = 64
 """Decode steps between two reads by the host when no request waits."""
 
@@ -32,14 +33,14 @@ class RunningSequence:
     """The block table of the sequence."""
     stop_ids: list[int]
     host_checks_stop: bool
-    """The host must check the stop conditions, because of stop strings or too many stop tokens."""
+    """Whether the host must check the stop conditions (stop strings, or too many stop tokens)."""
     cached_tokens: int = 0
-    """Tokens of the prefix-cache hit."""
+    """Number of tokens that hit the prefix cache."""
     weights_id: int = 0
-    """Id of the weights that computed the first keys, see `Scheduler.clear_prefix_cache`."""
+    """Identifies the weights that computed the first keys; see `Scheduler.clear_prefix_cache`."""
 
     @property
-    def limit(self) -> int:
+    def max_length(self) -> int:
         """The maximum length of prompt and response."""
         return len(self.request.prompt_ids) + self.request.sampling.max_tokens
 
@@ -53,16 +54,17 @@ class PagedRules(RequestRules):
 
     def check(self, request: Request) -> None:
         super().check(request)
-        length = len(request.prompt_ids) + request.sampling.max_tokens
-        if length > self.max_model_len:
+        max_length = len(request.prompt_ids) + request.sampling.max_tokens
+        if max_length > self.max_model_len:
             raise RolloutError(
-                f"request {request.request_id} may reach {length} tokens, but the engine was built "
-                f"for {self.max_model_len}; raise rollout.max_model_len"
+                f"request {request.request_id} may reach {max_length} tokens, but the engine was "
+                f"built for {self.max_model_len}; raise rollout.max_model_len"
             )
-        if -(-length // BLOCK_SIZE) >= self.num_blocks:
+        if -(-max_length // BLOCK_SIZE) >= self.num_blocks:
             raise RolloutError(
-                f"request {request.request_id} may reach {length} tokens, more than the whole cache "
-                f"of {self.num_blocks} blocks of {BLOCK_SIZE}; raise rollout.gpu_memory_utilization"
+                f"request {request.request_id} may reach {max_length} tokens, more than the whole "
+                f"cache of {self.num_blocks} blocks of {BLOCK_SIZE}; raise "
+                "rollout.gpu_memory_utilization"
             )
 
 
@@ -82,8 +84,8 @@ class Scheduler:
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._watermark = max_num_seqs * (STEPS_PER_LONG_CHUNK // BLOCK_SIZE)
-        """Free blocks kept for the next chunk; only blocks above the watermark are allocated ahead."""
-        self._waiting: list[Request] = []  # the last request starts first
+        """Number of free blocks kept for the next chunk; further ones may be allocated ahead."""
+        self._waiting: list[Request] = []  # by priority, ascending; the last starts first
         self.running: list[RunningSequence] = []
         self._weights_id = 0
         self.num_preempted = 0
@@ -95,13 +97,14 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request: the largest max_tokens starts first, ties start in order of arrival.
 
-        Otherwise a long request could start last and run alone. Preempted requests precede new ones.
+        Otherwise a long request could start last and run alone. Preempted requests start before new
+        ones.
         """
         self._rules.check(request)
         insort_left(self._waiting, request, key=_priority)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        """Ends these requests (None: all), which keep the tokens sampled so far."""
+        """Aborts the requests with these ids (None: all); they keep the tokens sampled so far."""
         waiting = select(reversed(self._waiting), request_ids)
         running = select((sequence.request for sequence in self.running), request_ids)
         for request in [*running, *waiting]:
@@ -113,37 +116,39 @@ class Scheduler:
         self._waiting = [r for r in self._waiting if r.stop_reason is None]
         return [*running, *waiting]
 
-    def chunk_steps(self, unread: int = 0) -> int:
+    def chunk_steps(self, unread_tokens: int = 0) -> int:
         """Returns the decode steps of the next chunk, limited by the longest remaining response.
 
-        `unread` is the number of sampled tokens per sequence that the host has not read.
+        `unread_tokens` is the number of sampled tokens per sequence that the host has not read.
         """
         max_steps = STEPS_PER_CHUNK if self._waiting else STEPS_PER_LONG_CHUNK
-        remaining = [s.limit - s.request.length - unread for s in self.running]
-        return max(1 - unread, min(max_steps, max(remaining, default=max_steps)))
+        remaining = [s.max_length - s.request.length - unread_tokens for s in self.running]
+        return max(1 - unread_tokens, min(max_steps, max(remaining, default=max_steps)))
 
     def lookahead_steps(self, counts: Sequence[int]) -> int:
-        """Returns the decode steps that may run before the host appends `counts` tokens per sequence.
+        """Returns the decode steps that may run before the host appends `counts` tokens each.
 
-        Returns 0 if a request waits, or if a sequence may end on the host or need a block.
+        Returns 0 if a request waits, if the host must check whether a sequence ends, or if a
+        sequence may need another block.
         """
         if self._waiting:
             return 0
         remaining = 0
-        for sequence, count in zip(self.running, counts, strict=False):  # empty after an abort
-            has_all_blocks = len(sequence.blocks) * BLOCK_SIZE >= sequence.limit
+        # After an abort no sequence runs, so there are more counts than sequences.
+        for sequence, count in zip(self.running, counts, strict=False):
+            has_all_blocks = len(sequence.blocks) * BLOCK_SIZE >= sequence.max_length
             if sequence.host_checks_stop or sequence.request.cancelled or not has_all_blocks:
                 return 0
-            remaining = max(remaining, sequence.limit - sequence.request.length - count)
+            remaining = max(remaining, sequence.max_length - sequence.request.length - count)
         return min(STEPS_PER_LONG_CHUNK, remaining)
 
     def extend_block_tables(self, steps: int) -> None:
-        """Allocates blocks for the next chunk; if too few are free, the newest sequences are preempted."""
+        """Allocates blocks for the next chunk; if they run out, preempts the newest sequences."""
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
             count = self._blocks_needed(sequence, steps)
-            if count <= self._pool.available:
+            if count <= self._pool.num_available:
                 sequence.blocks += self._pool.allocate(count)
                 index += 1
             else:
@@ -155,57 +160,60 @@ class Scheduler:
         Samples of a group share the full blocks of their prompt, which is prefilled once.
         """
         admitted: list[RunningSequence] = []
-        first_with: dict[tuple[int, ...], RunningSequence] = {}  # by prompt
+        first_by_prompt: dict[tuple[int, ...], RunningSequence] = {}
         batched_tokens = 0
         while self._waiting and len(self.running) + len(admitted) < self._max_num_seqs:
             request = self._waiting[-1]
             ids = tuple(request.prompt_ids + request.token_ids)
-            if ids in first_with:
-                prefix, new_tokens = first_with[ids].blocks[: len(ids) // BLOCK_SIZE], 0
+            if ids in first_by_prompt:
+                prefix_blocks, new_tokens = first_by_prompt[ids].blocks[: len(ids) // BLOCK_SIZE], 0
             else:
-                prefix = self._pool.match_prefix(ids) if self._prefix_caching else []
-                new_tokens = len(ids) - len(prefix) * BLOCK_SIZE
+                prefix_blocks = self._pool.match_prefix(ids) if self._prefix_caching else []
+                new_tokens = len(ids) - len(prefix_blocks) * BLOCK_SIZE
             if admitted and batched_tokens + new_tokens > self._max_num_batched_tokens:
                 break
-            sequence = self._allocate(request, prefix, steps + 1)
+            sequence = self._allocate(request, prefix_blocks, steps + 1)
             if sequence is None:
                 if not admitted and not self.running:
                     raise RolloutError(
-                        f"request {request.request_id} does not fit the empty cache; this is a defect"
+                        f"request {request.request_id} does not fit the empty cache; "
+                        "this is a defect"
                     )
                 break
-            if not request.token_ids:  # not preempted before
+            if not request.token_ids:  # the request was never preempted
                 request.cached_tokens = sequence.cached_tokens
-            first_with.setdefault(ids, sequence)
+            first_by_prompt.setdefault(ids, sequence)
             batched_tokens += new_tokens
             admitted.append(sequence)
             self._waiting.pop()
         self.running += admitted
         return admitted
 
-    def _allocate(self, request: Request, prefix: list[int], steps: int) -> RunningSequence | None:
+    def _allocate(
+        self, request: Request, prefix_blocks: list[int], steps: int
+    ) -> RunningSequence | None:
         """Returns a sequence with its cached prefix and new blocks, or None if too few are free."""
         sampling = request.sampling
         eos_ids = [] if sampling.ignore_eos else sorted(self._rules.eos_ids)
         stop_ids = list(dict.fromkeys([*eos_ids, *sampling.stop_token_ids]))
         sequence = RunningSequence(
             request,
-            list(prefix),
+            list(prefix_blocks),
             stop_ids,
-            host_checks_stop=bool(sampling.stop) or len(stop_ids) > MAX_STOPS,
-            cached_tokens=len(prefix) * BLOCK_SIZE,
+            host_checks_stop=bool(sampling.stop) or len(stop_ids) > MAX_STOP_IDS,
+            cached_tokens=len(prefix_blocks) * BLOCK_SIZE,
             weights_id=self._weights_id,
         )
-        self._pool.acquire(prefix)
+        self._pool.acquire(prefix_blocks)
         count = self._blocks_needed(sequence, steps)
-        if count > self._pool.available:
-            self._pool.release(prefix)
+        if count > self._pool.num_available:
+            self._pool.release(prefix_blocks)
             return None
         sequence.blocks += self._pool.allocate(count)
         return sequence
 
     def clear_prefix_cache(self) -> None:
-        """Clears the prefix cache; blocks of the running sequences are never inserted into it."""
+        """Clears the prefix cache; blocks of sequences that run now will not be inserted."""
         self._weights_id += 1
         self._pool.clear_prefix_cache()
 
@@ -218,13 +226,16 @@ class Scheduler:
         return self._prefix_caching and sequence.weights_id == self._weights_id
 
     def remove_finished(self) -> list[Request]:
-        """Removes the finished sequences; their blocks stay in the prefix cache until evicted."""
+        """Removes the finished sequences and returns their requests.
+
+        Their blocks stay in the prefix cache until they are evicted.
+        """
         finished = [s for s in self.running if s.request.stop_reason is not None]
         for sequence in finished:
             if self._is_cacheable(sequence):
-                # The last token was sampled but its key was never computed.
+                # The last token was sampled, but its key was not computed.
                 tokens = (sequence.request.prompt_ids + sequence.request.token_ids)[:-1]
-                self._pool.release_cached(tokens, sequence.blocks)
+                self._pool.insert_and_release(tokens, sequence.blocks)
             else:
                 self._pool.release(sequence.blocks)
         self.running = [s for s in self.running if s.request.stop_reason is None]
@@ -232,21 +243,20 @@ class Scheduler:
 
     def _blocks_needed(self, sequence: RunningSequence, steps: int) -> int:
         """Returns the number of blocks to add for `steps` more tokens."""
-        blocks_to_limit = -(-sequence.limit // BLOCK_SIZE) - len(sequence.blocks)
-        if self._pool.available - blocks_to_limit >= self._watermark:
-            return max(0, blocks_to_limit)
-        end = min(sequence.request.length + steps, sequence.limit)
+        blocks_to_max_length = -(-sequence.max_length // BLOCK_SIZE) - len(sequence.blocks)
+        if self._pool.num_available - blocks_to_max_length >= self._watermark:
+            return max(0, blocks_to_max_length)
+        end = min(sequence.request.length + steps, sequence.max_length)
         return max(0, -(-end // BLOCK_SIZE) - len(sequence.blocks))
 
     def _preempt(self, sequence: RunningSequence) -> None:
-        """Frees the blocks of a sequence, which waits to be prefilled again."""
+        """Releases the blocks of a sequence; its request waits to be prefilled again."""
         self._pool.release(sequence.blocks)
-        self._waiting.append(
-            sequence.request
-        )  # an older sequence is preempted later and starts earlier
+        # The last request starts first, so the sequence that is preempted last is resumed first.
+        self._waiting.append(sequence.request)
         self.num_preempted += 1
 
 
 def _priority(request: Request) -> float:
-    """Returns the priority of a waiting request; only preempted requests have tokens."""
+    """Returns max_tokens, or infinity for a preempted request, which has sampled tokens."""
     return math.inf if request.token_ids else request.sampling.max_tokens

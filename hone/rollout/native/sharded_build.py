@@ -23,27 +23,31 @@ from hone.rollout.weights import load_weights
 
 
 def check_sharding(size: int, world_size: int, model: ModelConfig) -> None:
-    """Raises if `world_size` ranks cannot decode with `size` ranks per model, before weights are loaded."""
+    """Raises if `world_size` ranks cannot decode with `size` ranks per model; loads no weights."""
     if world_size % size:
         raise RolloutError(
             f"rollout.tensor_model_parallel_size={size} does not divide the {world_size} rollout "
-            "rank(s); use a divisor of their number"
+            f"rank(s); use a divisor of {world_size}"
         )
     lm = empty_causal_lm(model.path, dtype=torch.float32, override_config=model.override_config)
     check_shardable(lm, size, model.path)
 
 
 def build_sharded(spec: RolloutSpec, peers: Peers) -> RolloutEngine:
-    """Builds this rank's shard, core and engine; all ranks of the model call this together."""
+    """Returns this rank's engine with its shard of the model; all its peers call this together."""
     policy = ShardedPolicy(spec.load_policy().lm, peers, spec.device)
     if spec.current_weights is not None:
         load_weights(policy, policy.shards(spec.current_weights()))
-    core = paged_core(spec, policy) if spec.device.type == "cuda" else slot_core(spec, policy)
+    core = (
+        build_paged_core(spec, policy)
+        if spec.device.type == "cuda"
+        else build_slot_core(spec, policy)
+    )
     return LeaderRollout(core, peers) if peers.rank == 0 else FollowerRollout(core, peers)
 
 
-def slot_core(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
-    """Returns the core for a CPU; all ranks pad to the same number of rows."""
+def build_slot_core(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
+    """Returns the core for a CPU; all ranks pad batches to the same multiple of rows."""
     core = NativeCore(
         policy,
         eos_ids=spec.eos_ids,
@@ -52,11 +56,11 @@ def slot_core(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
         tokenizer=spec.tokenizer,
         forward=ShardedPlainDecoder(policy) if policy.uses_plain_decoder else None,
     )
-    core.row_multiple = -policy.peers.min_over_ranks(-core.row_multiple)
+    core.row_multiple = -policy.peers.min_over_ranks(-core.row_multiple)  # the maximum of all ranks
     return core
 
 
-def paged_core(spec: RolloutSpec, policy: ShardedPolicy, blocks: int | None = None) -> Core:
+def build_paged_core(spec: RolloutSpec, policy: ShardedPolicy, blocks: int | None = None) -> Core:
     """Returns the core for a GPU, without CUDA graphs; all ranks have the same number of blocks."""
     config, max_model_len = spec.config, spec.config.max_total_tokens
     decoder = (
@@ -78,5 +82,5 @@ def paged_core(spec: RolloutSpec, policy: ShardedPolicy, blocks: int | None = No
         forward=decoder,
     )
     core = build(blocks=blocks)
-    blocks = policy.peers.min_over_ranks(core.cache.blocks)
-    return core if core.cache.blocks == blocks else build(blocks=blocks)
+    blocks = policy.peers.min_over_ranks(core.cache.num_blocks)
+    return core if core.cache.num_blocks == blocks else build(blocks=blocks)

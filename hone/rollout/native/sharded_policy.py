@@ -1,7 +1,7 @@
 """A policy sharded over tensor-parallel ranks: by heads, by MLP columns, and by vocabulary rows.
 
-Each rank receives whole tensors one at a time and keeps its shard. Attention and MLP each end with an
-all-reduce; logits are gathered, so every rank samples the same token.
+Each rank receives whole tensors one at a time and keeps its shard. Attention and MLP each end with
+an all-reduce; logits are gathered, so every rank samples the same token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hone.rollout.weights import check_name_and_shape
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FAMILIES = frozenset(
+SHARDED_FAMILIES = frozenset(
     """
     apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text granite helium
     hunyuan_v1_dense hyperclovax jais2 llama ministral ministral3 mistral nemotron olmo qwen2 qwen3
@@ -31,19 +31,19 @@ FAMILIES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Values of `model_type` whose sharded logits are tested against those of the whole model."""
-_HEADS, _KV_HEADS, _COLUMNS = "heads", "key-value heads", "columns"
-_SPLIT = {
+_HEADS, _KV_HEADS, _MLP_COLUMNS = "heads", "key-value heads", "columns"
+_SPLIT_LAYERS = {
     "self_attn.q_proj": (0, _HEADS),
     "self_attn.k_proj": (0, _KV_HEADS),
     "self_attn.v_proj": (0, _KV_HEADS),
     "self_attn.o_proj": (1, _HEADS),
-    "mlp.gate_proj": (0, _COLUMNS),
-    "mlp.up_proj": (0, _COLUMNS),
-    "mlp.down_proj": (1, _COLUMNS),
+    "mlp.gate_proj": (0, _MLP_COLUMNS),
+    "mlp.up_proj": (0, _MLP_COLUMNS),
+    "mlp.down_proj": (1, _MLP_COLUMNS),
 }
-"""The dimension of each linear layer's weight that is split, and its unit."""
-_ROW_PARALLEL = tuple(name for name, (dim, _) in _SPLIT.items() if dim == 1)
-"""Linear layers whose outputs are summed over the ranks."""
+"""The dimension that is split of each linear layer's weight, and the unit of the split."""
+_ROW_PARALLEL_LAYERS = tuple(name for name, (dim, _) in _SPLIT_LAYERS.items() if dim == 1)
+"""The linear layers whose outputs are summed over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Shard:
     start: int
     width: int
 
-    def of(self, whole: Tensor) -> Tensor:
+    def take(self, whole: Tensor) -> Tensor:
+        """Returns this part of a whole tensor."""
         size = whole.shape[self.dim]
         start = min(self.start, size)
         part = whole.narrow(self.dim, start, min(self.width, size - start))
@@ -67,34 +68,39 @@ class Shard:
 
 def check_shardable(lm: PreTrainedModel, size: int, path: str) -> None:
     """Raises if `size` ranks cannot shard the model, whose parameters are on the meta device."""
-    text, key = lm.config.get_text_config(), f"rollout.tensor_model_parallel_size={size}"
-    kv_heads, head_dim = key_shape(text)
-    unknown: list[str] = []
-    if lm.config.model_type in FAMILIES:
+    text_config, setting = lm.config.get_text_config(), f"rollout.tensor_model_parallel_size={size}"
+    kv_heads, head_dim = key_shape(text_config)
+    unknown_names: list[str] = []
+    if lm.config.model_type in SHARDED_FAMILIES:
         layers = getattr(lm, lm.base_model_prefix).layers
-        unknown = sorted({n for layer in layers for n in _unknown_parameters(layer, head_dim)})
-    if lm.config.model_type not in FAMILIES or unknown:
-        reason = f", because its layers have {', '.join(unknown[:3])}" if unknown else ""
+        unknown_names = sorted(
+            {n for layer in layers for n in _unknown_parameters(layer, head_dim)}
+        )
+    if lm.config.model_type not in SHARDED_FAMILIES or unknown_names:
+        reason = (
+            f", because its layers have {', '.join(unknown_names[:3])}" if unknown_names else ""
+        )
         raise UnsupportedModel(
-            f"{key}: {path} is a {lm.config.model_type} model, which the native engine does not shard"
-            f"{reason}. Use 1, rollout.name=vllm, or a family of docs/engines.md"
+            f"{setting}: {path} is a {lm.config.model_type} model, which the native engine does "
+            f"not shard{reason}. Use 1, rollout.name=vllm, or a model family that docs/engines.md "
+            "lists"
         )
     for count, name in (
-        (text.num_attention_heads, "attention heads"),
+        (text_config.num_attention_heads, "attention heads"),
         (kv_heads, "key-value heads"),
     ):
         if count % size and not (name == "key-value heads" and size % count == 0):
             raise UnsupportedModel(
-                f"{key}: {path} has {count} {name}, which {size} ranks cannot share evenly; use a "
-                "divisor of their number"
+                f"{setting}: {path} has {count} {name}, which {size} ranks cannot share evenly; "
+                f"use a divisor of {count}"
             )
 
 
 def _unknown_parameters(layer: nn.Module, head_dim: int) -> Iterator[str]:
-    """Yields the parameters that are neither in `_SPLIT` nor norms over a head or the hidden states."""
+    """Yields the names of parameters that are neither in `_SPLIT_LAYERS` nor those of a norm."""
     for name, parameter in layer.named_parameters():
         module, _, _ = name.rpartition(".")
-        if module in _SPLIT or parameter.numel() == 1:
+        if module in _SPLIT_LAYERS or parameter.numel() == 1:
             continue
         in_sublayer = name.startswith(("self_attn.", "mlp."))
         if parameter.dim() > 1 or (in_sublayer and len(parameter) != head_dim):
@@ -104,7 +110,7 @@ def _unknown_parameters(layer: nn.Module, head_dim: int) -> Iterator[str]:
 class ShardedPolicy(PolicyModel):
     """One rank's shard of a causal language model."""
 
-    plain_head = False  # logits are gathered
+    plain_head = False  # logits are gathered over the ranks
 
     def __init__(self, lm: PreTrainedModel, peers: Peers, device: torch.device) -> None:
         """Allocates the shard on `device`; the parameters of `lm` are on the meta device."""
@@ -112,15 +118,17 @@ class ShardedPolicy(PolicyModel):
         self.peers = peers
         self._kv_heads, head_dim = key_shape(lm.config.get_text_config())
         self._head_dim = head_dim
-        self._vocabulary = lm.get_output_embeddings().weight.shape[0]
-        self._rows = -(-self._vocabulary // peers.size)
-        self._whole = dict(lm.named_parameters(remove_duplicate=False))
-        self._shards = {name: self._shard(name, p) for name, p in self._whole.items()}
+        self._vocab_size = lm.get_output_embeddings().weight.shape[0]
+        self._vocab_rows = -(-self._vocab_size // peers.size)
+        self._whole_parameters = dict(lm.named_parameters(remove_duplicate=False))
+        self._shards = {
+            name: self._make_shard(name, p) for name, p in self._whole_parameters.items()
+        }
         self._allocate(device)
         self.lm.to(device)
         self.uses_plain_decoder = fits_decoder_layer(self)
         if not self.uses_plain_decoder:
-            self._hook()
+            self._register_hooks()
 
     @property
     def key_shape(self) -> tuple[int, int]:
@@ -133,58 +141,58 @@ class ShardedPolicy(PolicyModel):
         return self.peers.all_reduce(x * is_local[..., None])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.peers.gather_columns(super().logits(hidden))[:, : self._vocabulary]
+        return self.peers.gather_columns(super().logits(hidden))[:, : self._vocab_size]
 
     def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields this rank's shard of each whole tensor; raises for an unknown name or a wrong shape."""
+        """Yields this rank's shard of each whole tensor; raises for a wrong name or shape."""
         for name, tensor in weights:
-            check_name_and_shape(name, tensor, self._whole)
+            check_name_and_shape(name, tensor, self._whole_parameters)
             yield name, self._local_part(name, tensor)
 
     def _local_part(self, name: str, tensor: Tensor) -> Tensor:
         shard = self._shards[name]
         if shard is not None:
-            return shard.of(tensor)
+            return shard.take(tensor)
         # Only rank 0 adds the bias of an output that is summed over the ranks.
-        is_summed = name.endswith(tuple(f"{module}.bias" for module in _ROW_PARALLEL))
+        is_summed = name.endswith(tuple(f"{module}.bias" for module in _ROW_PARALLEL_LAYERS))
         return torch.zeros_like(tensor) if is_summed and self.peers.rank else tensor
 
-    def _shard(self, name: str, parameter: Tensor) -> Shard | None:
+    def _make_shard(self, name: str, parameter: Tensor) -> Shard | None:
         """Returns this rank's shard of a parameter, or None if it is not split."""
         rank, size = self.peers.rank, self.peers.size
         module = ".".join(name.split(".")[-3:-1])
-        if module in _SPLIT:
-            dim, kind = _SPLIT[module]
+        if module in _SPLIT_LAYERS:
+            dim, unit = _SPLIT_LAYERS[module]
             if dim >= parameter.dim():
                 return None  # the bias of a summed output
             width = -(-parameter.shape[dim] // size)
-            if kind == _KV_HEADS and self._kv_heads < size:  # several ranks have the same head
+            if unit == _KV_HEADS and self._kv_heads < size:  # several ranks have the same head
                 return Shard(dim, rank * self._kv_heads // size * self._head_dim, self._head_dim)
             return Shard(dim, rank * width, width)
-        owners = (self.lm.get_input_embeddings(), self.lm.get_output_embeddings())
-        if any(parameter is p for owner in owners for p in owner.parameters()):
-            return Shard(0, rank * self._rows, self._rows)
+        embeddings = (self.lm.get_input_embeddings(), self.lm.get_output_embeddings())
+        if any(parameter is p for owner in embeddings for p in owner.parameters()):
+            return Shard(0, rank * self._vocab_rows, self._vocab_rows)
         return None
 
     def _allocate(self, device: torch.device) -> None:
         """Replaces the parameters by this rank's shards; tied parameters stay tied."""
-        shard_of: dict[int, nn.Parameter] = {}  # by id(whole parameter)
-        for name, whole in self._whole.items():
-            if id(whole) not in shard_of:
+        shard_by_id: dict[int, nn.Parameter] = {}  # by id(whole parameter)
+        for name, whole in self._whole_parameters.items():
+            if id(whole) not in shard_by_id:
                 shape = self._local_part(name, whole).shape
                 local = torch.zeros(shape, dtype=whole.dtype, device=device)
-                shard_of[id(whole)] = nn.Parameter(local, requires_grad=False)
+                shard_by_id[id(whole)] = nn.Parameter(local, requires_grad=False)
             owner, _, attribute = name.rpartition(".")
-            setattr(self.lm.get_submodule(owner), attribute, shard_of[id(whole)])
+            setattr(self.lm.get_submodule(owner), attribute, shard_by_id[id(whole)])
 
     def _local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the row of each id in this rank's embedding, and whether the rank has that row."""
-        local = ids - self.peers.rank * self._rows
-        return local.clamp(0, self._rows - 1), (local >= 0) & (local < self._rows)
+        """Returns the row of each id in this rank's embedding, and whether this rank has it."""
+        local = ids - self.peers.rank * self._vocab_rows
+        return local.clamp(0, self._vocab_rows - 1), (local >= 0) & (local < self._vocab_rows)
 
-    def _hook(self) -> None:
-        """Makes the model's own modules compute with shards."""
-        masks: list[Tensor] = []  # of the current embedding call
+    def _register_hooks(self) -> None:
+        """Registers hooks, with which the model's own modules compute on shards."""
+        masks: list[Tensor] = []  # the mask of the current embedding call
 
         def to_local_ids(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             local, is_local = self._local_ids(args[0])
@@ -201,5 +209,5 @@ class ShardedPolicy(PolicyModel):
         embedding.register_forward_pre_hook(to_local_ids)
         embedding.register_forward_hook(sum_embeddings)
         for layer in self.decoder.layers:
-            for name in _ROW_PARALLEL:
+            for name in _ROW_PARALLEL_LAYERS:
                 layer.get_submodule(name).register_forward_hook(sum_outputs)

@@ -21,8 +21,8 @@ from hone.rollout.native.engine import Core
 from hone.rollout.native.follower import FollowerRollout
 from hone.rollout.native.leader import LeaderRollout
 from hone.rollout.native.peers import Peers
-from hone.rollout.native.replica import TRAITS
-from hone.rollout.native.sharded_build import paged_core, slot_core
+from hone.rollout.native.replica import SHARDED_TRAITS
+from hone.rollout.native.sharded_build import build_paged_core, build_slot_core
 from hone.rollout.native.sharded_policy import ShardedPolicy
 from hone.rollout.weights import load_weights
 
@@ -87,8 +87,8 @@ def cores_of(shards: list[ShardedPolicy], *, paged: bool = False, **settings: An
 
     def build(rank: int) -> Core:
         if paged:
-            return paged_core(spec, shards[rank], BLOCKS)
-        return slot_core(spec, shards[rank])
+            return build_paged_core(spec, shards[rank], BLOCKS)
+        return build_slot_core(spec, shards[rank])
 
     return on_ranks(len(shards), build)
 
@@ -181,7 +181,7 @@ class SlotFactory(NativeFactory):
     """The native engine over two tensor-parallel ranks."""
 
     name = "native-tp2"
-    engine_traits = TRAITS
+    engine_traits = SHARDED_TRAITS
     paged = False
     draws = 200
     long_tokens = 100

@@ -178,7 +178,7 @@ def test_new_weights_are_seen_by_both_sides() -> None:
 
 def test_other_families_are_refused_by_name() -> None:
     lm = tiny_lm(VOCABULARY, family="qwen3")
-    with pytest.raises(RolloutError, match="llama and qwen2, and some/model is qwen3"):
+    with pytest.raises(RolloutError, match="llama and qwen2, but some/model is qwen3"):
         check_exact_supported(lm.config, "some/model")
 
 

@@ -32,7 +32,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands(name: str) -> None:
 @pytest.mark.parametrize("group", [1, 3, 7])
 def test_a_query_has_the_same_bits_in_any_company(group: int) -> None:
     cache = PagedCache(
-        layers=1, kv_heads=2, head_dim=16, blocks=40, block_size=16, dtype=torch.float32,
+        num_layers=1, kv_heads=2, head_dim=16, num_blocks=40, block_size=16, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
     cache.reserve()

@@ -14,7 +14,7 @@ from hone.rollout.native.paged_cache import NULL_BLOCK, BlockPool, PagedCache
 def test_the_spare_block_is_never_handed_out() -> None:
     pool = BlockPool(8, 4)
     assert NULL_BLOCK not in pool.allocate(7)
-    assert pool.available == 0
+    assert pool.num_available == 0
 
 
 def test_a_shared_block_is_free_only_when_its_last_holder_lets_go() -> None:
@@ -22,9 +22,9 @@ def test_a_shared_block_is_free_only_when_its_last_holder_lets_go() -> None:
     blocks = pool.allocate(2)
     pool.acquire(blocks)
     pool.release(blocks)
-    assert pool.available == 1
+    assert pool.num_available == 1
     pool.release(blocks)
-    assert pool.available == 3
+    assert pool.num_available == 3
 
 
 def test_a_known_prefix_is_found_in_whole_blocks_and_never_whole() -> None:
@@ -47,8 +47,8 @@ def test_the_same_tokens_behind_another_beginning_are_not_found() -> None:
 def test_an_ended_sequence_is_found_and_its_blocks_are_free() -> None:
     pool = BlockPool(4, 2)
     blocks = pool.allocate(3)
-    pool.release_cached([1, 2, 3, 4, 5], blocks)
-    assert pool.available == 3
+    pool.insert_and_release([1, 2, 3, 4, 5], blocks)
+    assert pool.num_available == 3
     assert pool.match_prefix([1, 2, 3, 4, 5, 6]) == blocks[:2]
     assert sorted(pool.allocate(3)) == sorted(blocks)
 
@@ -56,10 +56,10 @@ def test_an_ended_sequence_is_found_and_its_blocks_are_free() -> None:
 def test_an_ended_sequence_is_not_found_once_all_is_forgotten() -> None:
     pool = BlockPool(4, 2)
     blocks = pool.allocate(3)
-    pool.release_cached([1, 2, 3, 4, 5], blocks)
+    pool.insert_and_release([1, 2, 3, 4, 5], blocks)
     pool.clear_prefix_cache()
     assert pool.match_prefix([1, 2, 3, 4, 5, 6]) == []
-    assert sorted(pool.allocate(pool.available)) == sorted(blocks)
+    assert sorted(pool.allocate(pool.num_available)) == sorted(blocks)
 
 
 def test_a_released_prefix_is_found_until_its_room_is_needed() -> None:
@@ -67,7 +67,7 @@ def test_a_released_prefix_is_found_until_its_room_is_needed() -> None:
     blocks = pool.allocate(2)
     pool.insert([1, 2, 3, 4], blocks)
     pool.release(blocks)
-    assert pool.available == 3
+    assert pool.num_available == 3
     assert pool.match_prefix([1, 2, 3, 4, 5]) == blocks
     pool.allocate(2)  # one free block, then the idle one that was released last in its sequence
     assert pool.match_prefix([1, 2, 3, 4, 5]) == blocks[:1]
@@ -81,9 +81,9 @@ def test_new_weights_make_every_prefix_unknown_but_keep_held_blocks() -> None:
     pool.release(let_go)
     pool.clear_prefix_cache()
     assert pool.match_prefix([1, 2, 0]) == []
-    assert pool.available == 4
+    assert pool.num_available == 4
     pool.release(held)
-    assert pool.available == 5
+    assert pool.num_available == 5
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,22 +103,22 @@ def test_no_block_is_lost_or_held_by_two_that_do_not_share(seed: int) -> None:
             found = pool.match_prefix(tokens)
             pool.acquire(found)
             need = -(-len(tokens) // 2) - len(found)
-            if need > pool.available:
+            if need > pool.num_available:
                 pool.release(found)
                 continue
             live.append((tokens, [*found, *pool.allocate(need)]))
         owned = [block for _, blocks in live for block in blocks]
-        assert pool.available + len(set(owned)) == 11
+        assert pool.num_available + len(set(owned)) == 11
         for block in set(owned):
-            assert pool._references[block] == owned.count(block)
+            assert pool._reference_counts[block] == owned.count(block)
     for _, blocks in live:
         pool.release(blocks)
-    assert pool.available == 11
+    assert pool.num_available == 11
 
 
 def test_memory_comes_and_goes_and_its_address_is_known() -> None:
     cache = PagedCache(
-        layers=2, kv_heads=1, head_dim=4, blocks=3, block_size=2, dtype=torch.float32,
+        num_layers=2, kv_heads=1, head_dim=4, num_blocks=3, block_size=2, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
     assert cache.nbytes == 0
@@ -126,17 +126,17 @@ def test_memory_comes_and_goes_and_its_address_is_known() -> None:
     assert cache.nbytes == 2 * 2 * 3 * 1 * 2 * 4 * 4
     keys, values = cache.layer(1)
     at = (
-        int(cache.base[0]) + 4 * cache.plane_offsets(1)[0],
-        int(cache.base[0]) + 4 * cache.plane_offsets(1)[1],
+        int(cache.base_address[0]) + 4 * cache.kv_offsets(1)[0],
+        int(cache.base_address[0]) + 4 * cache.kv_offsets(1)[1],
     )
     assert (keys.data_ptr(), values.data_ptr()) == at
     cache.free()
-    assert (cache.nbytes, int(cache.base[0])) == (0, 0)
+    assert (cache.nbytes, int(cache.base_address[0])) == (0, 0)
 
 
 def test_copied_blocks_are_equal_in_every_layer() -> None:
     cache = PagedCache(
-        layers=2, kv_heads=1, head_dim=4, blocks=5, block_size=2, dtype=torch.float32,
+        num_layers=2, kv_heads=1, head_dim=4, num_blocks=5, block_size=2, dtype=torch.float32,
         device=torch.device("cpu"),
     )  # fmt: skip
     cache.reserve()

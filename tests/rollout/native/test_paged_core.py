@@ -91,7 +91,7 @@ def test_too_few_blocks_preempt_the_newest_and_change_no_token() -> None:
     assert finish(tight, [ask(p, 100, seed=i) for i, p in enumerate(requests)]) == expected
     assert tight.num_preempted > 0
     assert roomy.num_preempted == 0
-    assert tight.cache.pool.available == 25
+    assert tight.cache.pool.num_available == 25
 
 
 def test_the_longest_allowed_starts_first_and_equals_in_order_of_arrival() -> None:
@@ -128,13 +128,13 @@ def test_a_prefill_that_fails_leaves_its_requests_to_be_aborted() -> None:
     with pytest.raises(TypeError):
         core._prefill(core._scheduler.admit(1))
     assert core.abort() == requests
-    assert core.cache.pool.available == core.cache.blocks - 1
+    assert core.cache.pool.num_available == core.cache.num_blocks - 1
 
 
 def test_every_block_comes_back() -> None:
     core = paged_core(policy(), max_num_seqs=5)
     finish(core, [ask(p, 1 + i % 70, seed=i) for i, p in enumerate(prompts(23))])
-    assert core.cache.pool.available == core.cache.blocks - 1
+    assert core.cache.pool.num_available == core.cache.num_blocks - 1
 
 
 def test_aborting_gives_the_blocks_back() -> None:
@@ -143,7 +143,7 @@ def test_aborting_gives_the_blocks_back() -> None:
         core.add(ask(prompt, 100, seed=i))
     core.step()
     assert len(core.abort()) == 5
-    assert core.cache.pool.available == core.cache.blocks - 1
+    assert core.cache.pool.num_available == core.cache.num_blocks - 1
 
 
 @pytest.mark.parametrize(

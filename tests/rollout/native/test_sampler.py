@@ -17,7 +17,7 @@ def row_state(rows: list[Sampling]) -> BatchState:
     state = BatchState.empty(len(rows), 20, 5, torch.device("cpu"))
     state.seed.copy_(torch.tensor([r.seed for r in rows]))
     state.position.fill_(10)
-    state.limit.fill_(100)
+    state.max_length.fill_(100)
     state.finished.zero_()
     heat = torch.tensor([r.temperature for r in rows])
     state.inverse_temperature.copy_(1.0 / torch.where(heat == 0, 1.0, heat))
@@ -44,7 +44,7 @@ def test_each_row_is_drawn_as_the_rows_of_its_kind_are(kernels: Any) -> None:
     of = SamplingRows.of([rows[i] for i in truncating], torch.device("cpu"))
     tokens, log_probs = sample_tokens(logits[truncating], torch.full((len(truncating),), 11), of)
     if exact:
-        log_probs = kernels.log_probs_of(
+        log_probs = kernels.token_log_probs(
             logits[truncating], tokens, state.inverse_temperature[truncating]
         )
     alone.tokens_out[truncating, 0] = tokens.int()
@@ -52,7 +52,7 @@ def test_each_row_is_drawn_as_the_rows_of_its_kind_are(kernels: Any) -> None:
     running = [i for i in range(30) if i not in (1, 3)]
     assert torch.equal(state.tokens_out[running, 0], alone.tokens_out[running, 0])
     assert torch.equal(state.log_probs_out[running, 0], alone.log_probs_out[running, 0])
-    assert state.count.tolist() == [int(i in running) for i in range(30)]
+    assert state.num_sampled.tolist() == [int(i in running) for i in range(30)]
     assert state.finished.tolist() == [int(i not in running) for i in range(30)]
     assert state.position.tolist() == [11 if i in running else 10 for i in range(30)]
 

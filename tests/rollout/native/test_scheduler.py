@@ -114,4 +114,4 @@ def test_an_abort_gives_every_block_back() -> None:
     line.admit(1)
     assert names(line.abort()) == ["a", "b", "c"]
     assert not line.busy
-    assert line._pool.available == 199
+    assert line._pool.num_available == 199

@@ -12,7 +12,7 @@ from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
 from hone.rollout.contract import Sampling
 from hone.rollout.native.engine import Core
-from hone.rollout.native.sharded_policy import FAMILIES
+from hone.rollout.native.sharded_policy import SHARDED_FAMILIES
 from hone.rollout.requests import Request
 
 from ..factories import NativeFactory
@@ -47,7 +47,7 @@ def assert_ranks_say_what_one_says(model: PolicyModel, size: int, *, paged: bool
     "family",
     [
         pytest.param(f, marks=() if f in ("qwen2", "qwen3", "gemma") else pytest.mark.slow)
-        for f in sorted(FAMILIES)
+        for f in sorted(SHARDED_FAMILIES)
     ],
 )
 def test_two_ranks_say_what_one_says(family: str) -> None:

@@ -16,9 +16,9 @@ from .slot import hollow, peers_of, shards_of
 
 def test_a_shard_past_the_end_is_padding() -> None:
     whole = torch.arange(10.0).view(5, 2)
-    assert Shard(0, 4, 2).of(whole).tolist() == [[8, 9], [0, 0]]
-    assert Shard(0, 6, 2).of(whole).tolist() == [[0, 0], [0, 0]]
-    assert Shard(1, 1, 1).of(whole).shape == (5, 1)
+    assert Shard(0, 4, 2).take(whole).tolist() == [[8, 9], [0, 0]]
+    assert Shard(0, 6, 2).take(whole).tolist() == [[0, 0], [0, 0]]
+    assert Shard(1, 1, 1).take(whole).shape == (5, 1)
 
 
 def test_a_tensor_of_another_name_or_shape_is_refused_as_a_whole() -> None:
