@@ -58,7 +58,11 @@ def discard() -> None:
     """Stops profiling without writing a file, after a failed step."""
     global _current_profile
     step_profile, _current_profile = _current_profile, None
-    if step_profile is not None and step_profile.profiler is not None:
+    if step_profile is None:
+        return
+    if step_profile.profiler is None:
+        _set_nsys_capture(begin=False)
+    else:
         step_profile.profiler.stop()
 
 

@@ -198,8 +198,9 @@ class ProcessRewardModelWorker(TrainWorker):
         ranks = self.engine.mesh.sequence_size
         if max_rows is None and row_length > budget * ranks:
             raise ConfigError(
-                f"a row has {row_length} tokens of the reward model, more than "
-                f"reward_model.forward_max_token_len_per_gpu={budget}; raise it, or truncate rows from "
+                f"a row has {row_length} tokens of the reward model, more than reward_model."
+                f"forward_max_token_len_per_gpu={budget}{f' on each of {ranks} ranks' * (ranks > 1)}; "
+                "raise it, or truncate rows from "
                 f"the left with reward_model.max_length={budget * ranks - 1}"
             )
 

@@ -55,6 +55,17 @@ def test_a_step_that_failed_leaves_no_file_and_the_next_one_is_recorded(tmp_path
     assert [file.name for file in tmp_path.iterdir()] == ["step_2-actor-rank_0.json.gz"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_capture_of_nsys_ends_with_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    states: list[bool] = []
+    monkeypatch.setattr(profiling, "_set_nsys_capture", lambda *, begin: states.append(begin))
+    profiling.start("nsys", 1, "actor")
+    profiling.discard() if fails else profiling.stop(str(tmp_path), rank=0)
+    assert states == [True, False]
+
+
 @pytest.mark.parametrize(("ranks", "files"), [(None, 1), ([0], 1), ([1, 2], 0), ([], 0)])
 def test_only_the_ranks_of_a_role_are_recorded(
     tmp_path: Path, ranks: list[int] | None, files: int
