@@ -139,7 +139,7 @@ def offloaded(batch: DataProto, world: int) -> Engine:
     """Returns an engine with offloaded shards; the CPU stands for the accelerator."""
     engine = make_engine(policy(), rule=ONE, world_size=world)
     offload = FSDPConfig(param_offload=True, optimizer_offload=True)
-    engine.offload = build_offload(engine.module, engine.optimizer, offload, devices=("cpu",))
+    engine.offload = build_offload(engine.module, engine.optimizer, offload, device_types=("cpu",))
     engine.offload.start()
     assert engine.offload.parameters is not None
     assert engine.offload.parameters.offloaded_bytes > 0
