@@ -15,7 +15,7 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import build_offload
 from hone.engine.optimizer import Optimizer
 from hone.models.fused import compile_layers, fuse
-from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_labels
+from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_classifier
 from hone.models.lora import init_lora
 from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel
 from hone.plugins import PluginError, Table
@@ -104,7 +104,7 @@ def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
     }
     labels = LABELS.get(spec.head)
     if spec.label_tokens is not None:
-        lm = load_step_labels(spec.model_path, spec.label_tokens, **options)
+        lm = load_step_classifier(spec.model_path, spec.label_tokens, **options)
     elif labels is None:
         lm = load_causal_lm(spec.model_path, **options)
     else:

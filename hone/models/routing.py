@@ -1,4 +1,4 @@
-"""Expert routing of mixture-of-experts models: the experts of each token, recorded and replayed.
+"""Expert routing of mixture-of-experts models: records and replays the experts of each token.
 
 Rollout and trainer compute the same token with different kernels, so near a tie their routers choose
 different experts. A replay uses the recorded experts, with gates from its own router logits.
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from hone.ops.packing import PackedRows
 
 NOT_RECORDED = -1
-"""Stands for the experts of a token that no engine has computed; in a replay, the router chooses them."""
+"""Marks experts of a token that were not recorded; in a replay, the router chooses them."""
 DTYPE = torch.int16
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
-_NOT_REPLAYED = frozenset({"jetmoe"})
-"""Families with routers in their attention, or outside the block of their experts."""
+_FAMILIES_WITHOUT_REPLAY = frozenset({"jetmoe"})
+"""Families with routers in their attention or outside of the module of their experts."""
 
 Record = Callable[[int, Tensor], None]
 """Receives the index of a MoE layer and the experts [N, k] of its tokens."""
@@ -35,9 +35,12 @@ Record = Callable[[int, Tensor], None]
 
 def routing_shape(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Returns the number of experts and top-k; None for a model without experts."""
-    text = config.get_text_config()
+    text_config = config.get_text_config()
     experts, top_k = (
-        next((value for name in names if isinstance(value := config_field(text, name), int)), 0)
+        next(
+            (value for name in names if isinstance(value := config_field(text_config, name), int)),
+            0,
+        )
         for names in (_EXPERT_FIELDS, _TOP_K_FIELDS)
     )
     return (experts, top_k) if experts > 1 and top_k else None
@@ -52,12 +55,12 @@ class Routing:
             m for m in decoder.modules() if isinstance(getattr(m, "experts", None), nn.Module)
         ]
         family = decoder.config.model_type
-        if shape is None or not blocks or family in _NOT_REPLAYED:
+        if shape is None or not blocks or family in _FAMILIES_WITHOUT_REPLAY:
             raise UnsupportedModel(
                 f"a {family} model has no experts whose routing can be replayed; use "
                 "actor.router_replay.mode=disabled"
             )
-        self.experts, self.top_k = shape
+        self.num_experts, self.top_k = shape
         self.layers = len(blocks)
         self.record: Record | None = None
         self.replay: Tensor | None = None
@@ -67,9 +70,9 @@ class Routing:
             block.forward = partial(self._forward, block.forward, layer)
 
     def start(self, replay: Tensor | None, *, record: bool) -> dict[int, Tensor]:
-        """Prepares a forward of the trainer; returns a dict that it fills with the experts [N, k] by layer.
+        """Prepares a forward of the trainer; returns a dict that it will fill with experts [N, k] by layer.
 
-        The replay stays until the engine resets it, because checkpointed layers are computed again in
+        `replay` stays set until the engine resets it, because checkpointed layers are computed again in
         the backward pass.
         """
         self.replay, self._agreement = replay, {}
@@ -78,12 +81,15 @@ class Routing:
         return recorded
 
     def outputs(self, packed: PackedRows, recorded: dict[int, Tensor]) -> dict[str, Tensor]:
-        """Returns `routing_agreement` [B, T] of a replay, the share of replayed experts that the router would
-        have chosen, and `routed_experts` [B, P+T, layers, k] of a recording."""
+        """Returns the outputs of a forward.
+
+        A replay gives `routing_agreement` [B, T], the share of replayed experts that the router would have
+        chosen; a recording gives `routed_experts` [B, P+T, layers, k].
+        """
         out: dict[str, Tensor] = {}
         if self.replay is not None:
-            shares = torch.stack(list(self._agreement.values())).mean(0)
-            out["routing_agreement"] = packed.unpack(shares.index_select(0, packed.source))
+            agreement = torch.stack(list(self._agreement.values())).mean(0)
+            out["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
         if self.record is not None:
             self.record = None
             experts = torch.stack([recorded[i] for i in range(self.layers)], 1).to(DTYPE)
@@ -101,29 +107,29 @@ class Routing:
             output = forward(*inputs, **options)
         if not override.applied:
             raise UnsupportedModel(
-                f"layer {layer} does not choose its experts by top-k over {self.experts}, so its routing "
+                f"layer {layer} does not choose its experts by top-k over {self.num_experts}, so its routing "
                 "cannot be replayed; use actor.router_replay.mode=disabled"
             )
         return output
 
     def route(self, layer: int, experts: Tensor) -> Tensor:
-        """Returns the experts [N, k] to use in place of the router's choice; records them."""
+        """Returns the experts [N, k] that the layer uses, given the router's choice; records them."""
         if self.replay is not None:
-            experts, self._agreement[layer] = replayed(experts, self.replay[:, layer])
+            experts, self._agreement[layer] = replay_experts(experts, self.replay[:, layer])
         if self.record is not None:
             self.record(layer, experts)
         return experts
 
 
-def replayed(choice: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the experts [N, k] to use, and the share [N] of them in the router's choice."""
+def replay_experts(choice: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the experts [N, k] to use, and the share [N] of them that the router has chosen."""
     recorded = recorded.to(choice.dtype)
     experts = torch.where(recorded >= 0, recorded, choice)
     return experts, (choice[:, :, None] == experts[:, None]).any(1).float().mean(1)
 
 
 class _TopKOverride(TorchFunctionMode):
-    """Replaces the result of the router's top-k, by which every supported family chooses experts."""
+    """Replaces the result of `topk`, with which the router of every supported family chooses experts."""
 
     def __init__(self, routing: Routing, layer: int) -> None:
         super().__init__()
@@ -139,7 +145,7 @@ class _TopKOverride(TorchFunctionMode):
             return out
         scores, routing = args[0], self._routing
         indices = out[1]
-        if scores.shape[1:] != (routing.experts,) or indices.shape[1] != routing.top_k:
+        if scores.shape[1:] != (routing.num_experts,) or indices.shape[1] != routing.top_k:
             return out
         self.applied = True
         experts = routing.route(self._layer, indices)
@@ -149,7 +155,9 @@ class _TopKOverride(TorchFunctionMode):
 
 
 def load_metrics(routed: Tensor, mask: Tensor, experts: int) -> dict[str, float]:
-    """Returns the load balance of each layer, from the experts [B, S, layers, k] of the tokens in the mask.
+    """Returns the load balance of the experts per layer, over the tokens in the mask [B, S].
+
+    `routed` holds the experts [B, S, layers, k] of each token; `experts` is the number of experts.
 
     `max_load` is the load of the busiest expert divided by the mean load; `entropy` is the entropy of the
     loads divided by its maximum.

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from hone.models.routing import replayed
+from hone.models.routing import replay_experts
 from hone.ops.segments import SegmentLayout
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Router(nn.Module):
         experts = scores.topk(self.top_k, -1).indices
         if self.params.replay is not None:
             recorded = self.params.replay[:, self.moe_layer_index]
-            experts, self.params.agreement[self.moe_layer_index] = replayed(experts, recorded)
+            experts, self.params.agreement[self.moe_layer_index] = replay_experts(experts, recorded)
         self.params.experts[self.moe_layer_index] = experts
         gates = scores.gather(1, experts)
         if self.normalizes_gates:
