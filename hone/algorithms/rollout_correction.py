@@ -81,7 +81,10 @@ def compute_is_metrics(
     rollout_is_threshold: float,
     rollout_is_threshold_lower: float | None = None,
 ) -> dict[str, float]:
-    """Returns metrics of weights, without prefix; the log-ratio is [B, T] per token, [B, 1] per sequence."""
+    """Returns metrics of weights, without prefix.
+
+    `log_ratio_for_metrics` is [B, T] for token weights and [B, 1] for sequence weights.
+    """
     mask = response_mask.bool()
     log_ratio = log_ratio_for_metrics
     if rollout_is == "sequence":
@@ -103,7 +106,7 @@ def apply_bypass_mode(
     rollout_corr_config: Settings | None = None,
     policy_loss_config: Fields | None = None,
 ) -> None:
-    """Uses the rollout's log-probs as the old ones and sets the loss and its settings, in place."""
+    """Uses the rollout's log-probs as old log-probs, and sets the loss and its settings, in place."""
     if not batch.has_column("rollout_log_probs"):
         raise ValueError(
             "bypass_mode needs rollout_log_probs in the batch; set "
@@ -136,7 +139,10 @@ def compute_rollout_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """Returns the gap between rollout and trainer log-probs; without rollout log-probs, only perplexity."""
+    """Returns metrics of the gap between rollout and trainer log-probs.
+
+    Without rollout log-probs, it returns the perplexity of the trainer only.
+    """
     mask = response_mask.bool()
     old = zero_outside_mask(old_log_prob.detach(), mask)
     rollout = (

@@ -117,7 +117,7 @@ class Engine(ModelState):
         self.optimizer.zero_grad()  # drops gradients of an update that failed midway
         objective_columns = {*objective.reads}
         batch = select_columns(batch, {*_INPUTS, "step_row", *objective_columns})
-        slot_counts = BatchCounts.of(objective.mask(batch))
+        slot_counts = BatchCounts.from_mask(objective.mask(batch))
         totals = {"tokens": slot_counts.tokens, "sequences": slot_counts.sequences}
         totals = self._reduce_over_slots(totals, dist.ReduceOp.SUM)
         counts = BatchCounts(**totals, width=float(self._response_width))

@@ -77,7 +77,7 @@ def test_dp_size_compensates_an_average_over_ranks(mode):
 def test_dp_size_without_counts_is_refused(mode):
     with pytest.raises(ValueError, match="dp_size=2 but no"):
         agg_loss(LOSS, MASK, mode, dp_size=2)
-    with batch_counts(BatchCounts.of(MASK)):
+    with batch_counts(BatchCounts.from_mask(MASK)):
         assert agg_loss(LOSS, MASK, mode, dp_size=2).item() == pytest.approx(2 * BY_HAND[mode])
 
 
@@ -87,7 +87,7 @@ def test_an_unknown_mode_names_the_known_ones():
 
 
 def test_counts_of_a_mask():
-    assert BatchCounts.of(MASK, width=9) == BatchCounts(tokens=5, sequences=2, width=9)
+    assert BatchCounts.from_mask(MASK, width=9) == BatchCounts(tokens=5, sequences=2, width=9)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -109,7 +109,7 @@ def test_shares_of_any_split_sum_to_the_loss(rows, width, seed, mode, size):
     mask = torch.from_numpy(random.uniform(size=(rows, width)) < 0.6)
     loss = torch.from_numpy(np.where(mask, random.normal(size=(rows, width)), np.nan))
     whole = agg_loss(loss, mask, mode).item()
-    with batch_counts(BatchCounts.of(mask)):
+    with batch_counts(BatchCounts.from_mask(mask)):
         shares = [
             agg_loss(loss[i : i + size], mask[i : i + size], mode).item()
             for i in range(0, rows, size)

@@ -46,7 +46,7 @@ def test_micro_batches_sum_to_the_mini_batch(mode, junk):
     mask = torch.from_numpy(mask)
     whole, _ = compute_value_loss(vpreds, returns, values, mask, 0.5, mode)
     (gradient,) = torch.autograd.grad(whole, vpreds)
-    with batch_counts(BatchCounts.of(mask)):
+    with batch_counts(BatchCounts.from_mask(mask)):
         shares = sum(
             compute_value_loss(
                 vpreds[i : i + 2], returns[i : i + 2], values[i : i + 2], mask[i : i + 2], 0.5, mode

@@ -84,7 +84,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(name, mode, size, 
     whole_loss, whole_gradient, _ = call(name, b, mode, weights=weights)
     prepared = prepared_for(name, b)
     shares, gradients = [], []
-    with batch_counts(BatchCounts.of(torch.from_numpy(b.mask))):
+    with batch_counts(BatchCounts.from_mask(torch.from_numpy(b.mask))):
         for start in range(0, len(b.mask), size):
             rows = slice(start, start + size)
             mine = {key: value[rows] for key, value in prepared.items()}

@@ -60,10 +60,10 @@ def test_router_and_experts_equal_those_of_transformers(dtype, normalizes):
 
 
 def test_layers_without_experts_are_those_of_transformers():
-    from hone.engine.megatron.experts import sparse_layers
+    from hone.engine.megatron.experts import moe_layer_indices
 
     config = AutoConfig.for_model(
         "qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]
     )
-    assert sparse_layers(config) == [1, 5]
-    assert sparse_layers(AutoConfig.for_model("qwen3")) == []
+    assert moe_layer_indices(config) == [1, 5]
+    assert moe_layer_indices(AutoConfig.for_model("qwen3")) == []
