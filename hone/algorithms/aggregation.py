@@ -18,7 +18,7 @@ from torch import Tensor
 from hone.config.actor import current_batch_info
 from hone.ops.masked import masked_mean, masked_sum
 
-MODES = (
+LOSS_AGG_MODES = (
     "token-mean",
     "token-sum",
     "seq-mean-token-sum",
@@ -79,9 +79,9 @@ def agg_loss(
     mini-batch.
     An empty mask gives 0 with a gradient of 0.
     """
-    if loss_agg_mode not in MODES:
+    if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
-            f"loss_agg_mode={loss_agg_mode!r} is unknown; use one of {', '.join(MODES)}"
+            f"loss_agg_mode={loss_agg_mode!r} is unknown; use one of {', '.join(LOSS_AGG_MODES)}"
         )
     if loss_mask.is_floating_point() and not ((loss_mask == 0) | (loss_mask == 1)).all():
         raise ValueError(

@@ -65,20 +65,22 @@ class AdvantageEstimator(str, Enum):
 class VerlFunction:
     """An estimator as a function with verl's `arguments`, in verl's order; those before `/` are required.
 
-    `ignored` lists arguments that verl accepts and the estimator does not have.
+    `ignored_arguments` lists arguments that verl accepts and the estimator does not have.
     """
 
     def __init__(
-        self, estimator: VerlForm, arguments: str, ignored: str = "", **defaults: Any
+        self, estimator: VerlForm, arguments: str, ignored_arguments: str = "", **defaults: Any
     ) -> None:
         self.__name__ = self.__qualname__ = estimator.__name__
         self.__doc__ = estimator.__doc__
-        self._estimator, self._ignored = estimator, ignored.split()
+        self._estimator, self._ignored = estimator, ignored_arguments.split()
         required, _, optional = arguments.partition("/")
-        kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+        parameter_kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
         values: dict[str, Any] = dict.fromkeys(required.split(), empty)
         values |= {name: defaults.get(name) for name in optional.split()}
-        parameters = [inspect.Parameter(name, kind, default=values[name]) for name in values]
+        parameters = [
+            inspect.Parameter(name, parameter_kind, default=values[name]) for name in values
+        ]
         columns = inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)
         self.__signature__ = inspect.Signature([*parameters, columns])
 

@@ -41,9 +41,11 @@ def correct(
     """
     option = partial(setting, config, defaults=RolloutCorrectionConfig)
     mask = response_mask.bool()
-    old, rollout = (zero_outside_mask(x.detach(), mask) for x in (old_log_probs, rollout_log_probs))
-    log_ratio = old - rollout
-    metrics = agreement_metrics(old, rollout, mask)
+    trainer, rollout = (
+        zero_outside_mask(x.detach(), mask) for x in (old_log_probs, rollout_log_probs)
+    )
+    log_ratio = trainer - rollout
+    metrics = agreement_metrics(trainer, rollout, mask)
     weights = None
     level, threshold = option("rollout_is"), option("rollout_is_threshold")
     if level is not None:
@@ -56,22 +58,22 @@ def correct(
                 mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
             weights = weights / mean if mean > 0 else weights
             metrics["rollout_is_batch_norm_factor"] = mean
-    keep, results = rejection_mask(
+    keep_mask, results = rejection_mask(
         log_ratio, mask, option("rollout_rs"), option("rollout_rs_threshold")
     )
     if results:
-        metrics |= rejection_metrics(results, keep, mask)
+        metrics |= rejection_metrics(results, keep_mask, mask)
     if (veto_threshold := option("rollout_token_veto_threshold")) is not None:
         is_catastrophic = catastrophic_tokens(log_ratio, mask, veto_threshold)
         is_vetoed = is_catastrophic.any(-1)  # [B]
-        keep = keep & ~is_vetoed[:, None]
+        keep_mask = keep_mask & ~is_vetoed[:, None]
         metrics["rollout_is_veto_fraction"] = masked_mean(is_vetoed.float(), mask.any(-1))
         metrics["rollout_is_catastrophic_token_fraction"] = masked_mean(
             is_catastrophic.float(), mask
         )
     return (
         weights,
-        response_mask * keep,
+        response_mask * keep_mask,
         {_PREFIX + key: float(value) for key, value in metrics.items()},
     )
 

@@ -26,18 +26,18 @@ def gap_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Metrics
     return means, {"log_prob_abs_diff_max": gap.abs().max() if gap.numel() else gap.new_zeros(())}
 
 
-def agreement_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
+def agreement_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
     """Returns metrics of the gap between rollout and trainer log-probs; perplexities are means over rows."""
-    log_ratio = old - rollout
+    log_ratio = trainer - rollout
     row_mask = mask.any(-1)
-    train_log_ppl, rollout_log_ppl = (-masked_mean(x, mask, -1) for x in (old, rollout))
-    log_ppl_diff = train_log_ppl - rollout_log_ppl  # [B]
+    trainer_log_ppl, rollout_log_ppl = (-masked_mean(x, mask, -1) for x in (trainer, rollout))
+    log_ppl_diff = trainer_log_ppl - rollout_log_ppl  # [B]
     row_log_ratio = masked_sum(log_ratio, mask, -1)
     return {
-        "kl": gap_metrics(old, rollout, mask)[0]["kl"],
+        "kl": gap_metrics(trainer, rollout, mask)[0]["kl"],
         "k3_kl": masked_mean(_bounded_exp(log_ratio) - log_ratio - 1, mask),
-        "training_ppl": masked_mean(_bounded_exp(train_log_ppl), row_mask),
-        "training_log_ppl": masked_mean(train_log_ppl, row_mask),
+        "training_ppl": masked_mean(_bounded_exp(trainer_log_ppl), row_mask),
+        "training_log_ppl": masked_mean(trainer_log_ppl, row_mask),
         "rollout_ppl": masked_mean(_bounded_exp(rollout_log_ppl), row_mask),
         "rollout_log_ppl": masked_mean(rollout_log_ppl, row_mask),
         "log_ppl_diff": masked_mean(log_ppl_diff, row_mask),
@@ -90,10 +90,10 @@ def weight_metrics(
 
 
 def rejection_metrics(
-    results: Mapping[str, RejectionResult], keep: Tensor, mask: Tensor
+    results: Mapping[str, RejectionResult], keep_mask: Tensor, mask: Tensor
 ) -> Metrics:
     """Returns statistics and the rejection rate of each option, and the rate of all options together."""
-    metrics = _rejection_rates("rollout_rs", keep, mask)
+    metrics = _rejection_rates("rollout_rs", keep_mask, mask)
     row_mask = mask.any(-1)
     for option, result in results.items():
         name = f"rollout_rs_{option}"
@@ -111,14 +111,14 @@ def rejection_metrics(
             f"{name}_seq_max_deviation": _masked_max(row_values.abs(), row_mask),
             f"{name}_seq_fraction_high": _fraction(row_values > high, row_mask),
             f"{name}_seq_fraction_low": _fraction(row_values < low, row_mask),
-            **_rejection_rates(name, result.keep, mask),
+            **_rejection_rates(name, result.keep_mask, mask),
         }
     return metrics
 
 
-def _rejection_rates(name: str, keep: Tensor, mask: Tensor) -> Metrics:
+def _rejection_rates(name: str, keep_mask: Tensor, mask: Tensor) -> Metrics:
     """Returns the share of rejected tokens, and the share of rows with at least one rejected token."""
-    rejected = mask & ~keep
+    rejected = mask & ~keep_mask
     return {
         f"{name}_masked_fraction": _fraction(rejected, mask),
         f"{name}_seq_masked_fraction": _fraction(rejected.any(-1), mask.any(-1)),

@@ -96,13 +96,13 @@ def apply_kl_penalty(
     ref_log_prob: Tensor,
     response_mask: Tensor,
     kl_coef: float,
-    kind: str,
+    estimator_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns rewards = scores − kl_coef·KL, 0 outside the mask, and the batch's current KL.
 
     The current KL is the mean over rows of each row's token mean; rows without tokens are ignored.
     """
-    kl = zero_outside_mask(kl_penalty(old_log_probs, ref_log_prob, kind), response_mask)
+    kl = zero_outside_mask(kl_penalty(old_log_probs, ref_log_prob, estimator_name), response_mask)
     rewards = zero_outside_mask(token_level_scores, response_mask) - kl_coef * kl
     current_kl = masked_mean(masked_mean(kl, response_mask, -1), response_mask.bool().any(-1))
     return rewards, current_kl

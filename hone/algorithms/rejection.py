@@ -40,22 +40,22 @@ class RejectionResult:
     values: Tensor  # [B, T] for token options, [B] for sequence options
     low: float
     high: float
-    keep: Tensor  # [B, T] bool
+    keep_mask: Tensor  # [B, T] bool
 
 
 def rejection_mask(
     log_ratio: Tensor, mask: Tensor, options: OptionNames, bounds: Bounds
 ) -> tuple[Tensor, dict[str, RejectionResult]]:
     """Returns a mask of the tokens that pass every option, and the result of each option."""
-    keep = mask.bool()
+    keep_mask = mask.bool()
     log_ratio = zero_outside_mask(log_ratio, mask).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
     results = {
         option: _apply_option(option, log_ratio, mask.bool(), bound)
         for option, bound in _options_with_bounds(options, bounds)
     }
     for result in results.values():
-        keep = keep & result.keep
-    return keep, results
+        keep_mask = keep_mask & result.keep_mask
+    return keep_mask, results
 
 
 def catastrophic_tokens(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:  # [B, T] bool
@@ -108,8 +108,8 @@ def _apply_option(option: str, log_ratio: Tensor, mask: Tensor, bound: Bound) ->
             # k2 and k3 are never negative; the added column makes the value of an empty row 0.
             values = pad(zero_outside_mask(per_token, mask), (0, 1)).amax(-1)
     in_bounds = (values >= low) & (values <= high)
-    keep = mask & (in_bounds if values.dim() == 2 else in_bounds[:, None])
-    return RejectionResult(values, low, high, keep)
+    keep_mask = mask & (in_bounds if values.dim() == 2 else in_bounds[:, None])
+    return RejectionResult(values, low, high, keep_mask)
 
 
 def split_list(value: Bound | Sequence[Bound] | None) -> list[Bound]:

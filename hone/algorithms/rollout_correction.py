@@ -131,9 +131,9 @@ def compute_rollout_rejection_mask(
     if not split_list(rollout_rs):
         raise ValueError("rollout_rs is empty; set an option such as token_k1")
     mask = response_mask.bool()
-    keep, results = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
-    metrics = rejection_metrics(results, keep, mask)
-    return response_mask * keep, {key: float(value) for key, value in metrics.items()}
+    keep_mask, results = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
+    metrics = rejection_metrics(results, keep_mask, mask)
+    return response_mask * keep_mask, {key: float(value) for key, value in metrics.items()}
 
 
 def compute_offpolicy_metrics(
@@ -144,11 +144,11 @@ def compute_offpolicy_metrics(
     Without rollout log-probs, it returns the perplexity of the trainer only.
     """
     mask = response_mask.bool()
-    old = zero_outside_mask(old_log_prob.detach(), mask)
+    trainer = zero_outside_mask(old_log_prob.detach(), mask)
     rollout = (
-        old if rollout_log_prob is None else zero_outside_mask(rollout_log_prob.detach(), mask)
+        trainer if rollout_log_prob is None else zero_outside_mask(rollout_log_prob.detach(), mask)
     )
-    metrics = agreement_metrics(old, rollout, mask)
+    metrics = agreement_metrics(trainer, rollout, mask)
     return {
         key: float(value)
         for key, value in metrics.items()

@@ -53,10 +53,12 @@ def _default_block(block: type[Block]) -> Block:
     return block()
 
 
-def raise_if_unknown(function_name: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+def raise_if_unknown(
+    function_name: str, unknown_names: Iterable[str], known_names: Iterable[str]
+) -> None:
     """Raises TypeError for the first unknown keyword argument, and suggests the closest known one."""
-    names = list(known)
-    for name in unknown:
+    names = list(known_names)
+    for name in unknown_names:
         raise TypeError(
             f"{function_name} takes no argument {name!r}.{did_you_mean(nearest(name, names))} "
             f"It takes {', '.join(names)}"

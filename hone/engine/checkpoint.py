@@ -98,10 +98,10 @@ def load_checkpoint(
         return
     if "moments" in state:
         saved_groups = state["moments"]["param_groups"]
-        for saved, current in zip(
+        for saved_group, group in zip(
             saved_groups, optimizer.torch_optimizer.param_groups, strict=True
         ):
-            saved.update({name: current[name] for name in _KERNEL_SETTINGS & current.keys()})
+            saved_group.update({name: group[name] for name in _KERNEL_SETTINGS & group.keys()})
         set_optimizer_state_dict(
             optimizer.masters, optimizer.torch_optimizer, state["moments"], options=_STRICT
         )
@@ -165,8 +165,8 @@ def _has_adapters(module: nn.Module) -> bool:
 
 def _frozen_names(module: nn.Module) -> list[str]:
     """Returns the names of frozen parameters; a tied parameter has two names."""
-    named = module.named_parameters(remove_duplicate=False)
-    return [name for name, parameter in named if not parameter.requires_grad]
+    parameters = module.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in parameters if not parameter.requires_grad]
 
 
 @torch.no_grad()
@@ -203,25 +203,32 @@ def _entry_shapes(value: State | list[State] | Tensor | float, name: str) -> Ent
     return shapes
 
 
-def check_same_tensors(folder: Path, saved: EntryShapes, state: State) -> None:
+def check_same_tensors(folder: Path, saved_shapes: EntryShapes, state: State) -> None:
     """Raises, before any tensor is read, unless the checkpoint has the names and shapes of the state."""
-    current = _entry_shapes(state, "")
-    weights = _weight_shapes(current)
-    saved_weights = _weight_shapes(saved) if "model" in state else {}
-    trained, saved_trained = _trained_names(current), _trained_names(saved)
-    if not (trained and saved_trained):  # one of the optimizers keeps no state per parameter
-        trained = saved_trained = set()
-    missing = (weights.keys() - saved_weights.keys()) | (trained - saved_trained)
-    extra = (saved_weights.keys() - weights.keys()) | (saved_trained - trained)
-    reshaped = [n for n in weights if n in saved_weights and weights[n] != saved_weights[n]]
-    if missing or extra or reshaped:
+    current_shapes = _entry_shapes(state, "")
+    weights = _weight_shapes(current_shapes)
+    saved_weights = _weight_shapes(saved_shapes) if "model" in state else {}
+    trained_names, saved_trained_names = (
+        _trained_names(current_shapes),
+        _trained_names(saved_shapes),
+    )
+    if not (
+        trained_names and saved_trained_names
+    ):  # one of the optimizers keeps no state per parameter
+        trained_names = saved_trained_names = set()
+    missing_names = (weights.keys() - saved_weights.keys()) | (trained_names - saved_trained_names)
+    extra_names = (saved_weights.keys() - weights.keys()) | (saved_trained_names - trained_names)
+    reshaped_names = [n for n in weights if n in saved_weights and weights[n] != saved_weights[n]]
+    if missing_names or extra_names or reshaped_names:
+        difference = _describe_difference(
+            sorted(missing_names), sorted(extra_names), reshaped_names, weights, saved_weights
+        )
         raise ModelMismatch(
-            f"{folder} holds another model than this run's: "
-            f"{_describe_difference(sorted(missing), sorted(extra), reshaped, weights, saved_weights)}; set "
+            f"{folder} holds another model than this run's: {difference}; set "
             "model.path and model.lora_rank to their values at the start of the run, or start a new run "
             "in another trainer.default_local_dir"
         )
-    if missing_entries := [name for name in current if name not in saved]:
+    if missing_entries := [name for name in current_shapes if name not in saved_shapes]:
         raise CheckpointMissing(
             f"{folder} was saved with another optimizer than this run's (it has no "
             f"{missing_entries[0]}); keep optim.optimizer as it was, or leave "
@@ -245,29 +252,31 @@ def _trained_names(shapes: EntryShapes) -> set[str]:
 
 
 def _describe_difference(
-    missing: list[str],
-    extra: list[str],
-    reshaped: list[str],
+    missing_names: list[str],
+    extra_names: list[str],
+    reshaped_names: list[str],
     weights: EntryShapes,
-    saved: EntryShapes,
+    saved_weights: EntryShapes,
 ) -> str:
     """Describes how the weights of a checkpoint differ from the model's."""
     has_adapters, saved_has_adapters = (
-        any(".lora_" in name for name in shapes) for shapes in (weights, saved)
+        any(".lora_" in name for name in shapes) for shapes in (weights, saved_weights)
     )
     if has_adapters and not saved_has_adapters:
         return "it was trained without LoRA adapters, this run with them"
     if saved_has_adapters and not has_adapters:
         return "it was trained with LoRA adapters, this run without them"
     differences = []
-    if missing:
-        differences.append(f"it has no {_abbreviate(missing)}")
-    if extra:
-        differences.append(f"it has the additional {_abbreviate(extra)}")
-    if reshaped:
-        saved_shape, shape = (list(shapes[reshaped[0]] or ()) for shapes in (saved, weights))
+    if missing_names:
+        differences.append(f"it has no {_abbreviate(missing_names)}")
+    if extra_names:
+        differences.append(f"it has the additional {_abbreviate(extra_names)}")
+    if reshaped_names:
+        saved_shape, shape = (
+            list(shapes[reshaped_names[0]] or ()) for shapes in (saved_weights, weights)
+        )
         differences.append(
-            f"{_abbreviate(reshaped)} has shape {saved_shape} there and {shape} here"
+            f"{_abbreviate(reshaped_names)} has shape {saved_shape} there and {shape} here"
         )
     return ", ".join(differences)
 

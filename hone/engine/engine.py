@@ -122,9 +122,9 @@ class Engine(ModelState):
         totals = self._reduce_over_slots(totals, dist.ReduceOp.SUM)
         counts = BatchCounts(**totals, width=float(self._response_width))
         if objective.needs_batch_statistics:
-            prepared = self._prepare_columns(batch, objective)
-            batch, objective_columns = batch.select(), objective_columns | prepared.keys()
-            for name, values in prepared.items():
+            prepared_columns = self._prepare_columns(batch, objective)
+            batch, objective_columns = batch.select(), objective_columns | prepared_columns.keys()
+            for name, values in prepared_columns.items():
                 batch.batch[name] = values
         self.module.train()
         if self._has_dropout:  # a resumed run must draw the same masks

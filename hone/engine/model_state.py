@@ -82,8 +82,8 @@ class ModelState:
             raise ValueError(
                 "infer(adapters=False) runs the base model without its LoRA adapters, but this model has none"
             )
-        disabled: AbstractContextManager[None] = self._lm.disable_adapter()
-        return disabled
+        context: AbstractContextManager[None] = self._lm.disable_adapter()
+        return context
 
     def advance_schedule(self) -> None:
         assert self.optimizer is not None, "this engine only runs forward"

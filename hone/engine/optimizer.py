@@ -27,46 +27,46 @@ SCHEDULES: Table[Schedule] = Table(
 )
 
 
-def warmup_steps(config: OptimConfig, total: int) -> int:
+def warmup_steps(config: OptimConfig, total_steps: int) -> int:
     if config.lr_warmup_steps > 0:
         return config.lr_warmup_steps
-    return int(config.lr_warmup_steps_ratio * max(total, 0))
+    return int(config.lr_warmup_steps_ratio * max(total_steps, 0))
 
 
-def lr_factor(step: int, total: int, config: OptimConfig) -> float:
+def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """Returns the fraction of the peak learning rate at a step (from 0)."""
-    warmup = warmup_steps(config, total)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if total <= 0:
+    num_warmup_steps = warmup_steps(config, total_steps)
+    if step < num_warmup_steps:
+        return (step + 1) / (num_warmup_steps + 1)
+    if total_steps <= 0:
         return 1.0
-    return SCHEDULES.get(config.lr_scheduler_type)(step, total, config)
+    return SCHEDULES.get(config.lr_scheduler_type)(step, total_steps, config)
 
 
-def constant(step: int, total: int, config: OptimConfig) -> float:
+def constant(step: int, total_steps: int, config: OptimConfig) -> float:
     """Stays at the peak learning rate."""
     return 1.0
 
 
-def cosine(step: int, total: int, config: OptimConfig) -> float:
+def cosine(step: int, total_steps: int, config: OptimConfig) -> float:
     """Decays from the peak to `min_lr_ratio` along a cosine."""
-    warmup, floor = warmup_steps(config, total), config.min_lr_ratio
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    num_warmup_steps, floor = warmup_steps(config, total_steps), config.min_lr_ratio
+    progress = min(1.0, (step - num_warmup_steps) / max(1, total_steps - num_warmup_steps))
     factor = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
     return floor + (1.0 - floor) * factor
 
 
-def linear(step: int, total: int, config: OptimConfig) -> float:
+def linear(step: int, total_steps: int, config: OptimConfig) -> float:
     """Decays linearly from the peak to `min_lr_ratio`."""
-    warmup = warmup_steps(config, total)
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    num_warmup_steps = warmup_steps(config, total_steps)
+    progress = min(1.0, (step - num_warmup_steps) / max(1, total_steps - num_warmup_steps))
     return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 
-def wsd(step: int, total: int, config: OptimConfig) -> float:
+def wsd(step: int, total_steps: int, config: OptimConfig) -> float:
     """Stays at the peak, then decays linearly to `min_lr_ratio` (warm-up, stable, decay)."""
-    decay_steps = max(1, int(config.lr_decay_steps_ratio * total))
-    progress = min(1.0, max(0, step - (total - decay_steps)) / decay_steps)
+    decay_steps = max(1, int(config.lr_decay_steps_ratio * total_steps))
+    progress = min(1.0, max(0, step - (total_steps - decay_steps)) / decay_steps)
     return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 

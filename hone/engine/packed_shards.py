@@ -40,8 +40,8 @@ def unwrap_packed_shards(state: Any) -> Any:
 
 def _map_values(function: Callable[[Any], Any], state: Any) -> Any:
     if isinstance(state, Mapping):
-        return {key: function(inner) for key, inner in state.items()}
-    return [function(inner) for inner in state] if isinstance(state, list) else state
+        return {key: function(child) for key, child in state.items()}
+    return [function(child) for child in state] if isinstance(state, list) else state
 
 
 class PackedShard(Tensor):
@@ -60,16 +60,18 @@ class PackedShard(Tensor):
         sizes, global_offsets = compute_local_shape_and_global_offset(
             dtensor.shape, mesh, placements
         )
-        local = dtensor.to_local().detach()
-        part_size = local.shape[dim] // num_projections
+        local_shard = dtensor.to_local().detach()
+        part_size = local_shard.shape[dim] // num_projections
         assert sizes[dim] == dtensor.shape[dim], f"{dtensor.placements} split dimension {dim} twice"
-        shard = Tensor._make_subclass(PackedShard, local)
+        shard = Tensor._make_subclass(PackedShard, local_shard)
         shard.dtensor, shard.chunks = dtensor, {}
         tensor_rank = mesh.get_local_rank(mesh.ndim - 1)
-        for index in range(num_projections if local.numel() else 0):
+        for index in range(num_projections if local_shard.numel() else 0):
             offsets = list(global_offsets)
             offsets[dim] = index * sizes[dim] // num_projections + tensor_rank * part_size
-            shard.chunks[torch.Size(offsets)] = local.narrow(dim, index * part_size, part_size)
+            shard.chunks[torch.Size(offsets)] = local_shard.narrow(
+                dim, index * part_size, part_size
+            )
         return shard
 
     def size(self) -> torch.Size:  # type: ignore[override]

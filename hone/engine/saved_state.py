@@ -121,9 +121,9 @@ class SafePlanner(DefaultLoadPlanner):
     """Loads plain values (numbers, text, lists) with weights_only; torch's planner unpickles any object."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        checked = torch.load(value, map_location="cpu", weights_only=True)
+        plain_value = torch.load(value, map_location="cpu", weights_only=True)
         checked_bytes = io.BytesIO()
-        torch.save(checked, checked_bytes)
+        torch.save(plain_value, checked_bytes)
         checked_bytes.seek(0)
         super().load_bytes(read_item, checked_bytes)
 

@@ -147,17 +147,17 @@ class _ParallelForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = _FORWARDS.get(self.style, _replicated_forward)
-        local = {name: local_shard(p) for name, p in self.module.named_parameters(recurse=False)}
+        shards = {name: local_shard(p) for name, p in self.module.named_parameters(recurse=False)}
         if self.style == "replicated_with_grad_allreduce":
-            local = {name: copy_to(p, self.group) for name, p in local.items()}
+            shards = {name: copy_to(p, self.group) for name, p in shards.items()}
         attributes = vars(self.module)  # an attribute hides the parameter of the same name
         # The outputs are summed over ranks, so the bias is added once, after the sum.
-        bias = local.get("bias") if self.style in _STYLES_SPLITTING_COLUMNS else None
-        attributes.update(local if bias is None else local | {"bias": None})
+        bias = shards.get("bias") if self.style in _STYLES_SPLITTING_COLUMNS else None
+        attributes.update(shards if bias is None else shards | {"bias": None})
         try:
             out = forward(self, *args, **kwargs)
         finally:
-            for name in local:
+            for name in shards:
                 del attributes[name]
         return out if bias is None else out + bias
 
@@ -174,11 +174,11 @@ def _colwise_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
     """Runs a colwise layer; layers with the same input (q, k and v) share one sum of its gradients."""
     layer_input = x
     if torch.is_grad_enabled():
-        last = layer.last_input
-        if last is None or last[0]() is not x:
-            last = ref(x, _drop_last_input), copy_to(x, layer.group)
-            _ParallelForward.last_input = last
-        layer_input = last[1]
+        last_input = layer.last_input
+        if last_input is None or last_input[0]() is not x:
+            last_input = ref(x, _drop_last_input), copy_to(x, layer.group)
+            _ParallelForward.last_input = last_input
+        layer_input = last_input[1]
     out: Tensor = layer.original_forward(layer_input)
     return out
 
@@ -358,5 +358,5 @@ def _shard_parameter(
                 f"{path} has shape {list(parameter.shape)}, and its {width} features ({style}) do not divide "
                 f"into {pieces} parts; use a tensor_parallel_size that divides them"
             )
-    sharded = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
-    return nn.Parameter(sharded, parameter.requires_grad)
+    dtensor = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(dtensor, parameter.requires_grad)

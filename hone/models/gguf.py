@@ -56,9 +56,9 @@ class GGUF:
         """Returns a tensor as float32, slowest dimension first."""
         shape, ggml_type, offset = self._tensors[name]
         if ggml_type not in _GGML_TYPES:
-            supported = ", ".join(label for label, *_ in _GGML_TYPES.values())
+            supported_types = ", ".join(label for label, *_ in _GGML_TYPES.values())
             raise UnsupportedGGUF(
-                f"tensor {name} has ggml type {ggml_type}; this reader supports {supported}"
+                f"tensor {name} has ggml type {ggml_type}; this reader supports {supported_types}"
             )
         _, block_bytes, dequantize = _GGML_TYPES[ggml_type]
         start = self._data_start + offset
@@ -102,8 +102,8 @@ def _q4_1(raw: np.ndarray) -> np.ndarray:
     """Dequantizes Q4_1 blocks: half-precision scale and minimum, then 16 bytes; low nibbles come first."""
     blocks = raw.reshape(-1, 20)
     scale, minimum = (blocks[:, i : i + 2].copy().view("<f2").astype(np.float32) for i in (0, 2))
-    packed = blocks[:, 4:]
-    nibbles = np.concatenate([packed & 15, packed >> 4], 1).astype(np.float32)
+    packed_bytes = blocks[:, 4:]
+    nibbles = np.concatenate([packed_bytes & 15, packed_bytes >> 4], 1).astype(np.float32)
     return (scale * nibbles + minimum).reshape(-1)
 
 

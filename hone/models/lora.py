@@ -69,10 +69,14 @@ def wrap_lora(
     from peft import LoraConfig, PeftModel, get_peft_model
 
     is_classifier = hasattr(lm, "score")  # its head is trained fully, without an adapter
-    excluded = _list_or_pattern(exclude_modules)
+    excluded_modules = _list_or_pattern(exclude_modules)
     if is_classifier:
-        pattern = rf"(?:{excluded})|" if isinstance(excluded, str) else ""
-        excluded = [*excluded, "score"] if isinstance(excluded, list) else pattern + _SCORE_PATTERN
+        pattern = rf"(?:{excluded_modules})|" if isinstance(excluded_modules, str) else ""
+        excluded_modules = (
+            [*excluded_modules, "score"]
+            if isinstance(excluded_modules, list)
+            else pattern + _SCORE_PATTERN
+        )
     try:
         if adapter_path:
             peft_model = PeftModel.from_pretrained(
@@ -85,7 +89,7 @@ def wrap_lora(
                 lora_alpha=alpha,
                 lora_dropout=dropout,
                 target_modules=_list_or_pattern(target_modules),
-                exclude_modules=excluded,
+                exclude_modules=excluded_modules,
             )
             peft_model = get_peft_model(lm, config, autocast_adapter_dtype=False)
     except ValueError as error:  # PEFT raises it for invalid settings

@@ -105,7 +105,7 @@ class Routing:
             return forward(*inputs, **options)
         with _TopKOverride(self, layer) as override:
             output = forward(*inputs, **options)
-        if not override.applied:
+        if not override.was_applied:
             raise UnsupportedModel(
                 f"layer {layer} does not choose its experts by top-k over {self.num_experts}, so its routing "
                 "cannot be replayed; use actor.router_replay.mode=disabled"
@@ -134,7 +134,7 @@ class _TopKOverride(TorchFunctionMode):
     def __init__(self, routing: Routing, layer: int) -> None:
         super().__init__()
         self._routing, self._layer = routing, layer
-        self.applied = False
+        self.was_applied = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -147,25 +147,25 @@ class _TopKOverride(TorchFunctionMode):
         indices = out[1]
         if scores.shape[1:] != (routing.num_experts,) or indices.shape[1] != routing.top_k:
             return out
-        self.applied = True
+        self.was_applied = True
         experts = routing.route(self._layer, indices)
         if experts is indices:
             return out
         return torch.return_types.topk((scores.gather(1, experts), experts))
 
 
-def load_metrics(routed: Tensor, mask: Tensor, experts: int) -> dict[str, float]:
+def load_metrics(routed_experts: Tensor, mask: Tensor, experts: int) -> dict[str, float]:
     """Returns the load balance of the experts per layer, over the tokens in the mask [B, S].
 
-    `routed` holds the experts [B, S, layers, k] of each token; `experts` is the number of experts.
+    `routed_experts` holds the experts [B, S, layers, k] of each token; `experts` is the number of experts.
 
     `max_load` is the load of the busiest expert divided by the mean load; `entropy` is the entropy of the
     loads divided by its maximum.
     """
-    masked = routed[mask.bool()].long()  # [N, layers, k]
+    masked_experts = routed_experts[mask.bool()].long()  # [N, layers, k]
     metrics: dict[str, float] = {}
-    for layer in range(masked.shape[1]):
-        indices = masked[:, layer].flatten()
+    for layer in range(masked_experts.shape[1]):
+        indices = masked_experts[:, layer].flatten()
         loads = torch.bincount(indices[indices >= 0], minlength=experts).double()
         shares = loads / loads.sum().clamp(min=1)
         entropy = -(shares * shares.clamp(min=1e-12).log()).sum()

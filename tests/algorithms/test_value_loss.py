@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.aggregation import MODES, BatchCounts, batch_counts
+from hone.algorithms.aggregation import LOSS_AGG_MODES, BatchCounts, batch_counts
 from hone.algorithms.value_loss import compute_value_loss
 
 
@@ -34,7 +34,7 @@ def test_clipping_works_on_both_sides_of_the_old_value():
     assert none == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("junk", [0.0, np.nan, np.inf])
 def test_micro_batches_sum_to_the_mini_batch(mode, junk):
     random = np.random.default_rng(0)

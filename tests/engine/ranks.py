@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hone.algorithms.aggregation import MODES
+from hone.algorithms.aggregation import LOSS_AGG_MODES
 from hone.algorithms.policy_losses import TABLE
 from hone.config.actor import CriticConfig
 from hone.config.engine import FSDPConfig, OptimConfig
@@ -86,7 +86,7 @@ def share(rank: int, world: int, batch: DataProto | None = None) -> DataProto:
 def laws() -> dict[str, Any]:
     """Returns the config of every loss and of every aggregation."""
     configs = {name: actor(name) for name in TABLE.names()}
-    configs |= {mode: actor(loss_agg_mode=mode, use_kl_loss=True) for mode in MODES}
+    configs |= {mode: actor(loss_agg_mode=mode, use_kl_loss=True) for mode in LOSS_AGG_MODES}
     return configs
 
 

@@ -152,9 +152,13 @@ class VerlForm:
         options = {name: keywords.pop(name) for name in self._options if name in keywords}
         # Every estimator accepts all columns, and the whole batch as verl passes it.
         columns = {*COLUMNS, "non_tensor_batch", "batch"}
-        unknown = [n for n in keywords if n not in columns and not n.startswith(REWARD_PREFIX)]
-        known = ("token_level_rewards", "response_mask", "index", "config", *self._options)
-        raise_if_unknown(self.__name__, unknown, (*known, TRAJECTORY, *self.estimator.uses))
+        unknown_names = [
+            n for n in keywords if n not in columns and not n.startswith(REWARD_PREFIX)
+        ]
+        known_names = ("token_level_rewards", "response_mask", "index", "config", *self._options)
+        raise_if_unknown(
+            self.__name__, unknown_names, (*known_names, TRAJECTORY, *self.estimator.uses)
+        )
         estimator = self.estimator.from_config(config, **options)
         return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
 

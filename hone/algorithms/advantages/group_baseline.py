@@ -66,8 +66,8 @@ class PassK(OutcomeEstimator):
         # Sorted by group and then by score, so the first two entries of a group are its best responses.
         order = torch.argsort(scores, descending=True, stable=True)
         order = order[torch.argsort(groups.ids[order], stable=True)]
-        first = (groups.sizes.cumsum(0) - groups.sizes).long()[has_second]
-        best, second = order[first], order[first + 1]
+        first_entries = (groups.sizes.cumsum(0) - groups.sizes).long()[has_second]
+        best, second = order[first_entries], order[first_entries + 1]
         margin = scores[best] - scores[second]
         if self.norm_adv_by_std_in_grpo:
             divisor = groups.std(scores)[has_second] + self.epsilon

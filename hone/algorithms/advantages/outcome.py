@@ -99,9 +99,11 @@ def outcomes(
     if trajectory_id is None:
         return Outcomes(token_level_rewards, mask, None, Groups.of(index, device))
     prompt = factorise(index)
-    trajectory, first = factorise_pairs(prompt, factorise(trajectory_id))
+    trajectory, first_rows = factorise_pairs(prompt, factorise(trajectory_id))
     row_trajectory = torch.from_numpy(trajectory).to(device)
-    return Outcomes(token_level_rewards, mask, row_trajectory, Groups.of(prompt[first], device))
+    return Outcomes(
+        token_level_rewards, mask, row_trajectory, Groups.of(prompt[first_rows], device)
+    )
 
 
 def checked_labels(name: str, index: Labels | None, rows: int) -> Labels:
@@ -123,8 +125,8 @@ def row_sums(x: Tensor, mask: Tensor) -> Tensor:
     buffer = x.new_empty(_BLOCK_ROWS, x.shape[-1])
     for start in range(0, len(x), _BLOCK_ROWS):
         block = slice(start, min(start + _BLOCK_ROWS, len(x)))
-        masked = buffer[: block.stop - start].copy_(mask[block].view(torch.uint8))
-        torch.sum(masked.mul_(x[block]), -1, out=sums[block])
+        masked_block = buffer[: block.stop - start].copy_(mask[block].view(torch.uint8))
+        torch.sum(masked_block.mul_(x[block]), -1, out=sums[block])
     if not sums.isfinite().all():  # 0 · NaN is NaN; masked_sum replaces masked entries
         sums = masked_sum(x, mask, -1)
     return sums.double()

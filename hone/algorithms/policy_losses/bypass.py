@@ -38,12 +38,12 @@ def bypass_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
             "does not have; set it or bypass_mode to false"
         )
     log_ratio = tokens.log_ratio.detach()
-    keep, _ = rejection_mask(
+    keep_mask, _ = rejection_mask(
         log_ratio, tokens.mask, option("rollout_rs"), option("rollout_rs_threshold")
     )
     if (veto_threshold := option("rollout_token_veto_threshold")) is not None:
         is_catastrophic = catastrophic_tokens(log_ratio, tokens.mask, veto_threshold)
-        keep = keep & ~is_catastrophic.any(-1, keepdim=True)
+        keep_mask = keep_mask & ~is_catastrophic.any(-1, keepdim=True)
     loss_type, level = option("loss_type"), option("rollout_is")
     weights = None
     if level is not None:
@@ -59,8 +59,8 @@ def bypass_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
         )
     if weights is not None:
         metrics["rollout_corr/rollout_is_mean"] = weights
-    metrics["rollout_corr/rollout_rs_masked_fraction"] = ~keep
-    return torch.where(keep, loss, 0.0), metrics
+    metrics["rollout_corr/rollout_rs_masked_fraction"] = ~keep_mask
+    return torch.where(keep_mask, loss, 0.0), metrics
 
 
 def _settings(tokens: Tokens) -> Settings | None:

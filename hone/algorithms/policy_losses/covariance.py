@@ -37,10 +37,10 @@ def select_to_clip(tokens: Tokens) -> Columns:
     covariance = _covariance(tokens)
     lower = tokens.setting("policy_loss.clip_cov_lb")
     upper = tokens.setting("policy_loss.clip_cov_ub")
-    eligible = tokens.mask & (covariance > lower) & (covariance < upper) & (clipped <= unclipped)
+    is_eligible = tokens.mask & (covariance > lower) & (covariance < upper) & (clipped <= unclipped)
     count = _selected_count(tokens, "policy_loss.clip_cov_ratio")
-    priority = torch.where(eligible, _position_hash(tokens.mask), torch.iinfo(torch.int64).max)
-    return {_SELECTED_COLUMN: _mask_of_smallest(priority, count) & eligible}
+    priority = torch.where(is_eligible, _position_hash(tokens.mask), torch.iinfo(torch.int64).max)
+    return {_SELECTED_COLUMN: _mask_of_smallest(priority, count) & is_eligible}
 
 
 def select_to_penalise(tokens: Tokens) -> Columns:
@@ -74,9 +74,9 @@ def _position_hash(mask: Tensor) -> Tensor:
 
 def clip_cov_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     """max(−A·r, −A·clip(r)); 0 for the selected tokens."""
-    selected = tokens.prepared[_SELECTED_COLUMN]
-    loss = torch.where(selected, 0.0, torch.maximum(*_surrogates(tokens)))
-    return loss, standard_metrics(tokens, selected)
+    is_selected = tokens.prepared[_SELECTED_COLUMN]
+    loss = torch.where(is_selected, 0.0, torch.maximum(*_surrogates(tokens)))
+    return loss, standard_metrics(tokens, is_selected)
 
 
 def kl_cov_loss(tokens: Tokens) -> tuple[Tensor, Columns]:

@@ -54,24 +54,24 @@ def dro_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     return loss, standard_metrics(tokens)
 
 
-def _masked_gradient_loss(tokens: Tokens, keep: Tensor) -> tuple[Tensor, Columns]:
-    """−A·sg(min(r, c))·log π on the tokens in `keep`, 0 on others (DPPO, 2602.04879).
+def _masked_gradient_loss(tokens: Tokens, keep_mask: Tensor) -> tuple[Tensor, Columns]:
+    """−A·sg(min(r, c))·log π on the tokens in `keep_mask`, 0 on others (DPPO, 2602.04879).
 
-    pg_clipfrac counts the other tokens; pg_clipfrac_lower counts tokens in `keep` whose ratio is above c.
+    pg_clipfrac counts the others; pg_clipfrac_lower counts tokens in `keep_mask` whose ratio is above c.
     """
     log_ratio = bounded_log_ratio(tokens).detach()
     ratio, ceiling = log_ratio.exp(), tokens.setting("clip_ratio_c")
     loss = -tokens.advantages * ratio.clamp(max=ceiling) * tokens.log_prob
-    loss = torch.where(keep, loss, 0.0)
-    return loss, standard_metrics(tokens, ~keep, keep & (ratio > ceiling), log_ratio)
+    loss = torch.where(keep_mask, loss, 0.0)
+    return loss, standard_metrics(tokens, ~keep_mask, keep_mask & (ratio > ceiling), log_ratio)
 
 
 def dppo_tv_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     """`_masked_gradient_loss` on the tokens with π − π_old ≤ high if A > 0, and ≥ −low otherwise."""
     low, high = tokens.clip_bounds()
     change = tokens.log_prob.detach().exp() - tokens.old_log_prob.exp()
-    keep = torch.where(tokens.advantages > 0, change <= high, change >= -low)
-    return _masked_gradient_loss(tokens, keep)
+    keep_mask = torch.where(tokens.advantages > 0, change <= high, change >= -low)
+    return _masked_gradient_loss(tokens, keep_mask)
 
 
 def dppo_kl_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
@@ -82,12 +82,12 @@ def dppo_kl_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     # The second outcome of the binary distribution is any other token.
     other_old, other_new = (1 - old_prob).clamp(min=_EPS), (1 - prob).clamp(min=_EPS)
     divergence = -old_prob * tokens.log_ratio.detach() + other_old * (other_old / other_new).log()
-    keep = torch.where(
+    keep_mask = torch.where(
         tokens.advantages > 0,
         (divergence <= high) | (prob <= old_prob),
         (divergence <= low) | (prob >= old_prob),
     )
-    return _masked_gradient_loss(tokens, keep)
+    return _masked_gradient_loss(tokens, keep_mask)
 
 
 gpg = PolicyLoss("gpg", policy_gradient_loss)

@@ -157,13 +157,13 @@ def _empty_state(
 
 
 def _tensors_to_write(
-    stage: StageTensors, local_tensor: Callable[[str], Tensor]
+    stage: StageTensors, get_local_tensor: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields the full tensors that this rank writes; the ranks of a stage share the tensors in turn."""
     groups = stage.groups
     rank_in_stage = groups.data.rank() * groups.tensor.size() + groups.tensor.rank()
     num_ranks = groups.data.size() * groups.tensor.size()
-    for index, (name, tensor) in enumerate(stage.gather_stage(local_tensor)):
+    for index, (name, tensor) in enumerate(stage.gather_stage(get_local_tensor)):
         if index % num_ranks == rank_in_stage:
             yield name, tensor.cpu().contiguous().clone()
 

@@ -92,8 +92,10 @@ class ShardedOptimizer(Optimizer):
             for i, shard in enumerate(self.shards)
             for parameter, start, end in shard.ranges
         }
-        named = ((f"shard{i}", nn.Parameter(s.parameters)) for i, s in enumerate(self.shards))
-        super().__init__(named, config, grad_clip=grad_clip, total_steps=total_steps)
+        named_shards = (
+            (f"shard{i}", nn.Parameter(s.parameters)) for i, s in enumerate(self.shards)
+        )
+        super().__init__(named_shards, config, grad_clip=grad_clip, total_steps=total_steps)
         if not isinstance(self.torch_optimizer, _ELEMENTWISE_OPTIMIZERS):
             raise PluginError(
                 f"optim.optimizer={config.optimizer} may need whole matrices, but strategy=megatron "
@@ -141,14 +143,14 @@ class ShardedOptimizer(Optimizer):
         bucket call it. A whole bucket is never gathered, because it may be as large as the stage."""
         index, start, end = self._ranges[parameter]
         group, flat = self.shards[index].group, flat_shards[index]
-        full, size = flat.new_empty(end - start), flat.numel()
+        full_tensor, size = flat.new_empty(end - start), flat.numel()
         for owner_rank in range(start // size, -(-end // size)):
             low, high = max(start, owner_rank * size), min(end, (owner_rank + 1) * size)
-            piece = full[low - start : high - start]
+            piece = full_tensor[low - start : high - start]
             if owner_rank == group.rank():
                 piece.copy_(flat[low - owner_rank * size : high - owner_rank * size])
             dist.broadcast(piece, group=group, group_src=owner_rank)
-        return full.view(parameter.shape)
+        return full_tensor.view(parameter.shape)
 
     def scatter(self, tensors: dict[nn.Parameter, Tensor], flat_shards: list[Tensor]) -> None:
         """Writes this rank's parts of full tensors into flat shards."""

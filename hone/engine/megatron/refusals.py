@@ -93,11 +93,13 @@ def check_role_supported(
 def check_transformer_overrides(megatron: MegatronConfig) -> None:
     """Raises for overrides that would change the model or its results."""
     overrides = _non_null_overrides(megatron)
-    if refused := sorted(name for name, value in overrides.items() if not is_allowed(name, value)):
+    if refused_names := sorted(
+        name for name, value in overrides.items() if not is_allowed(name, value)
+    ):
         raise ConfigError(
             [
-                f"megatron.override_transformer_config has {', '.join(refused)}, which hone sets from the "
-                "model, the layout and the loss, or does not support; remove it"
+                f"megatron.override_transformer_config has {', '.join(refused_names)}, which hone sets "
+                "from the model, the layout and the loss, or does not support; remove it"
             ]
         )
 
@@ -131,12 +133,14 @@ def passed_overrides(megatron: MegatronConfig) -> dict[str, JsonValue]:
 def overrides_without_effect(megatron: MegatronConfig) -> list[str]:
     """Returns one note that names the ignored overrides, or an empty list."""
     overrides = _non_null_overrides(megatron)
-    ignored = sorted(IGNORED_FIELDS & overrides.keys())
+    ignored_names = sorted(IGNORED_FIELDS & overrides.keys())
     if isinstance(modules := overrides.get("recompute_modules"), list | tuple):
-        ignored += [f"{x} in recompute_modules" for x in modules if x not in _RECOMPUTE_MODULES]
-    if ignored:
+        ignored_names += [
+            f"{x} in recompute_modules" for x in modules if x not in _RECOMPUTE_MODULES
+        ]
+    if ignored_names:
         return [
-            f"megatron.override_transformer_config has {', '.join(ignored)}, which has no effect here: "
+            f"megatron.override_transformer_config has {', '.join(ignored_names)}, which has no effect here: "
             "hone has its own kernels, communication and schedule"
         ]
     return []

@@ -101,19 +101,19 @@ def to_local(
     def part(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(num_ranks, dim)[rank]
 
-    first = tensors[0]
+    first_tensor = tensors[0]
     if kind in ("experts_gate_up", "experts_down"):
-        return _experts_to_local(kind, first, sizes.expert_parallel_size, rank, num_ranks)
+        return _experts_to_local(kind, first_tensor, sizes.expert_parallel_size, rank, num_ranks)
     if kind == "same":
-        return first
+        return first_tensor
     if kind == "columns":
-        return part(first, 1)
+        return part(first_tensor, 1)
     if kind == "vocabulary":
-        return part(F.pad(first, (0, 0, 0, -first.shape[0] % num_ranks)), 0)
+        return part(F.pad(first_tensor, (0, 0, 0, -first_tensor.shape[0] % num_ranks)), 0)
     if kind == "gate_up":
         return torch.cat([part(tensor, 0) for tensor in tensors])
     # qkv: megatron-core stores, per key-value head, its queries, its key and its value.
-    row_shape = first.shape[1:]
+    row_shape = first_tensor.shape[1:]
     heads = [tensor.reshape(sizes.kv_heads, -1, *row_shape) for tensor in tensors]
     return part(torch.cat(heads, 1), 0).reshape(-1, *row_shape)
 
@@ -210,41 +210,47 @@ class StageTensors:
         """Yields this rank's shards by their names in the stage."""
         for entry in self.entries:
             group = self.groups.group_for(entry.kind)
-            full = [tensors[name].detach() for name in entry.hf_names]
-            shard = to_local(entry.kind, full, self._sizes, group.rank(), group.size())
+            full_tensors = [tensors[name].detach() for name in entry.hf_names]
+            shard = to_local(entry.kind, full_tensors, self._sizes, group.rank(), group.size())
             yield entry.stage_name, shard
 
-    def gather_stage(self, local_tensor: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def gather_stage(
+        self, get_local_tensor: Callable[[str], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yields the full tensors of this stage by Hugging Face name; all its ranks call it together.
 
-        `local_tensor` maps the name of a parameter to this rank's tensor; it is called for one at a time.
+        `get_local_tensor` maps the name of a parameter to this rank's tensor; it is called for one at a time.
         """
         for entry in self.entries:
             if not self._is_copy(entry):
-                yield from zip(entry.hf_names, self._gather(entry, local_tensor), strict=True)
+                yield from zip(entry.hf_names, self._gather(entry, get_local_tensor), strict=True)
 
     def gather_model(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all parameters of the model by Hugging Face name; all ranks call it together."""
         group = self.groups.pipeline
         for stage_rank, entry in self._entries_of_stages:
             if stage_rank == group.rank():
-                full = [x.contiguous() for x in self._gather(entry, self.parameters.__getitem__)]
+                full_tensors = [
+                    x.contiguous() for x in self._gather(entry, self.parameters.__getitem__)
+                ]
             else:
                 like = next(iter(self.parameters.values()))
                 shapes = [self._meta_parameters[name].shape for name in entry.hf_names]
-                full = [torch.empty(x, dtype=like.dtype, device=like.device) for x in shapes]
-            for name, tensor in zip(entry.hf_names, full, strict=True):
+                full_tensors = [
+                    torch.empty(x, dtype=like.dtype, device=like.device) for x in shapes
+                ]
+            for name, tensor in zip(entry.hf_names, full_tensors, strict=True):
                 if group.size() > 1:
                     dist.broadcast(tensor, dist.get_global_rank(group, stage_rank), group=group)
                 yield name, tensor
 
-    def _gather(self, entry: Entry, local_tensor: Callable[[str], Tensor]) -> list[Tensor]:
-        local = local_tensor(entry.stage_name).detach().contiguous()
+    def _gather(self, entry: Entry, get_local_tensor: Callable[[str], Tensor]) -> list[Tensor]:
+        local_shard = get_local_tensor(entry.stage_name).detach().contiguous()
         group = self.groups.group_for(entry.kind)
         if group.size() == 1 or entry.kind == "same":
-            return to_full(entry.kind, [local], self._sizes)
-        shards = [torch.empty_like(local) for _ in range(group.size())]
-        dist.all_gather(shards, local, group=group)
+            return to_full(entry.kind, [local_shard], self._sizes)
+        shards = [torch.empty_like(local_shard) for _ in range(group.size())]
+        dist.all_gather(shards, local_shard, group=group)
         return to_full(entry.kind, shards, self._sizes)
 
     def _is_copy(self, entry: Entry) -> bool:
