@@ -208,7 +208,7 @@ def compute_entropy_loss(
 def compute_rewards(
     token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float
 ) -> Tensor:
-    """[B, T] scores − kl_ratio · (log π_old − log π_ref)."""
+    """Returns [B, T] scores − kl_ratio · (log π_old − log π_ref)."""
     return token_level_scores - (old_log_prob - ref_log_prob) * kl_ratio
 
 

@@ -1,6 +1,6 @@
 """KL estimators, the KL penalty in the reward, and the controllers of its coefficient.
 
-The KL divergence is that from the reference policy. If it is part of the loss instead, the engine
+KL is the divergence of the policy from the reference policy. If it is part of the loss instead, the engine
 aggregates `kl_penalty` like any other per-token loss.
 """
 

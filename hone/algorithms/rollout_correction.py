@@ -1,6 +1,6 @@
 """The functions of verl's `rollout_corr_helper`, with verl's arguments and results.
 
-Each calls the correction of this package. Thresholds of k1 options bound the ratio
+Each calls correction.py, rejection.py or correction_metrics.py. Thresholds of k1 options bound the ratio
 train/rollout, not its logarithm.
 """
 

@@ -141,7 +141,7 @@ def build_engine(
     compile_blocks: bool = False,
     device: torch.device | None = None,
 ) -> Engine:
-    """Builds an engine; shards the module over several ranks, and creates the optimizer if it is trained.
+    """Builds an engine: shards the module over several ranks, and creates the optimizer if `optim` is set.
 
     A module on the host is moved to the device layer by layer while it is sharded.
     """

@@ -1,7 +1,8 @@
 """Saves and loads engine state with torch.distributed.checkpoint.
 
-Every rank writes into a folder that the caller renames afterwards; another world size can read it. A LoRA
-checkpoint holds only the trained parameters, and model.path must be the same base model when it is loaded.
+Every rank writes into a folder that the caller renames afterwards; a run with another world size can load
+it. A LoRA checkpoint holds only the trained parameters, and model.path must be the same base model when it
+is loaded.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def load_checkpoint(
 
 
 def saved_sections(folder: Path, contents: Collection[str] | None) -> tuple[EntryShapes, set[str]]:
-    """Returns the shapes of a checkpoint's entries, and those of the requested sections that it has."""
+    """Returns the shapes of a checkpoint's entries, and the requested sections that it contains."""
     if not folder.is_dir():
         raise CheckpointMissing(
             f"{folder.parent} holds no {folder.name}: the run that wrote this checkpoint had none; use the "

@@ -1,6 +1,6 @@
 """The interface between training engines and workers; other strategies can implement it.
 
-The engine calls the objective (so that pipeline stages can), divides by the counts of the whole
+The engine calls the objective (so that the last pipeline stage can), divides by the counts of the whole
 mini-batch, and manages devices and ranks. Workers use only this interface.
 """
 
@@ -146,7 +146,7 @@ class EngineSpec:
     rank: int = 0
     world_size: int = 1
     sequence_parallel: int = 1
-    """Number of ranks that split each packed row of a slot (Ulysses); it multiplies token budgets."""
+    """Number of ranks that split each packed row of a slot (Ulysses); token budgets are multiplied by it."""
     tensor_parallel: int = 1
     """Number of ranks that split the matrices of each layer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -160,7 +160,7 @@ class Options(TypedDict, total=False):
     with_entropy: bool
     with_sum_pi_squared: bool
     with_routing: bool
-    """Return `routed_experts` too (`EngineSpec.replays_routing`)."""
+    """Whether to return `routed_experts`; needs `EngineSpec.replays_routing`."""
 
 
 class Objective(Protocol):
@@ -172,8 +172,8 @@ class Objective(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that `mask`, `prepare` and `__call__` read; a micro-batch has no other columns, and lacks
-        those that the batch lacks."""
+        """Columns that `mask`, `prepare` and `__call__` read. A micro-batch has only these columns, as far as
+        the batch has them."""
 
     def mask(self, batch: DataProto) -> Tensor:
         """Returns a mask [B, T]: 1 for tokens in the loss, 0 for others and in padded rows
@@ -186,7 +186,7 @@ class Objective(Protocol):
 
 
 class TrainEngine(Protocol):
-    """One model on this rank, trained or only run forward."""
+    """One model on this rank, which is trained or only runs forward."""
 
     @property
     def mesh(self) -> Mesh: ...

@@ -85,7 +85,7 @@ class Engine(ModelState):
                     results.append((replace(terms, loss=terms.loss.detach()), weight))
                     del outputs, terms  # free the graph before the next forward
             if self._routing is not None:
-                self._routing.replay = None  # the rollout may share the module
+                self._routing.replay = None  # the rollout engine may use the same module
             return self._end_update(results)
 
     def infer(

@@ -31,7 +31,7 @@ class Groups:
     fsdp_mesh: DeviceMesh
     """The dimension (shard) over which FSDP2 shards, or (replicate, shard) for HSDP."""
     tensor_mesh: DeviceMesh | None
-    """The ranks that split a layer's matrices; has the root mesh of `fsdp_mesh`. None if not split."""
+    """The ranks that split a layer's matrices, in the root mesh of `fsdp_mesh`; None if not split."""
 
 
 def mesh_of(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -> Mesh:

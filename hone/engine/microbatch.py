@@ -28,7 +28,7 @@ class MicroBatchRule:
         *,
         min_micro_batches: int = 1,
     ) -> list[list[int]]:
-        """Returns the row indices of each micro-batch; with `min_micro_batches`, some may be empty.
+        """Returns the row indices of at least `min_micro_batches` micro-batches; some may be empty.
 
         `shared_tokens` holds the number of tokens that each row shares with the previous row.
         """

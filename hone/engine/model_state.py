@@ -166,6 +166,7 @@ class ModelState:
     def _reduce_over_slots(
         self, values: dict[str, float], operation: dist.ReduceOp.RedOpType
     ) -> dict[str, float]:
+        """Reduces each value over the data-parallel slots."""
         if self._data_group is None or not values:
             return values
         names = sorted(values)

@@ -71,7 +71,7 @@ def wsd(step: int, total_steps: int, config: OptimConfig) -> float:
 
 
 class Optimizer:
-    """Wraps a torch optimizer: schedule, clipping, master weights and the non-finite check."""
+    """Wraps a torch optimizer with a schedule, clipping, master weights and a check of finite gradients."""
 
     def __init__(
         self,

@@ -217,7 +217,7 @@ def _vocabulary_forward(layer: _ParallelForward, ids: Tensor) -> Tensor:
     rows, padding = module.weight.shape[0], module.padding_idx
     local_ids = ids - layer.first_row
     is_local = (local_ids >= 0) & (local_ids < rows)
-    if padding is not None:  # its row gets no gradient
+    if padding is not None:  # the row of the padding token gets no gradient
         local_padding = padding - layer.first_row
         module.padding_idx = local_padding if 0 <= local_padding < rows else None
     try:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hone.models.policy import PolicyModel
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""`model_type` of each family, and the prefix of its class names."""
+"""The prefix of the class names of each family, by its `model_type`."""
 _FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 """Values of `rope_type` whose rotary table does not depend on the length of the sequence."""
 L = TypeVar("L")

@@ -122,7 +122,7 @@ def _rope_types(text_config: PreTrainedConfig) -> Iterator[str]:
 
 
 def config_field(config: PreTrainedConfig, name: str) -> Any:
-    """Returns a field of a config, or None if its class has no such field, which the model would ignore."""
+    """Returns a field of a config, or None if its class lacks the field, as the model then ignores it."""
     names = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map or ())
     has_field = name in names or hasattr(type(config), name)
     return getattr(config, name, None) if has_field else None

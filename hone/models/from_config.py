@@ -1,4 +1,4 @@
-"""Builds the external modules, the tokenizer and the adapters of a `model` config block.
+"""Imports the external modules and builds the tokenizer and adapters of a `model` config block.
 
 load.py loads the weights, whose dtype and device depend on the program.
 """

@@ -164,7 +164,7 @@ def _embedding_forward(self: nn.Embedding, ids: Tensor) -> Tensor:
 
 
 def compile_layers(model: Model) -> int:
-    """Compiles every decoder layer in place with torch.compile and returns their number.
+    """Compiles every decoder layer in place with torch.compile and returns the number of layers.
 
     The layers are alike, so all share one compilation. Attention is excluded from the compiled graphs,
     because the shape of its layout changes with every batch.

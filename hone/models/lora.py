@@ -37,7 +37,7 @@ class Adapters:
     target_modules: str | tuple[str, ...]
     exclude_modules: str | tuple[str, ...] | None
     adapter_path: str | None
-    """An existing adapter to continue training."""
+    """The path of an existing adapter whose training continues."""
 
 
 def is_lora(lm: PreTrainedModel | None) -> bool:

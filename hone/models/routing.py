@@ -29,7 +29,7 @@ _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_to
 _FAMILIES_WITHOUT_REPLAY = frozenset({"jetmoe"})
 """Families with routers in their attention or outside of the module of their experts."""
 
-Record = Callable[[int, Tensor], None]
+ExpertRecorder = Callable[[int, Tensor], None]
 """Receives the index of a MoE layer and the experts [N, k] of its tokens."""
 
 
@@ -62,7 +62,7 @@ class Routing:
             )
         self.num_experts, self.top_k = shape
         self.layers = len(blocks)
-        self.record: Record | None = None
+        self.record: ExpertRecorder | None = None
         self.replay: Tensor | None = None
         """The experts [N, layers, k] of the tokens of the next forward."""
         self._agreement: dict[int, Tensor] = {}

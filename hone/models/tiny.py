@@ -28,7 +28,7 @@ TURN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
-"""A chat template of one line per turn. Only the first letter of the role is written, as each is a token."""
+"""A chat template of one line per turn: the first letter of the role, since every letter is a token."""
 
 
 class TinyModelError(ValueError):

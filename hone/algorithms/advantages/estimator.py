@@ -1,6 +1,6 @@
 """The base class of advantage estimators: a frozen dataclass that declares which columns it reads.
 
-Its fields are its options, read from `algorithm` by name. `verl_form` gives an estimator verl's
+Its fields are its options, read from `algorithm` by name. `VerlForm` gives an estimator verl's
 signature; `FunctionEstimator` wraps a user's function.
 """
 

@@ -32,7 +32,7 @@ def cispo_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 
 def sapo_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """−A·σ(τ(r−1))·4/τ (2511.20347); τ is larger if the advantage is not positive."""
+    """−A·σ(τ(r−1))·4/τ (2511.20347); τ is tau_pos if A > 0, else tau_neg."""
     tau_pos, tau_neg = tokens.setting("tau_pos"), tokens.setting("tau_neg")
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"sapo: tau_pos={tau_pos} and tau_neg={tau_neg} must both be above 0")
@@ -75,7 +75,7 @@ def dppo_tv_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
 
 
 def dppo_kl_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """`_masked_gradient_loss` on the tokens whose binary KL(π_old, π) is in bounds, or that A moves back."""
+    """`_masked_gradient_loss` on the tokens whose binary KL(π_old, π) is in bounds or would shrink."""
     low, high = tokens.clip_bounds()
     prob = tokens.log_prob.detach().exp()
     old_prob = tokens.old_log_prob.exp()

@@ -159,7 +159,7 @@ def _empty_state(
 def _tensors_to_write(
     stage: StageTensors, get_local_tensor: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full tensors that this rank writes; the ranks of a stage share the tensors in turn."""
+    """Yields the full tensors that this rank writes; the ranks of a stage take tensors in turn."""
     groups = stage.groups
     rank_in_stage = groups.data.rank() * groups.tensor.size() + groups.tensor.rank()
     num_ranks = groups.data.size() * groups.tensor.size()

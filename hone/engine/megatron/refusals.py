@@ -147,7 +147,7 @@ def overrides_without_effect(megatron: MegatronConfig) -> list[str]:
 
 
 def check_model_supported(hf_config: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
-    """Raises for a model that the engine does not support, or not with these parallel sizes."""
+    """Raises if the engine does not support the model, or not with these parallel sizes."""
     if hf_config.model_type not in FAMILIES:
         raise UnsupportedModel(
             f"{path} is a {hf_config.model_type} model; strategy=megatron trains {', '.join(FAMILIES)}. "
@@ -178,7 +178,7 @@ def check_model_supported(hf_config: PreTrainedConfig, path: str, megatron: Mega
 
 
 def _check_stages(layers: int, path: str, megatron: MegatronConfig) -> None:
-    """Raises unless the layers outside of stages with a configured size divide evenly over the others."""
+    """Raises unless the stages without a configured size get equal numbers of layers."""
     stages, overrides = megatron.pipeline_model_parallel_size, passed_overrides(megatron)
     sizes = {n: x for n in _STAGE_SIZE_FIELDS if isinstance(x := overrides.get(n), int)}
     layers_left, stages_left = layers - sum(sizes.values()), stages - len(sizes)

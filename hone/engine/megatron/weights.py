@@ -19,7 +19,7 @@ from torch import Tensor
 from hone.models.families import key_shape
 from hone.models.policy import Model
 
-if TYPE_CHECKING:  # the map itself does not need megatron-core
+if TYPE_CHECKING:  # the mapping itself does not need megatron-core
     from hone.engine.megatron.model import Stage
 
 Kind = Literal["same", "columns", "vocabulary", "qkv", "gate_up", "experts_gate_up", "experts_down"]
