@@ -80,7 +80,7 @@ class ModelState:
     def _adapters_disabled(self) -> AbstractContextManager[None]:
         if not self.facts.has_adapters:
             raise ValueError(
-                "infer(adapters=False) runs the base model without its LoRA adapters, but this model has none"
+                "infer(adapters=False) runs the base model of LoRA adapters, but this model has no adapters"
             )
         context: AbstractContextManager[None] = self._lm.disable_adapter()
         return context

@@ -47,7 +47,7 @@ class GDPO(Estimator):
         if weights and len(weights) != len(keys):
             raise ValueError(
                 f"algorithm.gdpo_reward_weights has {len(weights)} numbers for {len(keys)} "
-                "algorithm.gdpo_reward_keys; give one for each key, or null"
+                "algorithm.gdpo_reward_keys; give one each, or null"
             )
 
     @property
