@@ -63,7 +63,7 @@ class ModelFacts:
 
     vocabulary: int
     """Number of rows of the input embedding."""
-    positions: int | None
+    max_position_embeddings: int | None
     """Maximum sequence length of the model's config, if it has one."""
     eos_ids: tuple[int, ...]
     """End-of-sequence token ids from the model's configs."""

@@ -182,7 +182,7 @@ def model_facts(lm: PreTrainedModel) -> ModelFacts:
     weights = list(lm.parameters())
     return ModelFacts(
         vocabulary=lm.get_input_embeddings().weight.shape[0],
-        positions=config_field(config, "max_position_embeddings"),
+        max_position_embeddings=config_field(config, "max_position_embeddings"),
         eos_ids=eos_ids(lm.config, getattr(lm, "generation_config", None), None),
         dtype=weights[0].dtype,
         parameters=sum(p.numel() for p in weights),

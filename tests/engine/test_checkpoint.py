@@ -100,7 +100,7 @@ def test_without_saved_masters_they_start_from_the_loaded_weights(tmp_path):
     engine.save(tmp_path, ("model",))
     other = make_engine(bf16(), ADAM)
     other.load(tmp_path)
-    for parameter, master in other.optimizer._pairs():
+    for parameter, master in other.optimizer._parameters_and_masters():
         assert torch.equal(master, parameter.float())
     assert other.optimizer.updates == 0
 
