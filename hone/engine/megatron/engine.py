@@ -95,7 +95,7 @@ class MegatronEngine(Engine):
         with self.present(optimizer=True):
             batch, objective_columns, counts = self._begin_update(batch, objective)
 
-            def loss(
+            def compute_loss(
                 hidden: Tensor, packed: PackedRows, params: MicroBatchParams, micro_batch: DataProto
             ) -> Tensor:
                 weight = float(objective.mask(micro_batch).sum()) / max(counts.tokens, 1.0)
@@ -107,7 +107,7 @@ class MegatronEngine(Engine):
 
             micro_batches = [part for _, part in self._micro_batches(batch, self._train_rule)]
             with batch_counts(counts):
-                self._run_pipeline(micro_batches, loss, forward_only=False)
+                self._run_pipeline(micro_batches, compute_loss, forward_only=False)
             results = self._broadcast_from_last_stage(
                 [(_to_host(terms), weight) for terms, weight in results]
             )
@@ -116,7 +116,7 @@ class MegatronEngine(Engine):
     def _infer_micro_batches(
         self, batch: DataProto, options: Options
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        def outputs(
+        def compute_outputs(
             hidden: Tensor, packed: PackedRows, params: MicroBatchParams, micro_batch: DataProto
         ) -> dict[str, Tensor]:
             out = self._compute_outputs(hidden, packed, params, options)
@@ -124,7 +124,7 @@ class MegatronEngine(Engine):
 
         parts = self._micro_batches(batch, self._infer_rule)
         results = self._run_pipeline(
-            [micro_batch for _, micro_batch in parts], outputs, forward_only=True
+            [micro_batch for _, micro_batch in parts], compute_outputs, forward_only=True
         )
         results = self._broadcast_from_last_stage(results)
         yield from ((rows, out) for (rows, _), out in zip(parts, results, strict=True))
