@@ -115,6 +115,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Returns megatron-core's config for a Hugging Face model."""
     kv_heads, head_dim = key_shape(hf_config)
+    has_bias = hf_config.model_type == "qwen2" or config_field(hf_config, "attention_bias")
     fusions = ("bias_activation", "masked_softmax", "bias_dropout", "gradient_accumulation")
     settings: dict[str, Any] = {
         "num_layers": hf_config.num_hidden_layers,
@@ -122,16 +123,14 @@ def transformer_config(
         "num_attention_heads": hf_config.num_attention_heads,
         "num_query_groups": kv_heads,
         "kv_channels": head_dim,
-        # Queries and keys are both scaled by rotary_scale.
-        "softmax_scale": head_dim**-0.5 * rotary_scale**2,
+        "softmax_scale": head_dim**-0.5 * rotary_scale**2,  # queries and keys are both scaled
         "ffn_hidden_size": hf_config.intermediate_size,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf_config.model_type == "qwen2"
-        or bool(config_field(hf_config, "attention_bias")),
+        "add_qkv_bias": bool(has_bias),
         "qk_layernorm": hf_config.model_type in ("qwen3", "qwen3_moe"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
