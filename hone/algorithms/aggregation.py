@@ -18,7 +18,7 @@ from torch import Tensor
 from hone.config.actor import current_batch_info
 from hone.ops.masked import masked_mean, masked_sum
 
-MODES = (
+LOSS_AGG_MODES = (
     "token-mean",
     "token-sum",
     "seq-mean-token-sum",
@@ -32,15 +32,15 @@ class BatchCounts:
     """Counts of one mini-batch, summed over all micro-batches and ranks."""
 
     tokens: float
-    """Tokens in the loss mask."""
+    """Number of tokens in the loss mask."""
     sequences: float
-    """Rows with at least one token in the loss mask."""
+    """Number of rows with at least one token in the loss mask."""
     width: float | None = None
     """The maximum response length: the divisor of `seq-mean-token-sum-norm` if the config has no
     `loss_scale_factor`. If it is None, the mask's width is used, which depends on padding."""
 
     @classmethod
-    def of(cls, loss_mask: Tensor, width: float | None = None) -> BatchCounts:
+    def from_mask(cls, loss_mask: Tensor, width: float | None = None) -> BatchCounts:
         """Returns the counts of one mask."""
         mask = loss_mask.bool()
         return cls(float(mask.sum()), float(mask.any(dim=-1).sum()), width)
@@ -52,15 +52,15 @@ _counts: ContextVar[BatchCounts | None] = ContextVar("hone_batch_counts", defaul
 @contextmanager
 def batch_counts(counts: BatchCounts) -> Iterator[None]:
     """Sets the counts that `agg_loss` divides by and that `config.global_batch_info` returns."""
-    token = _counts.set(counts)
-    info = current_batch_info.set(
+    counts_token = _counts.set(counts)
+    info_token = current_batch_info.set(
         {"batch_num_tokens": counts.tokens, "global_batch_size": counts.sequences}
     )
     try:
         yield
     finally:
-        current_batch_info.reset(info)
-        _counts.reset(token)
+        current_batch_info.reset(info_token)
+        _counts.reset(counts_token)
 
 
 def agg_loss(
@@ -75,12 +75,13 @@ def agg_loss(
     """Returns this micro-batch's share of the mini-batch loss, times `dp_size`.
 
     `dp_size` is for engines whose gradients are averaged, not summed, over ranks. Counts come from
-    the arguments, else from `batch_counts`, else from `loss_mask` (then the whole mini-batch).
+    the arguments, else from `batch_counts`, else from `loss_mask`, which must then be the mask of the whole
+    mini-batch.
     An empty mask gives 0 with a gradient of 0.
     """
-    if loss_agg_mode not in MODES:
+    if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
-            f"loss_agg_mode={loss_agg_mode!r} is unknown; use one of {', '.join(MODES)}"
+            f"loss_agg_mode={loss_agg_mode!r} is unknown; use one of {', '.join(LOSS_AGG_MODES)}"
         )
     if loss_mask.is_floating_point() and not ((loss_mask == 0) | (loss_mask == 1)).all():
         raise ValueError(
@@ -91,17 +92,17 @@ def agg_loss(
         return masked_sum(loss_mat, loss_mask) * dp_size
     if loss_agg_mode == "token-mean":
         total = masked_sum(loss_mat, loss_mask)
-        tokens = _first_set(batch_num_tokens, counts.tokens if counts else None)
+        tokens = _first_not_none(batch_num_tokens, counts.tokens if counts else None)
         divisor = _divisor(tokens, loss_mask.bool().sum(), dp_size, "batch_num_tokens")
         return total / divisor * dp_size
 
-    per_row = masked_mean if loss_agg_mode == "seq-mean-token-mean" else masked_sum
-    total = per_row(loss_mat, loss_mask, -1).sum()  # a row without tokens adds 0
-    rows = _first_set(global_batch_size, counts.sequences if counts else None)
-    local = loss_mask.bool().any(dim=-1).sum()
-    loss = total / _divisor(rows, local, dp_size, "global_batch_size") * dp_size
+    reduce_row = masked_mean if loss_agg_mode == "seq-mean-token-mean" else masked_sum
+    total = reduce_row(loss_mat, loss_mask, -1).sum()  # a row without tokens adds 0
+    rows = _first_not_none(global_batch_size, counts.sequences if counts else None)
+    local_rows = loss_mask.bool().any(dim=-1).sum()
+    loss = total / _divisor(rows, local_rows, dp_size, "global_batch_size") * dp_size
     if loss_agg_mode == "seq-mean-token-sum-norm":
-        width = _first_set(loss_scale_factor, counts.width if counts else None)
+        width = _first_not_none(loss_scale_factor, counts.width if counts else None)
         width = max(loss_mask.shape[-1], 1) if width is None else width
         if not width > 0:
             raise ValueError(f"loss_scale_factor={width} divides the loss and must be above 0")
@@ -109,20 +110,20 @@ def agg_loss(
     return loss
 
 
-def _first_set(*values: float | Tensor | None) -> float | Tensor | None:
+def _first_not_none(*values: float | Tensor | None) -> float | Tensor | None:
     """Returns the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
 def _divisor(
-    count: float | Tensor | None, local: Tensor, dp_size: int, name: str
+    count: float | Tensor | None, local_count: Tensor, dp_size: int, name: str
 ) -> float | Tensor:
-    """Returns the count, or the local one if it is None, at least 1."""
+    """Returns `count`, or `local_count` if it is None, but at least 1."""
     if count is None:
         if dp_size > 1:
             raise ValueError(
                 f"agg_loss got dp_size={dp_size} but no {name}, and this rank's mask is not the whole "
-                f"mini-batch; pass {name}, or call it inside `batch_counts(BatchCounts(...))`"
+                f"mini-batch; pass {name}, or call agg_loss inside `batch_counts(BatchCounts(...))`"
             )
-        count = local
+        count = local_count
     return torch.clamp(count, min=1) if isinstance(count, Tensor) else max(float(count), 1.0)

@@ -44,7 +44,7 @@ POLICY_LOSS_REGISTRY = TableView(policy_losses.TABLE)
 
 
 class AdvantageEstimator(str, Enum):
-    """verl's names of estimators; any registered name also works as a plain string."""
+    """verl's names of estimators; a plain string can be used instead of a member."""
 
     GAE = "gae"
     GRPO = "grpo"
@@ -63,22 +63,24 @@ class AdvantageEstimator(str, Enum):
 
 
 class VerlFunction:
-    """An estimator with verl's `arguments`, in verl's order; those before `/` are required.
+    """An estimator as a function with verl's `arguments`, in verl's order; those before `/` are required.
 
-    `ignored` lists arguments that verl accepts and the estimator does not have.
+    `ignored_arguments` lists arguments that verl accepts and the estimator does not have.
     """
 
     def __init__(
-        self, estimator: VerlForm, arguments: str, ignored: str = "", **defaults: Any
+        self, estimator: VerlForm, arguments: str, ignored_arguments: str = "", **defaults: Any
     ) -> None:
         self.__name__ = self.__qualname__ = estimator.__name__
         self.__doc__ = estimator.__doc__
-        self._estimator, self._ignored = estimator, ignored.split()
+        self._estimator, self._ignored = estimator, ignored_arguments.split()
         required, _, optional = arguments.partition("/")
-        kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+        parameter_kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
         values: dict[str, Any] = dict.fromkeys(required.split(), empty)
         values |= {name: defaults.get(name) for name in optional.split()}
-        parameters = [inspect.Parameter(name, kind, default=values[name]) for name in values]
+        parameters = [
+            inspect.Parameter(name, parameter_kind, default=values[name]) for name in values
+        ]
         columns = inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)
         self.__signature__ = inspect.Signature([*parameters, columns])
 
@@ -89,8 +91,8 @@ class VerlFunction:
         return self._estimator(**{n: v for n, v in values.items() if n not in self._ignored})
 
 
-_GROUPED = "token_level_rewards response_mask index /"
-_BASELINE = (
+_GROUP_ARGUMENTS = "token_level_rewards response_mask index /"
+_BASELINE_ARGUMENTS = (
     "token_level_rewards response_mask index old_log_probs sum_pi_squared / rollout_is_weights "
     "handle_zero_tail epsilon config"
 )
@@ -100,15 +102,15 @@ compute_gae_advantage_return = VerlFunction(
     gae, "token_level_rewards values response_mask gamma lam /"
 )
 compute_grpo_outcome_advantage = VerlFunction(
-    grpo, f"{_GROUPED} epsilon norm_adv_by_std_in_grpo config", epsilon=EPS
+    grpo, f"{_GROUP_ARGUMENTS} epsilon norm_adv_by_std_in_grpo config", epsilon=EPS
 )
 compute_grpo_passk_outcome_advantage = VerlFunction(
-    grpo_passk, f"{_GROUPED} epsilon norm_adv_by_std_in_grpo config", epsilon=EPS
+    grpo_passk, f"{_GROUP_ARGUMENTS} epsilon norm_adv_by_std_in_grpo config", epsilon=EPS
 )
-compute_rloo_outcome_advantage = VerlFunction(rloo, f"{_GROUPED} epsilon config", "epsilon")
-compute_opo_outcome_advantage = VerlFunction(opo, f"{_GROUPED} epsilon config", "epsilon")
+compute_rloo_outcome_advantage = VerlFunction(rloo, f"{_GROUP_ARGUMENTS} epsilon config", "epsilon")
+compute_opo_outcome_advantage = VerlFunction(opo, f"{_GROUP_ARGUMENTS} epsilon config", "epsilon")
 compute_reinforce_plus_plus_baseline_outcome_advantage = VerlFunction(
-    reinforce_plus_plus_baseline, f"{_GROUPED} epsilon config", "epsilon"
+    reinforce_plus_plus_baseline, f"{_GROUP_ARGUMENTS} epsilon config", "epsilon"
 )
 compute_reinforce_plus_plus_outcome_advantage = VerlFunction(
     reinforce_plus_plus, "token_level_rewards response_mask / config index"
@@ -117,17 +119,17 @@ compute_remax_outcome_advantage = VerlFunction(
     remax, "token_level_rewards reward_baselines response_mask / config index"
 )
 compute_gpg_outcome_advantage = VerlFunction(
-    gpg, f"{_GROUPED} epsilon f_norm alpha config", "epsilon alpha", f_norm=1.0
+    gpg, f"{_GROUP_ARGUMENTS} epsilon f_norm alpha config", "epsilon alpha", f_norm=1.0
 )
 compute_optimal_token_baseline_advantage = VerlFunction(
-    optimal_token_baseline, _BASELINE, **_BASELINE_DEFAULTS
+    optimal_token_baseline, _BASELINE_ARGUMENTS, **_BASELINE_DEFAULTS
 )
 compute_multi_turn_optimal_token_baseline_advantage = VerlFunction(
-    tir_optimal_token_baseline, _BASELINE, **_BASELINE_DEFAULTS
+    tir_optimal_token_baseline, _BASELINE_ARGUMENTS, **_BASELINE_DEFAULTS
 )
 _compute_gdpo = VerlFunction(
     gdpo,
-    f"{_GROUPED} epsilon norm_adv_by_std_in_grpo config non_tensor_batch batch",
+    f"{_GROUP_ARGUMENTS} epsilon norm_adv_by_std_in_grpo config non_tensor_batch batch",
     "batch",
     epsilon=EPS,
     norm_adv_by_std_in_grpo=True,
@@ -137,7 +139,7 @@ _compute_gdpo = VerlFunction(
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor, *args: Any, config: Settings | None = None, **kwargs: Any
 ) -> Estimate:
-    """GDPO; without a config, the rewards are the only component."""
+    """Returns the estimate of GDPO; without a config, the rewards are its only reward part."""
     if config is None and len(args) < 5:
         config = {"gdpo_reward_keys": ["all"], "gdpo_reward_weights": None}
         kwargs["reward/all"] = token_level_rewards
@@ -198,15 +200,15 @@ def compute_entropy_loss(
             f"{list(logits.shape)} and {list(response_mask.shape)}. Aggregate entropies with agg_loss"
         )
     probabilities = torch.softmax(logits, dim=-1)
-    finite = torch.where(probabilities > 0, logits, 0.0)  # a logit of -inf contributes 0
-    entropy = torch.logsumexp(logits, dim=-1) - (probabilities * finite).sum(dim=-1)
+    finite_logits = torch.where(probabilities > 0, logits, 0.0)  # a logit of -inf contributes 0
+    entropy = torch.logsumexp(logits, dim=-1) - (probabilities * finite_logits).sum(dim=-1)
     return agg_loss(entropy, response_mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
 
 
 def compute_rewards(
     token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float
 ) -> Tensor:
-    """[B, T] scores − kl_ratio · (log π_old − log π_ref)."""
+    """Returns [B, T] scores − kl_ratio · (log π_old − log π_ref)."""
     return token_level_scores - (old_log_prob - ref_log_prob) * kl_ratio
 
 
@@ -215,7 +217,7 @@ def compute_pf_ppo_reweight_data(
 ) -> DataProto:
     """Resamples rows by their scores, with torch's global random state.
 
-    Entries of meta_info that are lists with one item per row are resampled with them.
+    Entries of meta_info that are lists with one item per row are resampled with the rows.
     """
     scores = data.batch["token_level_scores"].sum(dim=-1)
     rows = pf_ppo_rows(scores, reweight_method, weight_pow, torch.default_generator)

@@ -15,8 +15,8 @@ from hone.algorithms.correction_metrics import agreement_metrics, rejection_metr
 from hone.algorithms.rejection import (
     EXPONENT_BOUND,
     Bound,
-    bound_numbers,
-    catastrophic,
+    catastrophic_tokens,
+    parse_bound,
     rejection_mask,
 )
 from hone.algorithms.settings import setting
@@ -25,7 +25,7 @@ from hone.ops.masked import masked_mean, masked_sum, zero_outside_mask
 from hone.types import Settings
 
 _SECTION = "algorithm.rollout_correction"
-_THRESHOLD = f"{_SECTION}.rollout_is_threshold"
+_THRESHOLD_KEY = f"{_SECTION}.rollout_is_threshold"
 _PREFIX = "rollout_corr/"
 
 
@@ -41,14 +41,16 @@ def correct(
     """
     option = partial(setting, config, defaults=RolloutCorrectionConfig)
     mask = response_mask.bool()
-    old, rollout = (zero_outside_mask(x.detach(), mask) for x in (old_log_probs, rollout_log_probs))
-    log_ratio = old - rollout
-    metrics = agreement_metrics(old, rollout, mask)
+    trainer, rollout = (
+        zero_outside_mask(x.detach(), mask) for x in (old_log_probs, rollout_log_probs)
+    )
+    log_ratio = trainer - rollout
+    metrics = agreement_metrics(trainer, rollout, mask)
     weights = None
     level, threshold = option("rollout_is"), option("rollout_is_threshold")
     if level is not None:
         weights = importance_weights(log_ratio, mask, level, threshold)
-        bounds = bound_numbers(threshold, _THRESHOLD)
+        bounds = parse_bound(threshold, _THRESHOLD_KEY)
         metrics |= weight_metrics(weights, log_ratio, mask, level, bounds)
         if option("rollout_is_batch_normalize"):
             mean = masked_mean(weights, mask)
@@ -56,32 +58,32 @@ def correct(
                 mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
             weights = weights / mean if mean > 0 else weights
             metrics["rollout_is_batch_norm_factor"] = mean
-    keep, results = rejection_mask(
+    keep_mask, results = rejection_mask(
         log_ratio, mask, option("rollout_rs"), option("rollout_rs_threshold")
     )
     if results:
-        metrics |= rejection_metrics(results, keep, mask)
-    if (veto := option("rollout_token_veto_threshold")) is not None:
-        is_catastrophic = catastrophic(log_ratio, mask, veto)
-        vetoed = is_catastrophic.any(-1)
-        keep = keep & ~vetoed[:, None]
-        metrics["rollout_is_veto_fraction"] = masked_mean(vetoed.float(), mask.any(-1))
+        metrics |= rejection_metrics(results, keep_mask, mask)
+    if (veto_threshold := option("rollout_token_veto_threshold")) is not None:
+        is_catastrophic = catastrophic_tokens(log_ratio, mask, veto_threshold)
+        is_vetoed = is_catastrophic.any(-1)  # [B]
+        keep_mask = keep_mask & ~is_vetoed[:, None]
+        metrics["rollout_is_veto_fraction"] = masked_mean(is_vetoed.float(), mask.any(-1))
         metrics["rollout_is_catastrophic_token_fraction"] = masked_mean(
             is_catastrophic.float(), mask
         )
     return (
         weights,
-        response_mask * keep,
+        response_mask * keep_mask,
         {_PREFIX + key: float(value) for key, value in metrics.items()},
     )
 
 
 def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: Bound) -> Tensor:
-    """[B, T] ratios train/rollout per token or per sequence; 0 outside the mask; no gradient.
+    """Returns [B, T] ratios train/rollout per token or per sequence, 0 outside the mask, without gradient.
 
-    A single number truncates weights above it (TIS); "lo_hi" sets weights outside the band to 0 (IcePop).
+    A single number truncates weights above it (TIS); "lo_hi" sets weights outside lo … hi to 0 (IcePop).
     """
-    bounds = bound_numbers(threshold, _THRESHOLD)
+    bounds = parse_bound(threshold, _THRESHOLD_KEY)
     log_ratio = zero_outside_mask(log_ratio, mask).detach()
     if level == "sequence":
         log_ratio = masked_sum(log_ratio, mask, -1).unsqueeze(-1).expand_as(log_ratio)

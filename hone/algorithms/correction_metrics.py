@@ -26,27 +26,27 @@ def gap_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Metrics
     return means, {"log_prob_abs_diff_max": gap.abs().max() if gap.numel() else gap.new_zeros(())}
 
 
-def agreement_metrics(old: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
-    """Returns metrics of the gap between rollout and trainer log-probs; perplexities are row means."""
-    log_ratio = old - rollout
-    rows = mask.any(-1)
-    train_log_ppl, rollout_log_ppl = (-masked_mean(x, mask, -1) for x in (old, rollout))
-    difference = train_log_ppl - rollout_log_ppl  # [B]
-    per_row = masked_sum(log_ratio, mask, -1)
+def agreement_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
+    """Returns metrics of the gap between rollout and trainer log-probs; perplexities are means over rows."""
+    log_ratio = trainer - rollout
+    row_mask = mask.any(-1)
+    trainer_log_ppl, rollout_log_ppl = (-masked_mean(x, mask, -1) for x in (trainer, rollout))
+    log_ppl_diff = trainer_log_ppl - rollout_log_ppl  # [B]
+    row_log_ratio = masked_sum(log_ratio, mask, -1)
     return {
-        "kl": gap_metrics(old, rollout, mask)[0]["kl"],
-        "k3_kl": masked_mean(_exp(log_ratio) - log_ratio - 1, mask),
-        "training_ppl": masked_mean(_exp(train_log_ppl), rows),
-        "training_log_ppl": masked_mean(train_log_ppl, rows),
-        "rollout_ppl": masked_mean(_exp(rollout_log_ppl), rows),
-        "rollout_log_ppl": masked_mean(rollout_log_ppl, rows),
-        "log_ppl_diff": masked_mean(difference, rows),
-        "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
-        "log_ppl_diff_max": _masked_max(difference, rows),
-        "log_ppl_diff_min": -_masked_max(-difference, rows),
-        "ppl_ratio": masked_mean(_exp(difference), rows),
-        "chi2_token": masked_mean(_exp(log_ratio) ** 2, mask) - 1,
-        "chi2_seq": masked_mean(_exp(per_row) ** 2, rows) - 1,
+        "kl": gap_metrics(trainer, rollout, mask)[0]["kl"],
+        "k3_kl": masked_mean(_bounded_exp(log_ratio) - log_ratio - 1, mask),
+        "training_ppl": masked_mean(_bounded_exp(trainer_log_ppl), row_mask),
+        "training_log_ppl": masked_mean(trainer_log_ppl, row_mask),
+        "rollout_ppl": masked_mean(_bounded_exp(rollout_log_ppl), row_mask),
+        "rollout_log_ppl": masked_mean(rollout_log_ppl, row_mask),
+        "log_ppl_diff": masked_mean(log_ppl_diff, row_mask),
+        "log_ppl_abs_diff": masked_mean(log_ppl_diff.abs(), row_mask),
+        "log_ppl_diff_max": _masked_max(log_ppl_diff, row_mask),
+        "log_ppl_diff_min": -_masked_max(-log_ppl_diff, row_mask),
+        "ppl_ratio": masked_mean(_bounded_exp(log_ppl_diff), row_mask),
+        "chi2_token": masked_mean(_bounded_exp(log_ratio) ** 2, mask) - 1,
+        "chi2_seq": masked_mean(_bounded_exp(row_log_ratio) ** 2, row_mask) - 1,
     }
 
 
@@ -58,13 +58,14 @@ def weight_metrics(
     For sequence weights, the maximum and minimum are those of the ratios before truncation.
     """
     low, high = (1 / bounds[0], bounds[0]) if len(bounds) == 1 else bounds
-    rows = mask.any(-1)
+    row_mask = mask.any(-1)
     squares = masked_mean(weights**2, mask)
-    ratio, scope = _exp(log_ratio), mask
+    ratio, scope_mask = _bounded_exp(log_ratio), mask
     if level == "sequence":
-        per_row = masked_sum(log_ratio, mask, -1)
-        ratio, scope = _exp(per_row), rows
-        extremes = {"_max": _masked_max(ratio, rows), "_min": (-_masked_max(-per_row, rows)).exp()}
+        row_log_ratio = masked_sum(log_ratio, mask, -1)
+        ratio, scope_mask = _bounded_exp(row_log_ratio), row_mask
+        min_ratio = (-_masked_max(-row_log_ratio, row_mask)).exp()
+        extremes = {"_max": _masked_max(ratio, row_mask), "_min": min_ratio}
     else:
         extremes = {"_max": _masked_max(weights, mask), "_min": -_masked_max(-weights, mask)}
     ratio_per_row = ratio if level == "sequence" else masked_mean(ratio, mask, -1)
@@ -72,15 +73,15 @@ def weight_metrics(
     metrics = {
         "rollout_is_mean": masked_mean(weights, mask),
         "rollout_is_std": masked_var(weights, mask, unbiased=False).sqrt(),
-        **{f"rollout_is{key}": _zero_if_empty(rows, value) for key, value in extremes.items()},
+        **{f"rollout_is{key}": _zero_if_empty(row_mask, value) for key, value in extremes.items()},
         "rollout_is_eff_sample_size": masked_mean(weights, mask) ** 2
         / torch.where(squares > 0, squares, 1),
-        "rollout_is_ratio_fraction_high": _fraction(ratio > high, scope),
-        "rollout_is_ratio_fraction_low": _fraction(ratio < low, scope),
-        **_summary("rollout_is_seq", weight_per_row, rows),
-        "rollout_is_seq_max_deviation": _masked_max((weight_per_row - 1).abs(), rows),
-        "rollout_is_seq_fraction_high": _fraction(ratio_per_row > high, rows),
-        "rollout_is_seq_fraction_low": _fraction(ratio_per_row < low, rows),
+        "rollout_is_ratio_fraction_high": _fraction(ratio > high, scope_mask),
+        "rollout_is_ratio_fraction_low": _fraction(ratio < low, scope_mask),
+        **_summary("rollout_is_seq", weight_per_row, row_mask),
+        "rollout_is_seq_max_deviation": _masked_max((weight_per_row - 1).abs(), row_mask),
+        "rollout_is_seq_fraction_high": _fraction(ratio_per_row > high, row_mask),
+        "rollout_is_seq_fraction_low": _fraction(ratio_per_row < low, row_mask),
     }
     if len(bounds) == 2:  # IcePop
         per_token = ratio.unsqueeze(-1).expand_as(mask) if level == "sequence" else ratio
@@ -89,35 +90,35 @@ def weight_metrics(
 
 
 def rejection_metrics(
-    results: Mapping[str, RejectionResult], keep: Tensor, mask: Tensor
+    results: Mapping[str, RejectionResult], keep_mask: Tensor, mask: Tensor
 ) -> Metrics:
-    """Returns each option's values and rejection rate, and the rejection rate of all together."""
-    metrics = _rejection_rates("rollout_rs", keep, mask)
-    rows = mask.any(-1)
+    """Returns statistics and the rejection rate of each option, and the rate of all options together."""
+    metrics = _rejection_rates("rollout_rs", keep_mask, mask)
+    row_mask = mask.any(-1)
     for option, result in results.items():
         name = f"rollout_rs_{option}"
         values, low, high = result.values, result.low, result.high
-        scope = mask if values.dim() == 2 else rows
-        tokens = values if values.dim() == 2 else values.unsqueeze(-1).expand_as(mask)
-        per_row = masked_mean(values, mask, -1) if values.dim() == 2 else values
-        bounded = tokens.clamp(low if math.isfinite(low) else 0.0, high)
+        scope_mask = mask if values.dim() == 2 else row_mask
+        token_values = values if values.dim() == 2 else values.unsqueeze(-1).expand_as(mask)
+        row_values = masked_mean(values, mask, -1) if values.dim() == 2 else values
+        bounded_values = token_values.clamp(low if math.isfinite(low) else 0.0, high)
         metrics |= {
-            **_summary(name, tokens, mask),
-            f"{name}_std": masked_var(bounded, mask, unbiased=False).sqrt(),
-            f"{name}_fraction_high": _fraction(values > high, scope),
-            f"{name}_fraction_low": _fraction(values < low, scope),
-            **_summary(f"{name}_seq", per_row, rows),
-            f"{name}_seq_max_deviation": _masked_max(per_row.abs(), rows),
-            f"{name}_seq_fraction_high": _fraction(per_row > high, rows),
-            f"{name}_seq_fraction_low": _fraction(per_row < low, rows),
-            **_rejection_rates(name, result.keep, mask),
+            **_summary(name, token_values, mask),
+            f"{name}_std": masked_var(bounded_values, mask, unbiased=False).sqrt(),
+            f"{name}_fraction_high": _fraction(values > high, scope_mask),
+            f"{name}_fraction_low": _fraction(values < low, scope_mask),
+            **_summary(f"{name}_seq", row_values, row_mask),
+            f"{name}_seq_max_deviation": _masked_max(row_values.abs(), row_mask),
+            f"{name}_seq_fraction_high": _fraction(row_values > high, row_mask),
+            f"{name}_seq_fraction_low": _fraction(row_values < low, row_mask),
+            **_rejection_rates(name, result.keep_mask, mask),
         }
     return metrics
 
 
-def _rejection_rates(name: str, keep: Tensor, mask: Tensor) -> Metrics:
-    """Returns the share of rejected tokens, and of rows with at least one."""
-    rejected = mask & ~keep
+def _rejection_rates(name: str, keep_mask: Tensor, mask: Tensor) -> Metrics:
+    """Returns the share of rejected tokens, and the share of rows with at least one rejected token."""
+    rejected = mask & ~keep_mask
     return {
         f"{name}_masked_fraction": _fraction(rejected, mask),
         f"{name}_seq_masked_fraction": _fraction(rejected.any(-1), mask.any(-1)),
@@ -133,17 +134,17 @@ def _summary(name: str, values: Tensor, mask: Tensor) -> Metrics:
     }
 
 
-def _exp(x: Tensor) -> Tensor:
+def _bounded_exp(x: Tensor) -> Tensor:
     """Returns exp(x), bounded so that it is always finite."""
     return x.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 
-def _zero_if_empty(rows: Tensor, value: Tensor) -> Tensor:
-    return value if rows.any() else torch.zeros_like(value)
+def _zero_if_empty(row_mask: Tensor, value: Tensor) -> Tensor:
+    return value if row_mask.any() else torch.zeros_like(value)
 
 
 def _fraction(flags: Tensor, mask: Tensor) -> Tensor:
-    """Returns the fraction of the mask where the flag is set."""
+    """Returns the fraction of the entries in the mask whose flag is set."""
     return masked_mean(flags.double(), mask)
 
 

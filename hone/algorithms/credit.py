@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hone.algorithms.advantages.returns import Chain, rewards_to_go
+from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
 from hone.ops.masked import zero_outside_mask
 
 GAMMA_DECAY = "gamma-decay"
@@ -20,11 +20,11 @@ STRICT_MIN = "strict min-form"
 
 
 def step_ends(responses: Tensor, response_mask: Tensor, separator_ids: Tensor) -> Tensor:
-    """[B, T] bool: tokens that end a step, and the last policy token."""
+    """Returns a mask [B, T] of the tokens that end a step, and of the last policy token."""
     mask = response_mask.bool()
     position = torch.arange(mask.shape[-1], device=mask.device)
-    last = pad(torch.where(mask, position, -1), (0, 1), value=-1).amax(-1, keepdim=True)
-    return mask & (torch.isin(responses, separator_ids) | (position == last))
+    last_position = pad(torch.where(mask, position, -1), (0, 1), value=-1).amax(-1, keepdim=True)
+    return mask & (torch.isin(responses, separator_ids) | (position == last_position))
 
 
 def step_rewards(log_odds: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def step_rewards(log_odds: Tensor) -> Tensor:
 def assign_credit(
     process_rewards: Tensor, step_mask: Tensor, credit_assignment: float | str
 ) -> Tensor:
-    """[B, T] step rewards for the return computation; 0 where no step ends.
+    """Returns the step rewards [B, T] from which returns are computed; 0 where no step ends.
 
     A number T > 0 weights each step by softmax(−r/T) over its row, so that the sum tends to the
     row's minimum as T → 0. The two named forms do not change the rewards.
@@ -58,40 +58,44 @@ def assign_credit(
 
 
 def min_form_returns(
-    process_rewards: Tensor, step_mask: Tensor, response_mask: Tensor, chain: Chain | None = None
+    process_rewards: Tensor,
+    step_mask: Tensor,
+    response_mask: Tensor,
+    row_order: RowOrder | None = None,
 ) -> Tensor:
-    """[B, T] G_t = min of the rewards of the steps that end at t or later; 0 outside the mask.
+    """Returns [B, T] G_t = min of the rewards of the steps that end at t or later; 0 outside the mask.
 
     Tokens at which no step ends are not part of the minimum; after the last step G is 0.
     """
-    at_ends = torch.where(step_mask.bool(), process_rewards, torch.inf)
-    lowest = at_ends.flip(-1).cummin(-1).values.flip(-1)
-    if chain is not None and lowest.shape[-1]:
-        for rows, after in chain.backwards():  # later rows of the trajectory have later steps
-            next_row = torch.where(after >= 0, lowest[after, 0], torch.inf).unsqueeze(-1)
-            lowest[rows] = torch.minimum(lowest[rows], next_row)
-    return zero_outside_mask(torch.where(lowest.isinf(), 0.0, lowest), response_mask)
+    rewards_at_ends = torch.where(step_mask.bool(), process_rewards, torch.inf)
+    minima = rewards_at_ends.flip(-1).cummin(-1).values.flip(-1)
+    if row_order is not None and minima.shape[-1]:
+        for rows, next_rows in row_order.backwards():  # later rows of a trajectory have later steps
+            next_minima = torch.where(next_rows >= 0, minima[next_rows, 0], torch.inf).unsqueeze(-1)
+            minima[rows] = torch.minimum(minima[rows], next_minima)
+    return zero_outside_mask(torch.where(minima.isinf(), 0.0, minima), response_mask)
 
 
-def min_form(
+def total_min_form_returns(
     token_level_rewards: Tensor,
     process_rewards: Tensor,
     step_mask: Tensor,
     response_mask: Tensor,
-    chain: Chain | None = None,
+    row_order: RowOrder | None = None,
 ) -> Tensor:
-    """[B, T] returns under the strict minimum: process rewards are combined by the minimum, all other
-    rewards (rule score, KL) by the sum.
+    """Returns [B, T] the minimum of future process rewards plus the sum of all other future rewards.
+
+    Other rewards are the rule score and the KL penalty.
     """
     other_rewards = token_level_rewards - zero_outside_mask(process_rewards, step_mask)
-    lowest = min_form_returns(process_rewards, step_mask, response_mask, chain)
-    return rewards_to_go(other_rewards, response_mask, 1.0, chain) + lowest
+    min_returns = min_form_returns(process_rewards, step_mask, response_mask, row_order)
+    return rewards_to_go(other_rewards, response_mask, 1.0, row_order) + min_returns
 
 
 def step_lengths(step_mask: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, T] the number of policy tokens of each step, without its last token, at the end of the step."""
+    """Returns [B, T]: at the end of a step, the number of its policy tokens before the last; 0 elsewhere."""
     mask, ends = response_mask.bool(), step_mask.bool()
     count = (mask & ~ends).int().cumsum(-1)  # tokens so far that end no step
     # The count never decreases, so its running maximum over ends is the count at the previous end.
-    previous = pad(torch.where(ends, count, 0).cummax(-1).values, (1, 0))[..., :-1]
-    return zero_outside_mask(count - previous, ends)
+    previous_count = pad(torch.where(ends, count, 0).cummax(-1).values, (1, 0))[..., :-1]
+    return zero_outside_mask(count - previous_count, ends)

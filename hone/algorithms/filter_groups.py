@@ -1,6 +1,6 @@
-"""Filters the groups of a batch: DAPO's filter and PURE's two.
+"""Filters the groups of a batch: one filter of DAPO and two of PURE.
 
-Pure functions of scores and group labels; the trainer collects more groups.
+Each function returns a mask [B] of the rows to keep; the trainer collects further groups.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from hone.ops.groups import Groups, Labels
 
 
 def keep_informative(scores: Labels, index: Labels) -> Tensor:
-    """[B] bool: the scores of the row's group differ, or the group is a single sample (2503.14476)."""
-    values, groups = _prepare(scores, index)
+    """Keeps the groups whose scores differ, and groups of one (2503.14476)."""
+    values, groups = _scores_and_groups(scores, index)
     return ((groups.max(values) > groups.min(values)) | (groups.sizes == 1))[groups.ids]
 
 
 def remove_extreme(scores: Labels, index: Labels) -> Tensor:
-    """[B] bool: 0 < mean score of the group < 1."""
-    values, groups = _prepare(scores, index)
+    """Keeps the groups whose mean score is above 0 and below 1."""
+    values, groups = _scores_and_groups(scores, index)
     mean = groups.mean(values)
     return ((mean > 0) & (mean < 1))[groups.ids]
 
@@ -28,11 +28,11 @@ def remove_extreme(scores: Labels, index: Labels) -> Tensor:
 def interquartile(
     scores: Labels, index: Labels, lower_percentile_bound: float, upper_percentile_bound: float
 ) -> Tensor:
-    """[B] bool: the group's mean lies between two percentiles of all groups' means.
+    """Keeps the groups whose mean score lies between two percentiles of all groups' means.
 
-    If both percentiles are equal (all groups equal), every group with that mean is kept.
+    If both percentiles are the same number, every group with that mean is kept.
     """
-    values, groups = _prepare(scores, index)
+    values, groups = _scores_and_groups(scores, index)
     mean = groups.mean(values)
     if not len(mean):
         return torch.zeros(0, dtype=torch.bool)
@@ -43,7 +43,7 @@ def interquartile(
     return ((mean >= low) & ((mean < high) | (low == high) & (mean == high)))[groups.ids]
 
 
-def _prepare(scores: Labels, index: Labels) -> tuple[Tensor, Groups]:
+def _scores_and_groups(scores: Labels, index: Labels) -> tuple[Tensor, Groups]:
     values = torch.as_tensor(
         scores if isinstance(scores, Tensor) else np.asarray(scores, dtype=np.float64)
     ).double()

@@ -18,18 +18,19 @@ _EPS = 1e-6
 def implicit_rewards(
     log_ratio: Tensor, response_mask: Tensor, *, beta: float, granularity: str, norm: str
 ) -> Tensor:
-    """[B, T] β · log-ratio per token, 0 on the last token, which has the outcome reward.
+    """Returns [B, T] β · log-ratio per token, and 0 on the last token, which has the outcome reward.
 
-    `whole` puts the sum of all tokens on the last one. `batch_norm` divides by the largest absolute return.
+    The granularity `whole` puts the sum over all tokens on the last token instead. The norm `batch_norm`
+    divides by the largest absolute return.
     """
     mask = response_mask.bool()
     rewards = zero_outside_mask(log_ratio * beta, mask)
     position = torch.arange(mask.shape[-1], device=mask.device)
-    last = position == torch.where(mask, position, -1).amax(-1, keepdim=True)
+    is_last = position == torch.where(mask, position, -1).amax(-1, keepdim=True)
     if granularity == "whole":
-        rewards = rewards.sum(-1, keepdim=True) * last
+        rewards = rewards.sum(-1, keepdim=True) * is_last
     else:
-        rewards = zero_outside_mask(rewards, ~last)
+        rewards = zero_outside_mask(rewards, ~is_last)
     if norm == "batch_norm":
         returns = rewards.flip(-1).cumsum(-1)
         rewards = rewards / (returns.abs().max() + _EPS)
@@ -39,9 +40,10 @@ def implicit_rewards(
 def outcome_losses(
     log_ratio: Tensor, outcome: Tensor, response_mask: Tensor, beta: float, rivals: Tensor | None
 ) -> Tensor:
-    """[B] loss of each response: cross-entropy of σ(β · Σ log-ratio) with its outcome in 0 … 1.
+    """Returns the loss [B] of each response: the cross-entropy of σ(β · Σ log-ratio) with its outcome.
 
-    With `rivals` (`rival_logits`), −log σ(± (logit − rival logit)): plus for a correct response, else minus.
+    With `rivals`, the result of `rival_logits`, the loss is −log σ(± (logit − rival logit)): plus for a
+    correct response, minus for others.
     """
     logit = beta * masked_sum(log_ratio, response_mask, -1)
     if rivals is None:
@@ -50,21 +52,27 @@ def outcome_losses(
 
 
 def rival_logits(logit: Tensor, outcome: Tensor, index: Labels) -> Tensor:
-    """[B] mean logit of the group's responses with a lower outcome, or with a higher one if the outcome is 0;
-    0 without such responses."""
+    """Returns [B] the mean logit of each response's rivals, or 0 without rivals.
+
+    Rivals are the responses of the same group with a lower outcome, or with a higher outcome if the
+    response's own outcome is 0.
+    """
     ids = Groups.of(index).ids.to(logit.device)
-    lower = outcome[None] < outcome[:, None]
-    rival = torch.where((outcome > 0)[:, None], lower, outcome[None] > outcome[:, None])
-    rival = rival & (ids[None] == ids[:, None])
-    return (rival * logit[None]).sum(-1) / rival.sum(-1).clamp(min=1)
+    is_lower = outcome[None] < outcome[:, None]
+    is_rival = torch.where((outcome > 0)[:, None], is_lower, outcome[None] > outcome[:, None])
+    is_rival = is_rival & (ids[None] == ids[:, None])
+    return (is_rival * logit[None]).sum(-1) / is_rival.sum(-1).clamp(min=1)
 
 
 def ranking_accuracy(logit: Tensor, outcome: Tensor, index: Labels) -> tuple[float, float]:
-    """Returns the fraction of pairs of one group that the logits order as the outcomes do, weighted by the
-    difference of outcomes (0.5 without pairs), and the fraction of logits with the right sign."""
+    """Returns two accuracies: that of pairs in a group, and that of the logits' signs.
+
+    The first is the fraction of pairs that the logits order as the outcomes do, weighted by the difference
+    of outcomes (0.5 without pairs).
+    """
     ids = Groups.of(index).ids
-    better = (outcome[:, None] - outcome[None]).clamp(min=0) * (ids[:, None] == ids[None])
-    total = float(better.sum())
-    ordered = float((better * (logit[:, None] > logit[None])).sum())
-    signs = float(((logit > 0) == (outcome > 0.5)).double().mean())
-    return (ordered / total if total > 0 else 0.5), signs
+    weights = (outcome[:, None] - outcome[None]).clamp(min=0) * (ids[:, None] == ids[None])
+    total_weight = float(weights.sum())
+    ordered_weight = float((weights * (logit[:, None] > logit[None])).sum())
+    sign_accuracy = float(((logit > 0) == (outcome > 0.5)).double().mean())
+    return (ordered_weight / total_weight if total_weight > 0 else 0.5), sign_accuracy

@@ -1,6 +1,7 @@
-"""Estimators of the KL divergence from the reference policy, the KL penalty in the reward, and the
-controllers of its coefficient. If the KL is part of the loss instead, the engine aggregates
-`kl_penalty` like any other per-token loss.
+"""KL estimators, the KL penalty in the reward, and the controllers of its coefficient.
+
+KL is the divergence of the policy from the reference policy. If it is part of the loss instead, the engine
+aggregates `kl_penalty` like any other per-token loss.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from hone.plugins import PluginError, Table
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """Takes log π and log π_ref and returns an estimate per token."""
 
-_FUNCTIONS = {"k1": "k1 kl", "absolute": "abs", "k2": "k2 mse", "k3": "k3 low_var_kl"}
+_NAMES_BY_FUNCTION = {"k1": "k1 kl", "absolute": "abs", "k2": "k2 mse", "k3": "k3 low_var_kl"}
 TABLE: Table[KLEstimator] = Table(
     "KL estimator",
-    {name: f"{__name__}:{f}" for f, names in _FUNCTIONS.items() for name in names.split()},
+    {name: f"{__name__}:{f}" for f, names in _NAMES_BY_FUNCTION.items() for name in names.split()},
 )
 _EXPONENT_BOUND = 20.0
 _K3_BOUND = 10.0
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Returns the per-token estimate, with the shape of `logprob`.
+    """Returns the per-token KL estimate, with the shape of `logprob`.
 
     A trailing `+` ("k3+") keeps the value and takes the gradient of k2, which is the unbiased
     gradient of the divergence.
@@ -40,24 +41,26 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Returns the estimate with its own gradient."""
+    """Returns the per-token KL estimate with the gradient of its own formula."""
     try:
         estimator = TABLE.get(kl_penalty)
     except PluginError as error:
-        raise NotImplementedError(_unknown("kl_penalty", kl_penalty, error)) from error
+        raise NotImplementedError(
+            _unknown_estimator_message("kl_penalty", kl_penalty, error)
+        ) from error
     return estimator(logprob, ref_logprob)
 
 
 def get_kl_estimator(name: str, key: str) -> KLEstimator:
-    """Returns the estimator of a name or of "pkg.mod:object"; errors name the config key `key`."""
+    """Returns the estimator of a name or of "pkg.mod:object"; error messages contain the config key `key`."""
     try:
         estimator = TABLE.get(name.removesuffix("+"))
     except PluginError as error:
-        raise PluginError(_unknown(key, name, error)) from error
+        raise PluginError(_unknown_estimator_message(key, name, error)) from error
     return estimator
 
 
-def _unknown(key: str, name: str, error: PluginError) -> str:
+def _unknown_estimator_message(key: str, name: str, error: PluginError) -> str:
     if name == "full":
         return (
             f"{key}=full needs the full distribution of each token, which is not stored; "
@@ -67,7 +70,7 @@ def _unknown(key: str, name: str, error: PluginError) -> str:
 
 
 def k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    """log π − log π_ref: unbiased, can be negative."""
+    """log π − log π_ref: unbiased, may be negative."""
     return logprob - ref_logprob
 
 
@@ -93,20 +96,20 @@ def apply_kl_penalty(
     ref_log_prob: Tensor,
     response_mask: Tensor,
     kl_coef: float,
-    kind: str,
+    estimator_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Returns rewards = scores − kl_coef·KL, 0 outside the mask, and the batch's current KL.
 
     The current KL is the mean over rows of each row's token mean; rows without tokens are ignored.
     """
-    kl = zero_outside_mask(kl_penalty(old_log_probs, ref_log_prob, kind), response_mask)
+    kl = zero_outside_mask(kl_penalty(old_log_probs, ref_log_prob, estimator_name), response_mask)
     rewards = zero_outside_mask(token_level_scores, response_mask) - kl_coef * kl
-    current = masked_mean(masked_mean(kl, response_mask, -1), response_mask.bool().any(-1))
-    return rewards, current
+    current_kl = masked_mean(masked_mean(kl, response_mask, -1), response_mask.bool().any(-1))
+    return rewards, current_kl
 
 
 class FixedKLController:
-    """The coefficient never changes."""
+    """A KL coefficient that never changes."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
@@ -122,9 +125,9 @@ class FixedKLController:
 
 
 class AdaptiveKLController(FixedKLController):
-    """Adapts the coefficient to bring the KL to the target (Ziegler et al., 1909.08593)."""
+    """A KL coefficient that is adapted to bring the KL to the target (Ziegler et al., 1909.08593)."""
 
-    _STEP_BOUND = 0.2
+    _ERROR_BOUND = 0.2
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
         if horizon <= 0:
@@ -141,7 +144,7 @@ class AdaptiveKLController(FixedKLController):
 
     def update(self, current_kl: float, n_steps: int) -> None:
         error = float(current_kl) / self.target - 1
-        error = max(-self._STEP_BOUND, min(self._STEP_BOUND, error))
+        error = max(-self._ERROR_BOUND, min(self._ERROR_BOUND, error))
         self.value *= 1 + error * n_steps / self.horizon
 
 

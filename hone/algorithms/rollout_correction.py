@@ -1,6 +1,6 @@
 """The functions of verl's `rollout_corr_helper`, with verl's arguments and results.
 
-Each calls the correction of this package. Thresholds of k1 options bound the ratio
+Each calls correction.py, rejection.py or correction_metrics.py. Thresholds of k1 options bound the ratio
 train/rollout, not its logarithm.
 """
 
@@ -81,7 +81,10 @@ def compute_is_metrics(
     rollout_is_threshold: float,
     rollout_is_threshold_lower: float | None = None,
 ) -> dict[str, float]:
-    """Returns metrics of weights, without prefix; the log-ratio is [B, T] per token, [B, 1] per sequence."""
+    """Returns metrics of weights, without prefix.
+
+    `log_ratio_for_metrics` is [B, T] for token weights and [B, 1] for sequence weights.
+    """
     mask = response_mask.bool()
     log_ratio = log_ratio_for_metrics
     if rollout_is == "sequence":
@@ -103,7 +106,7 @@ def apply_bypass_mode(
     rollout_corr_config: Settings | None = None,
     policy_loss_config: Fields | None = None,
 ) -> None:
-    """Uses the rollout's log-probs as the old ones and sets the loss and its settings, in place."""
+    """Uses the rollout's log-probs as old log-probs, and sets the loss and its settings, in place."""
     if not batch.has_column("rollout_log_probs"):
         raise ValueError(
             "bypass_mode needs rollout_log_probs in the batch; set "
@@ -128,21 +131,24 @@ def compute_rollout_rejection_mask(
     if not split_list(rollout_rs):
         raise ValueError("rollout_rs is empty; set an option such as token_k1")
     mask = response_mask.bool()
-    keep, results = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
-    metrics = rejection_metrics(results, keep, mask)
-    return response_mask * keep, {key: float(value) for key, value in metrics.items()}
+    keep_mask, results = rejection_mask(log_ratio, mask, rollout_rs, rollout_rs_threshold)
+    metrics = rejection_metrics(results, keep_mask, mask)
+    return response_mask * keep_mask, {key: float(value) for key, value in metrics.items()}
 
 
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """Returns the gap between rollout and trainer log-probs; without rollout log-probs, only perplexity."""
+    """Returns metrics of the gap between rollout and trainer log-probs.
+
+    Without rollout log-probs, it returns the perplexity of the trainer only.
+    """
     mask = response_mask.bool()
-    old = zero_outside_mask(old_log_prob.detach(), mask)
+    trainer = zero_outside_mask(old_log_prob.detach(), mask)
     rollout = (
-        old if rollout_log_prob is None else zero_outside_mask(rollout_log_prob.detach(), mask)
+        trainer if rollout_log_prob is None else zero_outside_mask(rollout_log_prob.detach(), mask)
     )
-    metrics = agreement_metrics(old, rollout, mask)
+    metrics = agreement_metrics(trainer, rollout, mask)
     return {
         key: float(value)
         for key, value in metrics.items()

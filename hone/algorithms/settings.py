@@ -1,6 +1,6 @@
 """Reads one dotted key from a config object or a dict, and falls back to the block's defaults.
 
-The defaults are defined in hone.config only: `defaults` is the class of the block.
+Only hone.config defines defaults: the argument `defaults` is the class of a config block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def setting(config: Settings | None, key: str, defaults: type[Block]) -> Any:
     """Returns `config.<key>`, or the block's default if `config` is None or lacks the key."""
     value = _lookup(config, key)
     if value is _MISSING:
-        value = _lookup(_default(defaults), key)
+        value = _lookup(_default_block(defaults), key)
     if value is _MISSING:
         raise KeyError(f"neither the config nor {defaults.__name__} has the key {key}")
     return value
@@ -49,15 +49,17 @@ def _lookup(config: Settings | None, key: str) -> Any:
 
 
 @cache
-def _default(block: type[Block]) -> Block:
+def _default_block(block: type[Block]) -> Block:
     return block()
 
 
-def raise_if_unknown(function: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+def raise_if_unknown(
+    function_name: str, unknown_names: Iterable[str], known_names: Iterable[str]
+) -> None:
     """Raises TypeError for the first unknown keyword argument, and suggests the closest known one."""
-    names = list(known)
-    for name in unknown:
+    names = list(known_names)
+    for name in unknown_names:
         raise TypeError(
-            f"{function} takes no argument {name!r}.{did_you_mean(nearest(name, names))} "
+            f"{function_name} takes no argument {name!r}.{did_you_mean(nearest(name, names))} "
             f"It takes {', '.join(names)}"
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_FLOOR = 1e-8
+_MIN_WEIGHT = 1e-8
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> Tensor:
-    """[B] the sampling weight of each row (PF-PPO, 2409.06957).
+    """Returns [B] the sampling weight of each row (PF-PPO, 2409.06957).
 
     pow: |score|^p; max_min: 1 for the best and the worst, else 0; max_random: 0.4 for the best, 0.1
     for the others.
@@ -25,13 +25,13 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> T
             f"algorithm.pf_ppo.reweight_method={reweight_method!r} is unknown; "
             "use pow, max_min or max_random"
         )
-    return weights + _FLOOR  # so that a batch of zeros can be sampled
+    return weights + _MIN_WEIGHT  # a batch of zeros can be sampled too
 
 
 def pf_ppo_rows(
     scores: Tensor, reweight_method: str, weight_pow: float, generator: torch.Generator
 ) -> Tensor:
-    """[B] row indices sampled with replacement. The caller's generator keeps a run reproducible."""
+    """Returns [B] row indices, sampled with replacement by their weights."""
     if not len(scores):
         return torch.zeros(0, dtype=torch.long, device=scores.device)
     weights = pf_ppo_weights(scores, reweight_method, weight_pow)

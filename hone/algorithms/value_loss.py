@@ -23,14 +23,14 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Returns ½·max((v−R)², (clip(v, V±c)−R)²), aggregated, and the clip fraction.
 
-    The counts are the same as in `agg_loss`.
+    The last four arguments are those of `agg_loss`.
     """
     vpreds, returns, values = (
         zero_outside_mask(x, response_mask) for x in (vpreds, returns, values)
     )
-    clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
+    clipped_vpreds = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     error = (vpreds - returns) ** 2
-    clipped_error = (clipped - returns) ** 2
+    clipped_error = (clipped_vpreds - returns) ** 2
     loss = agg_loss(
         0.5 * torch.maximum(error, clipped_error),
         response_mask,

@@ -15,7 +15,7 @@ from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import build_offload
 from hone.engine.optimizer import Optimizer
 from hone.models.fused import compile_layers, fuse
-from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_labels
+from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_classifier
 from hone.models.lora import init_lora
 from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel
 from hone.plugins import PluginError, Table
@@ -32,22 +32,22 @@ STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
 )
 LABELS = {"steps": ("bad", "good"), "score": ("reward",)}
 """The labels of a process reward model (steps) and of an outcome reward model (score)."""
-_MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_"))
+_ENGINE_MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_"))
 
 
 def build_strategy(name: str, spec: EngineSpec) -> TrainEngine:
     """Builds the engine that `strategy` names and checks that it implements TrainEngine."""
     engine = STRATEGIES.get(name)(spec)
-    if missing := [member for member in _MEMBERS if not hasattr(engine, member)]:
+    if missing := [member for member in _ENGINE_MEMBERS if not hasattr(engine, member)]:
         raise PluginError(
-            f"strategy={name} built a {type(engine).__name__} without {', '.join(missing)}; an engine has "
-            "every member of hone.engine.contract.TrainEngine"
+            f"strategy={name} built a {type(engine).__name__} without {', '.join(missing)}; an engine must "
+            "have every member of hone.engine.contract.TrainEngine"
         )
     mesh = engine.mesh
     if mesh.data_parallel_size * mesh.ranks_per_slot != spec.world_size:
         raise PluginError(
             f"strategy={name} has a mesh of {mesh.data_parallel_size} × {mesh.ranks_per_slot} ranks, but "
-            f"{spec.world_size} ranks run; a mesh contains every rank once ({mesh})"
+            f"{spec.world_size} ranks run; a mesh must contain every rank exactly once ({mesh})"
         )
     return engine
 
@@ -72,8 +72,10 @@ def build(spec: EngineSpec) -> Engine:
             shard_size=spec.fsdp.fsdp_size,
             adapters=spec.adapters is not None,
         )
-    rules = [rule(mesh.data_parallel_size) for rule in (spec.train_rule, spec.infer_rule)]
-    train_rule, infer_rule = (replace(r, tokens=r.tokens * mesh.sequence_size) for r in rules)
+    rules = [rule_for(mesh.data_parallel_size) for rule_for in (spec.train_rule, spec.infer_rule)]
+    train_rule, infer_rule = (
+        replace(rule, tokens=rule.tokens * mesh.sequence_size) for rule in rules
+    )
     host = torch.device("cpu")
     return build_engine(
         load_module(spec, host if spec.world_size > 1 else None),
@@ -90,9 +92,9 @@ def build(spec: EngineSpec) -> Engine:
 
 
 def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
-    """Loads the decoder with the head of the spec; frozen if the spec has no optimizer.
+    """Loads the decoder with the head that the spec names, frozen if the spec has no optimizer.
 
-    `device` overrides the spec's: a model that will be sharded is loaded on the host.
+    `device` overrides `spec.device`: a model that will be sharded is loaded on the host.
     """
     device = device or spec.device
     options: LoadOptions = {
@@ -102,7 +104,7 @@ def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
     }
     labels = LABELS.get(spec.head)
     if spec.label_tokens is not None:
-        lm = load_step_labels(spec.model_path, spec.label_tokens, **options)
+        lm = load_step_classifier(spec.model_path, spec.label_tokens, **options)
     elif labels is None:
         lm = load_causal_lm(spec.model_path, **options)
     else:
@@ -139,13 +141,13 @@ def build_engine(
     compile_blocks: bool = False,
     device: torch.device | None = None,
 ) -> Engine:
-    """Shards the module if the mesh has several ranks, and creates the optimizer of a trained model.
+    """Builds an engine: shards the module over several ranks, and creates the optimizer if `optim` is set.
 
-    Sharding moves a module on the host to the device layer by layer.
+    A module on the host is moved to the device layer by layer while it is sharded.
     """
     device = device or next(module.parameters()).device
     compile_blocks |= fsdp.use_torch_compile
-    if mesh is not None and mesh.tensor_size > 1:  # fused and compiled layers need whole weights
+    if mesh is not None and mesh.tensor_size > 1:  # fused and compiled layers need full weights
         if compile_blocks or device.type == "cuda":
             log.info("layers under tensor parallel are neither fused nor compiled")
     else:
@@ -153,16 +155,19 @@ def build_engine(
             fuse(module, kernels=not compile_blocks)
         if compile_blocks:
             compile_layers(module)
-    shards = None
+    sharded_module = None
     if mesh is not None and mesh.data_parallel_size * mesh.ranks_per_slot > 1:
         from hone.engine.sharding import join_group, shard
 
         join_group(device)
-        shards = shard(module, fsdp, device, mesh)
+        sharded_module = shard(module, fsdp, device, mesh)
     optimizer = None
     if optim is not None:
         optimizer = Optimizer(
-            module.named_parameters(), optim, grad_clip=grad_clip, total=optim.total_training_steps
+            module.named_parameters(),
+            optim,
+            grad_clip=grad_clip,
+            total_steps=optim.total_training_steps,
         )
     offload = build_offload(module, optimizer, fsdp)
     engine = Engine(
@@ -172,7 +177,7 @@ def build_engine(
         infer_rule=infer_rule,
         response_width=response_width,
         seed=fsdp.seed,
-        shards=shards,
+        sharded_module=sharded_module,
         offload=offload,
     )
     offload.start()

@@ -1,7 +1,8 @@
 """Saves and loads engine state with torch.distributed.checkpoint.
 
-Every rank writes into a folder that the caller renames afterwards; another world size can read it. A LoRA
-checkpoint holds only the trained parameters, and model.path must be the same base model when it is loaded.
+Every rank writes into a folder that the caller renames afterwards; a run with another world size can load
+it. A LoRA checkpoint holds only the trained parameters, and model.path must be the same base model when it
+is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hone.engine.optimizer import Optimizer
-from hone.engine.packed_shards import with_chunks, without_chunks
+from hone.engine.packed_shards import unwrap_packed_shards, wrap_packed_shards
 from hone.engine.saved_state import (
     METADATA_FILE,
     State,
@@ -34,17 +35,17 @@ from hone.models.lora import is_lora
 from hone.tracking.manifest import write_shard_checksums
 
 _STRICT = StateDictOptions(strict=True)
-_BASE_TOLERANCE = 1e-9
-"""Relative tolerance; the order of the float64 sum depends on the number of ranks."""
+_CHECKSUM_RTOL = 1e-9
+"""Relative tolerance of the checksum, whose order of summation depends on the number of ranks."""
 _KERNEL_SETTINGS = {"capturable", "differentiable", "foreach", "fused"}
-"""Settings of an optimizer that depend on the device and layout, so this run's values are used."""
+"""Optimizer settings that depend on the device and layout; loading keeps this run's values."""
 
-Leaves = dict[str, tuple[int, ...] | None]
-"""Dotted names of the entries of a state, with the shape of tensors."""
+EntryShapes = dict[str, tuple[int, ...] | None]
+"""The shape of each entry of a state by its dotted name; None for an entry that is not a tensor."""
 
 
 class CheckpointMissing(ValueError):
-    """A folder lacks a requested part of the engine state."""
+    """A checkpoint lacks a requested part of the engine state."""
 
 
 class BaseModelMismatch(ValueError):
@@ -59,11 +60,12 @@ def save_checkpoint(
     folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]
 ) -> None:
     """Writes the named parts: model, optimizer (with master weights), extra (schedule progress)."""
-    # torch would create missing optimizer state by running a step; skip it instead.
-    skip = {"moments"} if optimizer is not None and not optimizer.inner.state else set()
-    if state := _state(module, optimizer, sections_of(contents) - skip):
+    sections = sections_for_contents(contents)
+    if optimizer is not None and not optimizer.torch_optimizer.state:
+        sections -= {"moments"}  # torch would run an optimizer step to create them
+    if state := _engine_state(module, optimizer, sections):
         with no_single_process_warning():
-            save(with_chunks(state), checkpoint_id=str(folder))
+            save(wrap_packed_shards(state), checkpoint_id=str(folder))
         write_shard_checksums(folder, dist.get_rank() if dist.is_initialized() else 0)
 
 
@@ -74,30 +76,35 @@ def load_checkpoint(
     contents: Collection[str] | None = None,
 ) -> None:
     """Reads the named parts; None reads all saved parts."""
-    leaves, sections = saved_sections(folder, contents)
-    state = _state(module, optimizer, sections)
-    check_same_tensors(folder, leaves, state)
-    base = state["base"].clone() if "base" in state else None
-    packed_state = with_chunks(state)
+    saved_shapes, sections = saved_sections(folder, contents)
+    state = _engine_state(module, optimizer, sections)
+    check_same_tensors(folder, saved_shapes, state)
+    base_checksum = state["base"].clone() if "base" in state else None
+    packed_state = wrap_packed_shards(state)
     load_state(packed_state, folder)
-    state = without_chunks(packed_state)
-    if base is not None and not torch.allclose(base, state["base"], rtol=_BASE_TOLERANCE):
+    state = unwrap_packed_shards(packed_state)
+    if base_checksum is not None and not torch.allclose(
+        base_checksum, state["base"], rtol=_CHECKSUM_RTOL
+    ):
         raise BaseModelMismatch(
             f"{folder} holds LoRA adapters over another base model (its weights sum to "
-            f"{float(state['base']):.8g}, those loaded here to {float(base):.8g}); set model.path to "
-            "the model of the start of the run"
+            f"{float(state['base']):.8g}, those loaded here to {float(base_checksum):.8g}); set "
+            "model.path to the model with which the run started"
         )
     if "model" in state:
-        strict = StateDictOptions(strict=False) if _has_adapters(module) else _STRICT
-        set_model_state_dict(module, state["model"], options=strict)
+        # With adapters, the checkpoint lacks the frozen base model.
+        options = StateDictOptions(strict=False) if _has_adapters(module) else _STRICT
+        set_model_state_dict(module, state["model"], options=options)
     if optimizer is None:
         return
     if "moments" in state:
-        groups = zip(state["moments"]["param_groups"], optimizer.inner.param_groups, strict=True)
-        for saved, current in groups:
-            saved.update({n: current[n] for n in _KERNEL_SETTINGS & current.keys()})
+        saved_groups = state["moments"]["param_groups"]
+        for saved_group, group in zip(
+            saved_groups, optimizer.torch_optimizer.param_groups, strict=True
+        ):
+            saved_group.update({name: group[name] for name in _KERNEL_SETTINGS & group.keys()})
         set_optimizer_state_dict(
-            optimizer.masters, optimizer.inner, state["moments"], options=_STRICT
+            optimizer.masters, optimizer.torch_optimizer, state["moments"], options=_STRICT
         )
     if "progress" in state:
         optimizer.load_state_dict(state["progress"])
@@ -105,43 +112,47 @@ def load_checkpoint(
         optimizer.copy_weights_to_masters()
 
 
-def saved_sections(folder: Path, contents: Collection[str] | None) -> tuple[Leaves, set[str]]:
-    """Returns the entries of a checkpoint, and the sections of the requested parts that it has."""
+def saved_sections(folder: Path, contents: Collection[str] | None) -> tuple[EntryShapes, set[str]]:
+    """Returns the shapes of a checkpoint's entries, and the requested sections that it contains."""
     if not folder.is_dir():
         raise CheckpointMissing(
-            f"{folder.parent} holds no {folder.name}: the run that wrote it had none; keep its "
-            "settings, or start from its model in another trainer.default_local_dir"
+            f"{folder.parent} holds no {folder.name}: the run that wrote this checkpoint had none; use the "
+            "settings of that run, or start from its model in another trainer.default_local_dir"
         )
-    leaves = _saved_leaves(folder)
-    saved = {name.partition(".")[0] for name in leaves}
-    sections = saved if contents is None else sections_of(contents) & saved
-    if "model" not in saved and (contents is None or "model" in contents):
+    shapes = _saved_entry_shapes(folder)
+    available = {name.partition(".")[0] for name in shapes}
+    sections = available if contents is None else sections_for_contents(contents) & available
+    if "model" not in available and (contents is None or "model" in contents):
         raise CheckpointMissing(
-            f"{folder} holds no model state (it has {', '.join(sorted(saved)) or 'nothing'}); it was "
-            "saved without 'model' in checkpoint.save_contents. Start from its export instead"
+            f"{folder} holds no model state (it has {', '.join(sorted(available)) or 'nothing'}): "
+            "it was saved without 'model' in checkpoint.save_contents; start from its export instead"
         )
-    return leaves, sections
+    return shapes, sections
 
 
-def sections_of(contents: Collection[str]) -> set[str]:
-    """Maps verl's checkpoint parts to the sections of our file."""
-    parts = {"model": {"model", "base"}, "optimizer": {"moments", "masters"}, "extra": {"progress"}}
-    return set().union(*(parts.get(part, set()) for part in contents))
+def sections_for_contents(contents: Collection[str]) -> set[str]:
+    """Returns the sections of a hone checkpoint that hold verl's parts model, optimizer and extra."""
+    sections = {
+        "model": {"model", "base"},
+        "optimizer": {"moments", "masters"},
+        "extra": {"progress"},
+    }
+    return set().union(*(sections.get(part, set()) for part in contents))
 
 
-def _state(module: nn.Module, optimizer: Optimizer | None, sections: set[str]) -> State:
+def _engine_state(module: nn.Module, optimizer: Optimizer | None, sections: set[str]) -> State:
     state: State = {}
-    adapters = _has_adapters(module)
+    has_adapters = _has_adapters(module)
     if "model" in sections:
         state["model"] = get_model_state_dict(module)
-        for name in _frozen_names(module) if adapters else ():
+        for name in _frozen_names(module) if has_adapters else ():
             state["model"].pop(name, None)
-    if "base" in sections and adapters:
+    if "base" in sections and has_adapters:
         state["base"] = _frozen_checksum(module)
     if optimizer is None:
         return state
     if "moments" in sections:
-        state["moments"] = get_optimizer_state_dict(optimizer.masters, optimizer.inner)
+        state["moments"] = get_optimizer_state_dict(optimizer.masters, optimizer.torch_optimizer)
     if "masters" in sections and (masters := optimizer.master_copies()):
         state["masters"] = masters  # loading fills these tensors in place
     if "progress" in sections:
@@ -154,96 +165,120 @@ def _has_adapters(module: nn.Module) -> bool:
 
 
 def _frozen_names(module: nn.Module) -> list[str]:
-    """Returns all names of frozen parameters; a tied parameter has two."""
-    named = module.named_parameters(remove_duplicate=False)
-    return [name for name, parameter in named if not parameter.requires_grad]
+    """Returns the names of frozen parameters; a tied parameter has two names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in parameters if not parameter.requires_grad]
 
 
 @torch.no_grad()
 def _frozen_checksum(module: nn.Module) -> Tensor:
-    """Returns the sum of |weight| over frozen parameters of all ranks, which identifies the base model."""
+    """Returns the sum of |weight| over the frozen parameters of all ranks; it identifies the base model."""
     total = torch.zeros((), dtype=torch.float64)
     for parameter in module.parameters():
         if not parameter.requires_grad:
-            # Round to bfloat16, because the base may be loaded in another dtype than when it was saved.
+            # Rounding to bfloat16 makes the sum independent of the dtype in which the base model is loaded.
             part = parameter.bfloat16().abs().sum(dtype=torch.float64)
             total += (part.full_tensor() if hasattr(part, "full_tensor") else part).cpu()
     return total
 
 
-def _saved_leaves(folder: Path) -> Leaves:
-    """Returns all entries of a checkpoint, with the full shape of sharded tensors."""
+def _saved_entry_shapes(folder: Path) -> EntryShapes:
+    """Returns the shapes of a checkpoint's entries; a sharded tensor has its full shape."""
     if not (folder / METADATA_FILE).is_file():
         return {}
-    leaves = read_metadata(folder).state_dict_metadata
-    return {name: tuple(x.size) if hasattr(x, "size") else None for name, x in leaves.items()}
+    entries = read_metadata(folder).state_dict_metadata
+    return {name: tuple(x.size) if hasattr(x, "size") else None for name, x in entries.items()}
 
 
-def _leaves(value: State | list[State] | Tensor | float, name: str) -> Leaves:
-    """Returns the entries of a state in memory."""
+def _entry_shapes(value: State | list[State] | Tensor | float, name: str) -> EntryShapes:
+    """Returns the shapes of the entries below `value`, which has the dotted name `name` in the state."""
     if isinstance(value, Mapping):
         children = [(str(key), child) for key, child in value.items()]
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):
         children = [(str(index), child) for index, child in enumerate(value)]
     else:
         return {name: tuple(value.shape) if isinstance(value, Tensor) else None}
-    leaves: Leaves = {}
+    shapes: EntryShapes = {}
     for key, child in children:
-        leaves |= _leaves(child, f"{name}.{key}" if name else key)
-    return leaves
+        shapes |= _entry_shapes(child, f"{name}.{key}" if name else key)
+    return shapes
 
 
-def check_same_tensors(folder: Path, saved: Leaves, state: State) -> None:
-    """Raises unless checkpoint and state have the same names and shapes, before any tensor is read."""
-    current = _leaves(state, "")
-    weights, saved_weights = _weights(current), _weights(saved) if "model" in state else {}
-    trained, saved_trained = _trained(current), _trained(saved)
-    if not (trained and saved_trained):  # one of the optimizers keeps no state per parameter
-        trained = saved_trained = {}
-    missing = (weights.keys() - saved_weights.keys()) | (trained.keys() - saved_trained.keys())
-    extra = (saved_weights.keys() - weights.keys()) | (saved_trained.keys() - trained.keys())
-    reshaped = [n for n in weights if n in saved_weights and weights[n] != saved_weights[n]]
-    if missing or extra or reshaped:
+def check_same_tensors(folder: Path, saved_shapes: EntryShapes, state: State) -> None:
+    """Raises, before any tensor is read, unless the checkpoint has the names and shapes of the state."""
+    current_shapes = _entry_shapes(state, "")
+    weights = _weight_shapes(current_shapes)
+    saved_weights = _weight_shapes(saved_shapes) if "model" in state else {}
+    trained_names, saved_trained_names = (
+        _trained_names(current_shapes),
+        _trained_names(saved_shapes),
+    )
+    if not (
+        trained_names and saved_trained_names
+    ):  # one of the optimizers keeps no state per parameter
+        trained_names = saved_trained_names = set()
+    missing_names = (weights.keys() - saved_weights.keys()) | (trained_names - saved_trained_names)
+    extra_names = (saved_weights.keys() - weights.keys()) | (saved_trained_names - trained_names)
+    reshaped_names = [n for n in weights if n in saved_weights and weights[n] != saved_weights[n]]
+    if missing_names or extra_names or reshaped_names:
+        difference = _describe_difference(
+            sorted(missing_names), sorted(extra_names), reshaped_names, weights, saved_weights
+        )
         raise ModelMismatch(
-            f"{folder} holds another model than this run's: "
-            f"{_difference(sorted(missing), sorted(extra), reshaped, weights, saved_weights)}; set "
+            f"{folder} holds another model than this run's: {difference}; set "
             "model.path and model.lora_rank to their values at the start of the run, or start a new run "
             "in another trainer.default_local_dir"
         )
-    if absent := [name for name in current if name not in saved]:
+    if missing_entries := [name for name in current_shapes if name not in saved_shapes]:
         raise CheckpointMissing(
-            f"{folder} was saved with another optimizer than this run's (it has no {absent[0]}); keep "
-            "optim.optimizer as it was, or leave 'optimizer' out of checkpoint.load_contents"
+            f"{folder} was saved with another optimizer than this run's (it has no "
+            f"{missing_entries[0]}); keep optim.optimizer as it was, or leave "
+            "'optimizer' out of checkpoint.load_contents"
         )
 
 
-def _weights(leaves: Leaves) -> Leaves:
-    names = {name: name.removeprefix("model.") for name in leaves if name.startswith("model.")}
-    return {short: leaves[name] for name, short in names.items()}
+def _weight_shapes(shapes: EntryShapes) -> EntryShapes:
+    """Returns the shapes of the section "model", by the names of the weights."""
+    return {
+        name.removeprefix("model."): shape
+        for name, shape in shapes.items()
+        if name.startswith("model.")
+    }
 
 
-def _trained(leaves: Leaves) -> Leaves:
-    """Returns the weights for which the optimizer keeps state."""
-    keys = [name.split(".")[2] for name in leaves if name.startswith("moments.state.")]
-    return dict.fromkeys(key.replace("/", ".") for key in keys)
+def _trained_names(shapes: EntryShapes) -> set[str]:
+    """Returns the names of the weights for which the optimizer keeps state."""
+    keys = [name.split(".")[2] for name in shapes if name.startswith("moments.state.")]
+    return {key.replace("/", ".") for key in keys}
 
 
-def _difference(
-    missing: list[str], extra: list[str], reshaped: list[str], weights: Leaves, saved: Leaves
+def _describe_difference(
+    missing_names: list[str],
+    extra_names: list[str],
+    reshaped_names: list[str],
+    weights: EntryShapes,
+    saved_weights: EntryShapes,
 ) -> str:
     """Describes how the weights of a checkpoint differ from the model's."""
-    has_adapters, had_adapters = (any(".lora_" in name for name in x) for x in (weights, saved))
-    if has_adapters != had_adapters:
-        with_without = ("without", "with") if has_adapters else ("with", "without")
-        return "it was trained {} LoRA adapters, this run {}".format(*with_without)
+    has_adapters, saved_has_adapters = (
+        any(".lora_" in name for name in shapes) for shapes in (weights, saved_weights)
+    )
+    if has_adapters and not saved_has_adapters:
+        return "it was trained without LoRA adapters, this run with them"
+    if saved_has_adapters and not has_adapters:
+        return "it was trained with LoRA adapters, this run without them"
     differences = []
-    if missing:
-        differences.append(f"it has no {_abbreviate(missing)}")
-    if extra:
-        differences.append(f"it has the additional {_abbreviate(extra)}")
-    if reshaped:
-        was, now = (list(x[reshaped[0]] or ()) for x in (saved, weights))
-        differences.append(f"{_abbreviate(reshaped)} has shape {was} there and {now} here")
+    if missing_names:
+        differences.append(f"it has no {_abbreviate(missing_names)}")
+    if extra_names:
+        differences.append(f"it has the additional {_abbreviate(extra_names)}")
+    if reshaped_names:
+        saved_shape, shape = (
+            list(shapes[reshaped_names[0]] or ()) for shapes in (saved_weights, weights)
+        )
+        differences.append(
+            f"{_abbreviate(reshaped_names)} has shape {saved_shape} there and {shape} here"
+        )
     return ", ".join(differences)
 
 

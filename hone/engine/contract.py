@@ -1,6 +1,6 @@
 """The interface between training engines and workers; other strategies can implement it.
 
-The engine calls the objective (so that pipeline stages can), divides by the counts of the whole
+The engine calls the objective (so that the last pipeline stage can), divides by the counts of the whole
 mini-batch, and manages devices and ranks. Workers use only this interface.
 """
 
@@ -59,11 +59,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Properties of the whole model, also on a rank that holds one shard."""
+    """Properties of the whole model, even on a rank that holds only one shard."""
 
     vocabulary: int
     """Number of rows of the input embedding."""
-    positions: int | None
+    max_position_embeddings: int | None
     """Maximum sequence length of the model's config, if it has one."""
     eos_ids: tuple[int, ...]
     """End-of-sequence token ids from the model's configs."""
@@ -111,18 +111,18 @@ MicroBatchRuleFor = Callable[[int], MicroBatchRule]
 class EngineSpec:
     """The only argument of the engine that `strategy` names: `Engine(spec)`.
 
-    If `world_size` is above 1, torch.distributed has been initialized before.
+    If `world_size` is above 1, torch.distributed is already initialized.
     """
 
     head: Literal["policy", "value", "steps", "score"]
-    """With policy, `infer` returns log_probs (and entropy, sum_pi_squared); with value, values; with the
-    classifiers steps (two labels per token) and score (one label per sequence), scores."""
+    """The head decides what `infer` returns. policy: log_probs (and entropy, sum_pi_squared on request);
+    value: values; the classifiers steps (two labels per token) and score (one per sequence): scores."""
     model_path: str
     device: torch.device
     dtype: torch.dtype
     """The dtype of parameters and computation; master weights are float32."""
     fsdp: FSDPConfig
-    """The `fsdp_config` block of the role: sharding, offload, seed of dropout."""
+    """The `fsdp_config` block of the role: sharding, offload, dropout seed."""
     train_rule: MicroBatchRuleFor
     infer_rule: MicroBatchRuleFor
     response_width: int
@@ -138,17 +138,17 @@ class EngineSpec:
     """The seed of newly initialized weights."""
     compile_blocks: bool = False
     label_tokens: tuple[int, int] | None = None
-    """The tokens of a bad and of a good step, if the steps head is two rows of a causal model's LM head."""
+    """The token ids of a bad and a good step, if the steps head consists of those rows of an LM head."""
     trained_part: Literal["all", "head"] = "all"
-    """Whether a classifier's decoder is trained too, or stays frozen under its head."""
+    """With head, only the head of a classifier is trained, and its decoder is frozen."""
     replays_routing: bool = False
-    """Whether a column `routed_experts` is replayed, and recorded with the option `with_routing`."""
+    """Whether the engine replays a column `routed_experts`, and records it with the option `with_routing`."""
     rank: int = 0
     world_size: int = 1
     sequence_parallel: int = 1
-    """Ranks that split each packed row of a slot (Ulysses); token budgets are multiplied by it."""
+    """Number of ranks that split each packed row of a slot (Ulysses); token budgets are multiplied by it."""
     tensor_parallel: int = 1
-    """Ranks that split the matrices of each layer."""
+    """Number of ranks that split the matrices of each layer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """The `megatron` block of the role, which only strategy=megatron reads."""
 
@@ -160,7 +160,7 @@ class Options(TypedDict, total=False):
     with_entropy: bool
     with_sum_pi_squared: bool
     with_routing: bool
-    """Return `routed_experts` too (`EngineSpec.replays_routing`)."""
+    """Whether to return `routed_experts`; needs `EngineSpec.replays_routing`."""
 
 
 class Objective(Protocol):
@@ -172,11 +172,11 @@ class Objective(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that `mask`, `prepare` and `__call__` read; a micro-batch carries those of them that
-        the batch has, and no others."""
+        """Columns that `mask`, `prepare` and `__call__` read. A micro-batch has only these columns, as far as
+        the batch has them."""
 
     def mask(self, batch: DataProto) -> Tensor:
-        """Returns the mask [B, T] of the tokens in the loss, 0 in padded rows
+        """Returns a mask [B, T]: 1 for tokens in the loss, 0 for others and in padded rows
         (`hone.protocol.real_rows`)."""
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
@@ -186,7 +186,7 @@ class Objective(Protocol):
 
 
 class TrainEngine(Protocol):
-    """One model on this rank, trained or only run forward."""
+    """One model on this rank, which is trained or only runs forward."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -199,11 +199,11 @@ class TrainEngine(Protocol):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps so far, which is the weight version; 0 for a model that is not trained."""
+        """The number of optimizer steps, which is the weight version; 0 for a model that is not trained."""
 
     def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Keeps offloaded tensors on the device inside the block. Every other method enters it itself;
-        a caller enters it to avoid moving parameters between two methods."""
+        """Keeps offloaded tensors on the device inside the block. Every other method enters the block
+        itself; a caller enters it so that parameters are not moved between two methods."""
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         """Runs one update; `batch` holds this data-parallel slot's rows of the mini-batch.
@@ -235,4 +235,4 @@ class TrainEngine(Protocol):
         """Reads the named parts; None reads all saved parts."""
 
     def export(self, folder: Path, tokenizer: Tokenizer) -> None:
-        """Writes a folder for `from_pretrained`; every rank calls it, one writes."""
+        """Writes a folder for `from_pretrained`; every rank calls it, one rank writes."""

@@ -1,6 +1,7 @@
 """The training engine: packs rows, runs forward and backward, updates the weights.
 
-The result does not depend on the micro-batches. model_state.py holds and exports the parameters.
+The result does not depend on how rows are split into micro-batches. model_state.py holds and exports the
+parameters.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from hone.ops.transfer import send
 from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
 
 if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need them
-    from hone.engine.sharding import Shards
+    from hone.engine.sharding import ShardedModule
     from hone.models.routing import Routing
 
 
-Pass = tuple[Terms, float]
-"""The result of one micro-batch and its share of the mini-batch tokens."""
+MicroBatchResult = tuple[Terms, float]
+"""The terms of one micro-batch and its share of the mini-batch's loss tokens."""
 _INPUTS = ("prompts", "responses", "attention_mask", "response_mask", "routed_experts")
 """The columns from which rows are packed."""
 
@@ -49,10 +50,10 @@ class Engine(ModelState):
         infer_rule: MicroBatchRule,
         response_width: int,
         seed: int,
-        shards: Shards | None = None,
+        sharded_module: ShardedModule | None = None,
         offload: Offload | None = None,
     ) -> None:
-        super().__init__(module, optimizer, shards, offload or Offload())
+        super().__init__(module, optimizer, sharded_module, offload or Offload())
         self._train_rule = train_rule
         self._infer_rule = infer_rule
         self._response_width = response_width
@@ -61,49 +62,51 @@ class Engine(ModelState):
         mesh = self.mesh
         # Sequence-parallel ranks compute different tokens; tensor-parallel ranks need the same dropout.
         self._dropout_rank = mesh.data_parallel_rank * mesh.sequence_size + mesh.sequence_rank
-        self._sequence_group = shards.groups.sequence if shards is not None else None
-        self._gradient_ranks = mesh.data_parallel_size * mesh.sequence_size
+        self._sequence_group = (
+            sharded_module.groups.sequence if sharded_module is not None else None
+        )
+        self._num_gradient_ranks = mesh.data_parallel_size * mesh.sequence_size
         self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
         with self.present(optimizer=True):
-            batch, reads, counts = self._begin_update(batch, objective)
-            passes: list[Pass] = []
+            batch, objective_columns, counts = self._begin_update(batch, objective)
+            results: list[MicroBatchResult] = []
             with batch_counts(counts):
-                for _, micro in self._micro_batches(batch, self._train_rule):
-                    weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
-                    outputs = self._forward(micro, objective.options)
-                    terms = objective(
-                        outputs, move_to_device(select_columns(micro, reads), self.device)
-                    )
+                for _, micro_batch in self._micro_batches(batch, self._train_rule):
+                    weight = float(objective.mask(micro_batch).sum()) / max(counts.tokens, 1.0)
+                    outputs = self._forward(micro_batch, objective.options)
+                    inputs = select_columns(micro_batch, objective_columns)
+                    terms = objective(outputs, move_to_device(inputs, self.device))
                     # FSDP averages gradients over data × sequence, but the shares must be summed.
-                    (terms.loss * self._gradient_ranks).backward()
+                    (terms.loss * self._num_gradient_ranks).backward()
                     self.optimizer.accumulate_gradients()
-                    passes.append((replace(terms, loss=terms.loss.detach()), weight))
+                    results.append((replace(terms, loss=terms.loss.detach()), weight))
                     del outputs, terms  # free the graph before the next forward
             if self._routing is not None:
-                self._routing.replay = None  # the rollout may share the module
-            return self._end_update(passes)
+                self._routing.replay = None  # the rollout engine may use the same module
+            return self._end_update(results)
 
     def infer(
         self, batch: DataProto, *, adapters: bool = True, **options: Unpack[Options]
     ) -> dict[str, Tensor]:
-        adapter_state = nullcontext() if adapters else self._adapters_disabled()
+        adapter_context = nullcontext() if adapters else self._adapters_disabled()
         results: dict[str, Tensor] = {}
-        with self.present(), torch.no_grad(), adapter_state:
+        with self.present(), torch.no_grad(), adapter_context:
             self.module.eval()
-            # The reference, which is the policy without adapters, routes by its own logits.
-            inputs = _INPUTS if adapters else _INPUTS[:-1]
-            for rows, outputs in self._infer_passes(select_columns(batch, inputs), options):
+            inputs = set(_INPUTS)
+            if not adapters:  # the reference model routes tokens by its own logits
+                inputs.remove("routed_experts")
+            for rows, outputs in self._infer_micro_batches(select_columns(batch, inputs), options):
                 for name, values in outputs.items():
                     if name not in results:
                         dtype = torch.float32 if values.is_floating_point() else values.dtype
                         results[name] = torch.zeros(len(batch), *values.shape[1:], dtype=dtype)
                     if rows:
                         results[name][rows] = values.to(results[name].dtype).cpu()
-            if self._shards is not None:
-                self._shards.reshard()
+            if self._sharded_module is not None:
+                self._sharded_module.reshard()
         return results
 
     def _begin_update(
@@ -112,30 +115,30 @@ class Engine(ModelState):
         """Returns the mini-batch, the columns that the objective reads and the counts over all slots."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()  # drops gradients of an update that failed midway
-        reads = {*objective.reads}
-        batch = select_columns(batch, {*_INPUTS, "step_row", *reads})
-        local = BatchCounts.of(objective.mask(batch))
-        sums = {"tokens": local.tokens, "sequences": local.sequences}
-        sums = self._reduce_over_slots(sums, dist.ReduceOp.SUM)
-        counts = BatchCounts(**sums, width=float(self._response_width))
+        objective_columns = {*objective.reads}
+        batch = select_columns(batch, {*_INPUTS, "step_row", *objective_columns})
+        slot_counts = BatchCounts.from_mask(objective.mask(batch))
+        totals = {"tokens": slot_counts.tokens, "sequences": slot_counts.sequences}
+        totals = self._reduce_over_slots(totals, dist.ReduceOp.SUM)
+        counts = BatchCounts(**totals, width=float(self._response_width))
         if objective.needs_batch_statistics:
-            prepared = self._prepare_columns(batch, objective)
-            batch, reads = batch.select(), reads | prepared.keys()
-            for name, values in prepared.items():
+            prepared_columns = self._prepare_columns(batch, objective)
+            batch, objective_columns = batch.select(), objective_columns | prepared_columns.keys()
+            for name, values in prepared_columns.items():
                 batch.batch[name] = values
         self.module.train()
         if self._has_dropout:  # a resumed run must draw the same masks
-            number = self.optimizer.updates + self.optimizer.skipped
-            torch.manual_seed(fold_seed(self._seed, number, self._dropout_rank))
-        return batch, reads, counts
+            update_index = self.optimizer.updates + self.optimizer.skipped_updates
+            torch.manual_seed(fold_seed(self._seed, update_index, self._dropout_rank))
+        return batch, objective_columns, counts
 
-    def _end_update(self, passes: Iterable[Pass]) -> dict[str, float]:
+    def _end_update(self, results: Iterable[MicroBatchResult]) -> dict[str, float]:
         """Updates the weights; returns the metrics over all micro-batches and slots."""
         assert self.optimizer is not None
         # Values are read after all micro-batches: each read synchronizes host and GPU.
         totals: dict[str, float] = {}
         maxima: dict[str, float] = {}
-        for terms, weight in passes:
+        for terms, weight in results:
             for name, value in terms.maxima.items():
                 maxima[name] = max(maxima.get(name, float("-inf")), float(value))
             for name, share in terms.shares.items():
@@ -146,43 +149,43 @@ class Engine(ModelState):
         maxima = self._reduce_over_slots(maxima, dist.ReduceOp.MAX)
         return totals | maxima | self.optimizer.step()
 
-    def _infer_passes(
+    def _infer_micro_batches(
         self, batch: DataProto, options: Options
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """Yields the outputs of each micro-batch with its row indices."""
-        for rows, micro in self._micro_batches(batch, self._infer_rule):
-            yield rows, self._forward(micro, options)
+        for rows, micro_batch in self._micro_batches(batch, self._infer_rule):
+            yield rows, self._forward(micro_batch, options)
 
     def _prepare_columns(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
-        """Computes the columns that need statistics of the mini-batch of all ranks.
+        """Computes the columns that need statistics over the whole mini-batch.
 
         Rows are sorted by `step_row`, so that the result does not depend on the number of ranks.
         """
-        real = real_rows(batch)
+        is_real = real_rows(batch)
         outputs = self.infer(batch, **objective.options)
-        outputs = {name: values[real] for name, values in outputs.items()}
+        outputs = {name: values[is_real] for name, values in outputs.items()}
         minibatch = without_padding(batch)
-        rows = slice(0, len(minibatch))
-        if self._group is not None:
-            minibatch, outputs, rows = _gather_rows(minibatch, outputs, self._group)
+        slot_rows = slice(0, len(minibatch))
+        if self._data_group is not None:
+            minibatch, outputs, slot_rows = _gather_rows(minibatch, outputs, self._data_group)
         if minibatch.has_column("step_row"):
             order = minibatch.batch["step_row"].argsort()
         else:
             order = torch.arange(len(minibatch))
         outputs = {name: values[order] for name, values in outputs.items()}
-        inverse = order.argsort()[rows]
+        inverse_order = order.argsort()[slot_rows]
         columns = {}
         for name, values in objective.prepare(outputs, minibatch.select_idxs(order)).items():
             columns[name] = values.new_zeros(len(batch), *values.shape[1:])
-            columns[name][real] = values[inverse]
+            columns[name][is_real] = values[inverse_order]
         return columns
 
-    def _forward(self, micro: DataProto, options: Options) -> dict[str, Tensor]:
-        outputs: dict[str, Tensor] = self.module(self._pack(micro), **options)
+    def _forward(self, micro_batch: DataProto, options: Options) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = self.module(self._pack(micro_batch), **options)
         return outputs
 
-    def _pack(self, micro: DataProto) -> PackedRows:
-        columns = micro.batch
+    def _pack(self, micro_batch: DataProto) -> PackedRows:
+        columns = micro_batch.batch
         packed = pack_rows(
             columns["prompts"],
             columns["responses"],
@@ -195,7 +198,7 @@ class Engine(ModelState):
             from hone.ops.ulysses import split_rows
 
             packed = split_rows(packed, self._sequence_group)
-        if self._routing is not None and micro.has_column("routed_experts"):
+        if self._routing is not None and micro_batch.has_column("routed_experts"):
             packed = packed.with_experts(columns["routed_experts"])
         return packed if self.device.type == "cpu" else packed.to(self.device)
 
@@ -208,30 +211,30 @@ class Engine(ModelState):
     ) -> list[tuple[list[int], DataProto]]:
         columns = batch.batch
         lengths = columns["attention_mask"].sum(1).tolist()
-        shared = shared_with_the_row_before(columns["prompts"], columns["attention_mask"])
-        parts = rule.split(lengths, shared)
-        if self._group is not None:  # all ranks need the same number of collectives
-            count = torch.tensor(len(parts))
-            dist.all_reduce(count, dist.ReduceOp.MAX, group=self._group)
-            parts = rule.split(lengths, shared, at_least=int(count))
+        shared_tokens = shared_with_the_row_before(columns["prompts"], columns["attention_mask"])
+        parts = rule.split(lengths, shared_tokens)
+        if self._data_group is not None:  # all ranks need the same number of collectives
+            max_count = torch.tensor(len(parts))
+            dist.all_reduce(max_count, dist.ReduceOp.MAX, group=self._data_group)
+            parts = rule.split(lengths, shared_tokens, min_micro_batches=int(max_count))
         return [(rows, batch.select_idxs(rows) if rows else _dummy_row(batch)) for rows in parts]
 
 
 def select_columns(batch: DataProto, columns: Collection[str]) -> DataProto:
-    """Returns the batch with `padded_row` and those of these columns that it has."""
-    present = batch.batch.keys()
-    names = [name for name in present if name in columns or name == PADDED_ROW]
+    """Returns the batch with only the given columns and `padded_row`; columns that it lacks are ignored."""
+    available = batch.batch.keys()
+    names = [name for name in available if name in columns or name == PADDED_ROW]
     return batch.select(batch_keys=names, non_tensor_batch_keys=[])
 
 
 def _dummy_row(batch: DataProto) -> DataProto:
-    """Returns one row without response tokens, for a rank without rows that must join the collectives."""
+    """Returns a row without response tokens; a rank without rows runs it to join the collectives."""
     tensors = {name: x.new_zeros(1, *x.shape[1:]) for name, x in batch.batch.items()}
     tensors["attention_mask"][:, batch.batch["prompts"].shape[1] - 1] = 1
     if "routed_experts" in tensors:
         from hone.models.routing import NOT_RECORDED
 
-        # Zeros would mean expert 0 several times; here the router chooses the experts.
+        # Zeros would replay expert 0 several times; with NOT_RECORDED the router chooses the experts.
         tensors["routed_experts"].fill_(NOT_RECORDED)
     return DataProto.from_dict(tensors, meta_info=dict(batch.meta_info))
 
@@ -241,19 +244,19 @@ def _gather_rows(
 ) -> tuple[DataProto, dict[str, Tensor], slice]:
     """Returns the rows of all data-parallel slots in order, and the slice of this slot's rows."""
     slot = group.rank()
-    by_slot: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * group.size()
-    dist.all_gather_object(by_slot, (dict(batch.batch.items()), dict(outputs)), group)
-    counts = [len(columns["responses"]) for columns, _ in by_slot]
+    slots: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * group.size()
+    dist.all_gather_object(slots, (dict(batch.batch.items()), dict(outputs)), group)
+    counts = [len(columns["responses"]) for columns, _ in slots]
     start = sum(counts[:slot])
-    all_columns = {name: torch.cat([c[name] for c, _ in by_slot]) for name in by_slot[0][0]}
-    all_outputs = {name: torch.cat([o[name] for _, o in by_slot]) for name in by_slot[0][1]}
+    all_columns = {name: torch.cat([c[name] for c, _ in slots]) for name in slots[0][0]}
+    all_outputs = {name: torch.cat([o[name] for _, o in slots]) for name in slots[0][1]}
     rows = slice(start, start + counts[slot])
     return DataProto.from_dict(all_columns, meta_info=dict(batch.meta_info)), all_outputs, rows
 
 
-def move_to_device(micro: DataProto, device: torch.device) -> DataProto:
+def move_to_device(micro_batch: DataProto, device: torch.device) -> DataProto:
     """Moves a micro-batch to the device in stream order, so that the host does not wait for the GPU."""
     if device.type == "cpu":
-        return micro
-    tensors = {name: send(x, device) for name, x in micro.batch.items()}
-    return DataProto.from_dict(tensors, meta_info=dict(micro.meta_info))
+        return micro_batch
+    tensors = {name: send(x, device) for name, x in micro_batch.batch.items()}
+    return DataProto.from_dict(tensors, meta_info=dict(micro_batch.meta_info))

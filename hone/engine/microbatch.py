@@ -11,27 +11,38 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """`rows` per micro-batch, or as many as fit into `tokens`, where a shared prompt counts once."""
+    """Puts at most `rows` rows into a micro-batch or, if that is None, as many as fit into `tokens` tokens.
+
+    A prompt that rows of a micro-batch share counts once.
+    """
 
     rows: int | None
     tokens: int
-    together: int = 1
-    """Number of consecutive rows that stay in one micro-batch: 2 for the pairs of a reward model."""
+    rows_per_unit: int = 1
+    """Number of consecutive rows that are never split: 2 for the pairs of a reward model."""
 
     def split(
-        self, lengths: Sequence[int], shared: Sequence[int] | None = None, *, at_least: int = 1
+        self,
+        lengths: Sequence[int],
+        shared_tokens: Sequence[int] | None = None,
+        *,
+        min_micro_batches: int = 1,
     ) -> list[list[int]]:
-        """Returns the row indices of each of at least `at_least` micro-batches; some may be empty.
+        """Returns the row indices of at least `min_micro_batches` micro-batches; some may be empty.
 
-        `shared` holds the number of tokens that each row shares with the previous row.
+        `shared_tokens` holds the number of tokens that each row shares with the previous row.
         """
-        size = self.together
-        if size > 1:  # split the groups, then list their rows
-            groups = range(0, len(lengths), size)
-            new = [n - s for n, s in zip(lengths, shared or [0] * len(lengths), strict=True)]
-            rows = None if self.rows is None else max(1, self.rows // size)
-            lengths = [lengths[i] + sum(new[i + 1 : i + size]) for i in groups]
-            parts = MicroBatchRule(rows, self.tokens).split(lengths, at_least=at_least)
+        size = self.rows_per_unit
+        if size > 1:  # split the units, then list their rows
+            unit_starts = range(0, len(lengths), size)
+            unshared_tokens = [
+                length - shared
+                for length, shared in zip(lengths, shared_tokens or [0] * len(lengths), strict=True)
+            ]
+            units = None if self.rows is None else max(1, self.rows // size)
+            lengths = [lengths[i] + sum(unshared_tokens[i + 1 : i + size]) for i in unit_starts]
+            unit_rule = MicroBatchRule(units, self.tokens)
+            parts = unit_rule.split(lengths, min_micro_batches=min_micro_batches)
             return [[i * size + k for i in part for k in range(size)] for part in parts]
         if self.rows is not None:
             parts = [
@@ -39,22 +50,24 @@ class MicroBatchRule:
                 for i in range(0, len(lengths), self.rows)
             ]
         else:
-            parts = self._by_tokens(lengths, shared or [0] * len(lengths))
-        while len(parts) < at_least:
+            parts = self._split_by_tokens(lengths, shared_tokens or [0] * len(lengths))
+        while len(parts) < min_micro_batches:
             _halve_largest(parts)
         return parts
 
-    def _by_tokens(self, lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
+    def _split_by_tokens(
+        self, lengths: Sequence[int], shared_tokens: Sequence[int]
+    ) -> list[list[int]]:
         parts: list[list[int]] = []
         tokens_left = 0
-        for row, (length, prefix) in enumerate(zip(lengths, shared, strict=True)):
+        for row, (length, row_shared) in enumerate(zip(lengths, shared_tokens, strict=True)):
             if length > self.tokens:
                 raise ValueError(
                     f"a row has {length} tokens, more than the budget of {self.tokens} for one forward; "
                     f"set ppo_max_token_len_per_gpu to at least {length}"
                 )
-            if parts and length - prefix <= tokens_left:
-                tokens_left -= length - prefix
+            if parts and length - row_shared <= tokens_left:
+                tokens_left -= length - row_shared
             else:
                 parts.append([])
                 tokens_left = self.tokens - length

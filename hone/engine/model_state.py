@@ -36,7 +36,7 @@ from hone.tokenizer import Tokenizer
 if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need them
     from transformers import PreTrainedModel
 
-    from hone.engine.sharding import Shards
+    from hone.engine.sharding import ShardedModule
 
 
 class ModelState:
@@ -46,19 +46,19 @@ class ModelState:
         self,
         module: nn.Module,
         optimizer: Optimizer | None,
-        shards: Shards | None,
+        sharded_module: ShardedModule | None,
         offload: Offload,
     ) -> None:
         self.module = module
         # Offloaded shards are on another device than the one that computes.
         self.device: torch.device = (
-            shards.device if shards is not None else next(module.parameters()).device
+            next(module.parameters()).device if sharded_module is None else sharded_module.device
         )
         self.optimizer = optimizer
         self.offload = offload
-        self.mesh = shards.groups.mesh if shards is not None else Mesh()
-        self._shards = shards
-        self._group = shards.groups.data if shards is not None else None
+        self.mesh = Mesh() if sharded_module is None else sharded_module.groups.mesh
+        self._sharded_module = sharded_module
+        self._data_group = None if sharded_module is None else sharded_module.groups.data
         self._gather_count = self._load_count = 0
 
     @functools.cached_property
@@ -74,16 +74,16 @@ class ModelState:
         return self.module.lm
 
     def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Keeps offloaded tensors on the device inside the block; worker methods enter it once."""
+        """Keeps offloaded tensors on the device inside the block; nested blocks do not move them."""
         return self.offload.present(optimizer=optimizer)
 
     def _adapters_disabled(self) -> AbstractContextManager[None]:
         if not self.facts.has_adapters:
             raise ValueError(
-                "infer(adapters=False) runs the base model of LoRA adapters, and this model has no adapters"
+                "infer(adapters=False) runs the base model of LoRA adapters, but this model has no adapters"
             )
-        disabled: AbstractContextManager[None] = self._lm.disable_adapter()
-        return disabled
+        context: AbstractContextManager[None] = self._lm.disable_adapter()
+        return context
 
     def advance_schedule(self) -> None:
         assert self.optimizer is not None, "this engine only runs forward"
@@ -100,7 +100,7 @@ class ModelState:
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         if not self.facts.has_adapters:
-            raise ValueError("this model has no adapters; stream named_hf_weights")
+            raise ValueError("this model has no adapters; use named_hf_weights")
         with self.present():
             yield from adapter_weights(self._lm)
 
@@ -112,17 +112,19 @@ class ModelState:
             )
         with self._gathered():
             self.module.eval()
-            yield Lease(self.module, self._gather_count + self._load_count + self.offload.reloads)
+            yield Lease(
+                self.module, self._gather_count + self._load_count + self.offload.reload_count
+            )
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
         """Gathers the full parameters on every rank inside the block."""
-        if self._shards is None:
+        if self._sharded_module is None:
             with self.present():
                 yield
             return
         self._gather_count += 1
-        with self.present(), self._shards.gathered():
+        with self.present(), self._sharded_module.gathered():
             yield
 
     def save(self, folder: Path, contents: Collection[str]) -> None:
@@ -144,7 +146,9 @@ class ModelState:
             return
         base = self._lm.get_base_model() if self.facts.has_adapters else self._lm
         if hasattr(base, "score") and base.config.pad_token_id is None:
-            base.config.pad_token_id = tokenizer.pad_token_id  # batches of a classifier need one
+            base.config.pad_token_id = (
+                tokenizer.pad_token_id
+            )  # a classifier needs it to score batches
         with without_progress_bar():
             base.save_pretrained(folder / EXPORT_FOLDER, state_dict=weights)
         tokenizer.save_pretrained(folder / EXPORT_FOLDER)
@@ -152,7 +156,7 @@ class ModelState:
             save_adapter(self._lm, adapter_copies, folder / ADAPTER_FOLDER)
 
     def _host_copies(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns host copies on the writing rank; every rank iterates, as the weights are gathered."""
+        """Returns host copies on the rank that writes, nothing on others; every rank must iterate."""
         copies = {}
         for name, tensor in weights:
             if self.mesh.writes:
@@ -162,22 +166,23 @@ class ModelState:
     def _reduce_over_slots(
         self, values: dict[str, float], operation: dist.ReduceOp.RedOpType
     ) -> dict[str, float]:
-        if self._group is None or not values:
+        """Reduces each value over the data-parallel slots."""
+        if self._data_group is None or not values:
             return values
         names = sorted(values)
-        total = torch.tensor([values[name] for name in names], dtype=torch.float64)
-        dist.all_reduce(total, operation, group=self._group)
-        return dict(zip(names, total.tolist(), strict=True))
+        reduced = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(reduced, operation, group=self._data_group)
+        return dict(zip(names, reduced.tolist(), strict=True))
 
 
 def model_facts(lm: PreTrainedModel) -> ModelFacts:
-    """Returns the properties of the whole model, also if it is sharded or offloaded."""
+    """Returns the properties of the whole model, even if it is sharded or offloaded."""
     config = lm.config.get_text_config()
     kv_heads, head_dim = key_shape(config)
     weights = list(lm.parameters())
     return ModelFacts(
         vocabulary=lm.get_input_embeddings().weight.shape[0],
-        positions=config_field(config, "max_position_embeddings"),
+        max_position_embeddings=config_field(config, "max_position_embeddings"),
         eos_ids=eos_ids(lm.config, getattr(lm, "generation_config", None), None),
         dtype=weights[0].dtype,
         parameters=sum(p.numel() for p in weights),

@@ -1,7 +1,7 @@
 """Offloads parameters and optimizer state to the host between phases.
 
 A tensor's storage is resized to 0 and back, so that its views (fused weights of the rollout engine,
-shards) stay valid. Activations are not offloaded; FSDP2's own policy is in sharding.py.
+shards) stay valid. Activations are not offloaded; sharding.py has the CPU offload policy of FSDP2.
 """
 
 from __future__ import annotations
@@ -16,37 +16,40 @@ from torch import Tensor, nn
 from hone.config.engine import FSDPConfig
 from hone.engine.optimizer import Optimizer, local_shard
 
-Tensors = Callable[[], Iterable[Tensor]]
+TensorLister = Callable[[], Iterable[Tensor]]
+"""Lists the tensors of a model or optimizer, which may have new tensors at each call."""
 
 ACCELERATORS = frozenset({"cuda", "xpu", "npu"})
-"""Devices with their own memory; elsewhere offloading would only copy."""
+"""Device types with their own memory; on other devices, offloading would free nothing."""
 
 
 class OffloadedTensors:
     """Keeps tensors in host memory outside of `present()`."""
 
-    def __init__(self, tensors: Tensors, devices: Iterable[str] | None = None) -> None:
-        self._tensors = tensors
-        self._devices = frozenset(ACCELERATORS if devices is None else devices)
-        self._depth = 0
-        self.reloads = 0
-        """Number of moves back to the device, after which addresses may differ."""
-        self._offloaded: list[
-            tuple[torch.UntypedStorage, Tensor]
-        ] = []  # with its bytes on the host
-        self._free_buffers: dict[int, list[Tensor]] = {}  # by size; pinning new memory is slow
+    def __init__(
+        self, list_tensors: TensorLister, device_types: Iterable[str] | None = None
+    ) -> None:
+        self._list_tensors = list_tensors
+        self._device_types = frozenset(ACCELERATORS if device_types is None else device_types)
+        self._present_depth = 0
+        self.reload_count = 0
+        """Number of moves back to the device; each may change the addresses."""
+        self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
+        """Each storage with the host buffer that holds its bytes."""
+        self._free_buffers: dict[int, list[Tensor]] = {}
+        """Unused host buffers by size in bytes; they are kept because pinning new memory is slow."""
 
     @contextmanager
     def present(self) -> Iterator[None]:
         """Keeps the tensors on the device inside the block; the outermost block moves them."""
-        if self._depth == 0:
+        if self._present_depth == 0:
             self.to_device()
-        self._depth += 1
+        self._present_depth += 1
         try:
             yield
         finally:
-            self._depth -= 1
-            if self._depth == 0:
+            self._present_depth -= 1
+            if self._present_depth == 0:
                 self.to_host()
 
     @torch.no_grad()
@@ -54,36 +57,38 @@ class OffloadedTensors:
         """Moves the tensors to the host and frees the device memory."""
         assert not self._offloaded, "already on the host"
         for storage in self._storages():  # one by one, so that a failure loses no tensor
-            size, pinned = storage.nbytes(), storage.device.type == "cuda"
-            free = self._free_buffers.get(size)
-            host = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            size, pin = storage.nbytes(), storage.device.type == "cuda"
+            buffers = self._free_buffers.get(size)
+            host_buffer = (
+                buffers.pop() if buffers else torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+            )
             # Copy and release are ordered on the device's stream, so the host does not wait.
-            host.copy_(_bytes(storage), non_blocking=True)
+            host_buffer.copy_(_byte_view(storage), non_blocking=True)
             storage.resize_(0)
-            self._offloaded.append((storage, host))
+            self._offloaded.append((storage, host_buffer))
 
     @torch.no_grad()
     def to_device(self) -> None:
         """Moves the tensors back to the device, unchanged but possibly at other addresses."""
-        self.reloads += bool(self._offloaded)
+        self.reload_count += bool(self._offloaded)
         while self._offloaded:
-            storage, host = self._offloaded[-1]
-            storage.resize_(len(host))
-            _bytes(storage).copy_(host, non_blocking=True)
+            storage, host_buffer = self._offloaded[-1]
+            storage.resize_(len(host_buffer))
+            _byte_view(storage).copy_(host_buffer, non_blocking=True)
             self._offloaded.pop()
-            self._free_buffers.setdefault(len(host), []).append(host)
+            self._free_buffers.setdefault(len(host_buffer), []).append(host_buffer)
 
     @property
     def offloaded_bytes(self) -> int:
-        return sum(len(host) for _, host in self._offloaded)
+        return sum(len(host_buffer) for _, host_buffer in self._offloaded)
 
     @torch.no_grad()
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Returns each storage once; tied and fused tensors share one."""
+        """Returns the storages on the device, each once: tied and fused tensors share a storage."""
         storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in self._tensors():
+        for tensor in self._list_tensors():
             storage = local_shard(tensor).untyped_storage()
-            if storage.device.type not in self._devices or storage.nbytes() == 0:
+            if storage.device.type not in self._device_types or storage.nbytes() == 0:
                 continue
             if not storage.resizable():  # memory-mapped from a file
                 tensor.data = tensor.data.clone()
@@ -94,19 +99,19 @@ class OffloadedTensors:
 
 @dataclass(frozen=True)
 class Offload:
-    """The offloaded tensors of one engine; None if they stay on the device."""
+    """The parameters and optimizer state of one engine, each None if it stays on the device."""
 
     parameters: OffloadedTensors | None = None
     optimizer: OffloadedTensors | None = None
 
     @property
-    def reloads(self) -> int:
+    def reload_count(self) -> int:
         """Number of moves of the parameters back to the device."""
-        return 0 if self.parameters is None else self.parameters.reloads
+        return 0 if self.parameters is None else self.parameters.reload_count
 
     @contextmanager
     def present(self, *, optimizer: bool = False) -> Iterator[None]:
-        """Keeps the parameters, and with `optimizer` its state, on the device inside the block."""
+        """Keeps the parameters, and with `optimizer` the optimizer state, on the device inside the block."""
         with ExitStack() as stack:
             for tensors in (self.parameters, self.optimizer if optimizer else None):
                 if tensors is not None:
@@ -124,23 +129,23 @@ def build_offload(
     module: nn.Module,
     optimizer: Optimizer | None,
     fsdp: FSDPConfig,
-    devices: Iterable[str] | None = None,
+    device_types: Iterable[str] | None = None,
 ) -> Offload:
     """Returns the Offload that `param_offload` and `optimizer_offload` configure."""
 
     def optimizer_state() -> Iterator[Tensor]:
         assert optimizer is not None
         yield from optimizer.master_copies().values()
-        for values in optimizer.inner.state.values():
+        for values in optimizer.torch_optimizer.state.values():
             yield from (value for value in values.values() if isinstance(value, Tensor))
 
     return Offload(
-        OffloadedTensors(module.parameters, devices) if fsdp.param_offload else None,
-        OffloadedTensors(optimizer_state, devices)
+        OffloadedTensors(module.parameters, device_types) if fsdp.param_offload else None,
+        OffloadedTensors(optimizer_state, device_types)
         if fsdp.optimizer_offload and optimizer is not None
         else None,
     )
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
+def _byte_view(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -19,7 +19,7 @@ from hone.plugins import PluginError, Table, load_object
 from hone.types import Fields
 
 Schedule = Callable[[int, int, OptimConfig], float]
-"""Maps the step (from 0, after warm-up), the total steps and the settings to a fraction of `lr`."""
+"""Maps the training step (from 0), the total steps and the config to a fraction of `lr` after warm-up."""
 
 SCHEDULES: Table[Schedule] = Table(
     "learning-rate schedule",
@@ -27,51 +27,51 @@ SCHEDULES: Table[Schedule] = Table(
 )
 
 
-def warmup_steps(config: OptimConfig, total: int) -> int:
+def warmup_steps(config: OptimConfig, total_steps: int) -> int:
     if config.lr_warmup_steps > 0:
         return config.lr_warmup_steps
-    return int(config.lr_warmup_steps_ratio * max(total, 0))
+    return int(config.lr_warmup_steps_ratio * max(total_steps, 0))
 
 
-def lr_factor(step: int, total: int, config: OptimConfig) -> float:
+def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     """Returns the fraction of the peak learning rate at a step (from 0)."""
-    warmup = warmup_steps(config, total)
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if total <= 0:
+    num_warmup_steps = warmup_steps(config, total_steps)
+    if step < num_warmup_steps:
+        return (step + 1) / (num_warmup_steps + 1)
+    if total_steps <= 0:
         return 1.0
-    return SCHEDULES.get(config.lr_scheduler_type)(step, total, config)
+    return SCHEDULES.get(config.lr_scheduler_type)(step, total_steps, config)
 
 
-def constant(step: int, total: int, config: OptimConfig) -> float:
-    """Stays at the peak."""
+def constant(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Stays at the peak learning rate."""
     return 1.0
 
 
-def cosine(step: int, total: int, config: OptimConfig) -> float:
-    """Decays from the peak to the floor along a cosine."""
-    warmup, floor = warmup_steps(config, total), config.min_lr_ratio
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
-    return floor + (1.0 - floor) * wave
+def cosine(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Decays from the peak to `min_lr_ratio` along a cosine."""
+    num_warmup_steps, floor = warmup_steps(config, total_steps), config.min_lr_ratio
+    progress = min(1.0, (step - num_warmup_steps) / max(1, total_steps - num_warmup_steps))
+    factor = 0.5 * (1.0 + math.cos(2.0 * math.pi * config.num_cycles * progress))
+    return floor + (1.0 - floor) * factor
 
 
-def linear(step: int, total: int, config: OptimConfig) -> float:
-    """Decays linearly from the peak to the floor."""
-    warmup = warmup_steps(config, total)
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+def linear(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Decays linearly from the peak to `min_lr_ratio`."""
+    num_warmup_steps = warmup_steps(config, total_steps)
+    progress = min(1.0, (step - num_warmup_steps) / max(1, total_steps - num_warmup_steps))
     return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 
-def wsd(step: int, total: int, config: OptimConfig) -> float:
-    """Stays at the peak, then decays linearly to the floor (warm-up, stable, decay)."""
-    decay = max(1, int(config.lr_decay_steps_ratio * total))
-    progress = min(1.0, max(0, step - (total - decay)) / decay)
+def wsd(step: int, total_steps: int, config: OptimConfig) -> float:
+    """Stays at the peak, then decays linearly to `min_lr_ratio` (warm-up, stable, decay)."""
+    decay_steps = max(1, int(config.lr_decay_steps_ratio * total_steps))
+    progress = min(1.0, max(0, step - (total_steps - decay_steps)) / decay_steps)
     return 1.0 - (1.0 - config.min_lr_ratio) * progress
 
 
 class Optimizer:
-    """Wraps a torch optimizer: schedule, clipping, master weights and the non-finite check."""
+    """Wraps a torch optimizer with a schedule, clipping, master weights and a check of finite gradients."""
 
     def __init__(
         self,
@@ -79,53 +79,58 @@ class Optimizer:
         config: OptimConfig,
         *,
         grad_clip: float,
-        total: int,
+        total_steps: int,
     ) -> None:
         trainable = [(name, p) for name, p in parameters if p.requires_grad]
         self._parameters = [p for _, p in trainable]
         self._config = config
         self._grad_clip = grad_clip
-        self._total = total
+        self._total_steps = total_steps
         self.updates = 0
-        self.skipped = 0
+        self.skipped_updates = 0
         self.schedule_step = 0
-        # Torch's checkpoint code reads the names of a module's parameters; they may not contain '.'.
-        # The dict is filled one by one, because ParameterDict sorts the names of a given dict.
+        # A module, because torch's checkpoint code reads names from one; the names may not contain '.'.
+        # Filled one by one, because ParameterDict sorts the names of a dict that it is given.
         self.masters = nn.ParameterDict()
         for name, p in trainable:
             master = p if p.dtype == torch.float32 else nn.Parameter(p.float())
             self.masters[name.replace(".", "/")] = master
-        self.inner: torch.optim.Optimizer = build_optimizer(list(self.masters.values()), config)
+        self.torch_optimizer: torch.optim.Optimizer = build_optimizer(
+            list(self.masters.values()), config
+        )
 
     @property
     def lr(self) -> float:
-        return self._config.lr * lr_factor(self.schedule_step, self._total, self._config)
+        return self._config.lr * lr_factor(self.schedule_step, self._total_steps, self._config)
 
     def advance_schedule(self) -> None:
-        """Advances the schedule, which counts training steps, not updates."""
+        """Advances the schedule by one training step; a training step may have several updates."""
         self.schedule_step += 1
 
     def zero_grad(self) -> None:
-        for parameter, master in self._pairs():
+        for parameter, master in self._parameters_and_masters():
             parameter.grad = master.grad = None
 
     def accumulate_gradients(self) -> None:
-        """Adds the gradients of one backward pass to those of the masters, in float32."""
-        sums: list[Tensor] = []
-        parts: list[Tensor] = []
-        for parameter, master in self._pairs():
+        """Adds the gradients of one backward pass to the gradients of the master weights, in float32."""
+        master_grads: list[Tensor] = []
+        new_grads: list[Tensor] = []
+        for parameter, master in self._parameters_and_masters():
             if parameter is master or parameter.grad is None:
                 continue
             if master.grad is None:
                 master.grad = parameter.grad.float()
             else:
-                sums.append(local_shard(master.grad))
-                parts.append(local_shard(parameter.grad))
+                master_grads.append(local_shard(master.grad))
+                new_grads.append(local_shard(parameter.grad))
             parameter.grad = None
-        accumulate(sums, parts)
+        accumulate(master_grads, new_grads)
 
     def step(self) -> dict[str, float]:
-        """Clips, checks and updates; returns `grad_norm`, `lr` and the count of skipped updates."""
+        """Clips the gradients and updates the weights, unless a gradient is not finite.
+
+        Returns `grad_norm`, `lr` and the number of updates skipped so far.
+        """
         self.accumulate_gradients()
         grads = [m.grad for m in self.masters.values() if m.grad is not None]
         norm = self.total_norm(grads)
@@ -134,17 +139,20 @@ class Optimizer:
             if 0 < self._grad_clip < norm:
                 scale = (self._grad_clip / norm).item()
                 torch._foreach_mul_([local_shard(grad) for grad in grads], scale)
-            for group in self.inner.param_groups:
+            for group in self.torch_optimizer.param_groups:
                 group["lr"] = lr
-            self.inner.step()
-            if pairs := [(local_shard(p), local_shard(m)) for p, m in self._pairs() if p is not m]:
+            self.torch_optimizer.step()
+            if pairs := [(p, m) for p, m in self._parameters_and_masters() if p is not m]:
+                parameters, masters = (
+                    [local_shard(x) for x in xs] for xs in zip(*pairs, strict=True)
+                )
                 with torch.no_grad():
-                    torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+                    torch._foreach_copy_(parameters, masters)
             self.updates += 1
         else:
-            self.skipped += 1
+            self.skipped_updates += 1
         self.zero_grad()
-        return {"grad_norm": norm.item(), "lr": lr, "skipped_updates": float(self.skipped)}
+        return {"grad_norm": norm.item(), "lr": lr, "skipped_updates": float(self.skipped_updates)}
 
     def total_norm(self, grads: list[Tensor]) -> Tensor:
         """Returns the norm of all gradients over all ranks."""
@@ -154,16 +162,17 @@ class Optimizer:
     def state_dict(self) -> dict[str, int]:
         return {
             "updates": self.updates,
-            "skipped": self.skipped,
+            "skipped": self.skipped_updates,
             "schedule_step": self.schedule_step,
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
+        self.updates = int(state["updates"])
+        self.skipped_updates = int(state["skipped"])
         self.schedule_step = int(state["schedule_step"])
 
     def master_copies(self) -> dict[str, Tensor]:
-        """Returns the masters that are copies; a float32 parameter is its own master."""
+        """Returns the master weights that are copies; a float32 parameter is its own master weight."""
         return {
             name: master.detach()
             for (name, master), parameter in zip(
@@ -174,17 +183,17 @@ class Optimizer:
 
     @torch.no_grad()
     def copy_weights_to_masters(self) -> None:
-        """Sets the masters from weights that were loaded without masters."""
-        for parameter, master in self._pairs():
+        """Copies the parameters into the master weights, for a checkpoint without master weights."""
+        for parameter, master in self._parameters_and_masters():
             if parameter is not master:
                 master.copy_(parameter)
 
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    def _parameters_and_masters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         return zip(self._parameters, self.masters.values(), strict=True)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Returns this rank's shard; the foreach operators do not support sharded tensors."""
+    """Returns this rank's shard of a DTensor, or the tensor itself; foreach operators need plain tensors."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -199,17 +208,18 @@ def build_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torc
             f"optim.optimizer={config.optimizer} was not found (optimizer_impl="
             f"{config.optimizer_impl}): {error}"
         ) from error
-    accepted = inspect.signature(cls).parameters
+    accepted_arguments = inspect.signature(cls).parameters
     arguments: Fields = {"lr": config.lr}
     overrides = dict(config.override_optimizer_config or {})
     optional = {"weight_decay": config.weight_decay, "betas": tuple(config.betas)}
-    sharded = any(hasattr(p, "full_tensor") for p in parameters)
-    supports_fused = not sharded or cls in (torch.optim.Adam, torch.optim.AdamW)
-    if supports_fused and not {"foreach", "differentiable"} & set(
-        overrides
-    ):  # these exclude fusing
+    is_sharded = any(hasattr(p, "full_tensor") for p in parameters)
+    supports_fused = not is_sharded or cls in (torch.optim.Adam, torch.optim.AdamW)
+    excludes_fused = "foreach" in overrides or "differentiable" in overrides
+    if supports_fused and not excludes_fused:
         optional["fused"] = True
-    arguments.update({name: value for name, value in optional.items() if name in accepted})
+    arguments.update(
+        {name: value for name, value in optional.items() if name in accepted_arguments}
+    )
     arguments.update(overrides)
     optimizer: torch.optim.Optimizer = cls(parameters, **arguments)
     return optimizer

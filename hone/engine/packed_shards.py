@@ -1,4 +1,4 @@
-"""Checkpoints of packed weights under tensor parallel: one chunk for gate, one for up projections.
+"""Checkpoints packed weights under tensor parallel: one chunk for the gate and one for the up projection.
 
 A rank's shard of a packed weight contains a part of each projection, but torch.distributed.checkpoint
 assumes one contiguous chunk per shard. Here it reads and writes one chunk per projection, in place.
@@ -22,50 +22,60 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Replicate, _StridedShard
 
 
-def with_chunks(state: Any) -> Any:
-    """Returns the state with each packed shard as a PackedShard, which shares its memory."""
+def wrap_packed_shards(state: Any) -> Any:
+    """Returns the state with each packed DTensor as a PackedShard, which shares its memory."""
     if isinstance(state, DTensor) and isinstance(state.placements[-1], _StridedShard):
-        return PackedShard.of(state)
-    return _map_values(with_chunks, state)
+        return PackedShard.from_dtensor(state)
+    return _map_values(wrap_packed_shards, state)
 
 
-def without_chunks(state: Any) -> Any:
-    """Returns the state with the sharded tensor of each PackedShard."""
-    return state.sharded if isinstance(state, PackedShard) else _map_values(without_chunks, state)
+def unwrap_packed_shards(state: Any) -> Any:
+    """Returns the state with the DTensor of each PackedShard."""
+    return (
+        state.dtensor
+        if isinstance(state, PackedShard)
+        else _map_values(unwrap_packed_shards, state)
+    )
 
 
 def _map_values(function: Callable[[Any], Any], state: Any) -> Any:
     if isinstance(state, Mapping):
-        return {key: function(inner) for key, inner in state.items()}
-    return [function(inner) for inner in state] if isinstance(state, list) else state
+        return {key: function(child) for key, child in state.items()}
+    return [function(child) for child in state] if isinstance(state, list) else state
 
 
 class PackedShard(Tensor):
     """A rank's shard of a packed weight, in the form of torch's `_Checkpointable`."""
 
-    sharded: DTensor
+    dtensor: DTensor
     chunks: dict[torch.Size, Tensor]
-    """This rank's part of each projection, by its offsets in the whole weight."""
+    """This rank's part of each projection, by its offsets in the full weight."""
 
     @staticmethod
-    def of(sharded: DTensor) -> PackedShard:
-        mesh, placement = sharded.device_mesh, cast(_StridedShard, sharded.placements[-1])
-        dim, packed = placement.dim, placement.split_factor
-        others = [*sharded.placements[:-1], Replicate()]
-        sizes, start = compute_local_shape_and_global_offset(sharded.shape, mesh, others)
-        local = sharded.to_local().detach()
-        part = local.shape[dim] // packed
-        assert sizes[dim] == sharded.shape[dim], f"{sharded.placements} split dimension {dim} twice"
-        shard = Tensor._make_subclass(PackedShard, local)
-        shard.sharded, shard.chunks = sharded, {}
-        for index in range(packed if local.numel() else 0):
-            offsets = list(start)
-            offsets[dim] = index * sizes[dim] // packed + mesh.get_local_rank(mesh.ndim - 1) * part
-            shard.chunks[torch.Size(offsets)] = local.narrow(dim, index * part, part)
+    def from_dtensor(dtensor: DTensor) -> PackedShard:
+        mesh, placement = dtensor.device_mesh, cast(_StridedShard, dtensor.placements[-1])
+        dim, num_projections = placement.dim, placement.split_factor
+        # The last dimension of the mesh is the tensor-parallel one; the others split the full weight.
+        placements = [*dtensor.placements[:-1], Replicate()]
+        sizes, global_offsets = compute_local_shape_and_global_offset(
+            dtensor.shape, mesh, placements
+        )
+        local_shard = dtensor.to_local().detach()
+        part_size = local_shard.shape[dim] // num_projections
+        assert sizes[dim] == dtensor.shape[dim], f"{dtensor.placements} split dimension {dim} twice"
+        shard = Tensor._make_subclass(PackedShard, local_shard)
+        shard.dtensor, shard.chunks = dtensor, {}
+        tensor_rank = mesh.get_local_rank(mesh.ndim - 1)
+        for index in range(num_projections if local_shard.numel() else 0):
+            offsets = list(global_offsets)
+            offsets[dim] = index * sizes[dim] // num_projections + tensor_rank * part_size
+            shard.chunks[torch.Size(offsets)] = local_shard.narrow(
+                dim, index * part_size, part_size
+            )
         return shard
 
     def size(self) -> torch.Size:  # type: ignore[override]
-        return self.sharded.shape
+        return self.dtensor.shape
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
@@ -80,7 +90,7 @@ class PackedShard(Tensor):
                 tensor_data=TensorWriteData(
                     chunk,
                     TensorProperties.create_from_tensor(self.chunks[chunk.offsets]),
-                    self.sharded.shape,
+                    self.dtensor.shape,
                 ),
             )
             for chunk in self.__create_chunk_list__()

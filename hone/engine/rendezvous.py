@@ -1,4 +1,4 @@
-"""The rendezvous of ranks: a file of the launcher, a TCP store at MASTER_ADDR, or torchrun."""
+"""The rendezvous of ranks: through a file of the launcher, a TCP store at MASTER_ADDR, or torchrun."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
 STORE_FILE = "HONE_RENDEZVOUS_FILE"
-"""Environment variable with the rendezvous file of one machine; a file needs no open port."""
+"""Name of the environment variable with the path of the rendezvous file; a file needs no open port."""
 
 
 def rendezvous_store(world_size: int, timeout: timedelta) -> Store | None:
     """Returns the store for `init_process_group`, or None if torch creates it (torchrun)."""
     from torch._C._distributed_c10d import FileStore
 
-    if file := os.environ.get(STORE_FILE):
-        store = FileStore(file, world_size)
+    if path := os.environ.get(STORE_FILE):
+        store = FileStore(path, world_size)
         store.set_timeout(timeout)
         return store
     if "TORCHELASTIC_RUN_ID" in os.environ or "MASTER_ADDR" not in os.environ:
         return None
-    return _store_at_address(world_size, timeout)
+    return _open_tcp_store(world_size, timeout)
 
 
-def _store_at_address(world_size: int, timeout: timedelta) -> TCPStore:
+def _open_tcp_store(world_size: int, timeout: timedelta) -> TCPStore:
     """Opens a store that listens on MASTER_ADDR only; torch's default listens on every interface."""
     from torch._C._distributed_c10d import TCPStore
 

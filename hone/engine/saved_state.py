@@ -1,7 +1,7 @@
 """Reads torch's distributed checkpoints without running code from them.
 
 Torch stores the metadata of a checkpoint (`.metadata`) and its plain values as pickles, which can call any
-function. Here the metadata may use only torch's metadata classes, and values are loaded as data.
+function. Here the metadata may use only torch's metadata classes, and values are loaded with weights_only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _path_text(*parts: str) -> str:
 _CONSTRUCTORS: dict[tuple[str, str], Function] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-    # The path of the checkpoint becomes text.
+    # Paths are read as text.
     **{(m, "PosixPath"): _path_text for m in ("pathlib", "pathlib._local")},
     ("pathlib", "WindowsPath"): _path_text,
     ("collections", "OrderedDict"): dict,
@@ -71,10 +71,10 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _CONSTRUCTORS[module, name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise UnsafeCheckpoint(f"it names {module}.{name}")
+        raise UnsafeCheckpoint(f"it refers to {module}.{name}")
 
     def persistent_load(self, pid: str) -> NoReturn:
-        raise UnsafeCheckpoint("it refers to other objects")
+        raise UnsafeCheckpoint("it refers to objects outside of the file")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -82,7 +82,7 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / METADATA_FILE
     try:
         content: Metadata = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
-        _check(content)
+        _check_metadata(content)
     except OSError:
         raise
     except Exception as error:  # a malformed pickle can raise any exception
@@ -90,15 +90,15 @@ def read_metadata(folder: Path) -> Metadata:
     return content
 
 
-def _check(content: Metadata) -> None:
+def _check_metadata(content: Metadata) -> None:
     """Raises unless the metadata has torch's structure and refers only to files in the folder."""
     if not isinstance(content, Metadata) or not isinstance(content.state_dict_metadata, dict):
         raise UnsafeCheckpoint("it is not the metadata of a checkpoint")
-    kinds = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
-    if not all(isinstance(entry, kinds) for entry in content.state_dict_metadata.values()):
+    entry_types = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
+    if not all(isinstance(entry, entry_types) for entry in content.state_dict_metadata.values()):
         raise UnsafeCheckpoint("it describes entries other than tensors and values")
     if not isinstance(content.storage_data, dict):
-        raise UnsafeCheckpoint("it has no file names of the values")
+        raise UnsafeCheckpoint("it does not name the files of its values")
     for storage in content.storage_data.values():
         if not isinstance(storage, filesystem._StorageInfo) or storage.transform_descriptors:
             raise UnsafeCheckpoint("its files have a format that hone does not read")
@@ -107,8 +107,8 @@ def _check(content: Metadata) -> None:
             raise UnsafeCheckpoint(f"it names the file {name!r} outside of the folder")
 
 
-class DataReader(filesystem.FileSystemReader):
-    """Reads the metadata with the function `read_metadata`; torch already loads tensors as data."""
+class SafeReader(filesystem.FileSystemReader):
+    """Reads the metadata with the function `read_metadata`; torch itself loads tensors without pickle."""
 
     def read_metadata(self, *args: int, **kwargs: int) -> Metadata:
         content = read_metadata(Path(self.path))
@@ -117,14 +117,15 @@ class DataReader(filesystem.FileSystemReader):
         return content
 
 
-class DataPlanner(DefaultLoadPlanner):
-    """Loads plain values (numbers, text, lists) as data; torch's own planner would unpickle them."""
+class SafePlanner(DefaultLoadPlanner):
+    """Loads plain values (numbers, text, lists) with weights_only; torch's planner unpickles any object."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        plain = io.BytesIO()
-        torch.save(torch.load(value, map_location="cpu", weights_only=True), plain)
-        plain.seek(0)
-        super().load_bytes(read_item, plain)
+        plain_value = torch.load(value, map_location="cpu", weights_only=True)
+        checked_bytes = io.BytesIO()
+        torch.save(plain_value, checked_bytes)
+        checked_bytes.seek(0)
+        super().load_bytes(read_item, checked_bytes)
 
 
 @contextmanager
@@ -136,11 +137,11 @@ def no_single_process_warning() -> Iterator[None]:
 
 
 def load_state(state: State, folder: Path) -> None:
-    """Loads a checkpoint into a state, in place."""
-    read_metadata(folder)  # raises the plain error, which torch would wrap twice
+    """Loads a checkpoint into the entries of `state`, in place."""
+    read_metadata(folder)  # raises its own error, which torch would wrap twice
     try:
         with no_single_process_warning():
-            load(state, storage_reader=DataReader(str(folder)), planner=DataPlanner())
+            load(state, storage_reader=SafeReader(str(folder)), planner=SafePlanner())
     except CheckpointException as error:
         for failure in error.failures.values():
             cause = failure[0]

@@ -1,7 +1,7 @@
 """Shards one model over several ranks: FSDP2 over data × sequence ranks, or HSDP with replicas.
 
-The process group is gloo on CPUs; on GPUs, NCCL transfers the model and gloo the ranks' small objects.
-All collectives have the group's timeout.
+The process group is gloo on CPUs; on GPUs, NCCL transfers tensors of the model, and gloo
+transfers small objects. All collectives have the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 
 from hone.config.engine import FSDPConfig
 from hone.engine.contract import Mesh
-from hone.engine.mesh import Groups, join_groups
+from hone.engine.mesh import Groups, create_process_groups
 from hone.engine.rendezvous import rendezvous_store
 from hone.models.policy import Model
 
@@ -35,31 +35,32 @@ if TYPE_CHECKING:
     from hone.engine.tensor_parallel import TensorParallel
 
 TIMEOUT_S = 600.0
-"""Timeout of collectives where no config key sets it (SFT, tools)."""
+"""Timeout of collectives in programs that have no config key for it (SFT, tools)."""
 
 _ROOT_FORWARD = "enter_as_root"
+"""Name of the forward method that makes FSDP2 take the module as the root."""
 
 
 @dataclass(frozen=True)
-class Shards:
+class ShardedModule:
     """A module that is sharded over the ranks of a mesh."""
 
     module: nn.Module
     device: torch.device
     groups: Groups
     reshard_after_forward: bool
-    tensor: TensorParallel | None = None
+    tensor_parallel: TensorParallel | None = None
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Gathers the full parameters on every rank inside the block."""
-        # FSDP2 takes the first module that runs forward as the root; decoding calls submodules.
+        # FSDP2 takes the first module that runs forward as the root, and decoding runs only submodules.
         getattr(self.module, _ROOT_FORWARD)()
         for submodule in self._fsdp_modules():
             submodule.set_reshard_after_forward(False, recurse=False)
             submodule.unshard()
         try:
-            with nullcontext() if self.tensor is None else self.tensor.gathered():
+            with nullcontext() if self.tensor_parallel is None else self.tensor_parallel.gathered():
                 yield
         finally:
             for submodule in self._fsdp_modules():
@@ -67,7 +68,7 @@ class Shards:
                 submodule.reshard()
 
     def reshard(self) -> None:
-        """Frees parameters that a forward pass without a backward has left gathered."""
+        """Frees the gathered parameters that a forward pass without a backward pass has left."""
         for submodule in self._fsdp_modules():
             submodule.reshard()
 
@@ -88,19 +89,19 @@ def join_group(device: torch.device, timeout_s: float = TIMEOUT_S) -> None:
         )
 
 
-def shard(module: Model, config: FSDPConfig, device: torch.device, mesh: Mesh) -> Shards:
-    """Shards every decoder layer, then the rest, in place."""
+def shard(module: Model, config: FSDPConfig, device: torch.device, mesh: Mesh) -> ShardedModule:
+    """Shards every decoder layer and then the rest of the module, in place."""
     cpu_offload = CPUOffloadPolicy(pin_memory=device.type != "cpu")  # pinning needs a GPU
-    groups = join_groups(mesh, config.fsdp_size, device)
-    tensor = None
-    if groups.tensor is not None:
+    groups = create_process_groups(mesh, config.fsdp_size, device)
+    tensor_parallel = None
+    if groups.tensor_mesh is not None:
         from hone.engine.tensor_parallel import TensorParallel
 
-        tensor = TensorParallel(module, groups.tensor)
+        tensor_parallel = TensorParallel(module, groups.tensor_mesh)
     for submodule in (*decoder_layers(module), module):
         fully_shard(
             submodule,
-            mesh=groups.shards,
+            mesh=groups.fsdp_mesh,
             reshard_after_forward=config.reshard_after_forward,
             # Parameters are already in the compute dtype; gradients are summed in float32.
             mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
@@ -108,15 +109,15 @@ def shard(module: Model, config: FSDPConfig, device: torch.device, mesh: Mesh) -
         )
     setattr(module, _ROOT_FORWARD, _no_op)
     register_fsdp_forward_method(module, _ROOT_FORWARD)
-    return Shards(module, device, groups, config.reshard_after_forward, tensor)
+    return ShardedModule(module, device, groups, config.reshard_after_forward, tensor_parallel)
 
 
 def _no_op() -> None:
-    """A forward that computes nothing; calling it makes FSDP2 take the module as the root."""
+    """Computes nothing; as a forward method, it makes FSDP2 take the module as the root."""
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers: the ModuleList with the most parameters, as it contains all experts."""
+    """Returns the decoder layers: the largest ModuleList, since it contains all lists of experts."""
 
     def parameter_count(layers: nn.ModuleList) -> int:
         return sum(p.numel() for p in layers.parameters())

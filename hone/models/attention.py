@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "hone"
-_DROP_KEYWORDS = {"falcon", "nemotron", "stablelm"}
+_FAMILIES_DROPPING_KEYWORDS = {"falcon", "nemotron", "stablelm"}
 """Families whose layers do not pass keyword arguments to the attention."""
 
 
@@ -63,31 +63,32 @@ def layout_attention(
             f"{type(module).__name__} was called without a layout; call the model with layout=… "
             "or load it with another attn_implementation"
         )
-    width, value_width = query.shape[-1], value.shape[-1]
+    key_dim, value_dim = query.shape[-1], value.shape[-1]
     heads = [query, key, value]
-    if width != value_width:  # latent attention: pad to one width, as keys and values share a cache
-        widest = max(width, value_width)
-        heads = [F.pad(x, (0, widest - x.shape[-1])) for x in heads]
+    if key_dim != value_dim:  # latent attention: pad, because keys and values share a cache
+        padded_dim = max(key_dim, value_dim)
+        heads = [F.pad(x, (0, padded_dim - x.shape[-1])) for x in heads]
     # Some modules do not pass their window, because transformers' mask would apply it.
-    window = window_of(module) if sliding_window is ... else sliding_window
-    scaling = scaling if scaling is not None else width**-0.5
+    window = attention_window(module) if sliding_window is ... else sliding_window
+    scaling = scaling if scaling is not None else key_dim**-0.5
     options = AttentionOptions(module.layer_idx, scaling, window, softcap, s_aux)
     q, k, v = (x[0].transpose(0, 1) for x in heads)
     out = layout.attend(q, k, v, options)
-    return out[None, ..., :value_width], None
+    return out[None, ..., :value_dim], None
 
 
-def window_of(attention: AttentionModule) -> int | None:
+def attention_window(attention: AttentionModule) -> int | None:
     """Returns the sliding window of an attention module, or None for full attention."""
     config = getattr(attention, "config", None)
-    is_mistral = getattr(config, "model_type", None) == "mistral"  # its module reads the config
+    # A mistral module has no attribute `sliding_window`; it reads the config.
+    is_mistral = getattr(config, "model_type", None) == "mistral"
     config_window = getattr(config, "sliding_window", None) if is_mistral else None
     return getattr(attention, "sliding_window", config_window)
 
 
 def forward_options(lm: PreTrainedModel, layout: Layout) -> dict[str, Layout | Tensor]:
-    """Returns the arguments that pass a layout to the decoder: a keyword, or an attribute of the mask."""
-    if lm.config.model_type not in _DROP_KEYWORDS:
+    """Returns the argument that passes a layout to the decoder: `layout`, or a mask that holds it."""
+    if lm.config.model_type not in _FAMILIES_DROPPING_KEYWORDS:
         return {"layout": layout}
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # transformers passes 4D masks unchanged
     vars(mask)["hone_layout"] = layout

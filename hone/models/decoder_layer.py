@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hone.models.attention import window_of
+from hone.models.attention import attention_window
 from hone.ops.attention import AttentionOptions
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from hone.models.policy import PolicyModel
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""`model_type` of each family, and the prefix of its class names."""
-_FIXED_ROPES = {"default", "linear", "llama3", "yarn"}
-"""Rotary tables that do not depend on the length of the sequence."""
+"""The prefix of the class names of each family, by its `model_type`."""
+_FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
+"""Values of `rope_type` whose rotary table does not depend on the length of the sequence."""
 L = TypeVar("L")
 N = TypeVar("N")
 
@@ -89,45 +89,51 @@ class DecoderLayer(Generic[L, N]):
 def read_layer(
     layer: LayerModule, *, join: Callable[[Sequence[nn.Linear]], L], norm: Callable[[NormModule], N]
 ) -> DecoderLayer[L, N]:
-    """Returns the parameters of a layer; `join` merges linear modules that share an input."""
-    a, m = layer.self_attn, layer.mlp
+    """Returns the parameters of a layer.
+
+    `join` merges linear modules that share an input; `norm` converts a norm module.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
-        join([a.q_proj, a.k_proj, a.v_proj]),
-        join([a.o_proj]),
-        join([m.gate_proj, m.up_proj]),
-        join([m.down_proj]),
+        join([attention.q_proj, attention.k_proj, attention.v_proj]),
+        join([attention.o_proj]),
+        join([mlp.gate_proj, mlp.up_proj]),
+        join([mlp.down_proj]),
         norm(layer.input_layernorm),
         norm(layer.post_attention_layernorm),
-        norm(a.q_norm) if hasattr(a, "q_norm") else None,
-        norm(a.k_norm) if hasattr(a, "k_norm") else None,
-        attention_options(a),
-        a.q_proj.weight.shape[0] // a.head_dim,
-        a.k_proj.weight.shape[0] // a.head_dim,
-        a.head_dim,
+        norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+        norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+        attention_options(attention),
+        attention.q_proj.weight.shape[0] // attention.head_dim,
+        attention.k_proj.weight.shape[0] // attention.head_dim,
+        attention.head_dim,
     )
 
 
 def attention_options(attention: SelfAttention) -> AttentionOptions:
     """Returns the attention options of a layer's attention module."""
-    return AttentionOptions(attention.layer_idx, attention.scaling, window_of(attention))
+    return AttentionOptions(attention.layer_idx, attention.scaling, attention_window(attention))
 
 
-def linears(layer: LayerModule) -> tuple[nn.Linear, ...]:
+def linear_modules(layer: LayerModule) -> tuple[nn.Linear, ...]:
     """Returns the linear modules of a layer: q, k, v, o, gate, up, down."""
     a, m = layer.self_attn, layer.mlp
     return (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
 
 
 def fits_decoder_layer(policy: PolicyModel) -> bool:
-    """Whether every layer fits `DecoderLayer`: no adapters, no hooks, SiLU, a fixed rotary table."""
+    """Whether every layer fits `DecoderLayer`: it has SiLU and a fixed rotary table, no adapters or hooks."""
     config, decoder = policy.lm.config, policy.decoder
     if hasattr(policy.lm, "peft_config") or config.model_type not in FAMILIES:
         return False
-    rope = getattr(decoder.rotary_emb, "rope_type", "default")
-    silu = config.hidden_act in ("silu", "swish")
+    rope_type = getattr(decoder.rotary_emb, "rope_type", "default")
+    is_silu = config.hidden_act in ("silu", "swish")
     has_hooks = any(m._forward_hooks or m._forward_pre_hooks for m in decoder.modules())
-    is_plain = all(type(m) is nn.Linear for layer in decoder.layers for m in linears(layer))
-    return silu and rope in _FIXED_ROPES and not has_hooks and is_plain
+    has_plain_linears = all(
+        type(m) is nn.Linear for layer in decoder.layers for m in linear_modules(layer)
+    )
+    has_fixed_rope = rope_type in _FIXED_ROPE_TYPES
+    return is_silu and has_fixed_rope and not has_hooks and has_plain_linears
 
 
 def rotary_table(decoder: PreTrainedModel, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from hone.models.families import UnsupportedModel, check_config_supported
 from hone.models.load import ModelNotFound, load_config, resolve_model_path, translate_load_errors
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+_WEIGHT_FILE_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,17 @@ class ModelFacts:
 
 
 def model_facts(path: str | None) -> ModelFacts:
-    """Returns the facts of a local folder; all are None for a hub name or a missing folder."""
+    """Returns the facts of a local folder; every fact is None for a hub name or a missing folder."""
     try:
         folder = Path(resolve_model_path(str(path)))
         config = json.loads((folder / "config.json").read_text()) if folder.is_dir() else {}
     except (ModelNotFound, OSError, ValueError):
         return ModelFacts()
     config = config if isinstance(config, dict) else {}
-    text = config.get("text_config")
-    max_length = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    text_config = config.get("text_config")
+    max_length = (text_config if isinstance(text_config, dict) else config).get(
+        "max_position_embeddings"
+    )
     return ModelFacts(
         str(config["model_type"]) if config.get("model_type") else None,
         max_length if isinstance(max_length, int) and max_length > 1 else None,
@@ -55,15 +57,15 @@ def check_model(path: str, *, is_decoder: bool = True) -> None:
         check_config_supported(load_config(path), path)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        _check_shards(index, path)
-    elif not any(file for pattern in WEIGHTS for file in folder.glob(pattern)):
+        _check_weight_files(index, path)
+    elif not any(file for pattern in _WEIGHT_FILE_PATTERNS for file in folder.glob(pattern)):
         raise UnsupportedModel(
             f"{path} cannot be loaded: it has config.json and no weights; copy the model's "
             "model.safetensors into the folder"
         )
     with translate_load_errors(path, str(folder)):
         for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt"):
+            with safe_open(file, "pt"):  # opening a file checks its header
                 continue
 
 
@@ -83,7 +85,7 @@ def classifier_kind(path: str, *, trust_remote_code: bool = False) -> Literal["s
     return "token" if any("ForTokenClassification" in name for name in names) else "sequence"
 
 
-def _check_shards(index: Path, path: str) -> None:
+def _check_weight_files(index: Path, path: str) -> None:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -99,7 +101,7 @@ def _check_shards(index: Path, path: str) -> None:
 
 
 def _parameter_count(folder: Path) -> int | None:
-    """Returns the number of parameters, from the headers of the weight files."""
+    """Returns the number of parameters, read from the headers of the weight files, or None if unknown."""
     total = 0
     for file in folder.glob("*.safetensors"):
         try:

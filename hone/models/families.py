@@ -32,7 +32,7 @@ FAMILIES = frozenset(
 CPU_ONLY = frozenset({"beam", "flint", "kolibri1"})
 """Families of `FAMILIES` that are refused on a GPU, because the comparison was only made on a CPU."""
 
-_REASONS = {
+_UNSUPPORTED_FAMILIES = {
     "its positions are ALiBi biases on the scores, which rollout and trainer do not add": "bloom mpt",
     "its recurrent, convolutional or linear-attention layers read across the rows of a packed batch": """
         bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe
@@ -63,7 +63,9 @@ _REASONS = {
         phi4_multimodal
         """,
 }
-_REASON_OF = {name: reason for reason, names in _REASONS.items() for name in names.split()}
+_REASON_BY_FAMILY = {
+    family: reason for reason, names in _UNSUPPORTED_FAMILIES.items() for family in names.split()
+}
 _LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}
 
 
@@ -74,7 +76,7 @@ class UnsupportedModel(ValueError):
 def check_family_supported(family: str, path: str, *, device: torch.device | None = None) -> None:
     """Raises UnsupportedModel for a `model_type` that is not supported on the device."""
     if family not in FAMILIES:
-        reason = _REASON_OF.get(family, "it has not been shown equal to plain transformers")
+        reason = _REASON_BY_FAMILY.get(family, "it has not been shown equal to plain transformers")
         raise UnsupportedModel(
             f"{path} is a {family} model, which is not supported: {reason}. docs/models.md lists the "
             "supported families"
@@ -91,63 +93,66 @@ def check_config_supported(
 ) -> None:
     """Raises UnsupportedModel, before weights are loaded, for a family or config that is not supported."""
     check_family_supported(config.model_type, path, device=device)
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if unsupported := sorted(kinds - {"full_attention", "sliding_attention"}):
+    text_config = config.get_text_config()
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    if unsupported := sorted(layer_types - {"full_attention", "sliding_attention"}):
         raise UnsupportedModel(
             f"{path} has layers of kind {', '.join(unsupported)}, which would mix the rows of a packed "
             "batch; use a model with only full and sliding attention"
         )
-    if unsupported := sorted(set(_rope_types(text)) & _LENGTH_DEPENDENT_ROPES):
+    if unsupported := sorted(set(_rope_types(text_config)) & _LENGTH_DEPENDENT_ROPES):
         raise UnsupportedModel(
             f"{path} has {unsupported[0]} rotary positions, which depend on the length of a row, but rows "
             "of many lengths are computed together; use a model with another rope_type"
         )
     for name in ("alibi", "use_bidirectional_attention", "is_encoder_decoder"):
-        if config_field(text, name):
+        if config_field(text_config, name):
             raise UnsupportedModel(
-                f"{path} has {name}={config_field(text, name)} in its config, which is not supported; "
+                f"{path} has {name}={config_field(text_config, name)} in its config, which is not supported; "
                 "use a model without it"
             )
 
 
-def _rope_types(text: PreTrainedConfig) -> Iterator[str]:
+def _rope_types(text_config: PreTrainedConfig) -> Iterator[str]:
     """Yields the `rope_type` of the config's rotary table, or of its tables per layer type."""
-    parameters = getattr(text, "rope_parameters", None) or {}
+    parameters = getattr(text_config, "rope_parameters", None) or {}
     for table in (parameters, *parameters.values()):
-        if isinstance(table, dict) and isinstance(kind := table.get("rope_type"), str):
-            yield kind
+        if isinstance(table, dict) and isinstance(rope_type := table.get("rope_type"), str):
+            yield rope_type
 
 
 def config_field(config: PreTrainedConfig, name: str) -> Any:
-    """Returns a field of a config, or None if its class has no such field: models ignore other fields."""
+    """Returns a field of a config, or None if its class lacks the field, as the model then ignores it."""
     names = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map or ())
     has_field = name in names or hasattr(type(config), name)
     return getattr(config, name, None) if has_field else None
 
 
-def logit_rule(config: PreTrainedConfig) -> tuple[float | None, float]:
-    """Returns the soft cap and the factor that a family applies to the output of the LM head."""
-    factor = float(config_field(config, "logit_scale") or 1.0)
+def logit_softcap_and_scale(config: PreTrainedConfig) -> tuple[float | None, float]:
+    """Returns the soft cap and the scale that a family applies to the output of the LM head."""
+    scale = float(config_field(config, "logit_scale") or 1.0)
     if scaling := config_field(config, "logits_scaling"):
-        factor *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
-    return config_field(config, "final_logit_softcapping"), factor
+        scale *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
+    return config_field(config, "final_logit_softcapping"), scale
 
 
 def key_shape(config: PreTrainedConfig) -> tuple[int, int]:
     """Returns the number of heads and the head dimension of the keys that one layer caches."""
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    width = config_field(text, "head_dim") or text.hidden_size // heads
-    if config_field(
-        text, "kv_lora_rank"
-    ):  # multi-head latent attention: keys are expanded per head
-        keys = text.qk_nope_head_dim + text.qk_rope_head_dim
-        return heads, max(keys, text.v_head_dim)
-    if text.model_type == "falcon":
-        return (1 if text.multi_query and not text.new_decoder_architecture else heads), width
-    if text.model_type == "gpt_bigcode":
-        return (1 if text.multi_query else heads), width
-    if text.model_type == "jetmoe":  # the experts of a token share its keys
-        return text.num_key_value_heads * text.num_experts_per_tok, text.kv_channels
-    return config_field(text, "num_key_value_heads") or heads, width
+    text_config = config.get_text_config()
+    heads = text_config.num_attention_heads
+    head_dim = config_field(text_config, "head_dim") or text_config.hidden_size // heads
+    if config_field(text_config, "kv_lora_rank"):
+        # Multi-head latent attention: every head has its own keys, padded to the width of values.
+        key_dim = text_config.qk_nope_head_dim + text_config.qk_rope_head_dim
+        return heads, max(key_dim, text_config.v_head_dim)
+    if text_config.model_type == "falcon":
+        shares_one_key = text_config.multi_query and not text_config.new_decoder_architecture
+        return (1 if shares_one_key else heads), head_dim
+    if text_config.model_type == "gpt_bigcode":
+        return (1 if text_config.multi_query else heads), head_dim
+    if text_config.model_type == "jetmoe":  # the experts of a token share its keys
+        return (
+            text_config.num_key_value_heads * text_config.num_experts_per_tok,
+            text_config.kv_channels,
+        )
+    return config_field(text_config, "num_key_value_heads") or heads, head_dim

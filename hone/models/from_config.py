@@ -1,4 +1,4 @@
-"""Builds the external modules, the tokenizer and the adapters of a `model` config block.
+"""Imports the external modules and builds the tokenizer and adapters of a `model` config block.
 
 load.py loads the weights, whose dtype and device depend on the program.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def import_external(names: str | Sequence[str] | None) -> None:
-    """Imports `model.external_lib`: one module, several separated by commas, or a list."""
+    """Imports the modules of `model.external_lib`: names separated by commas, or a list of names."""
     modules = names.split(",") if isinstance(names, str) else list(names or ())
     for name in (n.strip() for n in modules):
         try:
@@ -44,7 +44,7 @@ def build_tokenizer(model: ModelSourceConfig) -> PreTrainedTokenizerBase:
 
 
 def adapters_of(model: ModelConfig) -> Adapters | None:
-    """Returns the LoRA adapters of a model block, or None."""
+    """Returns the settings of the LoRA adapters of a model block, or None if it has none."""
     if not model.uses_lora:
         return None
     return Adapters(
@@ -58,7 +58,7 @@ def adapters_of(model: ModelConfig) -> Adapters | None:
 
 
 def build_lora(lm: PreTrainedModel, model: ModelConfig, seed: int) -> PeftModel:
-    """Wraps the frozen model in adapters, initialized from the run's seed so that ranks agree."""
+    """Wraps the frozen model in adapters that are initialized from the seed, equally on all ranks."""
     adapters = adapters_of(model)
     assert adapters is not None, "the model block has no adapters"
     return init_lora(lm, adapters, seed)

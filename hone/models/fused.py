@@ -22,7 +22,7 @@ from hone.models.decoder_layer import (
     NormModule,
     SelfAttention,
     attention_options,
-    linears,
+    linear_modules,
 )
 from hone.ops.decoder_halves import Linear, Norm, gated_half, heads_of
 from hone.ops.gated import silu_gate
@@ -39,40 +39,44 @@ if TYPE_CHECKING:
 
 
 def fuse(model: nn.Module, *, kernels: bool = True) -> int:
-    """Replaces the forwards of supported modules and returns their number; torch.compile can trace them
-    without `kernels`."""
+    """Replaces the forwards of supported modules by fused ones and returns the number of these modules.
+
+    With `kernels=False`, the new forwards have no Triton kernels, so that torch.compile can trace them.
+    """
     lm: PreTrainedModel = getattr(model, "lm", model)
     family = FAMILIES.get(getattr(lm.config, "model_type", ""))
     if family is None:
         return 0
-    replaced = 0
+    count = 0
     for name, module in lm.named_modules():
-        kind = type(module).__name__
+        class_name = type(module).__name__
         forward: Function | None = None
-        if kind == f"{family}DecoderLayer" and kernels and _is_plain(module):
-            forward = _layer
-        elif kind == f"{family}RMSNorm":
-            forward = partial(_norm, kernels=kernels)
-        elif kind == f"{family}Attention":
-            forward = partial(_attention, kernels=kernels)
-        elif kind == f"{family}MLP" and kernels and isinstance(module.act_fn, _silu_classes()):
-            forward = _mlp
+        if class_name == f"{family}DecoderLayer" and kernels and _is_fusable(module):
+            forward = _layer_forward
+        elif class_name == f"{family}RMSNorm":
+            forward = partial(_norm_forward, kernels=kernels)
+        elif class_name == f"{family}Attention":
+            forward = partial(_attention_forward, kernels=kernels)
+        elif (
+            class_name == f"{family}MLP" and kernels and isinstance(module.act_fn, _silu_classes())
+        ):
+            forward = _mlp_forward
         elif type(module) is nn.Embedding and name.endswith("embed_tokens"):
-            forward = _embedding
-        elif kind == f"{family}RotaryEmbedding":
-            forward = partial(_rotary, dtype=lm.dtype)
+            forward = _embedding_forward
+        elif class_name == f"{family}RotaryEmbedding":
+            forward = partial(_rotary_forward, dtype=lm.dtype)
         if forward is not None:
             module.forward = MethodType(forward, module)
-            replaced += 1
-    return replaced
+            count += 1
+    return count
 
 
-def _is_plain(layer: LayerModule) -> bool:
-    """Whether a layer has no adapters, no query and key norms, and biases only in q, k and v."""
-    projections = linears(layer)
+def _is_fusable(layer: LayerModule) -> bool:
+    """Whether a layer has SiLU, biases only in q, k and v, no adapters and no query and key norms."""
+    projections = linear_modules(layer)
     return (
         all(type(x) is nn.Linear for x in projections)
-        and all(x.bias is None for x in projections[3:])
+        and all(x.bias is None for x in projections[3:])  # o, gate, up, down
         and not hasattr(layer.self_attn, "q_norm")
         and isinstance(layer.mlp.act_fn, _silu_classes())
     )
@@ -84,7 +88,7 @@ def _silu_classes() -> tuple[type, ...]:
     return nn.SiLU, type(ACT2FN["silu"])
 
 
-def _layer(
+def _layer_forward(
     self: LayerModule,
     hidden_states: Tensor,  # [1, N, d] float32
     *,
@@ -97,26 +101,26 @@ def _layer(
         Norm(module.weight, module.variance_epsilon)
         for module in (self.input_layernorm, self.post_attention_layernorm)
     ]
-    to_q, to_k, to_v = (
+    q_linear, k_linear, v_linear = (
         Linear(module.weight, module.bias)
         for module in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     cos, sin = (angles[0] for angles in position_embeddings)
-    q, k, v, x = heads_of(hidden_states[0], norms[0], to_q, to_k, to_v, (cos, sin))
+    q, k, v, x = heads_of(hidden_states[0], norms[0], q_linear, k_linear, v_linear, (cos, sin))
     out = layout.attend(q, k, v, attention_options(attention))
     x = x + wide_linear(out.flatten(1), attention.o_proj.weight)
     weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
     return gated_half(x, norms[1], *weights)[None]
 
 
-def _rotary(
+def _rotary_forward(
     self: nn.Module, x: Tensor, position_ids: Tensor, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines in the weights' dtype, although the residual stream is float32."""
+    """Returns cosines and sines in the dtype of the weights; the input, the residual stream, is float32."""
     return type(self).forward(self, x.new_empty(0, dtype=dtype), position_ids)
 
 
-def _attention(
+def _attention_forward(
     self: SelfAttention,
     hidden_states: Tensor,  # [1, N, d]
     position_embeddings: tuple[Tensor, Tensor],
@@ -139,28 +143,28 @@ def _attention(
     return _residual_linear(self.o_proj, out) if kernels else self.o_proj(out), None
 
 
-def _norm(self: NormModule, hidden_states: Tensor, *, kernels: bool) -> Tensor:
+def _norm_forward(self: NormModule, hidden_states: Tensor, *, kernels: bool) -> Tensor:
     norm = rms_norm if kernels else plain_rms_norm
     return norm(hidden_states, self.weight, self.variance_epsilon)
 
 
-def _mlp(self: GatedMlp, x: Tensor) -> Tensor:
+def _mlp_forward(self: GatedMlp, x: Tensor) -> Tensor:
     return _residual_linear(self.down_proj, silu_gate(self.gate_proj(x), self.up_proj(x)))
 
 
 def _residual_linear(linear: nn.Module, x: Tensor) -> Tensor:
-    """Computes a float32 term of the residual stream, without rounding to 16 bits."""
+    """Applies a linear layer whose output is added to the residual stream, in float32 if possible."""
     if type(linear) is nn.Linear and linear.bias is None:
         return wide_linear(x, linear.weight)
-    return linear(x)  # adapters, quantisation
+    return linear(x)  # it has a bias, adapters or quantized weights
 
 
-def _embedding(self: nn.Embedding, ids: Tensor) -> Tensor:
+def _embedding_forward(self: nn.Embedding, ids: Tensor) -> Tensor:
     return F.embedding(ids, self.weight, self.padding_idx).float()
 
 
 def compile_layers(model: Model) -> int:
-    """Compiles every decoder layer in place with torch.compile and returns their number.
+    """Compiles every decoder layer in place with torch.compile and returns the number of layers.
 
     The layers are alike, so all share one compilation. Attention is excluded from the compiled graphs,
     because the shape of its layout changes with every batch.

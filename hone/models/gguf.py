@@ -13,13 +13,13 @@ import numpy as np
 
 from hone.types import Fields, JsonValue
 
-_SCALARS = {
+_SCALAR_FORMATS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
     12: "<d",
 }  # fmt: skip
 _UINT32, _STRING, _ARRAY, _UINT64 = 4, 8, 9, 10
-_BLOCK = 32
-"""Weights per block of a quantised type."""
+_BLOCK_SIZE = 32
+"""Number of weights per block of a quantized type."""
 
 
 class UnsupportedGGUF(ValueError):
@@ -46,7 +46,7 @@ class GGUF:
             self._read_string(): self._read_tensor_header() for _ in range(tensor_count)
         }
         alignment = int(self.metadata.get("general.alignment", 32))
-        self._start = -(-self._position // alignment) * alignment
+        self._data_start = -(-self._position // alignment) * alignment
 
     @property
     def names(self) -> list[str]:
@@ -56,19 +56,19 @@ class GGUF:
         """Returns a tensor as float32, slowest dimension first."""
         shape, ggml_type, offset = self._tensors[name]
         if ggml_type not in _GGML_TYPES:
-            supported = ", ".join(label for label, *_ in _GGML_TYPES.values())
+            supported_types = ", ".join(label for label, *_ in _GGML_TYPES.values())
             raise UnsupportedGGUF(
-                f"tensor {name} has ggml type {ggml_type}; this reader supports {supported}"
+                f"tensor {name} has ggml type {ggml_type}; this reader supports {supported_types}"
             )
         _, block_bytes, dequantize = _GGML_TYPES[ggml_type]
-        begin = self._start + offset
-        size = int(np.prod(shape)) * block_bytes // _BLOCK
-        return dequantize(np.asarray(self._data[begin : begin + size])).reshape(shape)
+        start = self._data_start + offset
+        size = int(np.prod(shape)) * block_bytes // _BLOCK_SIZE
+        return dequantize(np.asarray(self._data[start : start + size])).reshape(shape)
 
-    def _read_scalar(self, kind: int) -> Any:
-        layout = _SCALARS[kind]
-        (value,) = struct.unpack_from(layout, self._data.data, self._position)
-        self._position += struct.calcsize(layout)
+    def _read_scalar(self, value_type: int) -> Any:
+        format_ = _SCALAR_FORMATS[value_type]
+        (value,) = struct.unpack_from(format_, self._data.data, self._position)
+        self._position += struct.calcsize(format_)
         return value
 
     def _read_string(self) -> str:
@@ -77,15 +77,16 @@ class GGUF:
         self._position += length
         return raw.decode("utf-8")
 
-    def _read_value(self, kind: int) -> JsonValue:
-        if kind == _STRING:
+    def _read_value(self, value_type: int) -> JsonValue:
+        if value_type == _STRING:
             return self._read_string()
-        if kind == _ARRAY:
-            inner, count = self._read_scalar(_UINT32), self._read_scalar(_UINT64)
-            return [self._read_value(inner) for _ in range(count)]
-        return self._read_scalar(kind)
+        if value_type == _ARRAY:
+            element_type, count = self._read_scalar(_UINT32), self._read_scalar(_UINT64)
+            return [self._read_value(element_type) for _ in range(count)]
+        return self._read_scalar(value_type)
 
     def _read_tensor_header(self) -> tuple[tuple[int, ...], int, int]:
+        """Returns the shape, ggml type and offset of a tensor."""
         dimensions = [self._read_scalar(_UINT64) for _ in range(self._read_scalar(_UINT32))]
         return tuple(reversed(dimensions)), self._read_scalar(_UINT32), self._read_scalar(_UINT64)
 
@@ -101,13 +102,13 @@ def _q4_1(raw: np.ndarray) -> np.ndarray:
     """Dequantizes Q4_1 blocks: half-precision scale and minimum, then 16 bytes; low nibbles come first."""
     blocks = raw.reshape(-1, 20)
     scale, minimum = (blocks[:, i : i + 2].copy().view("<f2").astype(np.float32) for i in (0, 2))
-    packed = blocks[:, 4:]
-    nibbles = np.concatenate([packed & 15, packed >> 4], 1).astype(np.float32)
+    packed_bytes = blocks[:, 4:]
+    nibbles = np.concatenate([packed_bytes & 15, packed_bytes >> 4], 1).astype(np.float32)
     return (scale * nibbles + minimum).reshape(-1)
 
 
 _GGML_TYPES = {
-    0: ("F32", 4 * _BLOCK, lambda raw: raw.view("<f4").astype(np.float32)),
+    0: ("F32", 4 * _BLOCK_SIZE, lambda raw: raw.view("<f4").astype(np.float32)),
     3: ("Q4_1", 20, _q4_1),
     8: ("Q8_0", 34, _q8_0),
 }

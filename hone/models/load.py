@@ -25,7 +25,7 @@ from hone.models.families import (
     UnsupportedModel,
     check_config_supported,
     check_family_supported,
-    logit_rule,
+    logit_softcap_and_scale,
 )
 from hone.tracking.manifest import MANIFEST, checkpoint_of, find_damage
 from hone.types import Settings
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 EXPORT_FOLDER = "huggingface"
 _META_LOCK = threading.Lock()
 """Held while `register_parameter` is patched for all modules."""
-_STEP = re.compile(r"(?:global_step_|checkpoint-)(\d+)$")
+_STEP_FOLDER = re.compile(r"(?:global_step_|checkpoint-)(\d+)$")
 
 
 class ModelNotFound(ValueError):
@@ -64,7 +64,7 @@ def translate_load_errors(path: str, folder: str) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        name = _damaged_file(Path(folder))
+        name = _damaged_file_name(Path(folder))
         raise UnsupportedModel(
             f"{path} cannot be loaded: {name} is truncated or damaged ({error}); write or copy it again"
         ) from error
@@ -82,7 +82,7 @@ def translate_load_errors(path: str, folder: str) -> Iterator[None]:
         raise UnsupportedModel(f"{path} cannot be loaded: {reason}") from error
 
 
-def _damaged_file(folder: Path) -> str:
+def _damaged_file_name(folder: Path) -> str:
     """Returns the name of the first weight file that cannot be opened."""
     from safetensors import SafetensorError, safe_open
 
@@ -122,8 +122,8 @@ def resolve_model_path(path: str) -> str:
     for candidate in _exports(folder):
         problem = _checkpoint_damage(candidate)
         if problem is None:
-            for skipped in problems:
-                _warn_once(f"{skipped}; using {candidate}")
+            for skipped_problem in problems:
+                _warn_once(f"{skipped_problem}; using {candidate}")
             return str(candidate)
         problems.append(f"{candidate.parent} is a damaged checkpoint: {problem}")
     if problems:
@@ -136,18 +136,21 @@ def resolve_model_path(path: str) -> str:
 
 
 def _exports(folder: Path) -> Iterator[Path]:
-    """Yields the exports in a checkpoint or run folder, then those of runs inside it; the latest step comes
-    first."""
+    """Yields the exports in a checkpoint or run folder, and then those of runs inside it.
+
+    The export of the latest step comes first.
+    """
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
-    names = ((path, _STEP.search(path.name)) for path in folder.glob("**/*") if path.is_dir())
-    steps = {path: (-len(path.parts), int(name[1])) for path, name in names if name}
-    for step in sorted(steps, key=lambda path: steps[path], reverse=True):
-        candidates += [step / "actor" / EXPORT_FOLDER, step / EXPORT_FOLDER]
+    subfolders = (path for path in folder.glob("**/*") if path.is_dir())
+    matches = ((path, _STEP_FOLDER.search(path.name)) for path in subfolders)
+    sort_keys = {path: (-len(path.parts), int(match[1])) for path, match in matches if match}
+    for step_folder in sorted(sort_keys, key=lambda path: sort_keys[path], reverse=True):
+        candidates += [step_folder / "actor" / EXPORT_FOLDER, step_folder / EXPORT_FOLDER]
     return (c for c in candidates if (c / "config.json").is_file())
 
 
 def _checkpoint_damage(export: Path) -> str | None:
-    """Returns the damage of the checkpoint that contains an export, or None."""
+    """Returns a description of the damage to the checkpoint that contains an export, or None."""
     checkpoint = checkpoint_of(export)
     if checkpoint is None:
         return None
@@ -167,7 +170,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = resolve_model_path(path)
-    if _is_plain_tokenizer(Path(folder)):
+    if _has_generic_tokenizer(Path(folder)):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     else:
         with translate_load_errors(path, folder):
@@ -184,15 +187,18 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     return tokenizer
 
 
-def _is_plain_tokenizer(folder: Path) -> bool:
-    """Whether tokenizer.json is complete; AutoTokenizer would silently rebuild such a tokenizer with the
-    rules of the model's family."""
+def _has_generic_tokenizer(folder: Path) -> bool:
+    """Whether tokenizer.json is the complete tokenizer.
+
+    AutoTokenizer would silently replace its rules by those of the model's family.
+    """
     try:
-        kind = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        class_name = config.get("tokenizer_class")
     except (OSError, ValueError):
         return False
-    plain = kind in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return plain and (folder / "tokenizer.json").is_file()
+    is_generic = class_name in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return is_generic and (folder / "tokenizer.json").is_file()
 
 
 class LoadOptions(TypedDict, total=False):
@@ -202,7 +208,7 @@ class LoadOptions(TypedDict, total=False):
     override_config: Settings | None
     """Overrides of the model's config."""
     device: torch.device | None
-    """The model's later device; it is loaded on the CPU."""
+    """The device that the model will run on; loading checks it, and puts the model on the CPU."""
 
 
 def load_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel:
@@ -212,7 +218,9 @@ def load_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel
     """
     from transformers import AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, path, _model_config(path, options), options["dtype"])
+    return _load_pretrained(
+        AutoModelForCausalLM, path, _model_config(path, options), options["dtype"]
+    )
 
 
 def empty_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel:
@@ -229,21 +237,23 @@ def empty_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedMode
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Moves each new parameter to the meta device, which has no memory, when a module registers it."""
-    module = torch.nn.Module
-    register = module.register_parameter
+    """Moves each new parameter to the meta device, which uses no memory, when a module registers it."""
+    module_class = torch.nn.Module
+    register = module_class.register_parameter
 
-    def on_meta(owner: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    def register_on_meta(
+        owner: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
+    ) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
         register(owner, name, parameter)
 
     with _META_LOCK:
-        module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+        module_class.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            module.register_parameter = register  # type: ignore[method-assign]
+            module_class.register_parameter = register  # type: ignore[method-assign]
 
 
 def load_classifier(
@@ -255,16 +265,16 @@ def load_classifier(
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     config = _model_config(path, options)
-    kind, auto_class = "SequenceClassification", AutoModelForSequenceClassification
+    task, auto_class = "SequenceClassification", AutoModelForSequenceClassification
     if len(labels) > 1:
-        kind, auto_class = "TokenClassification", AutoModelForTokenClassification
+        task, auto_class = "TokenClassification", AutoModelForTokenClassification
     architecture = (config.architectures or [""])[0]
     if "Classification" in architecture and (
-        not architecture.endswith(kind) or config.num_labels != len(labels)
+        not architecture.endswith(task) or config.num_labels != len(labels)
     ):
         raise UnsupportedModel(
-            f"{path} is a {architecture} with {config.num_labels} labels, but a {kind} with {len(labels)} "
-            f"({', '.join(labels)}) is needed; name such a classifier, or a language model"
+            f"{path} is a {architecture} with {config.num_labels} labels, but a {task} model with "
+            f"{len(labels)} ({', '.join(labels)}) is needed; name such a classifier, or a language model"
         )
     if "Classification" not in architecture:
         log.warning(
@@ -273,25 +283,25 @@ def load_classifier(
     config.id2label, config.label2id = dict(enumerate(labels)), {x: i for i, x in enumerate(labels)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        lm = _load(auto_class, path, config, options["dtype"])
+        lm = _load_pretrained(auto_class, path, config, options["dtype"])
     if not isinstance(getattr(lm, "score", None), torch.nn.Linear):
         raise UnsupportedModel(f"{path}: a {type(lm).__name__} has no linear head `score`")
     return lm
 
 
-def load_step_labels(
-    path: str, tokens: tuple[int, int], **options: Unpack[LoadOptions]
+def load_step_classifier(
+    path: str, token_ids: tuple[int, int], **options: Unpack[LoadOptions]
 ) -> PreTrainedModel:
-    """Loads a causal language model with the LM head's rows of two tokens as its head `score`."""
+    """Loads a causal language model whose head `score` is the rows of two tokens in its LM head."""
     lm = load_causal_lm(path, **options)
     head = lm.get_output_embeddings()
-    if logit_rule(lm.config) != (None, 1.0):
+    if logit_softcap_and_scale(lm.config) != (None, 1.0):
         raise UnsupportedModel(
             f"{path} caps or scales its logits, which is not supported for a process reward model; use "
-            "another one"
+            "another model"
         )
-    rows, width = list(tokens), head.weight.shape[1]
-    lm.score = torch.nn.Linear(width, 2, bias=head.bias is not None, dtype=head.weight.dtype)
+    rows, hidden_size = list(token_ids), head.weight.shape[1]
+    lm.score = torch.nn.Linear(hidden_size, 2, bias=head.bias is not None, dtype=head.weight.dtype)
     with torch.no_grad():
         lm.score.weight.copy_(head.weight[rows])
         if head.bias is not None:
@@ -314,7 +324,7 @@ def _model_config(path: str, options: LoadOptions) -> PreTrainedConfig:
     return config
 
 
-def _load(
+def _load_pretrained(
     auto_class: type[_BaseAutoModelClass], path: str, config: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
     from transformers.utils import logging as transformers_logging
@@ -329,7 +339,7 @@ def _load(
 
 
 def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedConfig:
-    """Loads the config of a supported family; raises for others before their class is looked up."""
+    """Loads the config of a model; raises for an unsupported family before its class is looked up."""
     from transformers import AutoConfig, PreTrainedConfig
 
     folder = resolve_model_path(path)
@@ -342,7 +352,7 @@ def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedC
 
 
 def _disable_dropout(config: PreTrainedConfig) -> None:
-    """Disables dropout and noise, which would make rollout and training different policies."""
+    """Disables dropout and router noise, with which rollout and training would be different policies."""
     from transformers import PreTrainedConfig
 
     for name, value in list(vars(config).items()):
@@ -359,8 +369,8 @@ def eos_ids(
 ) -> tuple[int, ...]:
     """Returns all end-of-text ids of the generation config, the model and the tokenizer."""
     ids: list[int] = []
-    for owner in (generation_config, model_config, tokenizer):
-        value = getattr(owner, "eos_token_id", None)
+    for source in (generation_config, model_config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
         if value is None:
             continue
         ids += value if isinstance(value, (list, tuple)) else [value]

@@ -1,4 +1,4 @@
-"""LoRA adapters over a frozen base, and their merged weights by Hugging Face name.
+"""LoRA adapters on a frozen base model, and merged weights by Hugging Face name.
 
 PEFT wraps the model. Merging creates new tensors, because adding to the base in place and subtracting
 again would not restore the same bits.
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_FOLDER = "lora_adapter"
-_PREFIX = "base_model.model."
-_SCORE = r"(?:.*\.)?score"
+_PEFT_PREFIX = "base_model.model."
+_SCORE_PATTERN = r"(?:.*\.)?score"
 
 
 class LoraError(ValueError):
@@ -37,7 +37,7 @@ class Adapters:
     target_modules: str | tuple[str, ...]
     exclude_modules: str | tuple[str, ...] | None
     adapter_path: str | None
-    """An existing adapter to continue training."""
+    """The path of an existing adapter whose training continues."""
 
 
 def is_lora(lm: PreTrainedModel | None) -> bool:
@@ -62,20 +62,24 @@ def wrap_lora(
     exclude_modules: str | tuple[str, ...] | None,
     adapter_path: str | None,
 ) -> PeftModel:
-    """Wraps a frozen base in PEFT adapters; `adapter_path` continues an existing adapter.
+    """Wraps a frozen base model in PEFT adapters, or in the existing adapter at `adapter_path`.
 
     Adapters have the dtype of the base; the optimizer holds their float32 master weights.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
 
     is_classifier = hasattr(lm, "score")  # its head is trained fully, without an adapter
-    excluded = _names(exclude_modules)
+    excluded_modules = _list_or_pattern(exclude_modules)
     if is_classifier:
-        pattern = rf"(?:{excluded})|" if isinstance(excluded, str) else ""
-        excluded = [*excluded, "score"] if isinstance(excluded, list) else pattern + _SCORE
+        pattern = rf"(?:{excluded_modules})|" if isinstance(excluded_modules, str) else ""
+        excluded_modules = (
+            [*excluded_modules, "score"]
+            if isinstance(excluded_modules, list)
+            else pattern + _SCORE_PATTERN
+        )
     try:
         if adapter_path:
-            wrapped = PeftModel.from_pretrained(
+            peft_model = PeftModel.from_pretrained(
                 lm, adapter_path, is_trainable=True, autocast_adapter_dtype=False
             )
         else:
@@ -84,48 +88,48 @@ def wrap_lora(
                 r=rank,
                 lora_alpha=alpha,
                 lora_dropout=dropout,
-                target_modules=_names(target_modules),
-                exclude_modules=excluded,
+                target_modules=_list_or_pattern(target_modules),
+                exclude_modules=excluded_modules,
             )
-            wrapped = get_peft_model(lm, config, autocast_adapter_dtype=False)
+            peft_model = get_peft_model(lm, config, autocast_adapter_dtype=False)
     except ValueError as error:  # PEFT raises it for invalid settings
         settings = adapter_path or f"rank {rank}, target_modules {target_modules}"
         raise LoraError(f"LoRA ({settings}): {' '.join(str(error).split())}") from error
-    if getattr(wrapped.peft_config[wrapped.active_adapter], "use_dora", False):
+    if getattr(peft_model.peft_config[peft_model.active_adapter], "use_dora", False):
         raise LoraError("the adapter uses DoRA, which is not supported; use a plain LoRA adapter")
-    head = None if is_classifier else wrapped.get_output_embeddings()
+    head = None if is_classifier else peft_model.get_output_embeddings()
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         raise LoraError(
             "the adapter changes the LM head, but log-probs are computed from the head's own weight; "
             "leave lm_head out of target_modules"
         )
-    return wrapped
+    return peft_model
 
 
-def _names(value: str | tuple[str, ...] | None) -> str | list[str] | None:
+def _list_or_pattern(value: str | tuple[str, ...] | None) -> str | list[str] | None:
     return value if value is None or isinstance(value, str) else list(value)
 
 
 def merged_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """Yields full tensors of base plus adapter; the parameters must not be sharded now."""
+    """Yields the sum of base and adapter as full tensors; the parameters must be gathered before."""
     adapter = lm.active_adapter
     modules = dict(lm.named_modules())
     for name, parameter in lm.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        if ".lora_" in name or owner.endswith(".original_module"):
+        module_path, _, parameter_name = name.rpartition(".")
+        if ".lora_" in name or module_path.endswith(".original_module"):
             continue
         tensor = parameter.detach()
-        if owner.endswith(".base_layer"):
-            owner = owner.removesuffix(".base_layer")
-            if leaf == "weight":
-                delta = modules[owner].get_delta_weight(adapter).detach()
+        if module_path.endswith(".base_layer"):
+            module_path = module_path.removesuffix(".base_layer")
+            if parameter_name == "weight":
+                delta = modules[module_path].get_delta_weight(adapter).detach()
                 tensor = (tensor.float() + delta.float()).to(tensor.dtype)
-        owner = owner.removesuffix(f".modules_to_save.{adapter}")
-        yield f"{owner.removeprefix(_PREFIX)}.{leaf}", tensor
+        module_path = module_path.removesuffix(f".modules_to_save.{adapter}")
+        yield f"{module_path.removeprefix(_PEFT_PREFIX)}.{parameter_name}", tensor
 
 
 def adapter_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full tensors of the adapter by PEFT name, also from sharded parameters."""
+    """Yields the full tensors of the adapter by PEFT name, even if the parameters are sharded."""
     for name, parameter in lm.named_parameters():
         if parameter.requires_grad:
             yield name, full_tensor(parameter)

@@ -1,7 +1,7 @@
 """The models that the engine trains: decoders that map packed rows to one value per response token.
 
 `PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token and
-`ScoreModel` the score of a reward model. None materializes padding or full logits [tokens, vocabulary].
+`ScoreModel` the score of a reward model. No model stores padding or full logits [tokens, vocabulary].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.models.attention import forward_options
-from hone.models.families import key_shape, logit_rule
+from hone.models.families import key_shape, logit_softcap_and_scale
 from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
 from hone.ops.wide_product import wide_product
@@ -36,7 +36,7 @@ def hidden_states(decoder: PreTrainedModel, packed: PackedRows) -> Tensor:  # [N
 
 
 class ExactForward(Protocol):
-    """A forward that is bitwise equal to the rollout engine."""
+    """A forward whose results are bitwise equal to those of the rollout engine."""
 
     def hidden_states(self, packed: PackedRows) -> Tensor: ...
 
@@ -69,8 +69,8 @@ class PolicyModel(DecoderModel):
         self.head_group: ProcessGroup | None = None
         """The ranks over which the vocabulary of the LM head is sharded (hone/engine/tensor_parallel.py)."""
         self.routing: Routing | None = None
-        """The routers, if the experts of tokens are recorded or replayed."""
-        self._softcap, self._logit_scale = logit_rule(lm.config)
+        """Records and replays the experts of tokens; None if this is not enabled."""
+        self._softcap, self._logit_scale = logit_softcap_and_scale(lm.config)
 
     def record_routing(self) -> None:
         """Enables recording and replay of expert routing; raises for a model without experts."""
@@ -94,7 +94,7 @@ class PolicyModel(DecoderModel):
         return self._softcap is None and self._logit_scale == 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32, before temperature
-        """Returns full logits, for decoding, where a step has one token per sequence."""
+        """Returns full logits, for decoding steps with one token per sequence."""
         head = self.lm.get_output_embeddings()
         logits = wide_product(hidden, head.weight)
         if head.bias is not None:
@@ -147,8 +147,8 @@ class PolicyModel(DecoderModel):
         if with_entropy:
             out["entropy"] = packed.unpack(entropy)
         if with_sum_pi_squared:
-            squares = linear_sum_pi_squared(hidden.detach(), head.weight.detach(), **options)
-            out["sum_pi_squared"] = packed.unpack(squares)
+            sum_pi_squared = linear_sum_pi_squared(hidden.detach(), head.weight.detach(), **options)
+            out["sum_pi_squared"] = packed.unpack(sum_pi_squared)
         if self.routing is not None:
             out |= self.routing.outputs(packed, recorded)
         return out
@@ -164,9 +164,9 @@ class ValueModel(DecoderModel):
 
     def __init__(self, lm: PreTrainedModel) -> None:
         super().__init__(lm)
-        width = lm.get_output_embeddings().weight.shape[1]
+        hidden_size = lm.get_output_embeddings().weight.shape[1]
         dtype = next(lm.parameters()).dtype
-        self.value_head = nn.Linear(width, 1, dtype=dtype)
+        self.value_head = nn.Linear(hidden_size, 1, dtype=dtype)
         # A zero head makes the first returns pure Monte-Carlo, without the noise of a random head.
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
@@ -179,7 +179,7 @@ class ValueModel(DecoderModel):
 
 
 class ScoreModel(DecoderModel):
-    """A Hugging Face classifier as a reward model: a score after the token before each response token.
+    """A Hugging Face classifier as a reward model: for each response token, a score of the text before it.
 
     With one label the score is the logit; with two (bad, good) it is their difference, the log-odds of good.
     """

@@ -18,7 +18,7 @@ def hf_tokenizer(
     trust_remote_code: bool = False,
     use_fast: bool = True,
 ) -> Tokenizer:
-    """Calls `load_tokenizer`; the three verl options have no effect."""
+    """Loads a tokenizer; `correct_pad_token`, `correct_gemma2` and `use_fast` of verl have no effect."""
     tokenizer: Tokenizer = load_tokenizer(
         copy_to_local(name_or_path), trust_remote_code=trust_remote_code
     )
@@ -26,13 +26,13 @@ def hf_tokenizer(
 
 
 def set_pad_token_id(tokenizer: Tokenizer) -> None:
-    """Makes the end-of-sequence token the padding token, unless there is one."""
+    """Makes the end-of-sequence token the padding token, unless the tokenizer has a padding token."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
 def normalize_token_ids(tokenized_output: Any) -> list[int]:
-    """Returns token ids as a list of integers, from a tokenizer's output in any of its forms."""
+    """Returns token ids as a list of integers, from any form that a tokenizer returns."""
     ids = tokenized_output
     if isinstance(ids, Mapping) or hasattr(ids, "input_ids"):
         ids = ids["input_ids"]

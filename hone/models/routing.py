@@ -1,4 +1,4 @@
-"""Expert routing of mixture-of-experts models: the experts of each token, recorded and replayed.
+"""Expert routing of mixture-of-experts models: records and replays the experts of each token.
 
 Rollout and trainer compute the same token with different kernels, so near a tie their routers choose
 different experts. A replay uses the recorded experts, with gates from its own router logits.
@@ -22,22 +22,25 @@ if TYPE_CHECKING:
     from hone.ops.packing import PackedRows
 
 NOT_RECORDED = -1
-"""Stands for the experts of a token that no engine has computed; in a replay, the router chooses them."""
+"""Marks experts of a token that were not recorded; in a replay, the router chooses them."""
 DTYPE = torch.int16
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
-_NOT_REPLAYED = frozenset({"jetmoe"})
-"""Families with routers in their attention, or outside the block of their experts."""
+_FAMILIES_WITHOUT_REPLAY = frozenset({"jetmoe"})
+"""Families with routers in their attention or outside of the module of their experts."""
 
-Record = Callable[[int, Tensor], None]
+ExpertRecorder = Callable[[int, Tensor], None]
 """Receives the index of a MoE layer and the experts [N, k] of its tokens."""
 
 
 def routing_shape(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Returns the number of experts and top-k; None for a model without experts."""
-    text = config.get_text_config()
+    text_config = config.get_text_config()
     experts, top_k = (
-        next((value for name in names if isinstance(value := config_field(text, name), int)), 0)
+        next(
+            (value for name in names if isinstance(value := config_field(text_config, name), int)),
+            0,
+        )
         for names in (_EXPERT_FIELDS, _TOP_K_FIELDS)
     )
     return (experts, top_k) if experts > 1 and top_k else None
@@ -52,14 +55,14 @@ class Routing:
             m for m in decoder.modules() if isinstance(getattr(m, "experts", None), nn.Module)
         ]
         family = decoder.config.model_type
-        if shape is None or not blocks or family in _NOT_REPLAYED:
+        if shape is None or not blocks or family in _FAMILIES_WITHOUT_REPLAY:
             raise UnsupportedModel(
                 f"a {family} model has no experts whose routing can be replayed; use "
                 "actor.router_replay.mode=disabled"
             )
-        self.experts, self.top_k = shape
+        self.num_experts, self.top_k = shape
         self.layers = len(blocks)
-        self.record: Record | None = None
+        self.record: ExpertRecorder | None = None
         self.replay: Tensor | None = None
         """The experts [N, layers, k] of the tokens of the next forward."""
         self._agreement: dict[int, Tensor] = {}
@@ -67,9 +70,9 @@ class Routing:
             block.forward = partial(self._forward, block.forward, layer)
 
     def start(self, replay: Tensor | None, *, record: bool) -> dict[int, Tensor]:
-        """Prepares a forward of the trainer; returns a dict that it fills with the experts [N, k] by layer.
+        """Prepares a forward of the trainer; returns a dict that it will fill with experts [N, k] by layer.
 
-        The replay stays until the engine resets it, because checkpointed layers are computed again in
+        `replay` stays set until the engine resets it, because checkpointed layers are computed again in
         the backward pass.
         """
         self.replay, self._agreement = replay, {}
@@ -78,12 +81,15 @@ class Routing:
         return recorded
 
     def outputs(self, packed: PackedRows, recorded: dict[int, Tensor]) -> dict[str, Tensor]:
-        """Returns `routing_agreement` [B, T] of a replay, the share of replayed experts that the router would
-        have chosen, and `routed_experts` [B, P+T, layers, k] of a recording."""
+        """Returns the outputs of a forward.
+
+        A replay gives `routing_agreement` [B, T], the share of replayed experts that the router would have
+        chosen; a recording gives `routed_experts` [B, P+T, layers, k].
+        """
         out: dict[str, Tensor] = {}
         if self.replay is not None:
-            shares = torch.stack(list(self._agreement.values())).mean(0)
-            out["routing_agreement"] = packed.unpack(shares.index_select(0, packed.source))
+            agreement = torch.stack(list(self._agreement.values())).mean(0)
+            out["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
         if self.record is not None:
             self.record = None
             experts = torch.stack([recorded[i] for i in range(self.layers)], 1).to(DTYPE)
@@ -99,36 +105,36 @@ class Routing:
             return forward(*inputs, **options)
         with _TopKOverride(self, layer) as override:
             output = forward(*inputs, **options)
-        if not override.applied:
+        if not override.was_applied:
             raise UnsupportedModel(
-                f"layer {layer} does not choose its experts by top-k over {self.experts}, so its routing "
+                f"layer {layer} does not choose its experts by top-k over {self.num_experts}, so its routing "
                 "cannot be replayed; use actor.router_replay.mode=disabled"
             )
         return output
 
     def route(self, layer: int, experts: Tensor) -> Tensor:
-        """Returns the experts [N, k] to use in place of the router's choice; records them."""
+        """Returns the experts [N, k] that the layer uses, given the router's choice; records them."""
         if self.replay is not None:
-            experts, self._agreement[layer] = replayed(experts, self.replay[:, layer])
+            experts, self._agreement[layer] = replay_experts(experts, self.replay[:, layer])
         if self.record is not None:
             self.record(layer, experts)
         return experts
 
 
-def replayed(choice: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the experts [N, k] to use, and the share [N] of them in the router's choice."""
+def replay_experts(choice: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the experts [N, k] to use, and the share [N] of them that the router has chosen."""
     recorded = recorded.to(choice.dtype)
     experts = torch.where(recorded >= 0, recorded, choice)
     return experts, (choice[:, :, None] == experts[:, None]).any(1).float().mean(1)
 
 
 class _TopKOverride(TorchFunctionMode):
-    """Replaces the result of the router's top-k, by which every supported family chooses experts."""
+    """Replaces the result of `topk`, with which the router of every supported family chooses experts."""
 
     def __init__(self, routing: Routing, layer: int) -> None:
         super().__init__()
         self._routing, self._layer = routing, layer
-        self.applied = False
+        self.was_applied = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -139,25 +145,27 @@ class _TopKOverride(TorchFunctionMode):
             return out
         scores, routing = args[0], self._routing
         indices = out[1]
-        if scores.shape[1:] != (routing.experts,) or indices.shape[1] != routing.top_k:
+        if scores.shape[1:] != (routing.num_experts,) or indices.shape[1] != routing.top_k:
             return out
-        self.applied = True
+        self.was_applied = True
         experts = routing.route(self._layer, indices)
         if experts is indices:
             return out
         return torch.return_types.topk((scores.gather(1, experts), experts))
 
 
-def load_metrics(routed: Tensor, mask: Tensor, experts: int) -> dict[str, float]:
-    """Returns the load balance of each layer, from the experts [B, S, layers, k] of the tokens in the mask.
+def load_metrics(routed_experts: Tensor, mask: Tensor, experts: int) -> dict[str, float]:
+    """Returns the load balance of the experts per layer, over the tokens in the mask [B, S].
+
+    `routed_experts` holds the experts [B, S, layers, k] of each token; `experts` is the number of experts.
 
     `max_load` is the load of the busiest expert divided by the mean load; `entropy` is the entropy of the
     loads divided by its maximum.
     """
-    masked = routed[mask.bool()].long()  # [N, layers, k]
+    masked_experts = routed_experts[mask.bool()].long()  # [N, layers, k]
     metrics: dict[str, float] = {}
-    for layer in range(masked.shape[1]):
-        indices = masked[:, layer].flatten()
+    for layer in range(masked_experts.shape[1]):
+        indices = masked_experts[:, layer].flatten()
         loads = torch.bincount(indices[indices >= 0], minlength=experts).double()
         shares = loads / loads.sum().clamp(min=1)
         entropy = -(shares * shares.clamp(min=1e-12).log()).sum()

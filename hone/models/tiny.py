@@ -28,7 +28,7 @@ TURN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
-"""One line per turn, with the first letter of the role: short, because every character is a token."""
+"""A chat template of one line per turn: the first letter of the role, since every letter is a token."""
 
 
 class TinyModelError(ValueError):
@@ -44,20 +44,24 @@ def character_tokenizer(
 
     tokens = [PAD, BOS, EOS, *words, *dict.fromkeys(characters)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    inner.pre_tokenizer = pre_tokenizers.Split(
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    backend.pre_tokenizer = pre_tokenizers.Split(
         Regex("|".join([*map(re.escape, words), r"[\s\S]"])), "isolated"
     )
-    inner.decoder = decoders.Fuse()
+    backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=PAD
+        tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=PAD
     )
     # For some families (qwen2) AutoTokenizer reads only the vocabulary and the added tokens and splits
     # text into bytes, which encode spaces and line ends differently. A word that starts with an earlier
-    # word is not added: this tokenizer takes the first match, added tokens the longest.
-    added = [w for i, w in enumerate(words) if not any(w.startswith(b) for b in words[:i] if b)]
-    added += [c for c in dict.fromkeys(characters) if c.isspace()]
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in added])
+    # word is not added: this tokenizer takes the first match, added tokens take the longest match.
+    added_tokens = [
+        w for i, w in enumerate(words) if not any(w.startswith(b) for b in words[:i] if b)
+    ]
+    added_tokens += [c for c in dict.fromkeys(characters) if c.isspace()]
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token in added_tokens]
+    )
     tokenizer.chat_template = TURN_TEMPLATE
     return tokenizer
 
@@ -76,7 +80,7 @@ def tiny_lm(
     seed: int = 0,
     eos_token_id: int | None = 2,
 ) -> PreTrainedModel:
-    """Returns a randomly initialised decoder of a family (llama, qwen2, qwen3, mistral, gemma …)."""
+    """Returns a randomly initialized decoder of a family (llama, qwen2, qwen3, mistral, gemma …)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     _check_family(family)
@@ -107,11 +111,13 @@ def tiny_lm(
 
 def _check_family(family: str) -> None:
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODER_FAMILIES,
+    )
 
     suggestion = "Use llama, qwen2, qwen3, mistral or gemma"
-    if family not in KNOWN:
-        matches = get_close_matches(family, KNOWN, n=1)
+    if family not in DECODER_FAMILIES:
+        matches = get_close_matches(family, DECODER_FAMILIES, n=1)
         hint = f"Did you mean {matches[0]!r}?" if matches else suggestion
         raise TinyModelError(f"transformers has no decoder family {family!r}. {hint}")
     check_family_supported(family, f"a fresh {family}")
@@ -122,7 +128,7 @@ def _check_family(family: str) -> None:
 def _check_shape(hidden: int, layers: int, heads: int, kv_heads: int) -> None:
     if min(hidden, layers, heads, kv_heads) < 1:
         raise TinyModelError(
-            f"hidden={hidden}, layers={layers}, heads={heads}, kv_heads={kv_heads}: each is at least 1"
+            f"hidden={hidden}, layers={layers}, heads={heads}, kv_heads={kv_heads}: each must be at least 1"
         )
     if hidden % (2 * heads):
         raise TinyModelError(

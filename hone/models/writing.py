@@ -14,8 +14,10 @@ from hone.tracking.storage import add_file_name_to_errors
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yields a temporary folder that is renamed to `target`, which must be new or empty, on success. An
-    error removes the temporary folder; after a kill, the next writer removes it."""
+    """Yields a temporary folder and renames it to `target` on success; `target` must be new or empty.
+
+    An error removes the temporary folder; after a kill, the next call for this target removes it.
+    """
     target = target.resolve()  # Path(".") has no name
     temporary = target.with_name(f".{target.name}.tmp")
     with lock_target(target):
@@ -34,7 +36,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def without_progress_bar() -> Iterator[None]:
-    """Disables the progress bars of transformers in the block; hone's bars remain."""
+    """Disables the progress bars of transformers inside the block, but not those of hone."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

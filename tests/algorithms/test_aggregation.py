@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.algorithms.aggregation import MODES, BatchCounts, agg_loss, batch_counts
+from hone.algorithms.aggregation import LOSS_AGG_MODES, BatchCounts, agg_loss, batch_counts
 
 LOSS = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0], [64.0, 0, 0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 0, 0]])
@@ -23,7 +23,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_modes_by_hand_with_an_empty_row(mode):
     assert agg_loss(LOSS, MASK, mode).item() == pytest.approx(BY_HAND[mode])
 
@@ -36,7 +36,7 @@ def test_the_norm_divides_by_batch_and_by_the_configured_length():
         assert agg_loss(LOSS, MASK, mode, loss_scale_factor=10).item() == pytest.approx(61 / 20)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_explicit_counts_win_over_the_context_and_the_context_over_the_mask(mode):
     def parts(tokens, rows):
         return {
@@ -64,7 +64,7 @@ def test_counts_nest_and_are_reset_after_an_error():
         assert agg_loss(LOSS, MASK, "token-mean").item() == outer.item()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_dp_size_compensates_an_average_over_ranks(mode):
     counts = {"batch_num_tokens": 5, "global_batch_size": 2}
     one = agg_loss(LOSS, MASK, mode, **counts)
@@ -73,11 +73,11 @@ def test_dp_size_compensates_an_average_over_ranks(mode):
     assert agg_loss(LOSS, MASK, mode, **tensors).item() == pytest.approx(one.item())
 
 
-@pytest.mark.parametrize("mode", sorted(set(MODES) - {"token-sum"}))
+@pytest.mark.parametrize("mode", sorted(set(LOSS_AGG_MODES) - {"token-sum"}))
 def test_dp_size_without_counts_is_refused(mode):
     with pytest.raises(ValueError, match="dp_size=2 but no"):
         agg_loss(LOSS, MASK, mode, dp_size=2)
-    with batch_counts(BatchCounts.of(MASK)):
+    with batch_counts(BatchCounts.from_mask(MASK)):
         assert agg_loss(LOSS, MASK, mode, dp_size=2).item() == pytest.approx(2 * BY_HAND[mode])
 
 
@@ -87,10 +87,10 @@ def test_an_unknown_mode_names_the_known_ones():
 
 
 def test_counts_of_a_mask():
-    assert BatchCounts.of(MASK, width=9) == BatchCounts(tokens=5, sequences=2, width=9)
+    assert BatchCounts.from_mask(MASK, width=9) == BatchCounts(tokens=5, sequences=2, width=9)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_an_empty_mask_gives_zero_and_no_nan_gradient(mode):
     loss = torch.full((2, 2), math.nan, requires_grad=True)
     total = agg_loss(loss, torch.zeros(2, 2), mode)
@@ -101,7 +101,7 @@ def test_an_empty_mask_gives_zero_and_no_nan_gradient(mode):
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(
-    st.integers(1, 8), st.integers(1, 5), st.integers(0, 999), st.sampled_from(MODES),
+    st.integers(1, 8), st.integers(1, 5), st.integers(0, 999), st.sampled_from(LOSS_AGG_MODES),
     st.integers(1, 8),
 )  # fmt: skip
 def test_shares_of_any_split_sum_to_the_loss(rows, width, seed, mode, size):
@@ -109,7 +109,7 @@ def test_shares_of_any_split_sum_to_the_loss(rows, width, seed, mode, size):
     mask = torch.from_numpy(random.uniform(size=(rows, width)) < 0.6)
     loss = torch.from_numpy(np.where(mask, random.normal(size=(rows, width)), np.nan))
     whole = agg_loss(loss, mask, mode).item()
-    with batch_counts(BatchCounts.of(mask)):
+    with batch_counts(BatchCounts.from_mask(mask)):
         shares = [
             agg_loss(loss[i : i + size], mask[i : i + size], mode).item()
             for i in range(0, rows, size)
@@ -125,7 +125,7 @@ def test_a_mask_without_columns_gives_zero_and_a_divisor_of_zero_is_refused():
             agg_loss(torch.ones(1, 1), torch.ones(1, 1), mode, loss_scale_factor=width)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_a_mask_of_weights_is_refused_not_rounded(mode):
     with pytest.raises(ValueError, match="other than 0 and 1"):
         agg_loss(torch.ones(1, 2), torch.tensor([[1.0, 0.5]]), mode)

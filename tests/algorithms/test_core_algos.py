@@ -186,7 +186,7 @@ def test_a_loss_written_for_verl_is_normalised_by_the_mini_batch(mode):
     config = load_config().actor_rollout_ref.actor
     adv, new = torch.from_numpy(np.nan_to_num(B.columns["values"])), COLUMN["old_log_probs"]
     whole, _ = verls_policy_loss(new, new, adv, M, mode, config)
-    with batch_counts(BatchCounts.of(M)):
+    with batch_counts(BatchCounts.from_mask(M)):
         info = config.global_batch_info
         parts = [
             verls_policy_loss(new[i : i + 2], new[i : i + 2], adv[i : i + 2], M[i : i + 2], mode,

@@ -10,10 +10,10 @@ from hone.algorithms.credit import (
     GAMMA_DECAY,
     STRICT_MIN,
     assign_credit,
-    min_form,
     min_form_returns,
     step_ends,
     step_rewards,
+    total_min_form_returns,
 )
 
 R = torch.tensor([[0.9, 0.2, -0.6]], dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_under_the_strict_minimum_other_rewards_are_summed():
     process = torch.tensor([[0.0, 0.5, 0.0, -0.3]])
     steps = torch.tensor([[0, 1, 0, 1]])
     rest = torch.tensor([[-0.01, -0.01, -0.01, 1.0]])
-    returns = min_form(process + rest, process, steps, torch.ones(1, 4))
+    returns = total_min_form_returns(process + rest, process, steps, torch.ones(1, 4))
     np.testing.assert_allclose(returns[0], [0.67, 0.68, 0.69, 0.7], rtol=1e-5)
 
 

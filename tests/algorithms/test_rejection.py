@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from hone.algorithms.correction_metrics import rejection_metrics
-from hone.algorithms.rejection import OPTIONS, bound_numbers, ratio_band, rejection_mask, split_list
+from hone.algorithms.rejection import (
+    OPTIONS,
+    parse_bound,
+    parse_ratio_band,
+    rejection_mask,
+    split_list,
+)
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
 LOG_RATIO = torch.tensor(
@@ -109,12 +115,12 @@ def test_wrong_settings_are_refused(options, bound, message):
 
 
 def test_the_formats_of_bounds():
-    assert bound_numbers(2, "k") == (2.0,)
-    assert bound_numbers("0.5_2.0", "k") == (0.5, 2.0)
-    assert bound_numbers("1_1", "k") == (1, 1)
-    assert ratio_band(4, "k") == (0.25, 4)
-    assert ratio_band(1, "k") == (1, 1)
-    assert ratio_band("0.5_3", "k") == (0.5, 3)
+    assert parse_bound(2, "k") == (2.0,)
+    assert parse_bound("0.5_2.0", "k") == (0.5, 2.0)
+    assert parse_bound("1_1", "k") == (1, 1)
+    assert parse_ratio_band(4, "k") == (0.25, 4)
+    assert parse_ratio_band(1, "k") == (1, 1)
+    assert parse_ratio_band("0.5_3", "k") == (0.5, 3)
     assert split_list(None) == []
     assert split_list(" a , b,") == ["a", "b"]
     assert split_list(0.5) == [0.5]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.aggregation import MODES, BatchCounts, batch_counts
+from hone.algorithms.aggregation import LOSS_AGG_MODES, BatchCounts, batch_counts
 from hone.algorithms.value_loss import compute_value_loss
 
 
@@ -34,7 +34,7 @@ def test_clipping_works_on_both_sides_of_the_old_value():
     assert none == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("junk", [0.0, np.nan, np.inf])
 def test_micro_batches_sum_to_the_mini_batch(mode, junk):
     random = np.random.default_rng(0)
@@ -46,7 +46,7 @@ def test_micro_batches_sum_to_the_mini_batch(mode, junk):
     mask = torch.from_numpy(mask)
     whole, _ = compute_value_loss(vpreds, returns, values, mask, 0.5, mode)
     (gradient,) = torch.autograd.grad(whole, vpreds)
-    with batch_counts(BatchCounts.of(mask)):
+    with batch_counts(BatchCounts.from_mask(mask)):
         shares = sum(
             compute_value_loss(
                 vpreds[i : i + 2], returns[i : i + 2], values[i : i + 2], mask[i : i + 2], 0.5, mode

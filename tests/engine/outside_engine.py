@@ -51,7 +51,7 @@ class PlainEngine:
 
     def counts(self, mask):
         """Returns the counts of the mini-batch over all ranks."""
-        counts = BatchCounts.of(mask)
+        counts = BatchCounts.from_mask(mask)
         return BatchCounts(counts.tokens, counts.sequences, self._width)
 
     def reduce(self, metrics):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hone.algorithms.aggregation import MODES
+from hone.algorithms.aggregation import LOSS_AGG_MODES
 from hone.algorithms.policy_losses import TABLE
 from hone.config.actor import CriticConfig
 from hone.config.engine import FSDPConfig, OptimConfig
@@ -86,7 +86,7 @@ def share(rank: int, world: int, batch: DataProto | None = None) -> DataProto:
 def laws() -> dict[str, Any]:
     """Returns the config of every loss and of every aggregation."""
     configs = {name: actor(name) for name in TABLE.names()}
-    configs |= {mode: actor(loss_agg_mode=mode, use_kl_loss=True) for mode in MODES}
+    configs |= {mode: actor(loss_agg_mode=mode, use_kl_loss=True) for mode in LOSS_AGG_MODES}
     return configs
 
 
@@ -139,7 +139,7 @@ def offloaded(batch: DataProto, world: int) -> Engine:
     """Returns an engine with offloaded shards; the CPU stands for the accelerator."""
     engine = make_engine(policy(), rule=ONE, world_size=world)
     offload = FSDPConfig(param_offload=True, optimizer_offload=True)
-    engine.offload = build_offload(engine.module, engine.optimizer, offload, devices=("cpu",))
+    engine.offload = build_offload(engine.module, engine.optimizer, offload, device_types=("cpu",))
     engine.offload.start()
     assert engine.offload.parameters is not None
     assert engine.offload.parameters.offloaded_bytes > 0

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.families.tensor_parallel import difference
 from hone.config.engine import OptimConfig
 from hone.engine.contract import TrainEngine
-from hone.engine.mesh import join_groups, mesh_of
+from hone.engine.mesh import create_process_groups, mesh_of
 from hone.engine.sharding import join_group
 from hone.models.lora import full_tensor
 
@@ -64,7 +64,7 @@ def load_experts(layout: Layout, rank: int, folder: Path, saved: Layout) -> list
 def experts_of(engine: TrainEngine) -> list[torch.Tensor]:
     optimizer = engine.optimizer
     masters = [m for name, m in optimizer.masters.items() if "experts" in name]
-    moments = [x for m in masters for x in optimizer.inner.state[m].values() if x.dim()]
+    moments = [x for m in masters for x in optimizer.torch_optimizer.state[m].values() if x.dim()]
     weights = [w for name, w in engine.named_hf_weights() if "experts" in name]
     return [full_tensor(x).clone() for x in (*weights, *masters, *moments)]
 
@@ -81,8 +81,8 @@ def timeouts(rank: int, world: int, folder: Path) -> dict[str, set[float]]:
     """Returns the timeouts in seconds of all groups of the meshes."""
     device, seconds = torch.device("cpu"), set()
     for sizes in ({"tensor": world}, {"sequence": world}):
-        groups = join_groups(mesh_of(rank, world, **sizes), -1, device)
-        meshes = [m for m in (groups.shards, groups.tensor) if m is not None]
+        groups = create_process_groups(mesh_of(rank, world, **sizes), -1, device)
+        meshes = [m for m in (groups.fsdp_mesh, groups.tensor_mesh) if m is not None]
         mesh_groups = [m.get_group(name) for m in meshes for name in m.mesh_dim_names]
         for group in (groups.data, groups.sequence, *mesh_groups):
             if group is not None:

@@ -70,7 +70,7 @@ def test_a_checkpoint_of_a_fused_optimizer_loads_into_an_unfused_one(tmp_path):
     settings = dict(MOMENTUM.override_optimizer_config or {}) | {"foreach": False}
     other = make_engine(policy(), replace(MOMENTUM, override_optimizer_config=settings))
     other.load(tmp_path)
-    (group,) = other.optimizer.inner.param_groups
+    (group,) = other.optimizer.torch_optimizer.param_groups
     assert (group["fused"], group["foreach"]) == (None, False)
     assert train(other) == pytest.approx(train(engine), rel=1e-6)
 
@@ -100,7 +100,7 @@ def test_without_saved_masters_they_start_from_the_loaded_weights(tmp_path):
     engine.save(tmp_path, ("model",))
     other = make_engine(bf16(), ADAM)
     other.load(tmp_path)
-    for parameter, master in other.optimizer._pairs():
+    for parameter, master in other.optimizer._parameters_and_masters():
         assert torch.equal(master, parameter.float())
     assert other.optimizer.updates == 0
 
@@ -108,7 +108,7 @@ def test_without_saved_masters_they_start_from_the_loaded_weights(tmp_path):
 def test_saving_does_not_change_the_engine(tmp_path):
     undisturbed, saved = make_engine(policy(), ADAM), make_engine(policy(), ADAM)
     saved.save(tmp_path, CONTENTS)
-    assert not saved.optimizer.inner.state
+    assert not saved.optimizer.torch_optimizer.state
     assert train(saved, 2) == train(undisturbed, 2)
     assert all(torch.equal(weights(saved)[n], x) for n, x in weights(undisturbed).items())
     fresh = make_engine(policy(seed=9), ADAM)
@@ -124,7 +124,7 @@ def test_only_the_requested_parts_are_loaded(tmp_path):
     other = make_engine(policy(seed=9), ADAM)
     other.load(tmp_path, ("model",))
     assert all(torch.equal(weights(other)[n], x) for n, x in weights(engine).items())
-    assert not other.optimizer.inner.state
+    assert not other.optimizer.torch_optimizer.state
     assert other.optimizer.updates == 0
 
 
@@ -134,7 +134,7 @@ def test_a_checkpoint_without_the_model_is_refused_with_a_reason(tmp_path):
     engine.save(tmp_path / "no-model", ("optimizer",))
     with pytest.raises(CheckpointMissing, match=r"no model state \(it has moments"):
         make_engine(policy(), ADAM).load(tmp_path / "no-model")
-    with pytest.raises(CheckpointMissing, match="holds no nowhere: the run that wrote it"):
+    with pytest.raises(CheckpointMissing, match="holds no nowhere: the run that wrote this"):
         make_engine(policy(), ADAM).load(tmp_path / "nowhere")
 
 
@@ -179,7 +179,7 @@ def test_adapters_are_not_loaded_onto_another_base(tmp_path):
     with torch.no_grad():
         other.lm.get_input_embeddings().weight[0, 0] += 1e-3
     with pytest.raises(
-        BaseModelMismatch, match=r"set model\.path to the model of the start of the run"
+        BaseModelMismatch, match=r"set model\.path to the model with which the run started"
     ):
         make_engine(other, ADAM).load(tmp_path)
 
@@ -222,8 +222,8 @@ OTHERS = {
         lambda: ranks.lora_policy(target_modules=("q_proj",)),
         "has the additional",
     ),
-    "no adapters": (ranks.lora_policy, policy, "with LoRA adapters, this run without"),
-    "adapters": (policy, ranks.lora_policy, "without LoRA adapters, this run with"),
+    "no adapters": (ranks.lora_policy, policy, "with LoRA adapters, this run without them"),
+    "adapters": (policy, ranks.lora_policy, "without LoRA adapters, this run with them"),
     "a critic": (policy, critic, r"has no value_head\..*additional lm\.lm_head"),
 }
 

@@ -37,7 +37,7 @@ def test_the_generation_stays_while_addresses_stay_and_changes_when_they_may_hav
     loaded = generation()
     assert loaded != first
     fsdp = FSDPConfig(param_offload=True)
-    engine.offload = build_offload(engine.module, engine.optimizer, fsdp, devices=("cpu",))
+    engine.offload = build_offload(engine.module, engine.optimizer, fsdp, device_types=("cpu",))
     engine.offload.start()
     reloaded = generation()
     assert reloaded != loaded

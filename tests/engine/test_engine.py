@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families.tiny import randomise, tiny_config
-from hone.algorithms.aggregation import MODES
+from hone.algorithms.aggregation import LOSS_AGG_MODES
 from hone.algorithms.policy_losses import TABLE
 from hone.columns import MissingColumn
 from hone.config.actor import CriticConfig
@@ -56,7 +56,7 @@ def assert_same(actual, expected, rel=1e-5):
         assert (after[name] - tensor).norm() < rel * step + rounding, name
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("name", TABLE.names())
 def test_every_policy_loss_keeps_the_law_under_every_aggregation(name, mode):
     objective = PolicyObjective(
@@ -79,7 +79,7 @@ def test_the_order_of_the_rows_does_not_matter(name):
     assert_same(update(objective, batch=shuffled), update(objective, batch=batch))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_the_value_loss_keeps_the_law(mode):
     objective = ValueObjective(
         CriticConfig(loss_agg_mode=mode, cliprange_value=0.5, loss_scale_factor=None)

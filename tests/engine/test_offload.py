@@ -24,7 +24,7 @@ def storage_bytes(tensors) -> int:
 
 def offloaded_engine(dtype=torch.float32, fsdp=BOTH):
     engine = make_engine(policy(dtype=dtype), ADAM)
-    engine.offload = build_offload(engine.module, engine.optimizer, fsdp, devices=("cpu",))
+    engine.offload = build_offload(engine.module, engine.optimizer, fsdp, device_types=("cpu",))
     engine.offload.start()
     return engine
 
@@ -33,7 +33,7 @@ def test_an_offloaded_tensor_uses_no_memory_and_is_reloaded_bit_for_bit():
     block = torch.randn(6, 4)
     top, bottom, other = block[:2], block[2:], torch.randn(3).bfloat16()
     before = [block.clone(), other.clone()]
-    tensors = OffloadedTensors(lambda: [top, bottom, other], devices=("cpu",))
+    tensors = OffloadedTensors(lambda: [top, bottom, other], device_types=("cpu",))
     tensors.to_host()
     assert storage_bytes([block, other]) == 0
     assert tensors.offloaded_bytes == 6 * 4 * 4 + 3 * 2  # two views share the memory of one block
@@ -51,7 +51,7 @@ def test_an_offloaded_tensor_uses_no_memory_and_is_reloaded_bit_for_bit():
 
 def test_tensors_are_offloaded_again_after_an_error():
     tensor = torch.ones(4)
-    tensors = OffloadedTensors(lambda: [tensor], devices=("cpu",))
+    tensors = OffloadedTensors(lambda: [tensor], device_types=("cpu",))
     tensors.to_host()
     with pytest.raises(RuntimeError, match="broken"), tensors.present():
         raise RuntimeError("broken")
@@ -88,7 +88,7 @@ def test_between_calls_neither_parameters_nor_optimizer_use_memory():
     update(engine, rows(), actor())
     assert storage_bytes(engine.module.parameters()) == 0
     optimizer = engine.optimizer
-    moments = [x for state in optimizer.inner.state.values() for x in state.values()]
+    moments = [x for state in optimizer.torch_optimizer.state.values() for x in state.values()]
     assert len(moments) >= 2 * len(optimizer.masters)
     assert storage_bytes([*moments, *optimizer.master_copies().values()]) == 0
     with engine.present():  # a forward pass needs no moments

@@ -17,7 +17,7 @@ def make_optimizer(values, config=None, *, grad_clip=0.0, total=-1, dtype=torch.
     parameters = [nn.Parameter(torch.tensor(v, dtype=dtype)) for v in values]
     named = [(f"layer.{i}", p) for i, p in enumerate(parameters)]
     config = config or OptimConfig(optimizer="SGD", lr=0.5, weight_decay=0.0)
-    return parameters, Optimizer(named, config, grad_clip=grad_clip, total=total)
+    return parameters, Optimizer(named, config, grad_clip=grad_clip, total_steps=total)
 
 
 def set_gradients(parameters, grads):
@@ -63,8 +63,8 @@ def test_gradients_of_16_bits_are_summed_in_float32_over_micro_batches():
 def test_the_class_is_found_by_its_path_and_gets_the_arguments_it_accepts(name, impl, expected):
     config = OptimConfig(optimizer=name, optimizer_impl=impl, lr=0.1, betas=(0.8, 0.9))
     (a,), optimizer = make_optimizer([[[1.0, 2.0], [3.0, 4.0]]], config)
-    assert type(optimizer.inner) is expected
-    group = optimizer.inner.param_groups[0]
+    assert type(optimizer.torch_optimizer) is expected
+    group = optimizer.torch_optimizer.param_groups[0]
     assert group.get("betas", (0.8, 0.9)) == (0.8, 0.9)
     assert group.get("weight_decay", 0.01) == 0.01
     set_gradients([a], [[[1.0, 1.0], [1.0, 1.0]]])
@@ -77,7 +77,7 @@ def test_further_arguments_reach_the_class():
         lr=0.1, override_optimizer_config={"eps": 1e-3, "foreach": True, "betas": (0.5, 0.6)}
     )
     _, optimizer = make_optimizer([[1.0]], config)
-    group = optimizer.inner.param_groups[0]
+    group = optimizer.torch_optimizer.param_groups[0]
     assert (group["eps"], group["foreach"], group["betas"]) == (1e-3, True, (0.5, 0.6))
 
 
@@ -121,11 +121,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(broken, dtype):
         assert metrics["skipped_updates"] == count
         assert not math.isfinite(metrics["grad_norm"])
     assert (a.item(), b.item()) == (1.0, 2.0)
-    assert not optimizer.inner.state  # the moments were not updated
+    assert not optimizer.torch_optimizer.state  # the moments were not updated
     set_gradients([a, b], [[1.0], [1.0]])
     assert optimizer.step()["skipped_updates"] == 2
     assert a.item() < 1.0
-    assert (optimizer.updates, optimizer.skipped) == (1, 2)
+    assert (optimizer.updates, optimizer.skipped_updates) == (1, 2)
 
 
 def test_parameters_without_a_gradient_stay():
@@ -140,7 +140,7 @@ def test_frozen_parameters_are_left_out():
     frozen = nn.Parameter(torch.tensor([1.0]), requires_grad=False)
     trained = nn.Parameter(torch.tensor([1.0]))
     config = OptimConfig(optimizer="SGD", lr=1.0)
-    optimizer = Optimizer([("a", frozen), ("b", trained)], config, grad_clip=0.0, total=-1)
+    optimizer = Optimizer([("a", frozen), ("b", trained)], config, grad_clip=0.0, total_steps=-1)
     assert list(optimizer.masters) == ["b"]
 
 
@@ -168,7 +168,7 @@ def test_masters_belong_to_their_parameters_under_any_names():
         (f"layers.{i}.weight", nn.Parameter(torch.tensor([float(i)]).bfloat16())) for i in range(12)
     ]
     config = OptimConfig(optimizer="SGD", lr=1.0, weight_decay=0.0)
-    optimizer = Optimizer(named, config, grad_clip=0.0, total=-1)
+    optimizer = Optimizer(named, config, grad_clip=0.0, total_steps=-1)
     for i, (_, parameter) in enumerate(named):
         parameter.grad = torch.tensor([0.25 * i]).bfloat16()
     optimizer.step()

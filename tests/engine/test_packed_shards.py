@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hone.engine.packed_shards import with_chunks, without_chunks
+from hone.engine.packed_shards import unwrap_packed_shards, wrap_packed_shards
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_the_chunks_of_all_ranks_make_up_the_weight(mesh_of_rank, dim):
             local, mesh_of_rank(rank), placements, shape=whole.shape, stride=whole.stride()
         )
         state = {"packed": sharded, "other": [{"count": 3}]}
-        packed = with_chunks(state)
+        packed = wrap_packed_shards(state)
         assert packed["packed"].size() == whole.shape
         for item in packed["packed"].__create_write_items__("packed", None):
             shard = packed["packed"].__get_tensor_shard__(
@@ -58,7 +58,7 @@ def test_the_chunks_of_all_ranks_make_up_the_weight(mesh_of_rank, dim):
             place = tuple(slice(start, start + size) for start, size in pairs)
             loaded[place] += shard
         shard.zero_()  # loading fills the shard in place
-        restored = without_chunks(packed)
+        restored = unwrap_packed_shards(packed)
         assert restored["packed"] is sharded
         assert restored["other"] == state["other"]
         assert (local == 0).sum() == local.numel() // 2
@@ -67,4 +67,4 @@ def test_the_chunks_of_all_ranks_make_up_the_weight(mesh_of_rank, dim):
 
 def test_a_contiguous_shard_stays_as_it_is(mesh_of_rank):
     sharded = DTensor.from_local(torch.ones(2, 4), mesh_of_rank(0), [Shard(0), Replicate()])
-    assert with_chunks({"x": sharded})["x"] is sharded
+    assert wrap_packed_shards({"x": sharded})["x"] is sharded

@@ -70,11 +70,11 @@ def test_a_vocabulary_whose_parts_get_shards_of_different_sizes_is_refused():
     config = tiny_config("qwen2")
     config.vocab_size = 151665
     for shards in (1, 2):
-        check_tensor_parallel(config, "m", 2, shards=shards)
+        check_tensor_parallel(config, "m", 2, fsdp_shards=shards)
     with pytest.raises(UnsupportedModel, match=r"m has vocab_size=151665, .* into 4 shards"):
-        check_tensor_parallel(config, "m", 2, shards=4)
+        check_tensor_parallel(config, "m", 2, fsdp_shards=4)
     config.vocab_size = 151666
-    check_tensor_parallel(config, "m", 2, shards=4)
+    check_tensor_parallel(config, "m", 2, fsdp_shards=4)
 
 
 def test_latent_attention_has_a_key_head_per_query_head():

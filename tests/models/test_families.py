@@ -15,7 +15,7 @@ from benchmarks.families import table
 from benchmarks.families.__main__ import GOOD, family_names
 from benchmarks.families.measure import CPU_BOUND, GRADIENT_BOUND, examine, measure
 from hone.models import families
-from hone.models.families import FAMILIES, UnsupportedModel, key_shape, logit_rule
+from hone.models.families import FAMILIES, UnsupportedModel, key_shape, logit_softcap_and_scale
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
@@ -116,7 +116,7 @@ def test_fields_outside_the_config_class_are_ignored() -> None:
     extra = {"num_key_value_heads": 2, "head_dim": 99, "logit_scale": 0.5}
     config = AutoConfig.for_model("gpt_neox", hidden_size=64, num_attention_heads=4, **extra)
     assert key_shape(config) == (4, 16)
-    assert logit_rule(config) == (None, 1.0)
+    assert logit_softcap_and_scale(config) == (None, 1.0)
 
 
 def test_the_table_in_the_docs_agrees_with_the_results_and_the_list() -> None:

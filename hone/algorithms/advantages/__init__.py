@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_FILES = {
+_NAMES_BY_FILE = {
     "gae": "gae",
     "grpo": "grpo dr_grpo",
     "group_baseline": "grpo_passk opo gpg maxrl lite_ppo",
@@ -29,7 +29,9 @@ _FILES = {
     "gdpo": "gdpo",
 }
 _PATHS = {
-    name: f"{__name__}.{file}:{name}" for file, names in _FILES.items() for name in names.split()
+    name: f"{__name__}.{file}:{name}"
+    for file, names in _NAMES_BY_FILE.items()
+    for name in names.split()
 }
 
 TABLE: Table[Function] = Table(
@@ -41,15 +43,15 @@ TABLE: Table[Function] = Table(
 def get_estimator(name: str, config: Settings | None = None, **options: JsonValue) -> Estimator:
     """Returns the estimator of a name or of "pkg.mod:object", with the options of `config` (`algorithm`).
 
-    `options` come from other parts of the configuration; an estimator uses the ones it declares.
+    `options` come from other parts of the configuration; an estimator uses those that it declares.
     """
-    from hone.algorithms.advantages.estimator import estimator_of
+    from hone.algorithms.advantages.estimator import create_estimator
 
-    return estimator_of(TABLE.get(name), config, **options)
+    return create_estimator(TABLE.get(name), config, **options)
 
 
 def groups_of(name: str) -> str | None:
-    """Returns `Estimator.groups`: whether the estimator compares the responses of one prompt."""
+    """Returns `Estimator.groups` of a named estimator: whether it compares the responses of one prompt."""
     entry = TABLE.get(name)
     return getattr(getattr(entry, "estimator", entry), "groups", None)
 

@@ -1,6 +1,6 @@
 """The base class of advantage estimators: a frozen dataclass that declares which columns it reads.
 
-Its fields are its options, read from `algorithm` by name. `verl_form` gives an estimator verl's
+Its fields are its options, read from `algorithm` by name. `VerlForm` gives an estimator verl's
 signature; `FunctionEstimator` wraps a user's function.
 """
 
@@ -22,12 +22,12 @@ from hone.plugins import PluginError
 from hone.types import Fields, Function, JsonValue, Settings
 
 Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outside response_mask
-Groups = Literal["ignored", "compared", "required"]
+GroupUse = Literal["ignored", "compared", "required"]
 T = TypeVar("T", bound="Estimator")
 
 TRAJECTORY = "trajectory_id"
 CALL_ONLY = {"read from": "the call alone"}
-"""Metadata of an option that shares its name with a key of `algorithm` but is not read from it."""
+"""Metadata of an option that has the name of a key of `algorithm` but is set only by the caller."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +55,22 @@ class Estimator:
     """Computes advantages and returns from token rewards."""
 
     uses: ClassVar[tuple[str, ...]] = ()
-    """Optional columns, in addition to `trajectory_id`."""
-    groups: ClassVar[Groups | None] = None
-    """Whether it compares the responses of one prompt: ignored, compared (a single response keeps its raw
-    score), required (a single response has advantage 0); None if unknown."""
+    """Optional columns that the estimator reads, in addition to `trajectory_id`."""
+    groups: ClassVar[GroupUse | None] = None
+    """How the estimator uses groups. ignored: not at all; compared: a single response keeps its raw score;
+    required: a single response has advantage 0; None: unknown."""
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """Required columns, in addition to rewards, mask and uid."""
+        """Columns that the estimator requires, in addition to rewards, mask and uid."""
         return ()
 
     def __call__(self, batch: Trajectories) -> Estimate:
         raise NotImplementedError(f"{type(self).__name__} must define __call__")
 
     @classmethod
-    def of(cls: type[T], config: Settings | None = None, **options: JsonValue) -> T:
-        """Creates an estimator; an option comes from its keyword, else its config key, else its default."""
+    def from_config(cls: type[T], config: Settings | None = None, **options: JsonValue) -> T:
+        """Creates an estimator; an option is set by its keyword, else its config key, else its default."""
         values: Fields = {}
         for option in dataclasses.fields(cls):
             name = option.name
@@ -112,12 +112,12 @@ class FunctionEstimator(Estimator):
         else:
             positional = tuple(tensors.values())
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            accepted = {*parameters, *self.requires}
-            values = {name: value for name, value in values.items() if name in accepted}
+            accepted_names = {*parameters, *self.requires}
+            values = {name: value for name, value in values.items() if name in accepted_names}
         result = self.function(*positional, **values)
         if not isinstance(result, tuple) or len(result) != 2:
             raise PluginError(
-                f"the estimator {_name_of(self.function)} returned a {type(result).__name__}; "
+                f"the estimator {_entry_name(self.function)} returned a {type(result).__name__}; "
                 "return (advantages, returns), both [B, T]"
             )
         return result
@@ -150,12 +150,16 @@ class VerlForm:
                 "arguments, or call verl's form in hone.trainer.ppo.core_algos"
             )
         options = {name: keywords.pop(name) for name in self._options if name in keywords}
-        # Every estimator accepts all columns and verl's two forms of a whole batch.
+        # Every estimator accepts all columns, and the whole batch as verl passes it.
         columns = {*COLUMNS, "non_tensor_batch", "batch"}
-        unknown = [n for n in keywords if n not in columns and not n.startswith(REWARD_PREFIX)]
-        known = ("token_level_rewards", "response_mask", "index", "config", *self._options)
-        raise_if_unknown(self.__name__, unknown, (*known, TRAJECTORY, *self.estimator.uses))
-        estimator = self.estimator.of(config, **options)
+        unknown_names = [
+            n for n in keywords if n not in columns and not n.startswith(REWARD_PREFIX)
+        ]
+        known_names = ("token_level_rewards", "response_mask", "index", "config", *self._options)
+        raise_if_unknown(
+            self.__name__, unknown_names, (*known_names, TRAJECTORY, *self.estimator.uses)
+        )
+        estimator = self.estimator.from_config(config, **options)
         return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
 
 
@@ -169,11 +173,11 @@ def needs_of(function: Function) -> tuple[str, ...]:
     return (needs,) if isinstance(needs, str) else tuple(needs)
 
 
-def _name_of(entry: Entry) -> str:
+def _entry_name(entry: Entry) -> str:
     return getattr(entry, "__name__", repr(entry))
 
 
-def estimator_of(entry: Entry, config: Settings | None, **options: JsonValue) -> Estimator:
+def create_estimator(entry: Entry, config: Settings | None, **options: JsonValue) -> Estimator:
     """Creates the estimator of a table entry: an estimator class, its verl form, or a function."""
     if isinstance(entry, VerlForm):
         entry = entry.estimator
@@ -181,10 +185,12 @@ def estimator_of(entry: Entry, config: Settings | None, **options: JsonValue) ->
         if entry.__call__ is Estimator.__call__:
             raise PluginError(f"the estimator {entry.__name__} must define __call__(self, batch)")
         fields = entry.__dataclass_fields__
-        return entry.of(config, **{name: v for name, v in options.items() if name in fields})
+        return entry.from_config(
+            config, **{name: v for name, v in options.items() if name in fields}
+        )
     if isinstance(entry, type) or not callable(entry):
         raise PluginError(
-            f"{_name_of(entry)} is not an advantage estimator; name a function, or a dataclass that "
+            f"{_entry_name(entry)} is not an advantage estimator; name a function, or a dataclass that "
             "inherits from hone.algorithms.advantages.estimator.Estimator"
         )
     if isinstance(entry, Estimator):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
-from hone.algorithms.advantages.returns import Chain, backward_scan
+from hone.algorithms.advantages.returns import RowOrder, backward_scan
 from hone.ops.masked import masked_whiten, zero_outside_mask
 
 
@@ -35,27 +35,30 @@ class GAE(Estimator):
         values = zero_outside_mask(batch.column("values"), mask)
         advantages = torch.zeros_like(rewards)
         state = rewards.new_zeros(len(rewards), 2)  # value and advantage at each row's first token
-        chain = Chain.of(batch.uid, batch.trajectory_id, rewards)
-        for rows, next_state in backward_scan(chain, state):
-            advantages[rows], state[rows] = _scan(
+        row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, rewards)
+        for rows, next_state in backward_scan(row_order, state):
+            advantages[rows], state[rows] = _gae_scan(
                 rewards[rows], values[rows], mask[rows], self.gamma, self.lam, next_state
             )
-        raw = zero_outside_mask(advantages, mask)
-        return masked_whiten(raw, mask), raw + values
+        raw_advantages = zero_outside_mask(advantages, mask)
+        return masked_whiten(raw_advantages, mask), raw_advantages + values
 
 
-def _scan(
+def _gae_scan(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, next_state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns advantages [B, T] and the state [B, 2] at the first token; `next_state` follows the last."""
-    # [T, B], so that each step of the scan is contiguous.
-    policy_token, r, v = (x.T.contiguous() for x in (mask, rewards, values))
+    """Returns advantages [B, T] and the state [B, 2] at each row's first token.
+
+    `next_state` [B, 2] is the state after each row's last token.
+    """
+    # Transposed to [T, B], so that each step of the scan reads contiguous memory.
+    is_policy_token, r, v = (x.T.contiguous() for x in (mask, rewards, values))
     next_value, advantage = next_state.unbind(-1)
     out = torch.zeros_like(r)
     for t in range(len(r) - 1, -1, -1):
         delta = r[t] + gamma * next_value - v[t]
-        advantage = torch.where(policy_token[t], delta + gamma * lam * advantage, advantage)
-        next_value = torch.where(policy_token[t], v[t], next_value)
+        advantage = torch.where(is_policy_token[t], delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(is_policy_token[t], v[t], next_value)
         out[t] = advantage
     return out.T, torch.stack([next_value, advantage], dim=-1)
 

@@ -1,6 +1,6 @@
-"""GDPO (2601.05242): normalises each reward component separately and sums them.
+"""GDPO (2601.05242): normalises each reward part separately and sums the results.
 
-So a component with a large scale cannot dominate the others.
+So a part with a large scale cannot dominate the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hone.algorithms.advantages.estimator import (
     Trajectories,
     VerlForm,
 )
-from hone.algorithms.advantages.grpo import EPS, relative_to_group
+from hone.algorithms.advantages.grpo import EPS, group_relative_scores
 from hone.algorithms.advantages.outcome import outcomes, row_sums
 from hone.columns import REWARD_PREFIX
 from hone.types import Settings
@@ -25,9 +25,9 @@ from hone.types import Settings
 
 @dataclass(frozen=True)
 class GDPO(Estimator):
-    """A = whiten(Σ_k w_k·grpo(R_k)). A component is a column [B, T], or one number per row [B].
+    """A = whiten(Σ_k w_k·grpo(R_k)). R_k is a reward part: a column [B, T], or one number per row [B].
 
-    Components are columns `reward/<key>`, or `non_tensor_batch[<key>]` as in verl.
+    Parts are columns `reward/<key>`, or `non_tensor_batch[<key>]` as in verl.
     """
 
     gdpo_reward_keys: tuple[str, ...] | None
@@ -60,28 +60,32 @@ class GDPO(Estimator):
         total = torch.zeros(len(outcome.groups.ids), dtype=torch.float64, device=batch.mask.device)
         weights = self.gdpo_reward_weights or [1.0] * len(self.requires)
         for name, weight in zip(self.requires, weights, strict=True):
-            part = _component(name, batch.columns).to(total.device)
+            part = _reward_part(name, batch.columns).to(total.device)
             per_row = row_sums(part, outcome.mask) if part.dim() == 2 else part.double()
-            total = total + weight * relative_to_group(
-                outcome.groups, outcome.total(per_row), self.norm_adv_by_std_in_grpo, self.epsilon
+            total = total + weight * group_relative_scores(
+                outcome.groups,
+                outcome.sum_rows(per_row),
+                self.norm_adv_by_std_in_grpo,
+                self.epsilon,
             )
         advantages = outcome.broadcast(outcome.whiten(total))
         return advantages, advantages
 
 
-def _component(name: str, columns: Settings) -> Tensor:
-    """Returns the column `reward/<key>`, else the object column `<key>` of the batch."""
+def _reward_part(name: str, columns: Settings) -> Tensor:
+    """Returns the column `reward/<key>`, or else the object column `<key>` of the batch."""
     if name in columns:
         return torch.as_tensor(columns[name])
-    key, objects = name.removeprefix(REWARD_PREFIX), columns.get("non_tensor_batch") or {}
-    if key not in objects:
-        available = [*(part for part in columns if part.startswith(REWARD_PREFIX)), *objects]
+    key = name.removeprefix(REWARD_PREFIX)
+    object_columns = columns.get("non_tensor_batch") or {}
+    if key not in object_columns:
+        available = [*(part for part in columns if part.startswith(REWARD_PREFIX)), *object_columns]
         raise ValueError(
             f"gdpo: the batch has no reward part {name!r}; it has {', '.join(available) or 'none'}. "
             f"A score function adds it by returning a dict with {key!r}"
         )
     try:
-        values = torch.tensor([float(value) for value in objects[key]], dtype=torch.float64)
+        values = torch.tensor([float(value) for value in object_columns[key]], dtype=torch.float64)
     except (TypeError, ValueError):
         values = torch.tensor([torch.nan])
     if not values.isfinite().all():

@@ -56,21 +56,21 @@ class PassK(OutcomeEstimator):
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         groups, scores = outcome.groups, outcome.scores
-        compared = groups.sizes > 1
-        if groups.count and not compared.any():
+        has_second = groups.sizes > 1  # per group
+        if groups.count and not has_second.any():
             raise ValueError(
-                "grpo_passk compares the best response of a prompt with the second best, and no "
+                "grpo_passk compares the best response of a prompt with the second best, but no "
                 "prompt of this batch has two responses; set actor_rollout_ref.rollout.n to 2 or "
                 "more"
             )
-        # Sorted by group, best first: the first two entries of each group are its best and second.
+        # Sorted by group and then by score, so the first two entries of a group are its best responses.
         order = torch.argsort(scores, descending=True, stable=True)
         order = order[torch.argsort(groups.ids[order], stable=True)]
-        first = (groups.sizes.cumsum(0) - groups.sizes).long()[compared]
-        best, second = order[first], order[first + 1]
+        first_entries = (groups.sizes.cumsum(0) - groups.sizes).long()[has_second]
+        best, second = order[first_entries], order[first_entries + 1]
         margin = scores[best] - scores[second]
         if self.norm_adv_by_std_in_grpo:
-            divisor = groups.std(scores)[compared] + self.epsilon
+            divisor = groups.std(scores)[has_second] + self.epsilon
             margin = torch.where(divisor > 0, margin / divisor, 0.0)  # 0/0 if epsilon is 0
         return torch.zeros_like(scores).index_copy_(0, best, margin)
 

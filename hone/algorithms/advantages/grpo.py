@@ -27,8 +27,8 @@ class GRPO(OutcomeEstimator):
     groups = "compared"
 
     def advantages(self, outcome: Outcomes) -> Tensor:
-        by_std = self.norm_adv_by_std_in_grpo
-        return relative_to_group(outcome.groups, outcome.scores, by_std, self.epsilon)
+        divide_by_std = self.norm_adv_by_std_in_grpo
+        return group_relative_scores(outcome.groups, outcome.scores, divide_by_std, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,15 @@ class DrGRPO(OutcomeEstimator):
     groups = "compared"
 
     def advantages(self, outcome: Outcomes) -> Tensor:
-        return relative_to_group(outcome.groups, outcome.scores, by_std=False)
+        return group_relative_scores(outcome.groups, outcome.scores, divide_by_std=False)
 
 
-def relative_to_group(groups: Groups, scores: Tensor, by_std: bool, epsilon: float = EPS) -> Tensor:
-    """[N] (score − group mean) / group standard deviation; a group of one has mean 0 and deviation 1."""
+def group_relative_scores(
+    groups: Groups, scores: Tensor, divide_by_std: bool, epsilon: float = EPS
+) -> Tensor:
+    """Returns [N] (score − group mean) / group std; a group of one has mean 0 and std 1."""
     mean = groups.mean(scores)[groups.ids].masked_fill(groups.singleton, 0.0)
-    if not by_std:
+    if not divide_by_std:
         return scores - mean
     std = groups.std(scores)[groups.ids].masked_fill(groups.singleton, 1.0)
     divisor = std + epsilon

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import checked_labels
-from hone.algorithms.advantages.returns import Chain, rewards_to_go
+from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
 from hone.ops.groups import factorise
 from hone.ops.masked import zero_outside_mask
 
@@ -39,42 +39,45 @@ class OptimalTokenBaseline(Estimator):
     def requires(self) -> tuple[str, ...]:
         return ("old_log_probs", "sum_pi_squared")
 
-    def position(self, mask: Tensor, chain: Chain | None) -> Tensor:
-        """[B, T] the position by which tokens of a group are compared: the column of the response."""
+    def position(self, mask: Tensor, row_order: RowOrder | None) -> Tensor:
+        """Returns [B, T] the position at which tokens of a group are compared: the column of the response."""
         width = mask.shape[-1]
         column = torch.arange(width, device=mask.device).expand_as(mask)
-        return column if chain is None else column + width * chain.rank.unsqueeze(-1)
+        return column if row_order is None else column + width * row_order.rank.unsqueeze(-1)
 
     def __call__(self, batch: Trajectories) -> Estimate:
         response_mask = batch.mask
-        chain = Chain.of(batch.uid, batch.trajectory_id, response_mask)
-        position = self.position(response_mask, chain)
+        row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, response_mask)
+        position = self.position(response_mask, row_order)
         # Squared norm of the score at each token: ‖onehot − π‖² = 1 − 2π(a) + Σπ².
         log_probs = zero_outside_mask(batch.column("old_log_probs"), response_mask)
         energy = 1 - 2 * log_probs.exp() + batch.column("sum_pi_squared")
-        if (weights := batch.columns.get("rollout_is_weights")) is not None:
-            energy = energy * weights**2
+        if (importance_weights := batch.columns.get("rollout_is_weights")) is not None:
+            energy = energy * importance_weights**2
         energy = zero_outside_mask(energy, response_mask)
         index = checked_labels("optimal_token_baseline", batch.uid, len(response_mask))
-        returns = rewards_to_go(batch.rewards, response_mask, 1.0, chain)
-        weight = energy.cumsum(-1)
-        if chain is not None:
-            weight = weight + chain.earlier(energy.sum(-1)).unsqueeze(-1)
+        returns = rewards_to_go(batch.rewards, response_mask, 1.0, row_order)
+        cumulative_energy = energy.cumsum(-1)
+        if row_order is not None:
+            earlier_energy = row_order.sum_of_earlier_rows(energy.sum(-1))
+            cumulative_energy = cumulative_energy + earlier_energy.unsqueeze(-1)
         mask = response_mask.bool()
         group = torch.from_numpy(factorise(index)).to(mask.device)
-        positions = int(position.max()) + 1 if position.numel() else 1
-        cell = (group.unsqueeze(-1) * positions + position)[mask]  # one per (group, position)
-        g, w = returns[mask].double(), weight[mask].double()
-        cells = int(cell.max()) + 1 if len(cell) else 1
-        zeros = g.new_zeros(cells)
+        num_positions = int(position.max()) + 1 if position.numel() else 1
+        cell = (group.unsqueeze(-1) * num_positions + position)[mask]  # one per (group, position)
+        g, w = returns[mask].double(), cumulative_energy[mask].double()
+        num_cells = int(cell.max()) + 1 if len(cell) else 1
+        zeros = g.new_zeros(num_cells)
         weighted_returns = zeros.index_add(0, cell, g * w)
-        weights = zeros.index_add(0, cell, w)
-        members = zeros.index_add(0, cell, torch.ones_like(w))
+        weight_sums = zeros.index_add(0, cell, w)
+        member_counts = zeros.index_add(0, cell, torch.ones_like(w))
         if not self.handle_zero_tail:  # only a group of one has no baseline
-            first_rows = group if chain is None else group[chain.rank == 0]
-            group_of_cell = torch.arange(cells, device=mask.device) // positions
-            members = torch.bincount(first_rows)[group_of_cell]
-        baseline = torch.where(members > 1, weighted_returns / (weights + self.epsilon), zeros)
+            first_rows = group if row_order is None else group[row_order.rank == 0]
+            group_of_cell = torch.arange(num_cells, device=mask.device) // num_positions
+            member_counts = torch.bincount(first_rows)[group_of_cell]
+        baseline = torch.where(
+            member_counts > 1, weighted_returns / (weight_sums + self.epsilon), zeros
+        )
         advantages = torch.zeros_like(returns)
         advantages[mask] = (g - baseline[cell]).to(returns.dtype)
         return advantages, returns
@@ -82,14 +85,14 @@ class OptimalTokenBaseline(Estimator):
 
 @dataclass(frozen=True)
 class TIROptimalTokenBaseline(OptimalTokenBaseline):
-    """The same baseline, with positions counted in policy tokens."""
+    """The optimal token baseline, with positions counted in policy tokens."""
 
-    def position(self, mask: Tensor, chain: Chain | None) -> Tensor:
-        policy_token = mask.bool().long()
-        count = policy_token.cumsum(-1)
-        if chain is None:
+    def position(self, mask: Tensor, row_order: RowOrder | None) -> Tensor:
+        is_policy_token = mask.bool().long()
+        count = is_policy_token.cumsum(-1)
+        if row_order is None:
             return count
-        return count + chain.earlier(policy_token.sum(-1)).unsqueeze(-1)
+        return count + row_order.sum_of_earlier_rows(is_policy_token.sum(-1)).unsqueeze(-1)
 
 
 optimal_token_baseline = VerlForm("optimal_token_baseline", OptimalTokenBaseline)

@@ -17,41 +17,41 @@ from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectori
 from hone.ops.groups import Groups, Labels, factorise, factorise_pairs
 from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum
 
-_BLOCK = 256  # rows
+_BLOCK_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """Totals of N trajectories and their groups."""
+    """The scores and lengths of N trajectories, and their groups."""
 
     rewards: Tensor  # [B, T]
     mask: Tensor  # [B, T] bool
-    rows: Tensor | None  # [B] trajectory of each row; None when each row is its own
+    row_trajectory: Tensor | None  # [B] index of each row's trajectory; None if each row is one
     groups: Groups  # of the N trajectories
 
     @cached_property
     def scores(self) -> Tensor:
-        """[N] float64: reward summed over the response mask."""
-        return self.total(row_sums(self.rewards, self.mask))
+        """The sum of rewards over the response mask, [N] float64."""
+        return self.sum_rows(row_sums(self.rewards, self.mask))
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[N] float64: number of policy tokens."""
-        return self.total(count_kept(self.mask, -1).double())
+        """The number of policy tokens, [N] float64."""
+        return self.sum_rows(count_kept(self.mask, -1).double())
 
-    def total(self, per_row: Tensor) -> Tensor:
-        """[B] → [N]: sums over the rows of each trajectory."""
-        if self.rows is None:
+    def sum_rows(self, per_row: Tensor) -> Tensor:
+        """Returns [N] the sums of `per_row` [B] over the rows of each trajectory."""
+        if self.row_trajectory is None:
             return per_row
-        return per_row.new_zeros(len(self.groups.ids)).index_add_(0, self.rows, per_row)
+        return per_row.new_zeros(len(self.groups.ids)).index_add_(0, self.row_trajectory, per_row)
 
     def baseline(self) -> Tensor:
-        """[N] mean score of the group; 0 for a group of one, which keeps its raw score."""
+        """Returns [N] the mean score of the group, or 0 for a group of one, which keeps its raw score."""
         mean = self.groups.mean(self.scores)[self.groups.ids]
         return mean.masked_fill(self.groups.singleton, 0.0)
 
     def whiten(self, per_trajectory: Tensor) -> Tensor:
-        """[N] → [N]: whitens over all tokens, where each token has the value of its trajectory."""
+        """Whitens values [N] by their mean and variance over all tokens of the trajectories."""
         lengths = self.lengths
         tokens = lengths.sum()
         centered = per_trajectory - (per_trajectory * lengths).sum() / tokens.clamp(min=1)
@@ -59,12 +59,14 @@ class Outcomes:
         return centered * torch.rsqrt(variance + WHITEN_EPS)
 
     def broadcast(self, per_trajectory: Tensor) -> Tensor:
-        """[N] → [B, T]: the trajectory's value on each policy token, 0 elsewhere."""
-        per_row = per_trajectory if self.rows is None else per_trajectory[self.rows]
+        """Returns [B, T] the trajectory's value on each policy token, and 0 elsewhere."""
+        per_row = (
+            per_trajectory if self.row_trajectory is None else per_trajectory[self.row_trajectory]
+        )
         per_row = per_row.to(self.rewards.dtype).unsqueeze(-1)
         out = torch.empty_like(self.rewards)
-        for start in range(0, len(out), _BLOCK):
-            block = slice(start, start + _BLOCK)
+        for start in range(0, len(out), _BLOCK_ROWS):
+            block = slice(start, start + _BLOCK_ROWS)
             out[block].copy_(self.mask[block].view(torch.uint8)).mul_(per_row[block])
         return out
 
@@ -74,7 +76,7 @@ class OutcomeEstimator(Estimator):
     """An estimator with one advantage per trajectory, the same on each of its tokens."""
 
     def advantages(self, outcome: Outcomes) -> Tensor:
-        """[N] advantages from the outcomes of N trajectories."""
+        """Returns the advantages [N] of N trajectories."""
         raise NotImplementedError(f"{type(self).__name__} must define advantages")
 
     def __call__(self, batch: Trajectories) -> Estimate:
@@ -91,15 +93,17 @@ def outcomes(
     index: Labels | None,
     trajectory_id: Labels | None,
 ) -> Outcomes:
-    """Returns the trajectories of a batch, grouped by `index` (the prompt's uid)."""
+    """Returns the outcomes of a batch's trajectories, grouped by `index` (the prompt's uid)."""
     index, device = checked_labels(name, index, len(response_mask)), response_mask.device
     mask = response_mask.bool()
     if trajectory_id is None:
         return Outcomes(token_level_rewards, mask, None, Groups.of(index, device))
     prompt = factorise(index)
-    trajectory, first = factorise_pairs(prompt, factorise(trajectory_id))
-    rows = torch.from_numpy(trajectory).to(device)
-    return Outcomes(token_level_rewards, mask, rows, Groups.of(prompt[first], device))
+    trajectory, first_rows = factorise_pairs(prompt, factorise(trajectory_id))
+    row_trajectory = torch.from_numpy(trajectory).to(device)
+    return Outcomes(
+        token_level_rewards, mask, row_trajectory, Groups.of(prompt[first_rows], device)
+    )
 
 
 def checked_labels(name: str, index: Labels | None, rows: int) -> Labels:
@@ -115,14 +119,14 @@ def checked_labels(name: str, index: Labels | None, rows: int) -> Labels:
 
 
 def row_sums(x: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] → [B] float64: the sum over the mask."""
+    """Returns [B] float64, the sums of x [B, T] over the mask."""
     sums = x.new_empty(len(x))
     # Blocks share one buffer, which stays in the CPU cache; torch is slow on bool masks.
-    buffer = x.new_empty(_BLOCK, x.shape[-1])
-    for start in range(0, len(x), _BLOCK):
-        block = slice(start, min(start + _BLOCK, len(x)))
-        masked = buffer[: block.stop - start].copy_(mask[block].view(torch.uint8))
-        torch.sum(masked.mul_(x[block]), -1, out=sums[block])
-    if not sums.isfinite().all():  # 0 · NaN is NaN, so masked entries are replaced
+    buffer = x.new_empty(_BLOCK_ROWS, x.shape[-1])
+    for start in range(0, len(x), _BLOCK_ROWS):
+        block = slice(start, min(start + _BLOCK_ROWS, len(x)))
+        masked_block = buffer[: block.stop - start].copy_(mask[block].view(torch.uint8))
+        torch.sum(masked_block.mul_(x[block]), -1, out=sums[block])
+    if not sums.isfinite().all():  # 0 · NaN is NaN; masked_sum replaces masked entries
         sums = masked_sum(x, mask, -1)
     return sums.double()

@@ -8,7 +8,7 @@ import torch
 
 from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import outcomes
-from hone.algorithms.advantages.returns import Chain, rewards_to_go
+from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
 from hone.ops.masked import masked_whiten
 
 
@@ -30,23 +30,27 @@ class PrimeRLOO(Estimator):
 
     def __call__(self, batch: Trajectories) -> Estimate:
         implicit, scores = batch.column("reward/implicit"), batch.column("token_level_scores")
-        rows = (batch.mask, batch.uid, batch.trajectory_id)
-        outcome, process = outcomes("prime", scores, *rows), outcomes("prime", implicit, *rows)
+        grouping = (batch.mask, batch.uid, batch.trajectory_id)
+        outcome = outcomes("prime", scores, *grouping)
+        process = outcomes("prime", implicit, *grouping)
         groups = outcome.groups
         size = groups.sizes[groups.ids]
-        others, scale = (size - 1).clamp(min=1), torch.where(size > 1, size / (size - 1), 1.0)
+        other_count = (size - 1).clamp(min=1)
+        scale = torch.where(size > 1, size / (size - 1), 1.0)
         is_single = groups.singleton
-        total = groups.sum(outcome.scores)[groups.ids].masked_fill(is_single, 0.0)
+        score_sum = groups.sum(outcome.scores)[groups.ids].masked_fill(is_single, 0.0)
         means = process.scores / process.lengths.clamp(min=1)
-        mean_total = groups.sum(means)[groups.ids].masked_fill(is_single, 0.0)
+        mean_sum = groups.sum(means)[groups.ids].masked_fill(is_single, 0.0)
         process_advantage = implicit * process.broadcast(scale) - process.broadcast(
-            mean_total / others
+            mean_sum / other_count
         )
         penalty = batch.rewards - scores  # −KL, if it is part of the reward
-        chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
+        row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, batch.rewards)
         returns = rewards_to_go(
-            self.reward_dpo_coef * process_advantage + penalty, batch.mask, 1.0, chain
-        ) + self.reward_gt_coef * outcome.broadcast(outcome.scores * scale - total / others)
+            self.reward_dpo_coef * process_advantage + penalty, batch.mask, 1.0, row_order
+        ) + self.reward_gt_coef * outcome.broadcast(
+            outcome.scores * scale - score_sum / other_count
+        )
         return masked_whiten(returns, batch.mask), returns
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
 from hone.algorithms.advantages.outcome import Outcomes, outcomes
-from hone.algorithms.advantages.returns import Chain, rewards_to_go
-from hone.algorithms.credit import STRICT_MIN, min_form, step_lengths
+from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
+from hone.algorithms.credit import STRICT_MIN, step_lengths, total_min_form_returns
 from hone.ops.masked import zero_outside_mask
 
 
@@ -20,9 +20,9 @@ class RLOOToken(Estimator):
 
     `credit_assignment` is reward_model.credit_assignment if a process reward model scores steps;
     the strict minimum reads the columns `reward/process` and `step_mask`. Otherwise G is the
-    (discounted) sum of future rewards. `process_baseline` step or token subtracts a baseline from each
-    step reward, and the mean of the other responses' scores from the rest, instead of the baseline of
-    returns.
+    (discounted) sum of future rewards. With `process_baseline` "step" or "token", a baseline is subtracted
+    from each step reward and the mean score of the other responses from the outcome, instead of one
+    baseline from the returns.
     """
 
     gamma: float
@@ -45,43 +45,51 @@ class RLOOToken(Estimator):
                 f"{self.process_baseline!r} needs the columns {', '.join(self.requires)}; "
                 f"{', '.join(missing)} is missing, which the process reward model writes"
             )
-        chain = Chain.of(batch.uid, batch.trajectory_id, batch.rewards)
+        row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, batch.rewards)
         if self.credit_assignment == STRICT_MIN:
-            process, steps = batch.columns["reward/process"], batch.columns["step_mask"]
-            returns = min_form(batch.rewards, process, steps, batch.mask, chain)
+            process_rewards = batch.columns["reward/process"]
+            step_mask = batch.columns["step_mask"]
+            returns = total_min_form_returns(
+                batch.rewards, process_rewards, step_mask, batch.mask, row_order
+            )
         else:
-            returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, chain)
+            returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, row_order)
         if self.process_baseline != "return":
-            return self._step_advantages(batch, chain), returns
+            return self._step_advantages(batch, row_order), returns
         # Per trajectory: the sum of returns over tokens and the number of tokens.
         outcome = outcomes("rloo_token", returns, batch.mask, batch.uid, batch.trajectory_id)
         baseline = _leave_one_out(outcome, outcome.scores, outcome.lengths)
         return zero_outside_mask(returns - baseline, batch.mask), returns
 
-    def _step_advantages(self, batch: Trajectories, chain: Chain | None) -> Tensor:
-        """[B, T] future rewards, where each step reward is reduced by a baseline per step or per token."""
-        process, steps = batch.columns["reward/process"], batch.columns["step_mask"].bool()
-        process = zero_outside_mask(process, steps)
-        outcome = outcomes("rloo_token", process, batch.mask, batch.uid, batch.trajectory_id)
+    def _step_advantages(self, batch: Trajectories, row_order: RowOrder | None) -> Tensor:
+        """Returns [B, T] future rewards minus baselines per step or per token."""
+        step_mask = batch.columns["step_mask"].bool()
+        process_rewards = zero_outside_mask(batch.columns["reward/process"], step_mask)
+        outcome = outcomes(
+            "rloo_token", process_rewards, batch.mask, batch.uid, batch.trajectory_id
+        )
         ones = torch.ones_like(outcome.lengths)
         if self.process_baseline == "token":
             per_token = _leave_one_out(outcome, outcome.scores, outcome.lengths)
-            baselines = per_token * step_lengths(steps, batch.mask)
+            baselines = per_token * step_lengths(step_mask, batch.mask)
         else:
-            counts = outcome.total(steps.sum(-1).double()).clamp(min=1)
-            baselines = _leave_one_out(outcome, outcome.scores / counts, ones) * steps
-        returns = rewards_to_go(batch.rewards - baselines, batch.mask, self.gamma, chain)
-        other_scores = batch.columns["token_level_scores"] - process
-        others = outcomes("rloo_token", other_scores, batch.mask, batch.uid, batch.trajectory_id)
-        return zero_outside_mask(returns - _leave_one_out(others, others.scores, ones), batch.mask)
+            step_counts = outcome.sum_rows(step_mask.sum(-1).double()).clamp(min=1)
+            baselines = _leave_one_out(outcome, outcome.scores / step_counts, ones) * step_mask
+        returns = rewards_to_go(batch.rewards - baselines, batch.mask, self.gamma, row_order)
+        other_scores = batch.columns["token_level_scores"] - process_rewards
+        other_outcome = outcomes(
+            "rloo_token", other_scores, batch.mask, batch.uid, batch.trajectory_id
+        )
+        baseline = _leave_one_out(other_outcome, other_outcome.scores, ones)
+        return zero_outside_mask(returns - baseline, batch.mask)
 
 
 def _leave_one_out(outcome: Outcomes, values: Tensor, weights: Tensor) -> Tensor:
-    """[B, 1] Σ_{j≠i} values / Σ_{j≠i} weights over the other trajectories of the group; 0 without others."""
+    """Returns [B, 1] Σ_{j≠i} values / Σ_{j≠i} weights over the rest of the group; 0 for a group of one."""
     groups = outcome.groups
-    total, weight = (groups.sum(x)[groups.ids] - x for x in (values, weights))
-    ratio = total / weight.clamp(min=1)
-    per_row = ratio if outcome.rows is None else ratio[outcome.rows]
+    value_sum, weight_sum = (groups.sum(x)[groups.ids] - x for x in (values, weights))
+    ratio = value_sum / weight_sum.clamp(min=1)
+    per_row = ratio if outcome.row_trajectory is None else ratio[outcome.row_trajectory]
     return per_row.to(outcome.rewards.dtype).unsqueeze(-1)
 
 
@@ -89,7 +97,7 @@ def _leave_one_out(outcome: Outcomes, values: Tensor, weights: Tensor) -> Tensor
 class RLOO(Estimator):
     """A = R − mean of the group's other scores = (R − mean_g)·n/(n−1); a group of one keeps its raw R.
 
-    With process rewards, which are rewards of tokens, it equals `rloo_token` without discount, as in PURE.
+    With process rewards, which are per token, it is `rloo_token` without discount, as in PURE.
     """
 
     credit_assignment: float | str | None = None
@@ -109,8 +117,8 @@ class RLOO(Estimator):
         if self.credit_assignment is not None:
             return self._token_estimator(batch)
         outcome = outcomes("rloo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
-        size = outcome.groups.sizes[outcome.groups.ids]
-        scale = torch.where(size > 1, size / (size - 1).clamp(min=1), 1.0)
+        group_size = outcome.groups.sizes[outcome.groups.ids]
+        scale = torch.where(group_size > 1, group_size / (group_size - 1).clamp(min=1), 1.0)
         advantages = outcome.broadcast((outcome.scores - outcome.baseline()) * scale)
         return advantages, advantages
 

@@ -1,4 +1,4 @@
-"""Policy losses by name, callable in verl's form.
+"""Policy losses by name; each is called with verl's arguments.
 
 `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`
 returns `(loss, metrics)`: this micro-batch's share of the loss (aggregation.py), and token means.
@@ -14,7 +14,7 @@ from hone.types import Function
 
 T = TypeVar("T")
 
-_FILES = {
+_NAMES_BY_FILE = {
     "vanilla": "vanilla",
     "sequence_ratio": "gspo luspo geo_mean",
     "token_ratio": "sapo cispo gpg reinforce dppo_tv dppo_kl dro",
@@ -24,7 +24,11 @@ _FILES = {
 
 TABLE: Table[Function] = Table(
     "policy loss",
-    {name: f"{__name__}.{file}:{name}" for file, names in _FILES.items() for name in names.split()},
+    {
+        name: f"{__name__}.{file}:{name}"
+        for file, names in _NAMES_BY_FILE.items()
+        for name in names.split()
+    },
 )
 
 

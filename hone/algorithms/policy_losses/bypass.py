@@ -1,7 +1,7 @@
 """Losses that use the rollout's log-probs as the old log-probs.
 
 Old log-probs are not recomputed; the loss corrects the difference between the rollout engine and the
-trained policy with the current log-probs. Rejected tokens stay in the denominator, so the loss does not
+trained policy by the current log-probs. Rejected tokens stay in the denominator, so the loss does not
 depend on the split into micro-batches.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hone.algorithms.correction import importance_weights
 from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens
-from hone.algorithms.policy_losses.token_ratio import policy_gradient
+from hone.algorithms.policy_losses.token_ratio import policy_gradient_loss
 from hone.algorithms.policy_losses.vanilla import ppo_clip
-from hone.algorithms.rejection import catastrophic, rejection_mask
+from hone.algorithms.rejection import catastrophic_tokens, rejection_mask
 from hone.algorithms.settings import config_value, setting
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.types import Settings
@@ -26,7 +26,7 @@ _KEYWORD = "rollout_correction"
 
 
 def bypass_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """`ppo_clip`: PPO on the tokens that are not rejected; `reinforce`: −A·log π·w on them.
+    """Returns the loss of `loss_type`, 0 for rejected tokens: `ppo_clip` is PPO, `reinforce` is −A·log π·w.
 
     Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction),
     or from `config.policy_loss.rollout_correction`, where verl's trainer puts them.
@@ -38,40 +38,41 @@ def bypass_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
             "does not have; set it or bypass_mode to false"
         )
     log_ratio = tokens.log_ratio.detach()
-    keep, _ = rejection_mask(
+    keep_mask, _ = rejection_mask(
         log_ratio, tokens.mask, option("rollout_rs"), option("rollout_rs_threshold")
     )
-    if (veto := option("rollout_token_veto_threshold")) is not None:
-        keep = keep & ~catastrophic(log_ratio, tokens.mask, veto).any(-1, keepdim=True)
-    kind, level = option("loss_type"), option("rollout_is")
+    if (veto_threshold := option("rollout_token_veto_threshold")) is not None:
+        is_catastrophic = catastrophic_tokens(log_ratio, tokens.mask, veto_threshold)
+        keep_mask = keep_mask & ~is_catastrophic.any(-1, keepdim=True)
+    loss_type, level = option("loss_type"), option("rollout_is")
     weights = None
     if level is not None:
         weights = importance_weights(log_ratio, tokens.mask, level, option("rollout_is_threshold"))
-    if kind == "reinforce":
-        loss, metrics = policy_gradient(tokens)
+    if loss_type == "reinforce":
+        loss, metrics = policy_gradient_loss(tokens)
         loss = loss if weights is None else loss * weights
-    elif kind == "ppo_clip":  # the ratio is already the importance weight
+    elif loss_type == "ppo_clip":  # the ratio is already the importance weight
         loss, metrics = ppo_clip(replace(tokens, weights=None))
     else:
         raise ValueError(
-            f"algorithm.rollout_correction.loss_type={kind!r} is unknown; use ppo_clip or reinforce"
+            f"algorithm.rollout_correction.loss_type={loss_type!r} is unknown; use ppo_clip or reinforce"
         )
     if weights is not None:
         metrics["rollout_corr/rollout_is_mean"] = weights
-    metrics["rollout_corr/rollout_rs_masked_fraction"] = ~keep
-    return torch.where(keep, loss, 0.0), metrics
+    metrics["rollout_corr/rollout_rs_masked_fraction"] = ~keep_mask
+    return torch.where(keep_mask, loss, 0.0), metrics
 
 
 def _settings(tokens: Tokens) -> Settings | None:
-    """Returns the settings from either place; setting both is an error, as one would be ignored."""
-    by_keyword = tokens.extras.get(_KEYWORD)
-    in_config = config_value(tokens.config, f"policy_loss.{_KEYWORD}")
-    if by_keyword is not None and in_config is not None and by_keyword != in_config:
+    """Returns the settings of the keyword argument or of the config; raises if both are set and differ."""
+    from_keyword = tokens.extras.get(_KEYWORD)
+    from_config = config_value(tokens.config, f"policy_loss.{_KEYWORD}")
+    if from_keyword is not None and from_config is not None and from_keyword != from_config:
         raise ValueError(
             "bypass_mode has two different rollout_correction settings, the keyword argument and "
             "config.policy_loss.rollout_correction; set one of them"
         )
-    return in_config if by_keyword is None else by_keyword
+    return from_config if from_keyword is None else from_keyword
 
 
 bypass_mode = PolicyLoss(

@@ -1,7 +1,7 @@
-"""Clip-Cov and KL-Cov (2505.22617): restrain the few tokens that reduce entropy most.
+"""Clip-Cov and KL-Cov (2505.22617): clip or penalise the few tokens that reduce entropy most.
 
-For these tokens, advantage and log-probability are both far above the mini-batch means, so both rules
-first process the whole mini-batch. Clip-Cov samples tokens by a hash of their position, so the same batch
+For these tokens, advantage and log-probability are both far above the mini-batch means, so both losses
+first read the whole mini-batch. Clip-Cov samples tokens by a hash of their position, so the same batch
 always gives the same tokens.
 """
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens, standard_metrics
 from hone.ops.masked import masked_mean
 
-_SELECTED = "high_covariance"
+_SELECTED_COLUMN = "high_covariance"
 
 
 def _covariance(tokens: Tokens) -> Tensor:
-    """[B, T] (A − mean A)·(log π − mean log π)."""
+    """Returns [B, T] (A − mean A)·(log π − mean log π)."""
     advantages, log_prob = tokens.advantages, tokens.log_prob
     return (advantages - masked_mean(advantages, tokens.mask)) * (
         log_prob - masked_mean(log_prob, tokens.mask)
@@ -37,33 +37,33 @@ def select_to_clip(tokens: Tokens) -> Columns:
     covariance = _covariance(tokens)
     lower = tokens.setting("policy_loss.clip_cov_lb")
     upper = tokens.setting("policy_loss.clip_cov_ub")
-    eligible = tokens.mask & (covariance > lower) & (covariance < upper) & (clipped <= unclipped)
+    is_eligible = tokens.mask & (covariance > lower) & (covariance < upper) & (clipped <= unclipped)
     count = _selected_count(tokens, "policy_loss.clip_cov_ratio")
-    priority = torch.where(eligible, _position_hash(tokens.mask), torch.iinfo(torch.int64).max)
-    return {_SELECTED: _smallest(priority, count) & eligible}
+    priority = torch.where(is_eligible, _position_hash(tokens.mask), torch.iinfo(torch.int64).max)
+    return {_SELECTED_COLUMN: _mask_of_smallest(priority, count) & is_eligible}
 
 
 def select_to_penalise(tokens: Tokens) -> Columns:
     """Selects the tokens of highest covariance."""
     covariance = torch.where(tokens.mask, _covariance(tokens), -torch.inf)
     count = _selected_count(tokens, "policy_loss.kl_cov_ratio")
-    return {_SELECTED: _smallest(-covariance, count) & tokens.mask}
+    return {_SELECTED_COLUMN: _mask_of_smallest(-covariance, count) & tokens.mask}
 
 
 def _selected_count(tokens: Tokens, key: str) -> int:
-    """Returns the number of tokens to select: a fraction of all, at least 1."""
+    """Returns the number of tokens to select: the fraction `key` of all tokens, but at least 1."""
     return max(int(tokens.setting(key) * int(tokens.mask.sum())), 1)
 
 
-def _smallest(x: Tensor, count: int) -> Tensor:
-    """Returns a mask of the `count` smallest entries; the first ones in a tie."""
+def _mask_of_smallest(x: Tensor, count: int) -> Tensor:
+    """Returns a mask of the `count` smallest entries; of equal entries, the first are taken."""
     selected = torch.zeros(x.numel(), dtype=torch.bool, device=x.device)
     selected[torch.sort(x.flatten(), stable=True).indices[:count]] = True
     return selected.view_as(x)
 
 
 def _position_hash(mask: Tensor) -> Tensor:
-    """[B, T] non-negative integers that depend on row and column only, not on the padded width."""
+    """Returns [B, T] non-negative integers that depend on row and column, not on the padded width."""
     row = torch.arange(mask.shape[0], device=mask.device).unsqueeze(-1)
     column = torch.arange(mask.shape[1], device=mask.device)
     x = row * 0x9E3779B1 + column * 0x85EBCA77 + 0x165667B1
@@ -72,21 +72,21 @@ def _position_hash(mask: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def clipped_by_covariance(tokens: Tokens) -> tuple[Tensor, Columns]:
+def clip_cov_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     """max(−A·r, −A·clip(r)); 0 for the selected tokens."""
-    selected = tokens.prepared[_SELECTED]
-    loss = torch.where(selected, 0.0, torch.maximum(*_surrogates(tokens)))
-    return loss, standard_metrics(tokens, selected)
+    is_selected = tokens.prepared[_SELECTED_COLUMN]
+    loss = torch.where(is_selected, 0.0, torch.maximum(*_surrogates(tokens)))
+    return loss, standard_metrics(tokens, is_selected)
 
 
-def penalised_by_covariance(tokens: Tokens) -> tuple[Tensor, Columns]:
+def kl_cov_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     """−A·r, plus ppo_kl_coef·|log-ratio| for the selected tokens."""
     distance = tokens.log_ratio.abs()
     loss = -tokens.advantages * tokens.log_ratio.exp()
     penalty = tokens.setting("policy_loss.ppo_kl_coef") * distance
-    loss = loss + torch.where(tokens.prepared[_SELECTED], penalty, 0.0)
+    loss = loss + torch.where(tokens.prepared[_SELECTED_COLUMN], penalty, 0.0)
     return loss, {**standard_metrics(tokens), "actor/ppo_kl": distance}
 
 
-clip_cov = PolicyLoss("clip_cov", clipped_by_covariance, prepare_tokens=select_to_clip)
-kl_cov = PolicyLoss("kl_cov", penalised_by_covariance, prepare_tokens=select_to_penalise)
+clip_cov = PolicyLoss("clip_cov", clip_cov_loss, prepare_tokens=select_to_clip)
+kl_cov = PolicyLoss("kl_cov", kl_cov_loss, prepare_tokens=select_to_penalise)

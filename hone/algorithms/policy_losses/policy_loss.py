@@ -1,4 +1,4 @@
-"""The base of all policy losses: masked inputs, weights, aggregation, token-mean metrics.
+"""The base of all policy losses: masks inputs, applies weights, aggregates, computes metrics.
 
 A loss is a function from per-token inputs to per-token values. Inputs outside the mask are 0, and the loss
 does not depend on the split into micro-batches.
@@ -22,6 +22,7 @@ from hone.types import Settings
 RATIO_EXPONENT_BOUND = 20.0
 
 Columns = dict[str, Tensor]
+"""Tensors [B, T], or scalar means of them, by name."""
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Old log-probs, log-probs, advantages and the response mask."""
 
@@ -36,7 +37,7 @@ class Tokens:
     mask: Tensor  # bool
     config: Settings | None
     weights: Tensor | None = None  # rollout importance weights
-    prepared: Columns = field(default_factory=dict)  # this batch's rows of the result of `prepare`
+    prepared: Columns = field(default_factory=dict)  # result of `prepare` for these rows
     extras: Mapping[str, Settings] = field(default_factory=dict)  # further keyword arguments
 
     @property
@@ -60,8 +61,8 @@ class Tokens:
 
 _KEYWORDS = ("loss_agg_mode", "config", "rollout_is_weights", "prepared")
 
-PerToken = Callable[[Tokens], tuple[Tensor, Columns]]
-Prepare = Callable[[Tokens], Columns]
+TokenLoss = Callable[[Tokens], tuple[Tensor, Columns]]
+PrepareTokens = Callable[[Tokens], Columns]
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,18 @@ class PolicyLoss:
     """A per-token loss that can be called in verl's form."""
 
     name: str
-    per_token: PerToken
+    per_token: TokenLoss
     """Maps Tokens to per-token loss and per-token metrics."""
     agg_mode: str | None = None
-    """Set if the aggregation is part of the loss's definition, so that `loss_agg_mode` is ignored."""
+    """The aggregation that is part of the loss's definition and overrides `loss_agg_mode`, if any."""
     default_agg_mode: str = "token-mean"
-    """The aggregation of a call without `loss_agg_mode`; a trainer always passes the configured one."""
+    """The aggregation of a call without `loss_agg_mode`; the trainer always passes `loss_agg_mode`."""
     extra_keywords: tuple[str, ...] = ()
-    """Further keyword arguments of the loss, passed in `Tokens.extras`."""
+    """Names of further keyword arguments of the loss; `Tokens.extras` holds their values."""
     applies_weights: bool = False
     """Whether the loss applies the rollout importance weights itself."""
-    prepare_tokens: Prepare | None = None
-    """Set if the loss needs statistics of the whole mini-batch."""
+    prepare_tokens: PrepareTokens | None = None
+    """Computes columns from the whole mini-batch, for a loss that needs its statistics."""
 
     @property
     def needs_batch_statistics(self) -> bool:
@@ -128,7 +129,7 @@ class PolicyLoss:
         prepared: Columns | None = None,
         **extras: Settings,
     ) -> Tokens:
-        """Returns the inputs of `per_token`; raises on an unknown keyword."""
+        """Returns the input of `per_token`; raises on an unknown keyword."""
         keywords = (*_KEYWORDS, *self.extra_keywords)
         raise_if_unknown(f"policy loss {self.name}", set(extras) - set(keywords), keywords)
         if self.prepare_tokens is not None and prepared is None:
@@ -156,12 +157,12 @@ class PolicyLoss:
 
 def _masked_tokens(inputs: Inputs, config: Settings | None) -> Tokens:
     mask = inputs[3].bool()
-    old, new, adv = (zero_outside_mask(x, mask) for x in inputs[:3])
-    return Tokens(old.detach(), new, adv.detach(), mask, config)
+    old_log_prob, log_prob, advantages = (zero_outside_mask(x, mask) for x in inputs[:3])
+    return Tokens(old_log_prob.detach(), log_prob, advantages.detach(), mask, config)
 
 
-def clipped_log_ratio(tokens: Tokens) -> Tensor:
-    """Returns log π/π_old, bounded so that its exponential is finite."""
+def bounded_log_ratio(tokens: Tokens) -> Tensor:
+    """Returns log(π/π_old), bounded so that its exponential is finite."""
     return tokens.log_ratio.clamp(-RATIO_EXPONENT_BOUND, RATIO_EXPONENT_BOUND)
 
 
@@ -171,7 +172,7 @@ def standard_metrics(
     clipped_below: Tensor | None = None,
     log_ratio: Tensor | None = None,
 ) -> Columns:
-    """Returns the four per-token metrics of every loss; `log_ratio` is the bounded one of the loss."""
+    """Returns the four per-token metrics of every loss; `log_ratio` replaces `tokens.log_ratio` in ppo_kl."""
     zeros = torch.zeros_like(tokens.mask)
     clipped = zeros if clipped is None else clipped
     clipped_below = zeros if clipped_below is None else clipped_below
@@ -179,5 +180,5 @@ def standard_metrics(
         "actor/pg_clipfrac": clipped,
         "actor/ppo_kl": -(tokens.log_ratio if log_ratio is None else log_ratio),
         "actor/pg_clipfrac_lower": clipped_below,
-        "actor/avg_ratio": clipped_log_ratio(tokens).exp(),
+        "actor/avg_ratio": bounded_log_ratio(tokens).exp(),
     }

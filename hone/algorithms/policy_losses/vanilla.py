@@ -9,31 +9,31 @@ from hone.algorithms.policy_losses.policy_loss import (
     Columns,
     PolicyLoss,
     Tokens,
-    clipped_log_ratio,
+    bounded_log_ratio,
     standard_metrics,
 )
 
 
 def ppo_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
-    """max(−A·r, −A·clip(r)); for A < 0 at most −A·c."""
+    """max(−A·r, −A·clip(r)), but at most −A·c for A < 0 (dual clip)."""
     low, high = tokens.clip_bounds()
-    dual_clip = tokens.setting("clip_ratio_c")
-    if dual_clip <= 1:
+    max_ratio = tokens.setting("clip_ratio_c")
+    if max_ratio <= 1:
         raise ValueError(
-            f"clip_ratio_c={dual_clip} must be above 1: "
+            f"clip_ratio_c={max_ratio} must be above 1: "
             "it bounds the ratio where the advantage is negative"
         )
     advantages = tokens.advantages
-    log_ratio = clipped_log_ratio(tokens)
+    log_ratio = bounded_log_ratio(tokens)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
     ppo_loss = torch.maximum(unclipped, clipped)
-    ceiling = -advantages * dual_clip
+    max_loss = -advantages * max_ratio
     is_negative = advantages < 0
-    loss = torch.where(is_negative, torch.minimum(ceiling, ppo_loss), ppo_loss)
-    dual_clipped = (ppo_loss > ceiling) & is_negative
-    return loss, standard_metrics(tokens, clipped > unclipped, dual_clipped, log_ratio)
+    loss = torch.where(is_negative, torch.minimum(max_loss, ppo_loss), ppo_loss)
+    is_dual_clipped = (ppo_loss > max_loss) & is_negative
+    return loss, standard_metrics(tokens, clipped > unclipped, is_dual_clipped, log_ratio)
 
 
 vanilla = PolicyLoss("vanilla", ppo_clip)

@@ -2,5 +2,5 @@
 
 import warnings
 
-# At import, it warns about every fused kernel that is not installed.
+# At import, megatron-core warns about every fused kernel that is not installed.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")

@@ -1,4 +1,4 @@
-"""Saves and loads stages in the format of hone/engine/checkpoint.py: full tensors by Hugging Face name.
+"""Saves and loads pipeline stages in the format of hone/engine/checkpoint.py: full tensors by HF name.
 
 Megatron and FSDP2 can resume each other's checkpoints, under any layout. Each rank of a stage writes some of
 the stage's tensors; each rank reads the tensors of its stage and keeps its shards.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from hone.engine.checkpoint import check_same_tensors, saved_sections, sections_of
+from hone.engine.checkpoint import check_same_tensors, saved_sections, sections_for_contents
 from hone.engine.megatron.optimizer import ShardedOptimizer
 from hone.engine.megatron.weights import StageTensors, parameters_by_hf_name
 from hone.engine.saved_state import State, load_state, no_single_process_warning
@@ -23,7 +23,7 @@ from hone.tracking.manifest import write_shard_checksums
 from hone.types import Fields
 
 Moments: TypeAlias = dict[str, Fields]
-"""Optimizer state by parameter."""
+"""Optimizer state (moments and step counts) by the optimizer key of each parameter."""
 
 
 def save_stage(
@@ -33,7 +33,7 @@ def save_stage(
     contents: Collection[str],
 ) -> None:
     """Writes the named parts: model, optimizer (with master weights), extra (schedule progress)."""
-    sections = sections_of(contents)
+    sections = sections_for_contents(contents)
     state: State = {}
     if "model" in sections:
         state["model"] = {
@@ -42,8 +42,8 @@ def save_stage(
             for alias in _aliases(stage, name)
         }
     if optimizer is not None:
-        if "moments" in sections and optimizer.inner.state:
-            state["moments"] = _moments(stage, optimizer)
+        if "moments" in sections and optimizer.torch_optimizer.state:
+            state["moments"] = _gather_moments(stage, optimizer)
         if "masters" in sections and (masters := optimizer.master_copies()):
             gather = _gather_function(stage, optimizer, list(masters.values()))
             state["masters"] = {_optimizer_key(n): x for n, x in _tensors_to_write(stage, gather)}
@@ -62,10 +62,10 @@ def load_stage(
     contents: Collection[str] | None,
 ) -> None:
     """Reads the named parts; None reads all saved parts."""
-    leaves, sections = saved_sections(folder, contents)
+    saved_shapes, sections = saved_sections(folder, contents)
     model_tensors = parameters_by_hf_name(stage.meta_model)
-    expected = _empty_state(stage, optimizer, sections, model_tensors, "meta")
-    check_same_tensors(folder, leaves, expected)
+    expected_state = _empty_state(stage, optimizer, sections, model_tensors, "meta")
+    check_same_tensors(folder, saved_shapes, expected_state)
     stage_tensors = {n: model_tensors[n] for entry in stage.entries for n in entry.hf_names}
     state = _empty_state(stage, optimizer, sections, stage_tensors, "cpu")
     load_state(state, folder)
@@ -76,25 +76,26 @@ def load_stage(
     if "moments" in state:
         _load_moments(stage, optimizer, state["moments"]["state"])
     if "masters" in state:
-        full = {name: state["masters"][_optimizer_key(name)] for name in stage_tensors}
-        _scatter(stage, optimizer, full, list(optimizer.master_copies().values()))
+        full_masters = {n: state["masters"][_optimizer_key(n)] for n in stage_tensors}
+        _scatter(stage, optimizer, full_masters, list(optimizer.master_copies().values()))
     elif "model" in state:
         optimizer.copy_weights_to_masters()
     if "progress" in state:
         optimizer.load_state_dict(state["progress"])
 
 
-def _moments(stage: StageTensors, optimizer: ShardedOptimizer) -> State:
+def _gather_moments(stage: StageTensors, optimizer: ShardedOptimizer) -> State:
+    """Returns the section "moments": full tensors that this rank writes, and scalar state."""
     names = list(parameters_by_hf_name(stage.meta_model))
     masters = list(optimizer.masters.values())
-    states = [optimizer.inner.state[master] for master in masters]
-    per_element, others = optimizer.state_keys()
-    moments: Moments = {_optimizer_key(n): {key: states[0][key] for key in others} for n in names}
-    for key in per_element:
+    states = [optimizer.torch_optimizer.state[master] for master in masters]
+    element_keys, scalars = optimizer.state_schema()
+    moments: Moments = {_optimizer_key(n): {key: states[0][key] for key in scalars} for n in names}
+    for key in element_keys:
         gather = _gather_function(stage, optimizer, [state[key] for state in states])
         for name, tensor in _tensors_to_write(stage, gather):
             moments[_optimizer_key(name)][key] = tensor
-    (group,) = optimizer.inner.state_dict()["param_groups"]
+    (group,) = optimizer.torch_optimizer.state_dict()["param_groups"]
     return {
         "state": moments,
         "param_groups": [group | {"params": [_optimizer_key(n) for n in names]}],
@@ -103,50 +104,52 @@ def _moments(stage: StageTensors, optimizer: ShardedOptimizer) -> State:
 
 def _load_moments(stage: StageTensors, optimizer: ShardedOptimizer, moments: Moments) -> None:
     masters = list(optimizer.masters.values())
-    per_element, others = optimizer.state_keys(masters[0].device)
-    first = next(iter(moments.values()))  # the other state is the same for all parameters
+    element_keys, scalars = optimizer.state_schema(masters[0].device)
+    saved_scalars = next(iter(moments.values()))  # scalar state is the same for all parameters
     for master in masters:
-        values = {key: torch.zeros_like(master, requires_grad=False) for key in per_element}
-        optimizer.inner.state[master] = values | {
-            key: first[key].to(new.device, copy=True) if isinstance(new, Tensor) else first[key]
-            for key, new in others.items()
+        values = {key: torch.zeros_like(master, requires_grad=False) for key in element_keys}
+        optimizer.torch_optimizer.state[master] = values | {
+            key: saved_scalars[key].to(x.device, copy=True)
+            if isinstance(x, Tensor)
+            else saved_scalars[key]
+            for key, x in scalars.items()
         }
-    for key in per_element:
-        full = {
+    for key in element_keys:
+        full_tensors = {
             name: moments[_optimizer_key(name)][key] for e in stage.entries for name in e.hf_names
         }
-        flats = [optimizer.inner.state[master][key] for master in masters]
-        _scatter(stage, optimizer, full, flats)
+        flat_shards = [optimizer.torch_optimizer.state[master][key] for master in masters]
+        _scatter(stage, optimizer, full_tensors, flat_shards)
 
 
 def _empty_state(
     stage: StageTensors,
     optimizer: ShardedOptimizer | None,
     sections: set[str],
-    names: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     device: str,
 ) -> State:
-    """Returns a state of uninitialized full tensors for these Hugging Face names."""
+    """Returns a state of uninitialized tensors with the Hugging Face names and shapes of `tensors`."""
 
     def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty(like.shape, dtype=dtype, device=device)
 
     state: State = {}
     if "model" in sections:
-        aliases = {alias: x for n, x in names.items() for alias in _aliases(stage, n)}
+        aliases = {alias: x for n, x in tensors.items() for alias in _aliases(stage, n)}
         state["model"] = {alias: empty(x, x.dtype) for alias, x in aliases.items()}
     if optimizer is None:
         return state
     if "moments" in sections:
-        per_element, others = optimizer.state_keys()
+        element_keys, scalars = optimizer.state_schema()
         moments = {
-            _optimizer_key(name): {**{k: empty(x, torch.float32) for k in per_element}, **others}
-            for name, x in names.items()
+            _optimizer_key(name): {**{k: empty(x, torch.float32) for k in element_keys}, **scalars}
+            for name, x in tensors.items()
         }
         state["moments"] = {"state": moments}
     if "masters" in sections and optimizer.master_copies():
         state["masters"] = {
-            _optimizer_key(name): empty(x, torch.float32) for name, x in names.items()
+            _optimizer_key(name): empty(x, torch.float32) for name, x in tensors.items()
         }
     if "progress" in sections:
         state["progress"] = optimizer.state_dict()
@@ -154,34 +157,34 @@ def _empty_state(
 
 
 def _tensors_to_write(
-    stage: StageTensors, tensor_of: Callable[[str], Tensor]
+    stage: StageTensors, get_local_tensor: Callable[[str], Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the full tensors that this rank writes; the ranks of a stage take turns."""
+    """Yields the full tensors that this rank writes; the ranks of a stage take tensors in turn."""
     groups = stage.groups
     rank_in_stage = groups.data.rank() * groups.tensor.size() + groups.tensor.rank()
-    ranks = groups.data.size() * groups.tensor.size()
-    for index, (name, tensor) in enumerate(stage.gather_stage(tensor_of)):
-        if index % ranks == rank_in_stage:
+    num_ranks = groups.data.size() * groups.tensor.size()
+    for index, (name, tensor) in enumerate(stage.gather_stage(get_local_tensor)):
+        if index % num_ranks == rank_in_stage:
             yield name, tensor.cpu().contiguous().clone()
 
 
 def _scatter(
     stage: StageTensors,
     optimizer: ShardedOptimizer,
-    full: Mapping[str, Tensor],
-    flats: list[Tensor],
+    full_tensors: Mapping[str, Tensor],
+    flat_shards: list[Tensor],
 ) -> None:
     """Writes this rank's parts of full tensors into flat shards."""
-    parts = {stage.parameters[name]: part for name, part in stage.parts(full)}
+    shards = {stage.parameters[name]: shard for name, shard in stage.local_shards(full_tensors)}
     with torch.no_grad():
-        optimizer.scatter(parts, flats)
+        optimizer.scatter(shards, flat_shards)
 
 
 def _gather_function(
-    stage: StageTensors, optimizer: ShardedOptimizer, flats: list[Tensor]
+    stage: StageTensors, optimizer: ShardedOptimizer, flat_shards: list[Tensor]
 ) -> Callable[[str], Tensor]:
     """Returns a function that gathers the full tensor of a parameter from flat shards."""
-    return lambda name: optimizer.gather(stage.parameters[name], flats)
+    return lambda name: optimizer.gather(stage.parameters[name], flat_shards)
 
 
 def _module_name(name: str) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from hone.algorithms.aggregation import batch_counts
 from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Lease, Mesh, Objective, Options, Terms
-from hone.engine.engine import Engine, Pass, move_to_device, select_columns
+from hone.engine.engine import Engine, MicroBatchResult, move_to_device, select_columns
 from hone.engine.megatron.checkpoint import load_stage, save_stage
 from hone.engine.megatron.experts import MicroBatchParams
 from hone.engine.megatron.mesh import join_mesh, process_groups
@@ -59,7 +59,7 @@ class MegatronEngine(Engine):
         spec: EngineSpec,
         mesh: Mesh,
         stage: Stage,
-        tensors: StageTensors,
+        stage_tensors: StageTensors,
         *,
         optimizer: ShardedOptimizer | None,
         offload: Offload,
@@ -74,85 +74,88 @@ class MegatronEngine(Engine):
             offload=offload,
         )
         self.mesh = mesh
-        self._group = tensors.groups.data if mesh.data_parallel_size > 1 else None
-        self._stage, self._tensors, self._spec = stage, tensors, spec
-        self._decoding: PolicyModel | None = None  # the copy of the whole model that decodes
-        self._decoding_version: tuple[int, int] | None = None  # its updates and loads
+        self._data_group = stage_tensors.groups.data if mesh.data_parallel_size > 1 else None
+        self._stage, self._stage_tensors, self._spec = stage, stage_tensors, spec
+        self._decoding_model: PolicyModel | None = None  # a copy of the whole model, for leases
+        self._decoding_version: tuple[int, int] | None = None  # updates and loads of its weights
 
     @property
     def _lm(self) -> Any:
-        return self._tensors.meta_model.lm
+        return self._stage_tensors.meta_model.lm
 
     @property
     def _routing(self) -> Routing | None:
-        return getattr(self._tensors.meta_model, "routing", None)
+        return getattr(self._stage_tensors.meta_model, "routing", None)
 
-    # -- passes -------------------------------------------------------------------------------
+    # -- forward and backward -------------------------------------------------------------------------
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
-        passes: list[Pass] = []
+        results: list[MicroBatchResult] = []
         with self.present(optimizer=True):
-            batch, reads, counts = self._begin_update(batch, objective)
+            batch, objective_columns, counts = self._begin_update(batch, objective)
 
-            def loss(
-                hidden: Tensor, packed: PackedRows, rows: MicroBatchParams, micro: DataProto
+            def compute_loss(
+                hidden: Tensor, packed: PackedRows, params: MicroBatchParams, micro_batch: DataProto
             ) -> Tensor:
-                weight = float(objective.mask(micro).sum()) / max(counts.tokens, 1.0)
-                outputs = self._outputs(hidden, packed, rows, objective.options)
-                terms = objective(
-                    outputs, move_to_device(select_columns(micro, reads), self.device)
-                )
-                passes.append((replace(terms, loss=terms.loss.detach()), weight))
+                weight = float(objective.mask(micro_batch).sum()) / max(counts.tokens, 1.0)
+                outputs = self._compute_outputs(hidden, packed, params, objective.options)
+                inputs = select_columns(micro_batch, objective_columns)
+                terms = objective(outputs, move_to_device(inputs, self.device))
+                results.append((replace(terms, loss=terms.loss.detach()), weight))
                 return terms.loss
 
-            micros = [micro for _, micro in self._micro_batches(batch, self._train_rule)]
+            micro_batches = [part for _, part in self._micro_batches(batch, self._train_rule)]
             with batch_counts(counts):
-                self._run(micros, loss, forward_only=False)
-            passes = self._from_last_stage([(_on_host(terms), weight) for terms, weight in passes])
-            return self._end_update(passes)
+                self._run_pipeline(micro_batches, compute_loss, forward_only=False)
+            results = self._broadcast_from_last_stage(
+                [(_to_host(terms), weight) for terms, weight in results]
+            )
+            return self._end_update(results)
 
-    def _infer_passes(
+    def _infer_micro_batches(
         self, batch: DataProto, options: Options
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
-        def outputs(
-            hidden: Tensor, packed: PackedRows, rows: MicroBatchParams, micro: DataProto
+        def compute_outputs(
+            hidden: Tensor, packed: PackedRows, params: MicroBatchParams, micro_batch: DataProto
         ) -> dict[str, Tensor]:
-            out = self._outputs(hidden, packed, rows, options)
+            out = self._compute_outputs(hidden, packed, params, options)
             return {n: (x.float() if x.is_floating_point() else x).cpu() for n, x in out.items()}
 
         parts = self._micro_batches(batch, self._infer_rule)
-        results = self._run([micro for _, micro in parts], outputs, forward_only=True)
-        results = self._from_last_stage(results)
+        results = self._run_pipeline(
+            [micro_batch for _, micro_batch in parts], compute_outputs, forward_only=True
+        )
+        results = self._broadcast_from_last_stage(results)
         yield from ((rows, out) for (rows, _), out in zip(parts, results, strict=True))
 
-    def _run(
-        self, micros: list[DataProto], postprocess: Postprocess, *, forward_only: bool
+    def _run_pipeline(
+        self, micro_batches: list[DataProto], postprocess: Postprocess, *, forward_only: bool
     ) -> list[Any]:
         """Runs the micro-batches through the pipeline; the last stage returns a result for each."""
 
-        def step(iterator: Iterator[DataProto], model: Any) -> tuple[Tensor, Any]:
-            micro = next(iterator)
-            packed = self._pad_for_sequence_parallel(self._pack(micro))
-            rows = MicroBatchParams(
+        def forward_step(iterator: Iterator[DataProto], model: Any) -> tuple[Tensor, Any]:
+            micro_batch = next(iterator)
+            packed = self._pad_for_sequence_parallel(self._pack(micro_batch))
+            params = MicroBatchParams(
                 layout=packed.layout,
                 positions=packed.position_ids,
                 replay=None if packed.experts is None else self._local_tokens(packed.experts),
             )
-            hidden = model(packed.input_ids[None], None, None, packed_seq_params=rows)
+            hidden = model(packed.input_ids[None], None, None, packed_seq_params=params)
 
-            def loss(hidden: Tensor, non_loss_data: bool = False) -> Any:
-                result = postprocess(hidden, packed, rows, micro)
+            def loss_function(hidden: Tensor, non_loss_data: bool = False) -> Any:
+                result = postprocess(hidden, packed, params, micro_batch)
                 # With a token count of 0, megatron-core sums the losses and does not divide.
                 return result if non_loss_data else (result, torch.zeros((), dtype=torch.int), None)
 
-            return hidden, loss
+            return hidden, loss_function
 
         results: list[Any] = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(micros),
+            forward_step_func=forward_step,
+            data_iterator=iter(micro_batches),
             model=[self.module],
-            num_microbatches=len(micros),
+            num_microbatches=len(micro_batches),
             seq_length=1,  # stages exchange the real lengths
             micro_batch_size=1,
             forward_only=forward_only,
@@ -162,19 +165,19 @@ class MegatronEngine(Engine):
 
     def _pad_for_sequence_parallel(self, packed: PackedRows) -> PackedRows:
         """Appends a segment that no token attends to, so that sequence-parallel ranks get equal parts."""
-        ranks = self.mesh.tensor_size if self._stage.config.sequence_parallel else 1
-        count = -len(packed.input_ids) % ranks
-        if not count:
+        num_parts = self.mesh.tensor_size if self._stage.config.sequence_parallel else 1
+        num_padding = -len(packed.input_ids) % num_parts
+        if not num_padding:
             return packed
         roots, children = packed.layout.root_lengths, packed.layout.children
         if children:
-            children = [*children, (0, count)]
+            children = [*children, (0, num_padding)]
         else:
-            roots = [*roots, count]
-        zeros = packed.input_ids.new_zeros(count)
+            roots = [*roots, num_padding]
+        zeros = packed.input_ids.new_zeros(num_padding)
         experts = packed.experts
         if experts is not None:
-            padding = experts.new_full((count, *experts.shape[1:]), NOT_RECORDED)
+            padding = experts.new_full((num_padding, *experts.shape[1:]), NOT_RECORDED)
             experts = torch.cat((experts, padding))
         return replace(
             packed,
@@ -197,21 +200,22 @@ class MegatronEngine(Engine):
         gathered: Tensor = gather_from_sequence_parallel_region(values)
         return gathered
 
-    def _outputs(
-        self, hidden: Tensor, packed: PackedRows, rows: MicroBatchParams, options: Options
+    def _compute_outputs(
+        self, hidden: Tensor, packed: PackedRows, params: MicroBatchParams, options: Options
     ) -> dict[str, Tensor]:
         """Computes the outputs of `infer` from the last stage's hidden states."""
         if self._stage.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden[:, 0].index_select(0, packed.source)
-        if isinstance(self._tensors.meta_model, ValueModel):
+        if isinstance(self._stage_tensors.meta_model, ValueModel):
             return {"values": packed.unpack(self._stage.value_head(hidden).float().squeeze(-1))}
         out = self._log_probs(hidden, packed, **options)
-        if rows.replay is not None:
-            shares = self._gather_tokens(torch.stack(list(rows.agreement.values())).mean(0))
-            out["routing_agreement"] = packed.unpack(shares.index_select(0, packed.source))
+        if params.replay is not None:
+            local_agreement = torch.stack(list(params.agreement.values())).mean(0)
+            agreement = self._gather_tokens(local_agreement)
+            out["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
         if options.get("with_routing"):
-            experts = torch.stack([rows.experts[i] for i in sorted(rows.experts)], 1)
+            experts = torch.stack([params.experts[i] for i in sorted(params.experts)], 1)
             out["routed_experts"] = packed.padded(
                 self._gather_tokens(experts).to(DTYPE), NOT_RECORDED
             )
@@ -227,9 +231,9 @@ class MegatronEngine(Engine):
         with_sum_pi_squared: bool = False,
         **_: bool,
     ) -> dict[str, Tensor]:
-        weight, start = self._head()
-        group = self._tensors.groups.tensor
-        split = group.size() > 1
+        weight, start = self._head_shard()
+        group = self._stage_tensors.groups.tensor
+        is_split = group.size() > 1
         rule: LogitRule = {
             "temperature": temperature,
             "bias": None,
@@ -246,7 +250,7 @@ class MegatronEngine(Engine):
                 with_entropy=with_entropy,
                 **rule,
             )
-            if split
+            if is_split
             else linear_log_probs(hidden, weight, packed.target, with_entropy=with_entropy, **rule)
         )
         out = {"log_probs": packed.unpack(log_probs)}
@@ -254,67 +258,67 @@ class MegatronEngine(Engine):
             out["entropy"] = packed.unpack(entropy)
         if with_sum_pi_squared:
             inputs = (hidden.detach(), weight.detach())
-            squares = (
+            sum_pi_squared = (
                 vocab_parallel_sum_pi_squared(*inputs, group=group, **rule)
-                if split
+                if is_split
                 else linear_sum_pi_squared(*inputs, **rule)
             )
-            out["sum_pi_squared"] = packed.unpack(squares)
+            out["sum_pi_squared"] = packed.unpack(sum_pi_squared)
         return out
 
-    def _head(self) -> tuple[Tensor, int]:
-        """Returns this rank's rows of the LM head without padding, and the index of the first."""
+    def _head_shard(self) -> tuple[Tensor, int]:
+        """Returns this rank's rows of the LM head, without padding, and the token id of the first row."""
         stage = self._stage
         tied = stage.share_embeddings_and_output_weights
         weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
         start = self.mesh.tensor_rank * len(weight)
         return weight[: max(0, self.facts.vocabulary - start)], start
 
-    def _from_last_stage(self, value: T) -> T:
-        """Returns the last stage's value on every stage."""
-        group = self._tensors.groups.pipeline
+    def _broadcast_from_last_stage(self, value: T) -> T:
+        """Returns the last stage's value on every stage; the values of other stages are ignored."""
+        group = self._stage_tensors.groups.pipeline
         if group.size() == 1:
             return value
         values = [value]
-        last = dist.get_global_rank(group, group.size() - 1)
-        dist.broadcast_object_list(values, src=last, group=group)
+        last_rank = dist.get_global_rank(group, group.size() - 1)
+        dist.broadcast_object_list(values, src=last_rank, group=group)
         return values[0]
 
     # -- parameters -----------------------------------------------------------------------------
 
     def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self.present():
-            yield from self._tensors.gather_model()
+            yield from self._stage_tensors.gather_model()
 
     @contextmanager
     def lease(self) -> Iterator[Lease]:
         """Lends a copy of the whole model, which the first lease loads and later leases update."""
-        if self._decoding is None:
+        if self._decoding_model is None:
             module = load_module(replace(self._spec, optim=None, gradient_checkpointing=False))
             if not isinstance(module, PolicyModel):
                 raise TypeError("a critic does not decode; lease the actor's engine")
-            self._decoding = module.eval()
+            self._decoding_model = module.eval()
         version = (self.updates, self._load_count)
         if version != self._decoding_version:
-            copies = parameters_by_hf_name(self._decoding)
+            copies = parameters_by_hf_name(self._decoding_model)
             with torch.no_grad():
                 for name, tensor in self.named_hf_weights():
                     copies[name].copy_(tensor)
             self._decoding_version = version
-        yield Lease(self._decoding, 0)
+        yield Lease(self._decoding_model, 0)
 
     def save(self, folder: Path, contents: Collection[str]) -> None:
         with self.present(optimizer=True):
-            save_stage(folder, self._tensors, self.optimizer, contents)
+            save_stage(folder, self._stage_tensors, self.optimizer, contents)
 
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
         with self.present(optimizer=True):
-            load_stage(folder, self._tensors, self.optimizer, contents)
+            load_stage(folder, self._stage_tensors, self.optimizer, contents)
         self._load_count += 1
 
 
-def _on_host(terms: Terms) -> Terms:
-    """Returns detached copies on the host."""
+def _to_host(terms: Terms) -> Terms:
+    """Returns the terms with detached copies of their tensors on the host."""
     metrics = (terms.shares, terms.means, terms.maxima)
     copies = ({n: torch.as_tensor(x).detach().cpu() for n, x in m.items()} for m in metrics)
     return Terms(terms.loss.cpu(), *copies)
@@ -326,8 +330,8 @@ def build(spec: EngineSpec) -> MegatronEngine:
     mesh = join_mesh(spec)
     # Every rank reads the whole model on the host and keeps its part.
     module = load_module(replace(spec, device=torch.device("cpu"), optim=None))
-    stage, tied = _stage(spec, module)
-    tensors = StageTensors(stage, module, process_groups(), tied=tied)
+    stage, tied = _build_stage(spec, module)
+    stage_tensors = StageTensors(stage, module, process_groups(), tied=tied)
     optimizer = None
     if spec.optim is None:
         stage.requires_grad_(False)
@@ -337,10 +341,14 @@ def build(spec: EngineSpec) -> MegatronEngine:
         )
         model = DistributedDataParallel(stage.config, config, stage)
         stage.config.finalize_model_grads_func = finalize_model_grads
-        total = spec.optim.total_training_steps
-        optimizer = ShardedOptimizer(model, spec.optim, grad_clip=spec.grad_clip, total=total)
+        optimizer = ShardedOptimizer(
+            model,
+            spec.optim,
+            grad_clip=spec.grad_clip,
+            total_steps=spec.optim.total_training_steps,
+        )
     offload = build_offload(stage, optimizer, spec.fsdp)
-    engine = MegatronEngine(spec, mesh, stage, tensors, optimizer=optimizer, offload=offload)
+    engine = MegatronEngine(spec, mesh, stage, stage_tensors, optimizer=optimizer, offload=offload)
     offload.start()
     return engine
 
@@ -356,7 +364,7 @@ def _check_supported(spec: EngineSpec) -> None:
             torch.cuda.current_device()
         except (AssertionError, RuntimeError) as error:
             raise ValueError(
-                "strategy=megatron needs a GPU, and torch sees none; use strategy=fsdp2"
+                "strategy=megatron needs a GPU, but torch finds none; use strategy=fsdp2"
             ) from error
     if spec.adapters is not None:
         raise ValueError("strategy=megatron does not train LoRA adapters; use strategy=fsdp2")
@@ -368,20 +376,20 @@ def _check_supported(spec: EngineSpec) -> None:
     check_role_supported(spec.model_path, spec.override_config, spec.megatron)
 
 
-def _stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:
+def _build_stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:
     """Returns this rank's stage with uninitialized weights, and whether the embeddings are tied."""
-    hf, rotary = module.lm.config, module.decoder.rotary_emb
-    tied = isinstance(module, PolicyModel) and bool(hf.tie_word_embeddings)
+    hf_config, rotary = module.lm.config, module.decoder.rotary_emb
+    tied = isinstance(module, PolicyModel) and bool(hf_config.tie_word_embeddings)
     config = transformer_config(
-        hf,
+        hf_config,
         spec.dtype,
         spec.device,
         rotary_scale=rotary.attention_scaling,
         gradient_checkpointing=spec.gradient_checkpointing,
         megatron=spec.megatron,
     )
-    stage = build_stage(hf, config, rotary.inv_freq, tied=tied)
+    stage = build_stage(hf_config, config, rotary.inv_freq, tied=tied)
     if not isinstance(module, PolicyModel) and stage.post_process:
         del stage.output_layer
-        stage.value_head = nn.Linear(hf.hidden_size, 1, dtype=spec.dtype)
+        stage.value_head = nn.Linear(hf_config.hidden_size, 1, dtype=spec.dtype)
     return stage.to(spec.device), tied

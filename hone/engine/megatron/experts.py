@@ -1,4 +1,4 @@
-"""The experts and routers of a megatron-core MoE layer, which compute the same as the Hugging Face model.
+"""The experts and routers of a megatron-core MoE layer; they compute the same as the Hugging Face model.
 
 megatron-core dispatches tokens to the ranks of their experts. The router here routes as transformers does,
 and can replay recorded experts; the experts are packed as in a Hugging Face checkpoint.
@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
-from hone.models.routing import replayed
+from hone.models.routing import replay_experts
 from hone.ops.segments import SegmentLayout
 
 if TYPE_CHECKING:
@@ -29,33 +29,33 @@ _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass
 class MicroBatchParams(PackedSeqParams):  # type: ignore[misc]
-    """The packed rows of one micro-batch, which megatron-core passes through to every layer."""
+    """The layout and routing of one micro-batch, which megatron-core passes to every layer."""
 
     layout: SegmentLayout | None = None
     positions: Tensor | None = None  # [N]
     replay: Tensor | None = None
-    """The experts [n, layers, k] of this rank's tokens."""
+    """The recorded experts [n, MoE layers, k] of this rank's tokens; None if the routers choose."""
     experts: dict[int, Tensor] = field(default_factory=dict)
-    """The experts [n, k] of this rank's tokens by layer."""
+    """The experts [n, k] that this rank's tokens used, by MoE layer index."""
     agreement: dict[int, Tensor] = field(default_factory=dict)
-    """The share [n] of the replayed experts that the router would have chosen, by layer."""
+    """The share [n] of the replayed experts that the router would have chosen, by MoE layer index."""
 
 
 class Router(nn.Module):
     """Chooses the experts of each token as transformers does: top-k after a softmax in float32."""
 
-    sparse_layer: int
-    """The index of its layer among the MoE layers of the whole model."""
-    normalizes: bool
+    moe_layer_index: int
+    """The index of this router's layer among the MoE layers of the whole model."""
+    normalizes_gates: bool
     """Whether the gates of a token add up to 1."""
-    rows: MicroBatchParams
+    params: MicroBatchParams
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
         self.top_k = config.moe_router_topk
         self.dtype = _ROUTER_DTYPES.get(config.moe_router_dtype, config.params_dtype)
-        size = config.num_moe_experts, config.hidden_size
-        self.weight = nn.Parameter(torch.empty(size, dtype=config.params_dtype))
+        shape = config.num_moe_experts, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def set_layer_number(self, number: int) -> None:
@@ -66,19 +66,19 @@ class Router(nn.Module):
         logits = F.linear(hidden[:, 0].to(self.dtype), self.weight.to(self.dtype))
         scores = logits.softmax(-1, dtype=torch.float32)
         experts = scores.topk(self.top_k, -1).indices
-        if self.rows.replay is not None:
-            recorded = self.rows.replay[:, self.sparse_layer]
-            experts, self.rows.agreement[self.sparse_layer] = replayed(experts, recorded)
-        self.rows.experts[self.sparse_layer] = experts
+        if self.params.replay is not None:
+            recorded = self.params.replay[:, self.moe_layer_index]
+            experts, self.params.agreement[self.moe_layer_index] = replay_experts(experts, recorded)
+        self.params.experts[self.moe_layer_index] = experts
         gates = scores.gather(1, experts)
-        if self.normalizes:
+        if self.normalizes_gates:
             gates = gates / gates.sum(-1, keepdim=True)
         weights = torch.zeros_like(logits).scatter(1, experts, gates.to(logits.dtype))
         return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
 
 
 class PackedExperts(nn.Module):
-    """The experts of this rank; an expert-tensor-parallel rank holds a shard of each."""
+    """The experts of this rank; an expert-tensor-parallel rank holds a shard of each expert."""
 
     def __init__(
         self, num_local_experts: int, config: TransformerConfig, *, pg_collection: Any
@@ -91,7 +91,7 @@ class PackedExperts(nn.Module):
             for shape in shapes
         )
         for parameter in (self.gate_up, self.down):
-            # The ranks that replicate experts are not those that replicate dense layers.
+            # The gradients of experts are reduced over other ranks than those of dense layers.
             parameter.allreduce = False  # type: ignore[attr-defined]
 
     def forward(
@@ -104,21 +104,21 @@ class PackedExperts(nn.Module):
         return (out * gates[:, None]).to(tokens.dtype), None
 
 
-class SparseLayer(TransformerLayer):  # type: ignore[misc]
-    """A MoE layer that passes the packed rows to its router."""
+class MoETransformerLayer(TransformerLayer):  # type: ignore[misc]
+    """A MoE layer that passes the parameters of the micro-batch to its router."""
 
     def forward(self, *args: Any, packed_seq_params: MicroBatchParams, **kwargs: Any) -> Any:
-        # Set per forward: a recomputed layer runs again in the backward pass of its micro-batch.
-        self.mlp.router.rows = packed_seq_params
+        # Set in each forward, because a recomputed layer runs again in the backward pass of its micro-batch.
+        self.mlp.router.params = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
-def moe_settings(hf: PreTrainedConfig) -> dict[str, Any]:
+def moe_settings(hf_config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the fields of megatron-core's config for a mixture of experts."""
     return {
-        "num_moe_experts": hf.num_experts,
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "num_moe_experts": hf_config.num_experts,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
         "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",
     }
@@ -133,9 +133,13 @@ def moe_block() -> ModuleSpec:
     )
 
 
-def sparse_layers(hf: PreTrainedConfig) -> list[int]:
-    """Returns the indices of the MoE layers; the others have one dense MLP."""
-    if hf.model_type != "qwen3_moe" or not hf.num_experts:
+def moe_layer_indices(hf_config: PreTrainedConfig) -> list[int]:
+    """Returns the indices of the MoE layers; other layers have one dense MLP."""
+    if hf_config.model_type != "qwen3_moe" or not hf_config.num_experts:
         return []
-    candidates = range(hf.decoder_sparse_step - 1, hf.num_hidden_layers, hf.decoder_sparse_step)
-    return [layer for layer in candidates if layer not in hf.mlp_only_layers]
+    candidates = range(
+        hf_config.decoder_sparse_step - 1,
+        hf_config.num_hidden_layers,
+        hf_config.decoder_sparse_step,
+    )
+    return [layer for layer in candidates if layer not in hf_config.mlp_only_layers]

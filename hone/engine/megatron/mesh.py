@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from hone.engine.contract import EngineSpec, Mesh
-from hone.engine.megatron.weights import Groups
+from hone.engine.megatron.weights import MegatronGroups
 
 
 def join_mesh(spec: EngineSpec) -> Mesh:
@@ -17,7 +17,7 @@ def join_mesh(spec: EngineSpec) -> Mesh:
     megatron = spec.megatron
     if problem := megatron.divisibility_problem(spec.world_size):
         raise ValueError(f"megatron.{problem}")
-    sizes = (
+    requested_sizes = (
         megatron.tensor_model_parallel_size,
         megatron.pipeline_model_parallel_size,
         megatron.expert_model_parallel_size,
@@ -27,8 +27,8 @@ def join_mesh(spec: EngineSpec) -> Mesh:
         backend = "gloo" if spec.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
-        world = dist.distributed_c10d._get_default_group()
-        timeout = world._get_backend(spec.device).options._timeout
+        world_group = dist.distributed_c10d._get_default_group()
+        timeout = world_group._get_backend(spec.device).options._timeout
         parallel_state.initialize_model_parallel(
             megatron.tensor_model_parallel_size,
             megatron.pipeline_model_parallel_size,
@@ -38,17 +38,17 @@ def join_mesh(spec: EngineSpec) -> Mesh:
             distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
             order="tp-cp-ep-dp-pp",
         )
-    current = (
+    current_sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),
     )
-    if current != sizes:
+    if current_sizes != requested_sizes:
         raise ValueError(
             "two models of one process have different Megatron layouts: tensor, pipeline, expert and expert "
-            f"tensor parallel {current} and {sizes}; give actor, reference and critic the same layout, or "
-            "separate processes"
+            f"tensor parallel {current_sizes} and {requested_sizes}; give actor, reference and critic the "
+            "same layout, or separate processes"
         )
     model_parallel_cuda_manual_seed(spec.fsdp.seed)
     return Mesh(
@@ -61,9 +61,9 @@ def join_mesh(spec: EngineSpec) -> Mesh:
     )
 
 
-def process_groups() -> Groups:
-    """Returns the groups of this rank."""
-    return Groups(
+def process_groups() -> MegatronGroups:
+    """Returns the process groups of this rank."""
+    return MegatronGroups(
         parallel_state.get_data_parallel_group(),
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from hone.config.engine import MegatronConfig
 from hone.engine.megatron.experts import (
     MicroBatchParams,
-    SparseLayer,
+    MoETransformerLayer,
     moe_block,
+    moe_layer_indices,
     moe_settings,
-    sparse_layers,
 )
 from hone.engine.megatron.refusals import passed_overrides
 from hone.models.families import config_field, key_shape
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class RmsNorm(nn.Module):
-    """An RMS norm whose weight is marked for sequence parallel, unlike torch's norm in megatron-core."""
+    """An RMS norm whose weight is marked for sequence parallel; that of torch's norm is not."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
@@ -55,13 +55,13 @@ class RmsNorm(nn.Module):
 
 
 class RotaryPositions(nn.Module):
-    """Rotary angles of packed positions, from the frequencies of the Hugging Face model."""
+    """Rotary angles of packed positions, from the inverse frequencies of the Hugging Face model."""
 
     inv_freq: Tensor
 
-    def __init__(self, frequencies: Tensor) -> None:
+    def __init__(self, inverse_frequencies: Tensor) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", frequencies.float(), persistent=False)
+        self.register_buffer("inv_freq", inverse_frequencies.float(), persistent=False)
 
     def get_rotary_seq_len(
         self, context: None, decoder: None, hidden: Tensor, config: None, packed: MicroBatchParams
@@ -76,7 +76,7 @@ class RotaryPositions(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Attention over packed rows: a token sees its own row only."""
+    """Attention over packed rows, in which a token attends only to its own row."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_: Any) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Stage(GPTModel):  # type: ignore[misc]
 
 
 def transformer_config(
-    hf: PreTrainedConfig,
+    hf_config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -113,24 +113,25 @@ def transformer_config(
     gradient_checkpointing: bool,
     megatron: MegatronConfig,
 ) -> TransformerConfig:
-    """Returns megatron-core's config of a Hugging Face model."""
-    kv_heads, width = key_shape(hf)
+    """Returns megatron-core's config for a Hugging Face model."""
+    kv_heads, head_dim = key_shape(hf_config)
+    has_bias = hf_config.model_type == "qwen2" or config_field(hf_config, "attention_bias")
     fusions = ("bias_activation", "masked_softmax", "bias_dropout", "gradient_accumulation")
     settings: dict[str, Any] = {
-        "num_layers": hf.num_hidden_layers,
-        "hidden_size": hf.hidden_size,
-        "num_attention_heads": hf.num_attention_heads,
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "num_attention_heads": hf_config.num_attention_heads,
         "num_query_groups": kv_heads,
-        "kv_channels": width,
-        "softmax_scale": width**-0.5 * rotary_scale**2,  # the scale of queries times that of keys
-        "ffn_hidden_size": hf.intermediate_size,
+        "kv_channels": head_dim,
+        "softmax_scale": head_dim**-0.5 * rotary_scale**2,  # queries and keys are both scaled
+        "ffn_hidden_size": hf_config.intermediate_size,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": hf.rms_norm_eps,
+        "layernorm_epsilon": hf_config.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type == "qwen2" or bool(config_field(hf, "attention_bias")),
-        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
+        "add_qkv_bias": bool(has_bias),
+        "qk_layernorm": hf_config.model_type in ("qwen3", "qwen3_moe"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -140,18 +141,18 @@ def transformer_config(
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "sequence_parallel": megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
         "variable_seq_lengths": True,
-        # megatron-core checks it with variable lengths, also without experts.
+        # megatron-core requires this dispatcher for variable lengths, even without experts.
         "moe_token_dispatcher_type": "alltoall",
         "deallocate_pipeline_outputs": False,
-        # The loss of a micro-batch is its share of the sum, and gradients are added, never averaged.
+        # The losses of micro-batches are shares of one loss, so gradients are summed, not averaged.
         "calculate_per_token_loss": True,
         "use_cpu_initialization": device.type == "cpu",
         "perform_initialization": False,
         **{f"{name}_fusion": False for name in fusions},
         "apply_rope_fusion": False,
     }
-    if sparse_layers(hf):
-        settings |= moe_settings(hf) | {
+    if moe_layer_indices(hf_config):
+        settings |= moe_settings(hf_config) | {
             "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
             "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
         }
@@ -166,45 +167,50 @@ def transformer_config(
 
 
 def build_stage(
-    hf: PreTrainedConfig, config: TransformerConfig, frequencies: Tensor, *, tied: bool
+    hf_config: PreTrainedConfig,
+    config: TransformerConfig,
+    inverse_frequencies: Tensor,
+    *,
+    tied: bool,
 ) -> Stage:
     """Builds the layers of this rank's pipeline stage, with uninitialized weights."""
     dense, sparse = _layer_spec(config), _layer_spec(config)
-    sparse.module, sparse.submodules.mlp = SparseLayer, moe_block()
-    moe_layers = sparse_layers(hf)
-    first = get_transformer_layer_offset(config)
-    stage_layers = range(first, first + get_num_layers_to_build(config))
+    sparse.module, sparse.submodules.mlp = MoETransformerLayer, moe_block()
+    moe_layers = moe_layer_indices(hf_config)
+    first_layer = get_transformer_layer_offset(config)
+    stage_layers = range(first_layer, first_layer + get_num_layers_to_build(config))
     block = TransformerBlockSubmodules(
         layer_specs=[sparse if layer in moe_layers else dense for layer in stage_layers],
         layer_norm=RmsNorm,
     )
-    tensor_ranks = config.tensor_model_parallel_size
+    tensor_size = config.tensor_model_parallel_size
     stage = Stage(
         config,
         block,
-        vocab_size=hf.vocab_size + (-hf.vocab_size) % tensor_ranks,
-        max_sequence_length=hf.max_position_embeddings,
+        vocab_size=hf_config.vocab_size + (-hf_config.vocab_size) % tensor_size,  # padded
+        max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
         parallel_output=True,
     )
-    stage.rotary_pos_emb = RotaryPositions(frequencies)
-    if stage.pre_process and hf.pad_token_id is not None:
-        _freeze_padding(stage.embedding.word_embeddings, hf.pad_token_id)
+    stage.rotary_pos_emb = RotaryPositions(inverse_frequencies)
+    if stage.pre_process and hf_config.pad_token_id is not None:
+        _freeze_padding(stage.embedding.word_embeddings, hf_config.pad_token_id)
     for index, layer in zip(stage_layers, stage.decoder.layers, strict=True):
         if index in moe_layers:
             router = layer.mlp.router
-            router.sparse_layer, router.normalizes = moe_layers.index(index), hf.norm_topk_prob
+            router.moe_layer_index = moe_layers.index(index)
+            router.normalizes_gates = hf_config.norm_topk_prob
     return stage
 
 
-def _freeze_padding(embedding: nn.Module, padding: int) -> None:
+def _freeze_padding(embedding: nn.Module, pad_token_id: int) -> None:
     """Stops the gradient of the padding token's embedding, as Hugging Face's `padding_idx` does."""
 
     def detach(module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-        is_padding = (inputs[0] == padding)[..., None]  # [1, N, 1]
+        is_padding = (inputs[0] == pad_token_id)[..., None]  # [1, N, 1]
         if module.reduce_scatter_embeddings:  # a tensor-parallel rank's part of [N, 1, d]
             group = module.tp_group
             is_padding = is_padding.transpose(0, 1).chunk(group.size())[group.rank()]
@@ -215,9 +221,9 @@ def _freeze_padding(embedding: nn.Module, padding: int) -> None:
 
 def _layer_spec(config: TransformerConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
-    attention = parts.self_attention.submodules
+    submodules = layer.submodules
+    submodules.input_layernorm = submodules.pre_mlp_layernorm = RmsNorm
+    attention = submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RmsNorm

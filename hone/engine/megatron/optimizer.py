@@ -22,7 +22,7 @@ from hone.types import Fields
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-_ELEMENTWISE = (
+_ELEMENTWISE_OPTIMIZERS = (
     torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW,
     torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
     torch.optim.SGD,
@@ -31,8 +31,8 @@ _ELEMENTWISE = (
 
 
 @dataclass(frozen=True)
-class Shard:
-    """This rank's part of one bucket; experts have buckets and data-parallel ranks of their own."""
+class BucketShard:
+    """This rank's part of one bucket; experts have their own buckets and data-parallel ranks."""
 
     parameters: Tensor  # [n] view of the bucket
     gradients: Tensor  # [n] float32 view of the bucket
@@ -45,19 +45,19 @@ class Shard:
         """The offset of this shard in the bucket."""
         return self.group.rank() * self.parameters.numel()
 
-    def pieces(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor, slice]]:
-        """Yields each parameter of a flat shard, its part, and the slice of the flattened parameter."""
+    def pieces(self, flat_shard: Tensor) -> Iterator[tuple[nn.Parameter, Tensor, slice]]:
+        """Yields each parameter in the shard, its piece of `flat_shard`, and its slice of the parameter."""
         for parameter, start, end in self.ranges:
-            low, high = max(start, self.start), min(end, self.start + flat.numel())
+            low, high = max(start, self.start), min(end, self.start + flat_shard.numel())
             if low < high:
                 yield (
                     parameter,
-                    flat[low - self.start : high - self.start],
+                    flat_shard[low - self.start : high - self.start],
                     slice(low - start, high - start),
                 )
 
 
-def shards_of(model: DistributedDataParallel) -> list[Shard]:
+def bucket_shards(model: DistributedDataParallel) -> list[BucketShard]:
     """Returns this rank's shard of every bucket."""
     shards = []
     for buffer in (*model.buffers, *model.expert_parallel_buffers):
@@ -70,7 +70,7 @@ def shards_of(model: DistributedDataParallel) -> list[Shard]:
             parameters, gradients = (
                 x.chunk(group.size())[group.rank()] for x in (bucket.param_data, bucket.grad_data)
             )
-            shards.append(Shard(parameters, gradients, group, tuple(ranges)))
+            shards.append(BucketShard(parameters, gradients, group, tuple(ranges)))
     return shards
 
 
@@ -78,21 +78,28 @@ class ShardedOptimizer(Optimizer):
     """The schedule, clipping and non-finite check of `Optimizer`, over the shards of this rank."""
 
     def __init__(
-        self, model: DistributedDataParallel, config: OptimConfig, *, grad_clip: float, total: int
+        self,
+        model: DistributedDataParallel,
+        config: OptimConfig,
+        *,
+        grad_clip: float,
+        total_steps: int,
     ) -> None:
         self.model = model
-        self.shards = shards_of(model)
+        self.shards = bucket_shards(model)
         self._ranges = {
             parameter: (i, start, end)
             for i, shard in enumerate(self.shards)
             for parameter, start, end in shard.ranges
         }
-        flat = ((f"shard{i}", nn.Parameter(s.parameters)) for i, s in enumerate(self.shards))
-        super().__init__(flat, config, grad_clip=grad_clip, total=total)
-        if not isinstance(self.inner, _ELEMENTWISE):
+        named_shards = (
+            (f"shard{i}", nn.Parameter(s.parameters)) for i, s in enumerate(self.shards)
+        )
+        super().__init__(named_shards, config, grad_clip=grad_clip, total_steps=total_steps)
+        if not isinstance(self.torch_optimizer, _ELEMENTWISE_OPTIMIZERS):
             raise PluginError(
                 f"optim.optimizer={config.optimizer} may need whole matrices, but strategy=megatron "
-                "updates flat shards; use one of torch.optim such as AdamW, or strategy=fsdp2"
+                "updates flat shards; use an optimizer of torch.optim such as AdamW, or strategy=fsdp2"
             )
 
     def zero_grad(self) -> None:
@@ -102,24 +109,24 @@ class ShardedOptimizer(Optimizer):
     def step(self) -> dict[str, float]:
         for shard, master in zip(self.shards, self.masters.values(), strict=True):
             master.grad = shard.gradients
-        updates = self.updates
+        previous_updates = self.updates
         metrics = super().step()
-        if self.updates > updates:
+        if self.updates > previous_updates:
             self.model.start_param_sync(force_sync=True)
         return metrics
 
-    def state_keys(self, device: torch.device | str = "cpu") -> tuple[list[str], Fields]:
-        """Returns the names of the optimizer state per element, and the other state (the step count) of a new
-        parameter on the device."""
+    def state_schema(self, device: torch.device | str = "cpu") -> tuple[list[str], Fields]:
+        """Returns the names of the state per element (moments), and the other state (the step count) that a
+        new parameter on the device has."""
         probe = nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
         optimizer = build_optimizer([probe], self._config)
         optimizer.step()
         state = optimizer.state[probe]
-        per_element = [
+        element_keys = [
             k for k, x in state.items() if isinstance(x, Tensor) and x.shape == probe.shape
         ]
-        return per_element, {key: x for key, x in state.items() if key not in per_element}
+        return element_keys, {key: x for key, x in state.items() if key not in element_keys}
 
     def total_norm(self, grads: list[Tensor]) -> Tensor:
         """Returns the norm over all ranks; a parameter that several ranks hold is counted once."""
@@ -131,29 +138,29 @@ class ShardedOptimizer(Optimizer):
         dist.all_reduce(squares)
         return squares.sqrt()
 
-    def gather(self, parameter: nn.Parameter, flats: list[Tensor]) -> Tensor:
-        """Returns the full tensor of one parameter from flat shards such as moments; the ranks of the bucket
-        call it together. A whole bucket is never gathered, as it may be as large as the stage."""
+    def gather(self, parameter: nn.Parameter, flat_shards: list[Tensor]) -> Tensor:
+        """Returns the full tensor of one parameter from flat shards, for example of moments; all ranks of the
+        bucket call it. A whole bucket is never gathered, because it may be as large as the stage."""
         index, start, end = self._ranges[parameter]
-        group, flat = self.shards[index].group, flats[index]
-        full, size = flat.new_empty(end - start), flat.numel()
-        for owner in range(start // size, -(-end // size)):
-            low, high = max(start, owner * size), min(end, (owner + 1) * size)
-            piece = full[low - start : high - start]
-            if owner == group.rank():
-                piece.copy_(flat[low - owner * size : high - owner * size])
-            dist.broadcast(piece, group=group, group_src=owner)
-        return full.view(parameter.shape)
+        group, flat = self.shards[index].group, flat_shards[index]
+        full_tensor, size = flat.new_empty(end - start), flat.numel()
+        for owner_rank in range(start // size, -(-end // size)):
+            low, high = max(start, owner_rank * size), min(end, (owner_rank + 1) * size)
+            piece = full_tensor[low - start : high - start]
+            if owner_rank == group.rank():
+                piece.copy_(flat[low - owner_rank * size : high - owner_rank * size])
+            dist.broadcast(piece, group=group, group_src=owner_rank)
+        return full_tensor.view(parameter.shape)
 
-    def scatter(self, tensors: dict[nn.Parameter, Tensor], flats: list[Tensor]) -> None:
-        """Writes this rank's part of full tensors into flat shards."""
-        for shard, flat in zip(self.shards, flats, strict=True):
+    def scatter(self, tensors: dict[nn.Parameter, Tensor], flat_shards: list[Tensor]) -> None:
+        """Writes this rank's parts of full tensors into flat shards."""
+        for shard, flat in zip(self.shards, flat_shards, strict=True):
             for parameter, piece, elements in shard.pieces(flat):
                 piece.copy_(tensors[parameter].reshape(-1)[elements])
 
     def _is_counted(self, parameter: nn.Parameter) -> bool:
-        """Whether the norm counts the parameter on this rank: it is sharded over tensor-parallel ranks, or
-        this is the first of them."""
+        """Whether this rank counts the parameter in the norm: either the parameter is sharded over
+        tensor-parallel ranks, or this is the first of these ranks."""
         if getattr(parameter, "shared", False):  # the copy of a tied embedding
             return False
         return getattr(parameter, "tensor_model_parallel", False) or self.model.tp_group.rank() == 0

@@ -1,4 +1,4 @@
-"""Models, layouts and settings that `strategy=megatron` refuses; importable without megatron-core."""
+"""Checks for models, layouts and settings that `strategy=megatron` refuses; megatron-core is not needed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-_STAGE_SIZES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+_STAGE_SIZE_FIELDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 """Supported names in `recompute_modules`; the others need Transformer Engine."""
-PASSED = frozenset((
-    *_STAGE_SIZES, "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-    "moe_router_dtype",
+PASSED_FIELDS = frozenset((
+    *_STAGE_SIZE_FIELDS, "recompute_granularity", "recompute_method", "recompute_num_layers",
+    "recompute_modules", "moe_router_dtype",
 ))  # fmt: skip
 """Fields of megatron-core's TransformerConfig that an override may set."""
-COMPUTED: Mapping[str, JsonValue] = {
+FIXED_FIELDS: Mapping[str, JsonValue] = {
     "add_bias_linear": False, "apply_query_key_layer_scaling": False,
     "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0,
     "attention_output_gate": False, "attention_softmax_in_fp32": True, "calculate_per_token_loss": True,
@@ -38,8 +38,8 @@ COMPUTED: Mapping[str, JsonValue] = {
     "multi_latent_attention": False, "normalization": "RMSNorm", "qk_clip": False, "qk_l2_norm": False,
     "rotary_interleaved": False, "softmax_type": "vanilla", "test_mode": False,
 }  # fmt: skip
-"""Fields that an override may set only to the value that the engine uses."""
-NO_EFFECT = frozenset((
+"""Fields that an override may set only to this value, which the engine uses."""
+IGNORED_FIELDS = frozenset((
     # kernels
     "apply_rope_fusion", "attention_backend", "bias_activation_fusion", "bias_dropout_fusion",
     "cross_entropy_fusion_impl", "cross_entropy_loss_fusion",
@@ -69,20 +69,20 @@ NO_EFFECT = frozenset((
     "microbatch_group_size_per_vp_stage", "min_offloaded_tensor_size", "moe_layer_recompute",
     "num_microbatches_with_partial_activation_checkpoints", "offload_modules",
     "virtual_pipeline_model_parallel_size", "wgrad_deferral_limit",
-    # initial weights, which are loaded, and logs
+    # initialization (weights are loaded) and logs
     "barrier_with_L1_time", "config_logger_dir", "init_method_std", "init_model_with_meta_device",
     "log_max_attention_logit", "moe_per_layer_logging", "perform_initialization",
     "use_cpu_initialization",
-    # of other devices, in verl's scripts
+    # other devices, in verl's scripts
     "swap_optimizer", "use_flash_attn",
 ))  # fmt: skip
-"""Fields that do not change the numbers and that the engine ignores."""
+"""Fields that do not change results; the engine ignores them."""
 
 
 def check_role_supported(
     path: str, override_config: Mapping[str, JsonValue], megatron: MegatronConfig
 ) -> None:
-    """Raises, before weights are loaded, for a model or settings that cannot be built."""
+    """Raises, before weights are loaded, for a model or settings that the engine does not support."""
     config = load_config(path)
     for name, value in override_config.items():
         setattr(config, name, value)
@@ -91,106 +91,116 @@ def check_role_supported(
 
 
 def check_transformer_overrides(megatron: MegatronConfig) -> None:
-    """Raises for overrides that would change the model or its numbers."""
-    overrides = _overrides(megatron)
-    if refused := sorted(name for name, value in overrides.items() if not is_allowed(name, value)):
+    """Raises for overrides that would change the model or its results."""
+    overrides = _non_null_overrides(megatron)
+    if refused_names := sorted(
+        name for name, value in overrides.items() if not is_allowed(name, value)
+    ):
         raise ConfigError(
             [
-                f"megatron.override_transformer_config has {', '.join(refused)}, which hone sets from the "
-                "model, the layout and the loss, or does not compute; remove it"
+                f"megatron.override_transformer_config has {', '.join(refused_names)}, which hone sets "
+                "from the model, the layout and the loss, or does not support; remove it"
             ]
         )
 
 
 def is_allowed(name: str, value: JsonValue) -> bool:
-    """Whether an override keeps the numbers, or sets the dtype of the router."""
+    """Whether an override does not change results, or sets the dtype of the router."""
     if name == "moe_router_dtype":
         return value in ("fp32", "fp64")
-    is_computed = name in COMPUTED and value == COMPUTED[name]
-    return name in PASSED or name in NO_EFFECT or is_computed
+    has_fixed_value = name in FIXED_FIELDS and value == FIXED_FIELDS[name]
+    return name in PASSED_FIELDS or name in IGNORED_FIELDS or has_fixed_value
 
 
-def _overrides(megatron: MegatronConfig) -> dict[str, JsonValue]:
+def _non_null_overrides(megatron: MegatronConfig) -> dict[str, JsonValue]:
     """Returns the overrides that are not null."""
     return {n: x for n, x in megatron.override_transformer_config.items() if x is not None}
 
 
 def passed_overrides(megatron: MegatronConfig) -> dict[str, JsonValue]:
-    """Returns the overrides for megatron-core; sizes of stages are dropped without a pipeline."""
-    left_out = _STAGE_SIZES if megatron.pipeline_model_parallel_size == 1 else ()
-    passed = {n: x for n, x in _overrides(megatron).items() if n in PASSED and n not in left_out}
-    if isinstance(modules := passed.get("recompute_modules"), list | tuple):
-        passed["recompute_modules"] = [module for module in modules if module in _RECOMPUTE_MODULES]
-    return passed
+    """Returns the overrides for megatron-core; without pipeline parallel, stage sizes are left out."""
+    fields = PASSED_FIELDS
+    if megatron.pipeline_model_parallel_size == 1:
+        fields = fields - set(_STAGE_SIZE_FIELDS)
+    overrides = {
+        name: value for name, value in _non_null_overrides(megatron).items() if name in fields
+    }
+    if isinstance(modules := overrides.get("recompute_modules"), list | tuple):
+        overrides["recompute_modules"] = [name for name in modules if name in _RECOMPUTE_MODULES]
+    return overrides
 
 
 def overrides_without_effect(megatron: MegatronConfig) -> list[str]:
-    """Returns a sentence that names the ignored overrides, if there are any."""
-    overrides = _overrides(megatron)
-    ignored = sorted(NO_EFFECT & overrides.keys())
+    """Returns one note that names the ignored overrides, or an empty list."""
+    overrides = _non_null_overrides(megatron)
+    ignored_names = sorted(IGNORED_FIELDS & overrides.keys())
     if isinstance(modules := overrides.get("recompute_modules"), list | tuple):
-        ignored += [f"{x} in recompute_modules" for x in modules if x not in _RECOMPUTE_MODULES]
-    if ignored:
+        ignored_names += [
+            f"{x} in recompute_modules" for x in modules if x not in _RECOMPUTE_MODULES
+        ]
+    if ignored_names:
         return [
-            f"megatron.override_transformer_config has {', '.join(ignored)}, which has no effect here: "
-            "kernels, communication and schedule are hone's"
+            f"megatron.override_transformer_config has {', '.join(ignored_names)}, which has no effect here: "
+            "hone has its own kernels, communication and schedule"
         ]
     return []
 
 
-def check_model_supported(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
-    """Raises for a model that cannot be built over this number of ranks."""
-    if hf.model_type not in FAMILIES:
+def check_model_supported(hf_config: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
+    """Raises if the engine does not support the model, or not with these parallel sizes."""
+    if hf_config.model_type not in FAMILIES:
         raise UnsupportedModel(
-            f"{path} is a {hf.model_type}; strategy=megatron trains {', '.join(FAMILIES)}. Use "
-            "strategy=fsdp2"
+            f"{path} is a {hf_config.model_type} model; strategy=megatron trains {', '.join(FAMILIES)}. "
+            "Use strategy=fsdp2"
         )
-    has_bias = hf.model_type != "qwen2" and config_field(hf, "attention_bias")
+    has_bias = hf_config.model_type != "qwen2" and config_field(hf_config, "attention_bias")
     for feature, has_feature in {
         "attention_bias (a bias of the output projection)": has_bias,
-        "mlp_bias": config_field(hf, "mlp_bias"),
-        "use_sliding_window": config_field(hf, "use_sliding_window"),
-        f"hidden_act={hf.hidden_act}": hf.hidden_act != "silu",
+        "mlp_bias": config_field(hf_config, "mlp_bias"),
+        "use_sliding_window": config_field(hf_config, "use_sliding_window"),
+        f"hidden_act={hf_config.hidden_act}": hf_config.hidden_act != "silu",
     }.items():
         if has_feature:
             raise UnsupportedModel(
-                f"{path} has {feature}, which strategy=megatron does not compute; use strategy=fsdp2"
+                f"{path} has {feature}, which strategy=megatron does not support; use strategy=fsdp2"
             )
-    kv_heads, _ = key_shape(hf)
-    _check_stages(hf.num_hidden_layers, path, megatron)
-    divided = [("key-value heads", kv_heads, "tensor_model_parallel_size")]
-    if hf.model_type == "qwen3_moe":
-        divided.append(("experts", hf.num_experts, "expert_model_parallel_size"))
-        _check_experts(hf, path, megatron)
-    for what, count, key in divided:
+    kv_heads, _ = key_shape(hf_config)
+    _check_stages(hf_config.num_hidden_layers, path, megatron)
+    divisions = [("key-value heads", kv_heads, "tensor_model_parallel_size")]
+    if hf_config.model_type == "qwen3_moe":
+        divisions.append(("experts", hf_config.num_experts, "expert_model_parallel_size"))
+        _check_experts(hf_config, path, megatron)
+    for dimension, count, key in divisions:
         if count % megatron[key]:
             raise UnsupportedModel(
-                f"{path} has {count} {what}, which megatron.{key}={megatron[key]} does not divide"
+                f"{path} has {count} {dimension}, which megatron.{key}={megatron[key]} does not divide"
             )
 
 
 def _check_stages(layers: int, path: str, megatron: MegatronConfig) -> None:
-    """Raises unless the layers divide evenly over the stages, except stages with a configured size."""
-    stages, passed = megatron.pipeline_model_parallel_size, passed_overrides(megatron)
-    sized = {n: x for n in _STAGE_SIZES if isinstance(x := passed.get(n), int)}
-    rest, others = layers - sum(sized.values()), stages - len(sized)
-    if min(sized.values(), default=1) < 1 or rest < others or (rest % others if others else rest):
-        settings = "".join(f" with {name}={count}" for name, count in sized.items())
+    """Raises unless the stages without a configured size get equal numbers of layers."""
+    stages, overrides = megatron.pipeline_model_parallel_size, passed_overrides(megatron)
+    sizes = {n: x for n in _STAGE_SIZE_FIELDS if isinstance(x := overrides.get(n), int)}
+    layers_left, stages_left = layers - sum(sizes.values()), stages - len(sizes)
+    remainder = layers_left % stages_left if stages_left else layers_left
+    if min(sizes.values(), default=1) < 1 or layers_left < stages_left or remainder:
+        settings = "".join(f" with {name}={count}" for name, count in sizes.items())
         raise UnsupportedModel(
             f"{path} has {layers} layers, which megatron.pipeline_model_parallel_size={stages}{settings} "
             "does not divide"
         )
 
 
-def _check_experts(hf: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
-    ranks = megatron.effective_expert_tensor_parallel_size
+def _check_experts(hf_config: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
+    size = megatron.effective_expert_tensor_parallel_size
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         raise UnsupportedModel(
             f"{path} has experts, which need megatron.sequence_parallel=true under "
             f"megatron.tensor_model_parallel_size={megatron.tensor_model_parallel_size}"
         )
-    if hf.moe_intermediate_size % (8 * ranks):
+    if hf_config.moe_intermediate_size % (8 * size):
         raise UnsupportedModel(
-            f"{path} has experts of width {hf.moe_intermediate_size}, which {ranks} ranks of "
-            "megatron.expert_tensor_parallel_size do not split into multiples of 8; use a smaller size"
+            f"{path} has experts of width {hf_config.moe_intermediate_size}, which "
+            f"megatron.expert_tensor_parallel_size={size} does not split into multiples of 8; use a "
+            "smaller size"
         )

@@ -1,4 +1,4 @@
-"""The map between Hugging Face tensors and the parameters of a megatron-core stage.
+"""The mapping between Hugging Face tensors and the parameters of a megatron-core stage.
 
 A megatron-core matrix contains several Hugging Face tensors, and a tensor-parallel rank holds a shard of it:
 `to_local` returns the shard of one rank, `to_full` joins the shards of all ranks. `StageTensors` applies
@@ -19,7 +19,7 @@ from torch import Tensor
 from hone.models.families import key_shape
 from hone.models.policy import Model
 
-if TYPE_CHECKING:  # the map itself does not need megatron-core
+if TYPE_CHECKING:  # the mapping itself does not need megatron-core
     from hone.engine.megatron.model import Stage
 
 Kind = Literal["same", "columns", "vocabulary", "qkv", "gate_up", "experts_gate_up", "experts_down"]
@@ -31,23 +31,23 @@ class Entry:
 
     kind: Kind
     stage_name: str
-    """The name in the stage."""
+    """The name of the parameter in the stage."""
     hf_names: tuple[str, ...]
-    """The names in the Hugging Face module."""
+    """The names of the tensors in the Hugging Face module."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The sizes that the map needs."""
+class ModelSizes:
+    """The sizes of the model and of expert parallelism that the mapping needs."""
 
     vocabulary: int
     kv_heads: int
     head_dim: int
-    expert_ranks: int = 1
-    """Expert-parallel ranks; the expert-tensor-parallel ranks with the same experts split each of them."""
+    expert_parallel_size: int = 1
+    """Number of ranks that divide the experts; expert-tensor-parallel ranks split each expert."""
 
 
-_LAYER: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
+_LAYER_ENTRIES: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("same", "input_layernorm.weight", ("input_layernorm.weight",)),
     ("same", "pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
     ("same", "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
@@ -65,100 +65,106 @@ _LAYER: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
 )
 
 
-def entries(stage: Stage, *, tied: bool) -> list[Entry]:
-    """Returns the entries of all parameters of a stage; raises for an unknown parameter."""
+def stage_entries(stage: Stage, *, tied: bool) -> list[Entry]:
+    """Returns one entry per parameter of a stage; raises for an unknown parameter."""
     names = {name for name, _ in stage.named_parameters()}
     head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    ends: tuple[tuple[Kind, str, str], ...] = (
+    outside_layers: tuple[tuple[Kind, str, str], ...] = (
         ("vocabulary", "embedding.word_embeddings.weight", "model.embed_tokens.weight"),
         ("same", "decoder.final_layernorm.weight", "model.norm.weight"),
         ("vocabulary", "output_layer.weight", head),
         ("same", "value_head.weight", "value_head.weight"),
         ("same", "value_head.bias", "value_head.bias"),
     )
-    mapped = [Entry(kind, name, (hf_name,)) for kind, name, hf_name in ends if name in names]
+    entries = [
+        Entry(kind, name, (hf_name,)) for kind, name, hf_name in outside_layers if name in names
+    ]
     for index, layer in enumerate(stage.decoder.layers):
-        for kind, suffix, hf_suffixes in _LAYER:
+        for kind, suffix, hf_suffixes in _LAYER_ENTRIES:
             name = f"decoder.layers.{index}.{suffix}"
             if name in names:
                 prefix = f"model.layers.{layer.layer_number - 1}."
-                mapped.append(Entry(kind, name, tuple(prefix + x for x in hf_suffixes)))
-    if missing := names - {entry.stage_name for entry in mapped}:
-        raise ValueError(f"the weight map does not know {', '.join(sorted(missing))}")
-    return mapped
+                entries.append(Entry(kind, name, tuple(prefix + x for x in hf_suffixes)))
+    if missing := names - {entry.stage_name for entry in entries}:
+        raise ValueError(f"the weight mapping has no entry for {', '.join(sorted(missing))}")
+    return entries
 
 
-def to_local(kind: Kind, tensors: Sequence[Tensor], shape: Shape, rank: int, ranks: int) -> Tensor:
-    """Returns one rank's shard of a parameter from Hugging Face tensors; `rank` and `ranks` count
-    tensor-parallel ranks, or expert × expert-tensor-parallel ranks for experts."""
+def to_local(
+    kind: Kind, tensors: Sequence[Tensor], sizes: ModelSizes, rank: int, num_ranks: int
+) -> Tensor:
+    """Returns one rank's shard of a parameter from Hugging Face tensors.
+
+    `rank` and `num_ranks` count tensor-parallel ranks, or expert × expert-tensor-parallel ranks for experts.
+    """
 
     def part(tensor: Tensor, dim: int) -> Tensor:
-        return tensor.chunk(ranks, dim)[rank]
+        return tensor.chunk(num_ranks, dim)[rank]
 
-    first = tensors[0]
+    first_tensor = tensors[0]
     if kind in ("experts_gate_up", "experts_down"):
-        return _experts_to_local(kind, first, shape.expert_ranks, rank, ranks)
+        return _experts_to_local(kind, first_tensor, sizes.expert_parallel_size, rank, num_ranks)
     if kind == "same":
-        return first
+        return first_tensor
     if kind == "columns":
-        return part(first, 1)
+        return part(first_tensor, 1)
     if kind == "vocabulary":
-        return part(F.pad(first, (0, 0, 0, -first.shape[0] % ranks)), 0)
+        return part(F.pad(first_tensor, (0, 0, 0, -first_tensor.shape[0] % num_ranks)), 0)
     if kind == "gate_up":
         return torch.cat([part(tensor, 0) for tensor in tensors])
-    rest = first.shape[1:]  # qkv, per key-value head: its queries, its key, its value
-    heads = [tensor.reshape(shape.kv_heads, -1, *rest) for tensor in tensors]
-    return part(torch.cat(heads, 1), 0).reshape(-1, *rest)
+    # qkv: megatron-core stores, per key-value head, its queries, its key and its value.
+    row_shape = first_tensor.shape[1:]
+    heads = [tensor.reshape(sizes.kv_heads, -1, *row_shape) for tensor in tensors]
+    return part(torch.cat(heads, 1), 0).reshape(-1, *row_shape)
 
 
-def to_full(kind: Kind, parts: Sequence[Tensor], shape: Shape) -> list[Tensor]:
-    """Returns Hugging Face tensors from the parameters of all tensor-parallel ranks, in rank order."""
+def to_full(kind: Kind, shards: Sequence[Tensor], sizes: ModelSizes) -> list[Tensor]:
+    """Returns Hugging Face tensors from the shards of all ranks, in rank order."""
     if kind == "same":
-        return [parts[0]]
+        return [shards[0]]
     if kind in ("experts_gate_up", "experts_down"):
-        return [_experts_to_full(kind, parts, shape.expert_ranks)]
+        return [_experts_to_full(kind, shards, sizes.expert_parallel_size)]
     if kind == "columns":
-        return [torch.cat(list(parts), 1)]
+        return [torch.cat(list(shards), 1)]
     if kind == "vocabulary":
-        return [torch.cat(list(parts))[: shape.vocabulary]]
+        return [torch.cat(list(shards))[: sizes.vocabulary]]
     if kind == "gate_up":
-        halves = [tensor.chunk(2) for tensor in parts]
+        halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]
-    rest, width = parts[0].shape[1:], shape.head_dim
-    heads = torch.cat(list(parts)).view(shape.kv_heads, -1, *rest)
-    sizes = [heads.shape[1] - 2 * width, width, width]
-    return [x.reshape(-1, *rest) for x in heads.split(sizes, 1)]
+    row_shape, head_dim = shards[0].shape[1:], sizes.head_dim
+    heads = torch.cat(list(shards)).view(sizes.kv_heads, -1, *row_shape)
+    qkv_sizes = [heads.shape[1] - 2 * head_dim, head_dim, head_dim]
+    return [x.reshape(-1, *row_shape) for x in heads.split(qkv_sizes, 1)]
 
 
 def _experts_to_local(
-    kind: Kind, experts: Tensor, expert_ranks: int, rank: int, ranks: int
+    kind: Kind, experts: Tensor, expert_parallel_size: int, rank: int, num_ranks: int
 ) -> Tensor:
-    tensor_ranks = ranks // expert_ranks
-    expert_rank, tensor_rank = divmod(rank, tensor_ranks)
-    local = experts.chunk(expert_ranks)[
-        expert_rank
-    ]  # [experts, 2 × width, d] or [experts, d, width]
+    tensor_size = num_ranks // expert_parallel_size
+    expert_rank, tensor_rank = divmod(rank, tensor_size)
+    # [experts, 2 × width, d] or [experts, d, width]
+    local = experts.chunk(expert_parallel_size)[expert_rank]
     if kind == "experts_down":
-        return local.chunk(tensor_ranks, 2)[tensor_rank]
-    halves = [half.chunk(tensor_ranks, 1)[tensor_rank] for half in local.chunk(2, 1)]
+        return local.chunk(tensor_size, 2)[tensor_rank]
+    halves = [half.chunk(tensor_size, 1)[tensor_rank] for half in local.chunk(2, 1)]
     return torch.cat(halves, 1)
 
 
-def _experts_to_full(kind: Kind, parts: Sequence[Tensor], expert_ranks: int) -> Tensor:
-    tensor_ranks = len(parts) // expert_ranks
-    joined = []
-    for start in range(0, len(parts), tensor_ranks):
-        shards = parts[start : start + tensor_ranks]  # of the same experts
+def _experts_to_full(kind: Kind, shards: Sequence[Tensor], expert_parallel_size: int) -> Tensor:
+    tensor_size = len(shards) // expert_parallel_size
+    full_experts = []
+    for start in range(0, len(shards), tensor_size):
+        same_experts = shards[start : start + tensor_size]
         if kind == "experts_down":
-            joined.append(torch.cat(list(shards), 2))
+            full_experts.append(torch.cat(list(same_experts), 2))
         else:
-            halves = [shard.chunk(2, 1) for shard in shards]
-            joined.append(torch.cat([half[i] for i in range(2) for half in halves], 1))
-    return torch.cat(joined)
+            halves = [shard.chunk(2, 1) for shard in same_experts]
+            full_experts.append(torch.cat([half[i] for i in range(2) for half in halves], 1))
+    return torch.cat(full_experts)
 
 
 @dataclass(frozen=True)
-class Groups:
+class MegatronGroups:
     """The process groups of this rank."""
 
     data: dist.ProcessGroup
@@ -166,24 +172,24 @@ class Groups:
     pipeline: dist.ProcessGroup
     experts: dist.ProcessGroup
     """The expert × expert-tensor-parallel ranks, which together hold every expert once."""
-    expert_ranks: int
+    expert_parallel_size: int
     """The expert-parallel size."""
 
-    def of(self, kind: Kind) -> dist.ProcessGroup:
-        """Returns the ranks that together hold a parameter of this kind once."""
+    def group_for(self, kind: Kind) -> dist.ProcessGroup:
+        """Returns the group of ranks that together hold a parameter of this kind once."""
         return self.experts if kind.startswith("experts") else self.tensor
 
 
 class StageTensors:
     """The parameters of a stage, and those of the whole model by Hugging Face name."""
 
-    def __init__(self, stage: Stage, module: Model, groups: Groups, *, tied: bool) -> None:
-        """Copies this rank's weights from `module`, the whole model on the host, and frees its memory."""
+    def __init__(self, stage: Stage, module: Model, groups: MegatronGroups, *, tied: bool) -> None:
+        """Copies this rank's weights from `module`, the whole model on the host, and frees the module."""
         self.groups = groups
         self.parameters = dict(stage.named_parameters())
         config = module.lm.config
-        self._shape = Shape(config.vocab_size, *key_shape(config), groups.expert_ranks)
-        self.entries = entries(stage, tied=tied)
+        self._sizes = ModelSizes(config.vocab_size, *key_shape(config), groups.expert_parallel_size)
+        self.entries = stage_entries(stage, tied=tied)
         for entry in self.entries:  # megatron-core marks only parameters that it initializes itself
             self.parameters[entry.stage_name].tensor_model_parallel = entry.kind != "same"
         self.load(parameters_by_hf_name(module))
@@ -193,61 +199,70 @@ class StageTensors:
         if tied:
             self.meta_model.lm.tie_weights()
         self._meta_parameters = parameters_by_hf_name(self.meta_model)
-        self._by_stage = self._gather_entries()
+        self._entries_of_stages = self._gather_entries()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies this rank's shards from tensors with Hugging Face names."""
-        for name, part in self.parts(tensors):
-            self.parameters[name].data.copy_(part)
+        for name, shard in self.local_shards(tensors):
+            self.parameters[name].data.copy_(shard)
 
-    def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def local_shards(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields this rank's shards by their names in the stage."""
         for entry in self.entries:
-            group = self.groups.of(entry.kind)
-            full = [tensors[name].detach() for name in entry.hf_names]
-            part = to_local(entry.kind, full, self._shape, group.rank(), group.size())
-            yield entry.stage_name, part
+            group = self.groups.group_for(entry.kind)
+            full_tensors = [tensors[name].detach() for name in entry.hf_names]
+            shard = to_local(entry.kind, full_tensors, self._sizes, group.rank(), group.size())
+            yield entry.stage_name, shard
 
-    def gather_stage(self, tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the full tensors of this stage; its ranks call it together. `tensor_of` maps the name of a
-        parameter to this rank's tensor; it is called for one at a time."""
+    def gather_stage(
+        self, get_local_tensor: Callable[[str], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the full tensors of this stage by Hugging Face name; all its ranks call it together.
+
+        `get_local_tensor` maps the name of a parameter to this rank's tensor; it is called for one at a time.
+        """
         for entry in self.entries:
             if not self._is_copy(entry):
-                yield from zip(entry.hf_names, self._gather(entry, tensor_of), strict=True)
+                yield from zip(entry.hf_names, self._gather(entry, get_local_tensor), strict=True)
 
     def gather_model(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all parameters of the model; all ranks call it together."""
+        """Yields all parameters of the model by Hugging Face name; all ranks call it together."""
         group = self.groups.pipeline
-        for owner, entry in self._by_stage:
-            if owner == group.rank():
-                full = [x.contiguous() for x in self._gather(entry, self.parameters.__getitem__)]
+        for stage_rank, entry in self._entries_of_stages:
+            if stage_rank == group.rank():
+                full_tensors = [
+                    x.contiguous() for x in self._gather(entry, self.parameters.__getitem__)
+                ]
             else:
                 like = next(iter(self.parameters.values()))
-                sizes = [self._meta_parameters[name].shape for name in entry.hf_names]
-                full = [torch.empty(size, dtype=like.dtype, device=like.device) for size in sizes]
-            for name, tensor in zip(entry.hf_names, full, strict=True):
+                shapes = [self._meta_parameters[name].shape for name in entry.hf_names]
+                full_tensors = [
+                    torch.empty(x, dtype=like.dtype, device=like.device) for x in shapes
+                ]
+            for name, tensor in zip(entry.hf_names, full_tensors, strict=True):
                 if group.size() > 1:
-                    dist.broadcast(tensor, dist.get_global_rank(group, owner), group=group)
+                    dist.broadcast(tensor, dist.get_global_rank(group, stage_rank), group=group)
                 yield name, tensor
 
-    def _gather(self, entry: Entry, tensor_of: Callable[[str], Tensor]) -> list[Tensor]:
-        local = tensor_of(entry.stage_name).detach().contiguous()
-        group = self.groups.of(entry.kind)
+    def _gather(self, entry: Entry, get_local_tensor: Callable[[str], Tensor]) -> list[Tensor]:
+        local_shard = get_local_tensor(entry.stage_name).detach().contiguous()
+        group = self.groups.group_for(entry.kind)
         if group.size() == 1 or entry.kind == "same":
-            return to_full(entry.kind, [local], self._shape)
-        parts = [torch.empty_like(local) for _ in range(group.size())]
-        dist.all_gather(parts, local, group=group)
-        return to_full(entry.kind, parts, self._shape)
+            return to_full(entry.kind, [local_shard], self._sizes)
+        shards = [torch.empty_like(local_shard) for _ in range(group.size())]
+        dist.all_gather(shards, local_shard, group=group)
+        return to_full(entry.kind, shards, self._sizes)
 
     def _is_copy(self, entry: Entry) -> bool:
         """Whether the parameter is the last stage's copy of a tied embedding."""
         return bool(getattr(self.parameters[entry.stage_name], "shared", False))
 
     def _gather_entries(self) -> list[tuple[int, Entry]]:
-        own = [entry for entry in self.entries if not self._is_copy(entry)]
-        by_stage: list[list[Entry]] = [[]] * self.groups.pipeline.size()
-        dist.all_gather_object(by_stage, own, self.groups.pipeline)
-        return [(stage, entry) for stage, entries in enumerate(by_stage) for entry in entries]
+        """Returns the entries of all pipeline stages, each with the pipeline rank of its stage."""
+        entries = [entry for entry in self.entries if not self._is_copy(entry)]
+        stages: list[list[Entry]] = [[]] * self.groups.pipeline.size()
+        dist.all_gather_object(stages, entries, self.groups.pipeline)
+        return [(rank, entry) for rank, entries in enumerate(stages) for entry in entries]
 
 
 def parameters_by_hf_name(module: Model) -> dict[str, Tensor]:

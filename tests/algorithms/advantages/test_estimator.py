@@ -11,7 +11,7 @@ from hone.algorithms.advantages.estimator import (
     Estimator,
     FunctionEstimator,
     Trajectories,
-    estimator_of,
+    create_estimator,
 )
 from hone.plugins import PluginError
 
@@ -61,12 +61,12 @@ def test_an_entry_is_an_estimator_class_one_of_them_or_a_function() -> None:
     def mine(token_level_rewards, response_mask):
         return token_level_rewards, token_level_rewards
 
-    assert estimator_of(Constant, None, value=2.0) == Constant(2.0)
-    assert estimator_of(Constant(4.0), None) == Constant(4.0)
-    assert estimator_of(mine, None) == FunctionEstimator(mine, None)
+    assert create_estimator(Constant, None, value=2.0) == Constant(2.0)
+    assert create_estimator(Constant(4.0), None) == Constant(4.0)
+    assert create_estimator(mine, None) == FunctionEstimator(mine, None)
 
 
 @pytest.mark.parametrize("entry", [5, "grpo", dict, Estimator])
 def test_an_entry_that_cannot_estimate_is_refused(entry) -> None:
     with pytest.raises(PluginError, match=r"is not an advantage estimator|must define __call__"):
-        estimator_of(entry, None)
+        create_estimator(entry, None)

@@ -106,7 +106,7 @@ def test_rejection_keeps_the_normalisation_law(kind, mode):
     }  # fmt: skip
     old = torch.full_like(OLD, -1.0)
     whole, gradient, _ = call(old=old, **options)
-    with batch_counts(BatchCounts.of(MASK)):
+    with batch_counts(BatchCounts.from_mask(MASK)):
         parts = [call(slice(i, i + 1), old=old, **options) for i in range(2)]
     assert math.fsum(part[0] for part in parts) == pytest.approx(whole)
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.algorithms.aggregation import MODES, BatchCounts, batch_counts
+from hone.algorithms.aggregation import LOSS_AGG_MODES, BatchCounts, batch_counts
 from hone.algorithms.policy_losses import TABLE, get_policy_loss_fn
 
 from .references import CFG, ROW, clipped, slope, whole
@@ -62,7 +62,7 @@ def test_every_loss_of_the_table_has_a_reference():
 @pytest.mark.parametrize("name", sorted(ROW))
 @pytest.mark.parametrize("weights", [False, True])
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10_000), mode=st.sampled_from(MODES))
+@given(seed=st.integers(0, 10_000), mode=st.sampled_from(LOSS_AGG_MODES))
 def test_value_and_gradient_equal_the_slow_reference(name, weights, seed, mode):
     b = MiniBatch(seed, rows=3, width=3)
     w = b.weights if weights else None
@@ -76,7 +76,7 @@ def test_value_and_gradient_equal_the_slow_reference(name, weights, seed, mode):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("weights", [False, True])
 def test_loss_and_gradient_do_not_depend_on_the_micro_batches(name, mode, size, weights):
@@ -84,7 +84,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(name, mode, size, 
     whole_loss, whole_gradient, _ = call(name, b, mode, weights=weights)
     prepared = prepared_for(name, b)
     shares, gradients = [], []
-    with batch_counts(BatchCounts.of(torch.from_numpy(b.mask))):
+    with batch_counts(BatchCounts.from_mask(torch.from_numpy(b.mask))):
         for start in range(0, len(b.mask), size):
             rows = slice(start, start + size)
             mine = {key: value[rows] for key, value in prepared.items()}
@@ -97,7 +97,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(name, mode, size, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_loss_and_gradient_do_not_depend_on_padding(name, mode):
     b = MiniBatch(5)
     loss, gradient, _ = call(name, b, mode)
@@ -163,7 +163,7 @@ def test_nothing_outside_the_mask_reaches_loss_gradient_or_metrics(name, junk):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_an_empty_mask_gives_nothing(name, mode):
     b = MiniBatch(1)
     b.mask[:] = False
@@ -200,7 +200,7 @@ def test_the_defaults_come_from_hone_config(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("shape", [(0, 3), (0, 0), (2, 0)])
 def test_batches_without_rows_or_without_columns_give_nothing(name, mode, shape):
     old, adv, mask = torch.zeros(shape), torch.zeros(shape), torch.ones(shape)

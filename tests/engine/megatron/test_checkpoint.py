@@ -51,13 +51,15 @@ def test_loaded_state_is_on_the_device_where_an_update_would_create_it(kind, dev
     }
     optimizer = make_optimizer(0, optimizer=name, override_optimizer_config=overrides)
     master = nn.Parameter(torch.zeros(6, device=device))
-    optimizer.masters, optimizer.inner = (
+    optimizer.masters, optimizer.torch_optimizer = (
         nn.ParameterDict({"shard0": master}),
         build_optimizer([master], config),
     )
     optimizer.scatter = lambda tensors, flats: None  # tested in test_optimizer.py
-    _load_moments(SimpleNamespace(entries=[], parts=lambda full: []), optimizer, {"x": saved})
-    loaded = optimizer.inner.state[master]
+    _load_moments(
+        SimpleNamespace(entries=[], local_shards=lambda full: []), optimizer, {"x": saved}
+    )
+    loaded = optimizer.torch_optimizer.state[master]
     devices = {k: x.device for k, x in inner.state[fresh].items() if isinstance(x, torch.Tensor)}
     assert {k: x.device for k, x in loaded.items() if isinstance(x, torch.Tensor)} == devices
 

@@ -36,7 +36,11 @@ def test_router_and_experts_equal_those_of_transformers(dtype, normalizes):
     one = SimpleNamespace(size=lambda: 1)
     experts = PackedExperts(hf.num_experts, config, pg_collection=SimpleNamespace(expt_tp=one))
     router = Router(config)
-    router.sparse_layer, router.normalizes, router.rows = 0, normalizes, MicroBatchParams()
+    router.moe_layer_index, router.normalizes_gates, router.params = (
+        0,
+        normalizes,
+        MicroBatchParams(),
+    )
     with torch.no_grad():
         router.weight.copy_(block.gate.weight)
         experts.gate_up.copy_(block.experts.gate_up_proj)
@@ -46,7 +50,7 @@ def test_router_and_experts_equal_those_of_transformers(dtype, normalizes):
     _, top, indices = block.gate(hidden)
     assert torch.equal(gates.gather(1, indices), top)
     assert torch.equal(choices, torch.zeros_like(choices).scatter(1, indices, True))
-    assert torch.equal(router.rows.experts[0], indices)
+    assert torch.equal(router.params.experts[0], indices)
     expert, token = choices.T.nonzero(as_tuple=True)  # sorted by expert
     out, _ = experts(hidden[token, 0], choices.sum(0), gates[token, expert])
     summed = torch.zeros(9, hf.hidden_size, dtype=dtype).index_add(0, token, out)
@@ -56,10 +60,10 @@ def test_router_and_experts_equal_those_of_transformers(dtype, normalizes):
 
 
 def test_layers_without_experts_are_those_of_transformers():
-    from hone.engine.megatron.experts import sparse_layers
+    from hone.engine.megatron.experts import moe_layer_indices
 
     config = AutoConfig.for_model(
         "qwen3_moe", num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]
     )
-    assert sparse_layers(config) == [1, 5]
-    assert sparse_layers(AutoConfig.for_model("qwen3")) == []
+    assert moe_layer_indices(config) == [1, 5]
+    assert moe_layer_indices(AutoConfig.for_model("qwen3")) == []

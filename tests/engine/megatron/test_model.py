@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig
 
 from hone.config.engine import MegatronConfig
-from hone.engine.megatron.refusals import COMPUTED, NO_EFFECT, PASSED
+from hone.engine.megatron.refusals import FIXED_FIELDS, IGNORED_FIELDS, PASSED_FIELDS
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.slow  # importing megatron-core takes seconds
@@ -39,9 +39,9 @@ def config_with(monkeypatch):
 def test_computed_fields_have_the_values_that_hone_uses(config_with):
     config = config_with()
     assert config.num_moe_experts == 128
-    values = {name: getattr(config, name) for name in COMPUTED}
+    values = {name: getattr(config, name) for name in FIXED_FIELDS}
     assert values.pop("moe_z_loss_coeff") is None  # None means 0
-    assert {**values, "moe_z_loss_coeff": 0.0} == dict(COMPUTED)
+    assert {**values, "moe_z_loss_coeff": 0.0} == dict(FIXED_FIELDS)
 
 
 def test_fields_that_hone_sets_cannot_be_overridden(config_with, monkeypatch):
@@ -50,7 +50,7 @@ def test_fields_that_hone_sets_cannot_be_overridden(config_with, monkeypatch):
     settings: dict[str, object] = {}
     monkeypatch.setattr(model, "TransformerConfig", lambda **fields: settings.update(fields))
     config_with()
-    shared = {name for name in settings if name in PASSED}
+    shared = {name for name in settings if name in PASSED_FIELDS}
     assert shared == {f"recompute_{x}" for x in ("granularity", "method", "num_layers")}
 
 
@@ -58,8 +58,12 @@ def test_every_name_is_a_field_in_one_table():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     fields = TransformerConfig.__dataclass_fields__.keys()
-    assert not (PASSED | COMPUTED.keys() | NO_EFFECT) - fields - OF_OTHER_DEVICES
-    assert not PASSED & NO_EFFECT | PASSED & COMPUTED.keys() | NO_EFFECT & COMPUTED.keys()
+    assert not (PASSED_FIELDS | FIXED_FIELDS.keys() | IGNORED_FIELDS) - fields - OF_OTHER_DEVICES
+    assert (
+        not PASSED_FIELDS & IGNORED_FIELDS
+        | PASSED_FIELDS & FIXED_FIELDS.keys()
+        | IGNORED_FIELDS & FIXED_FIELDS.keys()
+    )
 
 
 def test_recomputation_can_be_chosen(config_with):

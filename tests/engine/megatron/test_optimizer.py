@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hone.config.engine import OptimConfig
-from hone.engine.megatron.optimizer import Shard, ShardedOptimizer
+from hone.engine.megatron.optimizer import BucketShard, ShardedOptimizer
 from hone.plugins import PluginError
 
 
@@ -37,7 +37,9 @@ def bucket_model(rank: int) -> SimpleNamespace:
 
 
 def make_optimizer(rank: int, **config) -> ShardedOptimizer:
-    return ShardedOptimizer(bucket_model(rank), OptimConfig(**config), grad_clip=1.0, total=-1)
+    return ShardedOptimizer(
+        bucket_model(rank), OptimConfig(**config), grad_clip=1.0, total_steps=-1
+    )
 
 
 @pytest.mark.parametrize(("rank", "pieces"), [(0, [(4, 0), (2, 0)]), (1, [(4, 2)])])
@@ -83,9 +85,9 @@ def test_a_parameter_is_gathered_alone_from_the_ranks_that_hold_it(rank, monkeyp
 
 
 def test_the_state_of_an_optimizer_is_known_before_its_first_step():
-    per_element, others = make_optimizer(0).state_keys()
+    per_element, others = make_optimizer(0).state_schema()
     assert (per_element, list(others)) == (["exp_avg", "exp_avg_sq"], ["step"])
-    assert make_optimizer(0, optimizer="SGD").state_keys()[0] == []
+    assert make_optimizer(0, optimizer="SGD").state_schema()[0] == []
 
 
 def test_an_optimizer_over_whole_matrices_is_refused():
@@ -100,4 +102,4 @@ def test_a_copy_of_a_tied_embedding_is_not_counted():
     second.shared = True
     assert optimizer._is_counted(first)
     assert not optimizer._is_counted(second)
-    assert isinstance(optimizer.shards[0], Shard)
+    assert isinstance(optimizer.shards[0], BucketShard)

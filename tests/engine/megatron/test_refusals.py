@@ -23,11 +23,11 @@ from hone.models.families import UnsupportedModel
 @pytest.mark.parametrize(
     ("family", "changes", "megatron", "message"),
     [
-        ("gemma2", {}, {}, "is a gemma2; strategy=megatron trains llama"),
+        ("gemma2", {}, {}, "is a gemma2 model; strategy=megatron trains llama"),
         ("llama", {"attention_bias": True}, {}, "attention_bias"),
         ("llama", {"mlp_bias": True}, {}, "mlp_bias"),
         ("qwen2", {"use_sliding_window": True}, {}, "use_sliding_window"),
-        ("qwen2_moe", {}, {}, "is a qwen2_moe; strategy=megatron trains llama"),
+        ("qwen2_moe", {}, {}, "is a qwen2_moe model; strategy=megatron trains llama"),
         ("qwen3_moe", {"num_experts": 6}, {"expert_model_parallel_size": 4}, "6 experts"),
         (
             "qwen3_moe",
@@ -39,7 +39,7 @@ from hone.models.families import UnsupportedModel
             "qwen3_moe",
             {"moe_intermediate_size": 24},
             {"expert_tensor_parallel_size": 2},
-            "width 24, which 2 ranks",
+            "width 24, which megatron.expert_tensor_parallel_size=2",
         ),
         ("llama", {"hidden_act": "gelu"}, {}, "hidden_act=gelu"),
         (

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hone.engine.megatron.weights import Shape, to_full, to_local
+from hone.engine.megatron.weights import ModelSizes, to_full, to_local
 
-SHAPE = Shape(vocabulary=41, kv_heads=2, head_dim=4)
+SHAPE = ModelSizes(vocabulary=41, kv_heads=2, head_dim=4)
 WIDTH = 8
 WHOLE = {
     "same": [(WIDTH,)],
@@ -31,22 +31,22 @@ def test_the_parts_of_all_ranks_join_to_the_whole(kind, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("expert_ranks", [1, 2])
+@pytest.mark.parametrize("expert_parallel_size", [1, 2])
 @pytest.mark.parametrize(
     ("kind", "size"), [("experts_gate_up", (24, 8)), ("experts_down", (8, 12))]
 )
-def test_the_parts_of_experts_join_to_the_whole(kind, size, expert_ranks, ranks):
-    ranks = max(ranks, expert_ranks)
-    shape = replace(SHAPE, expert_ranks=expert_ranks)
+def test_the_parts_of_experts_join_to_the_whole(kind, size, expert_parallel_size, ranks):
+    ranks = max(ranks, expert_parallel_size)
+    shape = replace(SHAPE, expert_parallel_size=expert_parallel_size)
     experts = torch.randn(4, *size)
     parts = [to_local(kind, [experts], shape, rank, ranks) for rank in range(ranks)]
-    assert {len(part) for part in parts} == {4 // expert_ranks}
+    assert {len(part) for part in parts} == {4 // expert_parallel_size}
     (joined,) = to_full(kind, parts, shape)
     assert torch.equal(joined, experts)
 
 
 def test_a_rank_of_an_expert_holds_the_same_rows_of_gate_and_up():
-    shape = replace(SHAPE, expert_ranks=2)
+    shape = replace(SHAPE, expert_parallel_size=2)
     experts = torch.arange(4.0)[:, None, None] * 100 + torch.arange(8.0)[:, None].expand(8, 2)
     last = to_local("experts_gate_up", [experts], shape, 3, 4)  # experts 2 and 3, second half
     assert last[:, :, 0].tolist() == [[202, 203, 206, 207], [302, 303, 306, 307]]

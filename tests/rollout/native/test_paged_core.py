@@ -196,7 +196,7 @@ def test_parameters_that_rested_on_the_host_are_found_again() -> None:
     core = paged_core(model)
     prompt = prompts(1, 20, 20)[0]
     expected = finish(core, [ask(prompt)])
-    rest = OffloadedTensors(model.parameters, devices=("cpu",))
+    rest = OffloadedTensors(model.parameters, device_types=("cpu",))
     rest.to_host()
     assert not any(p.untyped_storage().nbytes() for p in model.parameters())
     blockers = [torch.empty(1 << 16) for _ in range(8)]  # its old place may be taken
