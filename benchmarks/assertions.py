@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.sandbox import CHECKS
 from hone.data.preprocess.programs import humaneval_tests
 from hone.rewards.ground_truth import GroundTruthError
-from hone.rewards.programs import CODE_MARK, Limits, SourceTest, passes
+from hone.rewards.programs import CODE_PLACEHOLDER, Limits, SourceTest, passes
 from hone.sandbox import run_python
 
 WANTED_RATIO = 1.5
@@ -49,7 +49,11 @@ class Reference:
 def one_box(program: str, tests: str) -> bool:
     """The simplest way, which a program can fool: assertions behind the program, then a secret."""
     secret = secrets.token_hex(16)
-    whole = tests.replace(CODE_MARK, program) if CODE_MARK in tests else f"{program}\n\n{tests}"
+    whole = (
+        tests.replace(CODE_PLACEHOLDER, program)
+        if CODE_PLACEHOLDER in tests
+        else f"{program}\n\n{tests}"
+    )
     code = f"{whole}\n\nprint('{secret}', flush=True)\n"
     result = run_python(code, timeout_s=LIMITS.timeout_s, memory_mb=LIMITS.memory_mb)
     return result.ok and result.stdout.rstrip().endswith(secret)
@@ -86,7 +90,9 @@ def references() -> Iterator[Reference]:
             yield Reference(name, str(row["task_id"]), row["code"], tests)
     for name in ("train_v0.2.0", "test_v0.3.1"):
         for row in _records(f"leetcode/{name}.jsonl.gz"):
-            tests = f"{row['prompt']}\n{CODE_MARK}\n{row['test']}\ncheck({row['entry_point']})\n"
+            tests = (
+                f"{row['prompt']}\n{CODE_PLACEHOLDER}\n{row['test']}\ncheck({row['entry_point']})\n"
+            )
             yield Reference(f"leetcode_{name}", row["task_id"], row["completion"], tests)
 
 

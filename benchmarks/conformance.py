@@ -130,9 +130,9 @@ def _is_program(module: str) -> bool:
 
 def _composed(arguments: Sequence[str], tree: str, program: str) -> tuple[list[str], list[str]]:
     from hone.config import ConfigError
-    from hone.trainer.command_line import compose_arguments, plan_checks
+    from hone.trainer.command_line import check_plan, compose_arguments
 
-    extra_checks = plan_checks if tree == "ppo_trainer" else None
+    extra_checks = check_plan if tree == "ppo_trainer" else None
     try:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             composed = compose_arguments(

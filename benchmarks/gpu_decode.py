@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu_models import Shape, build, parameters
 from benchmarks.gpu_timing import RUNS, median_s
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import Sampling
 from hone.rollout.native.engine import NativeRollout
@@ -49,7 +49,7 @@ def generate(
         ]
         return sum(len(out.log_probs) for out in await asyncio.gather(*jobs))
 
-    return run_beside(engine, play())
+    return run_with_engine(engine, play())
 
 
 def announce(engine: NativeRollout, version: int) -> None:

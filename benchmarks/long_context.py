@@ -26,7 +26,7 @@ from benchmarks.gpu_train import _rows
 from hone.config import load_config
 from hone.engine.build import build_engine
 from hone.engine.engine import Engine
-from hone.engine.mesh import mesh_of
+from hone.engine.mesh import mesh_for_rank
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel
 from hone.workers.objectives import PolicyObjective
@@ -62,7 +62,7 @@ def engine_of(
         train_rule=rule,
         infer_rule=rule,
         response_width=tokens - PROMPT,
-        mesh=mesh_of(rank, ranks, sequence=ranks),
+        mesh=mesh_for_rank(rank, ranks, sequence=ranks),
     )
     return engine, PolicyObjective(config, temperature=1.0)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
 from hone.rollout.contract import Sampling
@@ -58,7 +58,7 @@ def native(engine: NativeRollout, rows: list[list[int]], lengths: list[int]) -> 
         ]
         return sum(len(out.token_ids) for out in await asyncio.gather(*jobs))
 
-    return run_beside(engine, play())
+    return run_with_engine(engine, play())
 
 
 def peer(lm: Any, rows: list[list[int]], lengths: list[int]) -> int:

@@ -89,7 +89,7 @@ def compared(policy: PolicyModel, requests: list[Request], *, replayed: bool) ->
             batch["attention_mask"],
             batch["response_mask"],
         )
-        packed = pack_rows(*columns, share_prompts=True, with_places=True)
+        packed = pack_rows(*columns, share_prompts=True, with_packed_positions=True)
         if replayed:
             packed = packed.with_experts(batch["routed_experts"])
         with torch.no_grad():

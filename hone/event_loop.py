@@ -39,12 +39,12 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
         return loop
 
 
-def run_to_end(coroutine: Coroutine[None, None, T]) -> T:
+def run_in_new_loop(coroutine: Coroutine[None, None, T]) -> T:
     """Runs the coroutine in a new event loop in this thread and returns its result."""
     return EventLoopRun(coroutine).run()
 
 
-def call_in(
+def call_soon_in_loop(
     loop: asyncio.AbstractEventLoop, callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs
 ) -> bool:
     """Schedules a callback on a loop from any thread; returns False if the loop has closed."""
@@ -56,13 +56,13 @@ def call_in(
 
 
 def run_coroutine(coroutine: Coroutine[None, None, T]) -> T:
-    """Like `run_to_end`, but also works inside a running event loop, for example in a notebook."""
+    """Like `run_in_new_loop`, but also works inside a running event loop, for example in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run_to_end(coroutine)
+        return run_in_new_loop(coroutine)
     with ThreadPoolExecutor(max_workers=1) as executor:
-        return executor.submit(run_to_end, coroutine).result()
+        return executor.submit(run_in_new_loop, coroutine).result()
 
 
 class EventLoopRun(Generic[T]):
@@ -106,7 +106,7 @@ class EventLoopRun(Generic[T]):
 
     def call_soon(self, callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> bool:
         """Schedules a callback from any thread; returns False if the loop has closed."""
-        return call_in(self._loop, callback, *args, **kwargs)
+        return call_soon_in_loop(self._loop, callback, *args, **kwargs)
 
     def _install_interrupt_handler(self) -> Function | int | None:
         """Makes Ctrl-C in the main thread cancel the coroutine, if SIGINT has no other handler.
@@ -179,7 +179,7 @@ def raised_by_signal(error: BaseException) -> bool:
     return False
 
 
-def forget_task(task: asyncio.Future[T]) -> None:
+def abandon_task(task: asyncio.Future[T]) -> None:
     """Abandons a task that ignores its cancellation, so that the event loop can close.
 
     The task is never freed: Python would raise GeneratorExit in it, and code that catches every
@@ -225,6 +225,6 @@ def _await_tasks(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[T]]) -
         _run_until_done(loop, loop.create_task(wait()))
     for task in tasks:
         if not task.done():
-            forget_task(task)
+            abandon_task(task)
         elif not task.cancelled():
             task.exception()  # otherwise asyncio logs it as never retrieved

@@ -81,7 +81,7 @@ class Table(Generic[Plugin]):
             target = self.entries[name]
             return load_object(target) if isinstance(target, str) else target
         raise PluginError(
-            f"unknown {self.kind} {name!r}.{proposal(name, self.entries)} "
+            f"unknown {self.kind} {name!r}.{suggestion(name, self.entries)} "
             f"Known: {', '.join(self.names())}{hint}"
         )
 
@@ -115,7 +115,7 @@ class Table(Generic[Plugin]):
         return decorate
 
 
-def proposal(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """Returns ` Did you mean …?` if a known name is similar, else an empty string."""
     matches = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean {matches[0]!r}?" if matches else ""
@@ -229,10 +229,12 @@ def _import(name: str) -> ModuleType:
             ) from error
         raise PluginError(f"{name!r} cannot be imported: {error}; install it") from error
     except Exception as error:  # a user module may raise any exception on import
-        raise PluginError(f"{name!r} cannot be imported: {place_and_reason(error)}") from error
+        raise PluginError(
+            f"{name!r} cannot be imported: {describe_error_with_location(error)}"
+        ) from error
 
 
-def place_and_reason(error: Exception, file: Path | None = None) -> str:
+def describe_error_with_location(error: Exception, file: Path | None = None) -> str:
     """Returns `file.py, line 3: ImportError: …` for the innermost frame, or that in `file`."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
@@ -266,7 +268,7 @@ def _load_file(file: Path) -> ModuleType:
             raise
         hint = "; install it" if isinstance(error, ModuleNotFoundError) else ""
         raise BrokenModule(
-            f"your file cannot be loaded: {place_and_reason(error, file)}{hint}"
+            f"your file cannot be loaded: {describe_error_with_location(error, file)}{hint}"
         ) from error
     return module
 

@@ -55,7 +55,7 @@ def _clean(value: T, parents: tuple[int, ...]) -> JsonValue:
     return shown(value)
 
 
-def flaw_of(value: JsonValue, *, allow_nul: bool = False) -> str | None:
+def find_flaw(value: JsonValue, *, allow_nul: bool = False) -> str | None:
     """Returns why a value of a data row is unusable (lone surrogates, NUL, depth), or None."""
     level, depth = [value], 0
     while level:
@@ -149,7 +149,7 @@ def read_yaml(path: str) -> Any:
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         reason = " ".join(clean_text(str(error)).split())[:MAX_MESSAGE_CHARACTERS]
         raise BadText(f"{path} cannot be read as YAML: {reason}") from error
-    if flaw := flaw_of(content):
+    if flaw := find_flaw(content):
         raise BadText(f"{path} {flaw}")
     return content
 

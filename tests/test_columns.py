@@ -13,9 +13,9 @@ from hone.columns import (
     ColumnWrittenTwice,
     MissingColumn,
     declared,
+    is_data_column,
     require,
     reward_column,
-    row_may_bring,
     write,
 )
 from hone.protocol import PADDED_ROW, DataProto
@@ -120,8 +120,8 @@ def test_every_reward_part_is_declared_by_its_family() -> None:
 
 
 def test_a_row_may_bring_what_is_its_own_and_nothing_a_step_writes() -> None:
-    assert all(row_may_bring(name) for name in ("data_source", "extra_info", "acc", "difficulty"))
-    assert not any(row_may_bring(name) for name in ("responses", "seed", "values", "reward/rule"))
+    assert all(is_data_column(name) for name in ("data_source", "extra_info", "acc", "difficulty"))
+    assert not any(is_data_column(name) for name in ("responses", "seed", "values", "reward/rule"))
 
 
 def test_every_declaration_is_complete() -> None:

@@ -17,7 +17,7 @@ from hone.text import (
     clean_text,
     clean_values,
     described,
-    flaw_of,
+    find_flaw,
     printable,
     read_json,
     read_yaml,
@@ -40,7 +40,7 @@ class Silent(Exception):
 @given(ANY_TEXT)
 def test_clean_text_can_be_written_and_good_text_stays(text: str) -> None:
     clean_text(text).encode("utf-8")
-    if flaw_of(text, allow_nul=True) is None:
+    if find_flaw(text, allow_nul=True) is None:
         assert clean_text(text) == text
     else:
         assert "?" in clean_text(text)
@@ -61,13 +61,13 @@ def nested(depth: int) -> Any:
 
 
 def test_flaws_are_found_at_any_place_and_depth() -> None:
-    assert flaw_of({"a": [1, {"b": "é😀"}]}) is None
-    assert "lone surrogate (\\ud800)" in str(flaw_of({"a": [{"b": "x\ud800"}]}))
-    assert "lone surrogate" in str(flaw_of({"\udfff": 1}))
-    assert "NUL" in str(flaw_of(["\0"]))
-    assert flaw_of(["\0"], allow_nul=True) is None
-    assert flaw_of(nested(MAX_DEPTH)) is None
-    assert "nested" in str(flaw_of(nested(200_000)))
+    assert find_flaw({"a": [1, {"b": "é😀"}]}) is None
+    assert "lone surrogate (\\ud800)" in str(find_flaw({"a": [{"b": "x\ud800"}]}))
+    assert "lone surrogate" in str(find_flaw({"\udfff": 1}))
+    assert "NUL" in str(find_flaw(["\0"]))
+    assert find_flaw(["\0"], allow_nul=True) is None
+    assert find_flaw(nested(MAX_DEPTH)) is None
+    assert "nested" in str(find_flaw(nested(200_000)))
 
 
 def test_values_become_data_that_can_be_written() -> None:

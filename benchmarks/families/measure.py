@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.families.tiny import POSITIONS, VOCABULARY, randomise, tiny_config
-from hone.models.families import CPU_ONLY, FAMILIES, UnsupportedModel
+from hone.models.families import CPU_ONLY_FAMILIES, FAMILIES, UnsupportedModel
 from hone.models.fused import fuse
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
@@ -39,7 +39,7 @@ def examine(family: str, device: torch.device) -> dict[str, Any]:
     """What a family's table row says: equal or unequal with its numbers, or refused with its sentence."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        refused = family not in FAMILIES or (device.type == "cuda" and family in CPU_ONLY)
+        refused = family not in FAMILIES or (device.type == "cuda" and family in CPU_ONLY_FAMILIES)
         if refused:
             return _refusal(family, folder, device)
         results = [measure(family, folder / str(b), device, flipped=b) for b in (False, True)]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hone.models.families import CPU_ONLY
+from hone.models.families import CPU_ONLY_FAMILIES
 
 ROOT = Path(__file__).parents[2]
 CPU = ROOT / "benchmarks" / "results" / "families_cpu.json"
@@ -62,7 +62,11 @@ def page(cpu: dict[str, Any], gpu: dict[str, Any]) -> str:
     rows: list[str] = []
     refusals: dict[str, list[str]] = {}
     for family, result in sorted(cpu["families"].items()):
-        on_gpu = {"outcome": "refused"} if family in CPU_ONLY else gpu["families"].get(family, {})
+        on_gpu = (
+            {"outcome": "refused"}
+            if family in CPU_ONLY_FAMILIES
+            else gpu["families"].get(family, {})
+        )
         if result["outcome"] == "refused":
             refusals.setdefault(_reason(result["sentence"]), []).append(family)
             continue

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.families.tiny import randomise, tiny_config
 from hone.controller.worker import free_port
-from hone.engine.tensor_parallel import UNPLANNED, TensorParallel
+from hone.engine.tensor_parallel import FAMILIES_WITHOUT_TP_PLAN, TensorParallel
 from hone.models import attention
 from hone.models.families import FAMILIES
 from hone.models.lora import Adapters, full_tensor, init_lora
@@ -101,4 +101,6 @@ def _main(rank: int, port: int, families: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(_main, (free_port(), sys.argv[1:] or sorted(FAMILIES - UNPLANNED)), nprocs=2)
+    mp.spawn(
+        _main, (free_port(), sys.argv[1:] or sorted(FAMILIES - FAMILIES_WITHOUT_TP_PLAN)), nprocs=2
+    )

@@ -17,11 +17,11 @@ from hone.agents.contract import AgentLoopOutput
 from hone.agents.output_check import BadTrajectory
 from hone.agents.widths import NOT_RECORDED, pad_to_equal_widths
 from hone.columns import reward_column, write
-from hone.ops.masked import last_true
+from hone.ops.masked import last_true_index
 from hone.protocol import DataProto
 from hone.protocol.rows import fill_object_columns, object_array
 
-LOOP_SCORE = reward_column("agent")
+LOOP_SCORE_COLUMN = reward_column("agent")
 """The column of the score that a loop returned, on the last policy token."""
 
 
@@ -55,7 +55,7 @@ def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) ->
     _check_all_or_none(num_scored, len(outputs))
     if num_scored:
         scores = [float(o.reward_score or 0.0) for o in outputs]
-        tensors[LOOP_SCORE] = _put_on_last_policy_token(scores, response_mask)
+        tensors[LOOP_SCORE_COLUMN] = _put_on_last_policy_token(scores, response_mask)
     return DataProto.from_dict(tensors=tensors, non_tensors=_object_columns(outputs))
 
 
@@ -70,16 +70,16 @@ def position_ids(batch: DataProto) -> Tensor:
     return positions
 
 
-DERIVED = {"input_ids": input_ids, "position_ids": position_ids}
+DERIVED_COLUMNS = {"input_ids": input_ids, "position_ids": position_ids}
 """Columns that are computed from others where they are read, and never sent."""
 
 
-def with_verl_columns(batch: DataProto) -> DataProto:
+def add_verl_columns(batch: DataProto) -> DataProto:
     """Adds columns that code written for verl reads: `input_ids`, `position_ids`, `rm_scores`."""
-    for name, compute in DERIVED.items():
+    for name, compute in DERIVED_COLUMNS.items():
         write(batch, name, compute(batch))
-    if batch.has_column(LOOP_SCORE):
-        write(batch, "rm_scores", batch.column(LOOP_SCORE))
+    if batch.has_column(LOOP_SCORE_COLUMN):
+        write(batch, "rm_scores", batch.column(LOOP_SCORE_COLUMN))
     return batch
 
 
@@ -89,7 +89,7 @@ def join_ranks(group: object, results: Sequence[DataProto]) -> DataProto:
     A rank's columns depend on its rows, so columns that only some ranks have are filled or dropped.
     """
     batches = fill_object_columns(results)
-    _check_all_or_none(sum(b.has_column(LOOP_SCORE) for b in batches), len(batches))
+    _check_all_or_none(sum(b.has_column(LOOP_SCORE_COLUMN) for b in batches), len(batches))
     if not all(b.has_column("rollout_log_probs") for b in batches):
         for batch in batches:
             batch.batch.pop("rollout_log_probs", None)
@@ -143,7 +143,7 @@ def _zero_outside_mask(log_probs: Tensor, mask: Tensor) -> Tensor:
 
 def _put_on_last_policy_token(values: Sequence[float], mask: Tensor) -> Tensor:
     """Returns [B, T]: each row's value on its last policy token, 0 elsewhere."""
-    last_token = last_true(mask).clamp(min=0)
+    last_token = last_true_index(mask).clamp(min=0)
     scores = torch.zeros(mask.shape, dtype=torch.float32)
     scores[torch.arange(len(values)), last_token] = torch.tensor(values)
     return scores

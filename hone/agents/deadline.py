@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from hone.event_loop import as_exception, forget_task, raised_by_signal
+from hone.event_loop import abandon_task, as_exception, raised_by_signal
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ async def _cancel(task: asyncio.Future[T], grace_s: float) -> None:
         await asyncio.wait({task}, timeout=grace_s)
     finally:  # this wait may itself be cancelled
         if not task.done():
-            forget_task(task)
+            abandon_task(task)
         elif not task.cancelled():
             task.exception()  # otherwise asyncio logs that the exception was never retrieved
 

@@ -1,6 +1,6 @@
 """Runs agent loops in the event loop of a separate thread, while the engine decodes.
 
-A `Driven` engine decodes in the caller's thread, and after each answer waits for the loops' next
+A `DrivenEngine` engine decodes in the caller's thread, and after each answer waits for the loops' next
 requests, so that batches do not depend on thread timing unless a loop awaits an external service.
 """
 
@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from typing import Generic, ParamSpec, TypeVar
 
 from hone.event_loop import EventLoopRun, run_coroutine
-from hone.rollout.contract import Driven, RolloutEngine, RolloutError
+from hone.rollout.contract import DrivenEngine, RolloutEngine, RolloutError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,9 +30,9 @@ LOOPS_GRACE_S = 30.0
 """Seconds that agent loops get to end after decoding stops, and again after cancellation."""
 
 
-def run_beside(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
-    """Returns the result of the work; meanwhile a `Driven` engine decodes in this thread."""
-    if not isinstance(engine, Driven):
+def run_with_engine(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
+    """Returns the result of the work; meanwhile a `DrivenEngine` engine decodes in this thread."""
+    if not isinstance(engine, DrivenEngine):
         return run_coroutine(work)
     loop_thread = LoopThread(work, engine.notify)
     loop_thread.start()

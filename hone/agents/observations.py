@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hone.data.chat_template import BrokenTemplate, apply_template
-from hone.data.prompts import FAR_CHARACTERS, Message, PromptError, render_prompt, truncate
+from hone.data.prompts import (
+    MAX_CHARACTERS_PER_TOKEN,
+    Message,
+    PromptError,
+    render_prompt,
+    truncate,
+)
 from hone.text import clean_text, clean_values, described
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
@@ -190,7 +196,7 @@ def render_with_observation(
 
     The observation, not the prompt, is truncated to keep at most `max_tokens` ids.
     """
-    text = truncate_text(observation, FAR_CHARACTERS * max_tokens, side)
+    text = truncate_text(observation, MAX_CHARACTERS_PER_TOKEN * max_tokens, side)
     ids = _render_ending_with(text, prompt, render)
     tokens: list[int] = []
     for attempt in range(_TRUNCATION_ATTEMPTS):

@@ -17,7 +17,7 @@ from hone.agents.trajectory import AgentLoopFailed, Job, TrajectoryMaker
 from hone.config import PPOTrainerConfig
 from hone.controller.waiting import PhaseDeadlines
 from hone.protocol import DataProto
-from hone.rollout.contract import Driven, RolloutEngine
+from hone.rollout.contract import DrivenEngine, RolloutEngine
 from hone.tokenizer import Tokenizer
 
 _PHASE = "agent loops"
@@ -150,7 +150,7 @@ class LoopRunner:
             return is_over()
 
         try:
-            if isinstance(self._engine, Driven):
+            if isinstance(self._engine, DrivenEngine):
                 self._engine.drive(should_stop)
                 if not is_over():  # the engine stopped and every request got an error
                     self._end_loops()
@@ -172,7 +172,7 @@ class LoopRunner:
     def start(self) -> None:
         """Starts a thread that decodes, so that `submit` and `finished` need no `run_until`."""
         engine = self._engine
-        if self._decode_thread is not None or not isinstance(engine, Driven):
+        if self._decode_thread is not None or not isinstance(engine, DrivenEngine):
             return
 
         def should_stop() -> bool:
@@ -245,7 +245,7 @@ class LoopRunner:
         with self._condition:
             self._condition.notify_all()
             is_waiting = self._is_waiting_for_requests
-        if not is_waiting and isinstance(self._engine, Driven):
+        if not is_waiting and isinstance(self._engine, DrivenEngine):
             self._engine.notify()
 
     def _end_loops(self) -> None:

@@ -20,7 +20,7 @@ from hone.protocol.rows import object_array
 TRAJECTORY_ROW = "trajectory_row"
 
 
-def row_per_output(rows: DataProto, output_rows: Sequence[int]) -> DataProto:
+def repeat_rows_per_output(rows: DataProto, output_rows: Sequence[int]) -> DataProto:
     """Repeats each row of a group once per output; `output_rows[i]` is the row of output i."""
     if len(output_rows) == len(rows):
         return rows
@@ -34,7 +34,7 @@ def row_per_output(rows: DataProto, output_rows: Sequence[int]) -> DataProto:
     return repeated
 
 
-def trajectory_numbers(batch: DataProto) -> Tensor | None:
+def trajectory_indices(batch: DataProto) -> Tensor | None:
     """Returns [B]: the index of each row's trajectory; None if every row is a trajectory."""
     row_indices = batch.non_tensor_batch.get(TRAJECTORY_ROW)
     if row_indices is None:
@@ -42,30 +42,30 @@ def trajectory_numbers(batch: DataProto) -> Tensor | None:
     return torch.tensor([not row_index for row_index in row_indices]).cumsum(0) - 1
 
 
-def last_rows(batch: DataProto) -> Tensor | None:
+def last_row_indices(batch: DataProto) -> Tensor | None:
     """Returns [N]: the index of each trajectory's last row; None if every row is a trajectory."""
-    numbers = trajectory_numbers(batch)
+    numbers = trajectory_indices(batch)
     return None if numbers is None else numbers.bincount().cumsum(0) - 1
 
 
 def is_last_row(batch: DataProto) -> np.ndarray:
     """Returns [B] bool: whether the row is the last of its trajectory."""
-    last_indices = last_rows(batch)
+    last_indices = last_row_indices(batch)
     mask = np.full(len(batch), last_indices is None)
     if last_indices is not None:
         mask[last_indices.numpy()] = True
     return mask
 
 
-def of_trajectories(batch: DataProto, column: np.ndarray) -> np.ndarray:
+def last_row_values(batch: DataProto, column: np.ndarray) -> np.ndarray:
     """Returns [N]: the values of a column [B] at the last row of each trajectory."""
-    last_indices = last_rows(batch)
+    last_indices = last_row_indices(batch)
     return column if last_indices is None else column[last_indices.numpy()]
 
 
 def totals(batch: DataProto, per_row: Tensor) -> Tensor:
     """Returns [N]: the sums of `per_row` [B] over the rows of each trajectory."""
-    numbers = trajectory_numbers(batch)
+    numbers = trajectory_indices(batch)
     if numbers is None:
         return per_row
     return per_row.new_zeros(len(numbers.bincount())).index_add_(0, numbers, per_row)

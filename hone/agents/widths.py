@@ -14,7 +14,7 @@ NOT_RECORDED = -1
 """The value of `routed_experts` for tokens that the rollout did not compute."""
 
 
-def concat_padded(batches: Sequence[DataProto]) -> DataProto:
+def pad_and_concat(batches: Sequence[DataProto]) -> DataProto:
     """Pads batches to the largest width and concatenates them; padding has attention and mask 0.
 
     A column that some batches lack is filled with None if an agent loop wrote it, and dropped if a

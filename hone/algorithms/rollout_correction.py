@@ -13,7 +13,7 @@ from hone.algorithms.correction_metrics import agreement_metrics, rejection_metr
 from hone.algorithms.rejection import OPTIONS, rejection_mask, split_list
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.ops.masked import count_kept, zero_outside_mask
+from hone.ops.masked import count_unmasked, zero_outside_mask
 from hone.protocol import DataProto
 from hone.types import Fields, Settings
 
@@ -88,7 +88,9 @@ def compute_is_metrics(
     mask = response_mask.bool()
     log_ratio = log_ratio_for_metrics
     if rollout_is == "sequence":
-        log_ratio = (log_ratio / count_kept(mask, -1).clamp(min=1).unsqueeze(-1)).expand_as(mask)
+        log_ratio = (log_ratio / count_unmasked(mask, -1).clamp(min=1).unsqueeze(-1)).expand_as(
+            mask
+        )
     low = rollout_is_threshold_lower
     bounds = (rollout_is_threshold,) if low is None else (low, rollout_is_threshold)
     metrics = weight_metrics(

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeGuard
 
 from transformers import PreTrainedModel
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.agents.sampling import training_sampling
 from hone.api.settings import CallSettings, PathOrName, Value
 from hone.config.generation import GenerationConfig
@@ -123,7 +123,7 @@ class LLM:
                 name_of=lambda index: f"prompt {index}",
                 in_flight=max(len(prompt_ids), 1),
             )
-            run_beside(self._engine, coroutine)
+            run_with_engine(self._engine, coroutine)
         return [responses[index] for index in range(len(prompt_list))]
 
     def chat(

@@ -50,7 +50,7 @@ def file_names(data: Data) -> list[str] | None:
 def as_rows(data: Data) -> list[Row]:
     """Returns the rows as dicts; a bare prompt becomes a row with the column `prompt`."""
     if (files := file_names(data)) is not None:
-        return list(read_rows(files, BadRowPolicy("raise", skip_key=None), "data").scan())
+        return list(read_rows(files, BadRowPolicy("raise", policy_key=None), "data").scan())
     if isinstance(data, Mapping):
         names = ", ".join(map(str, data))
         raise DataError(

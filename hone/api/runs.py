@@ -36,9 +36,9 @@ from hone.tracking import RunFolder, read_metrics
 from hone.trainer import main_eval, main_ppo, main_sft
 from hone.trainer.command_line import (
     STARTING_VALUES_ORIGIN,
-    plan_checks,
+    check_output_folder,
+    check_plan,
     print_starting_values_and_notes,
-    require_folder,
 )
 from hone.trainer.evaluation import Evaluation
 from hone.trainer.export import export
@@ -167,7 +167,7 @@ def train(
         call.set({"data.train_files": scorer.write_data(data, folder, "train")})
         if validation is not None:
             call.set({"data.val_files": scorer.write_data(validation, folder, "validation")})
-        composed = call.compose(starting_values, plan_checks)
+        composed = call.compose(starting_values, check_plan)
         print_starting_values_and_notes(composed)
         main_ppo.run(composed.config, composed.origins, compute_score=scorer.score_function)
     return Trained(folder, composed, validation, reward)
@@ -257,7 +257,7 @@ def _run_folder(name: str, call: CallSettings) -> Iterator[Path]:
     """
     key = resolve_key(call.schema, "folder")
     path = call.values().get(key)
-    require_folder(str(path or "runs"), "folder")
+    check_output_folder(str(path or "runs"), "folder")
     folder = Path(str(path)).expanduser() if path else _new_folder(name)
     is_new = not path or not folder.exists()
     call.set({key: folder})

@@ -53,7 +53,7 @@ class RolloutCorrectionConfig(SchemaBlock):
     """Divide the weights by their batch mean."""
 
     @property
-    def narrows_loss(self) -> bool:
+    def applies_before_update(self) -> bool:
         """Whether importance weights or a reduced loss mask are written before the update."""
         options = (self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold)
         return not self.bypass_mode and any(option is not None for option in options)

@@ -29,7 +29,7 @@ from hone.config.convert import (
 from hone.config.errors import ConfigError
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
 from hone.config.sources import COMMAND_LINE, GROUPS, Setting
-from hone.config.states import new_name, rule_of, rules_of, topics, translate
+from hone.config.states import lines_per_sentence, new_name, rule_of, rules_of, translate
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 
@@ -76,7 +76,7 @@ def compose_settings(
         composition.add_problems(extra_problems)
     if composition.problems:
         raise ConfigError(list(dict.fromkeys(composition.problems)))
-    notes = (*topics(composition.notes), *dict.fromkeys(extra_notes))
+    notes = (*lines_per_sentence(composition.notes), *dict.fromkeys(extra_notes))
     return Composed(config, composition.origins, notes)
 
 
@@ -173,7 +173,7 @@ class _Composition:
                 refused.append((f"{key}={show_value(value)}", f"{rule.why} ({setting.origin})"))
             else:
                 self.add_note(key, value, rule.why)
-        self.problems += topics(refused, " is refused", " are refused")
+        self.problems += lines_per_sentence(refused, " is refused", " are refused")
 
     def build_config(self) -> Config:
         """Returns the frozen tree, with every leaf in its field's type and range.

@@ -41,7 +41,7 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
     """Yields one sentence for each problem of a tree."""
     if isinstance(config, SupervisedConfig):
         # One rank here may be one of several that torchrun starts.
-        mesh = uneven_mesh(config.world_size, "", config, "engine", config.engine)
+        mesh = mesh_problems(config.world_size, "", config, "engine", config.engine)
         problems = list(mesh) if config.world_size > 1 else []
         slots = max(1, config.world_size // config.ranks_per_slot)
         problems = problems or list(_divisibility_problems(config.data.train_batch_size, slots))
@@ -50,11 +50,11 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
         actor, ranks = config.actor_rollout_ref.actor, config.world_size
         if ":" not in actor.strategy:  # a custom engine defines its own mesh
             block = f"{_ACTOR}.fsdp_config"
-            problems = list(uneven_mesh(ranks, _ACTOR, actor, block, actor.fsdp_config))
+            problems = list(mesh_problems(ranks, _ACTOR, actor, block, actor.fsdp_config))
             size = sequence_parallel(actor, actor.fsdp_config)
             size *= actor.fsdp_config.tensor_parallel_size
             size = actor.megatron.ranks_per_slot if actor.strategy == "megatron" else size
-            yield from problems or uneven_batches(config, ranks // size)
+            yield from problems or batch_size_problems(config, ranks // size)
         for check in (_reward_and_rollout_problems, _data_problems, _shard_problems):
             yield from check(config)
     tree = _CHECKED_AS.get(tree, tree)
@@ -185,7 +185,7 @@ def divisors_advice(value: int, near: int) -> str:
     return "use " + " or ".join(map(str, [*below, *above]))
 
 
-def uneven_mesh(
+def mesh_problems(
     ranks: int, role_key: str, role: SchemaBlock, block_key: str, sharding: FSDPConfig
 ) -> Iterator[str]:
     """Yields a problem if the product of a role's parallel sizes does not divide the ranks."""
@@ -210,7 +210,7 @@ def _divisibility_problems(prompts: int, ranks: int, n: int = 1) -> Iterator[str
         yield f"{subject} is not divisible by {ranks} data-parallel ranks; {multiples_advice(prompts, unit)}"
 
 
-def uneven_batches(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
+def batch_size_problems(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
     """Yields a problem if the batch size is not divisible by the number of data-parallel ranks; the last
     mini-batch of a step may be smaller, and ranks may have different numbers of its rows."""
     n = config.actor_rollout_ref.rollout.n

@@ -22,7 +22,7 @@ _TREE_NAMES = "\0"
 """Stands for the names of the trees to which a text applies."""
 
 
-def with_origins(composed: Composed, only_set: bool = False) -> str:
+def format_with_origins(composed: Composed, only_set: bool = False) -> str:
     """Formats a configuration as YAML, with the origin of each value; the notes are at the end."""
     notes = [f"#   {note}" for note in composed.notes]
     heading = ["", "# set, but without effect here:"] if notes else []

@@ -130,7 +130,9 @@ def rule_of(key: str, tree: str) -> Rule | None:
     return next(iter(rules_of(key, "refused", "neutral", tree=tree)), None)
 
 
-def topics(notes: Iterable[tuple[str, str]], one: str = "", many: str = "") -> list[str]:
+def lines_per_sentence(
+    notes: Iterable[tuple[str, str]], one: str = "", many: str = ""
+) -> list[str]:
     """Returns one line per sentence, with its first three keys and the number of further ones.
 
     The line contains `one` after a single key, and `many` after several.

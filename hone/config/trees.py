@@ -93,7 +93,7 @@ class PPOTrainerConfig(RunTree):
         return (model.n_gpus_per_node,) * model.nnodes
 
     @property
-    def uses_controller(self) -> str:
+    def resolved_controller(self) -> str:
         """The controller of the run, `local` or `ray`, where `trainer.controller` may be auto."""
         if self.trainer.controller != "auto":
             return self.trainer.controller

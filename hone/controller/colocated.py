@@ -16,7 +16,7 @@ class ClassWithInitArgs:
     """A class and its arguments, to be instantiated later in another process."""
 
     def __init__(self, cls: Callable[P, W], *args: P.args, **kwargs: P.kwargs) -> None:
-        self.cls = plain_class(cls)
+        self.cls = unwrap_ray_class(cls)
         self.args = args
         self.kwargs = kwargs
         self.members: Mapping[str, ClassWithInitArgs] = {}
@@ -49,7 +49,7 @@ class ColocatedClass(ClassWithInitArgs):
         return "+".join(self.members)
 
 
-def plain_class(cls: Callable[P, W]) -> type:
+def unwrap_ray_class(cls: Callable[P, W]) -> type:
     """Returns the class, unwrapped if it was decorated with `ray.remote`."""
     ray_metadata = getattr(cls, "__ray_metadata__", None)
     unwrapped = ray_metadata.modified_class if ray_metadata is not None else cls

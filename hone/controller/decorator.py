@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 from tensordict import TensorDict
 
-from hone.plugins import proposal
+from hone.plugins import suggestion
 from hone.protocol import DataProto, DataProtoFuture, split_padded
 from hone.protocol.tensordicts import concat_tensordict
 from hone.types import Function
@@ -24,7 +24,7 @@ _Method = TypeVar("_Method", bound=Function)
 _S = TypeVar("_S")
 _T = TypeVar("_T")
 
-DATA_PARALLEL = ""
+DEFAULT_MESH = ""
 """The name of the default mesh. Without an engine, each rank is its own data-parallel slot."""
 
 
@@ -127,7 +127,7 @@ def split_batches(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> ArgumentsP
 
     The ranks of one slot get the same rows. Padding rows are marked in the column `padded_row`.
     """
-    return dispatch_nd_compute_dataproto(DATA_PARALLEL, group, *args, **kwargs)
+    return dispatch_nd_compute_dataproto(DEFAULT_MESH, group, *args, **kwargs)
 
 
 def split_after_func(
@@ -242,7 +242,7 @@ class _DispatchNames(type):
     def __getattr__(cls, name: str) -> DispatchMode:
         if name in _MODES:
             return _MODES[name]
-        hint = proposal(name, _MODES)
+        hint = suggestion(name, _MODES)
         raise AttributeError(f"no dispatch mode {name!r}.{hint} There are {sorted(_MODES)}")
 
     def __iter__(cls) -> Iterator[DispatchMode]:

@@ -18,11 +18,11 @@ import torch
 from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
 from hone.controller.decorator import TensorDictPayload, is_tensordict_batch, method_spec
 from hone.controller.resource_pool import ResourcePool
-from hone.controller.threads import fix_threads, thread_count
+from hone.controller.threads import set_thread_count, thread_count
 from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import Placement, Worker, use_placement
 from hone.controller.worker_group import Call, Executor, W, WorkerGroup
-from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, real_rows, without_padding
+from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, real_row_mask, without_padding
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class WorkerHost:
     def __init__(
         self, cls_with_init: ClassWithInitArgs, placement: Placement, threads: int
     ) -> None:
-        fix_threads(threads)
+        set_thread_count(threads)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
         members = (
@@ -201,7 +201,7 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
     elif not padded_inputs or len(result) == 0:
         rows = result
     else:
-        is_real = real_rows(padded_inputs[0])
+        is_real = real_row_mask(padded_inputs[0])
         if len(result) == int(is_real.sum()):
             rows = result  # the worker has already dropped the padding
         elif len(result) % len(is_real) == 0:
@@ -212,7 +212,7 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
                 f"{len(result)}, so the padded rows are unknown; copy the column {PADDED_ROW!r} to "
                 "the result, or drop padded rows first with hone.protocol.without_padding"
             )
-    if padded_inputs and not torch.stack([real_rows(v).any() for v in padded_inputs]).any():
+    if padded_inputs and not torch.stack([real_row_mask(v).any() for v in padded_inputs]).any():
         rows = rows.select()
         rows.meta_info.pop("metrics", None)  # every input row is padding
     return rows

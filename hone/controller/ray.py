@@ -35,7 +35,7 @@ from hone.controller.ray_placement import Reservation, acquire_reservation
 from hone.controller.ray_start import TOKEN_ENV, start_ray
 from hone.controller.ray_wait import RefWait
 from hone.controller.resource_pool import ResourcePool
-from hone.controller.threads import THREADS_ENV, fix_threads, thread_count
+from hone.controller.threads import THREADS_ENV, set_thread_count, thread_count
 from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import LOOPBACK, Placement, free_port
 from hone.controller.worker_group import Call, Executor, W, WorkerGroup
@@ -251,7 +251,7 @@ class RayWorkerGroup(WorkerGroup[W]):
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         start_ray({})
         # The trainer process computes with the same number of threads as under the local controller.
-        fix_threads(threads or thread_count())
+        set_thread_count(threads or thread_count())
         name = name_prefix or ray_cls_with_init.name
         executor = RayExecutor(
             resource_pool or ResourcePool([1]),

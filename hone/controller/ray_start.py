@@ -175,7 +175,7 @@ def _start_cluster(options: Settings, report: Callable[[str], None]) -> None:
     variables = {
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
-        **reaper.with_mark(mark),
+        **reaper.marked_environment(mark),
         _LOOPBACK_ENV: "0",
         "RAY_prestart_worker_first_driver": "0",  # such workers would lack the worker environment
     }

@@ -32,7 +32,7 @@ def start_reaper(mark: str) -> subprocess.Popen[bytes]:
     )
 
 
-def with_mark(mark: str) -> dict[str, str]:
+def marked_environment(mark: str) -> dict[str, str]:
     """Returns the environment variable of a child process: the marks of this process and `mark`."""
     return {MARK_ENV: ":".join(filter(None, (os.environ.get(MARK_ENV), mark)))}
 

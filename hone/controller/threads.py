@@ -34,7 +34,7 @@ def load_average() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def fix_threads(count: int) -> None:
+def set_thread_count(count: int) -> None:
     """Sets the number of threads of tensor operations in this process."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
@@ -46,11 +46,11 @@ def slowdown(count: int) -> float:
     try:
         return _matmul_seconds(count) / _matmul_seconds(1)
     finally:
-        fix_threads(previous_count)
+        set_thread_count(previous_count)
 
 
 def _matmul_seconds(count: int) -> float:
-    fix_threads(count)
+    set_thread_count(count)
     matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE)
     matrix @ matrix  # starts the threads
     start_time = time.perf_counter()

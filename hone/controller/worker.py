@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hone.controller import profiling
-from hone.controller.decorator import DATA_PARALLEL, Dispatch, register
+from hone.controller.decorator import DEFAULT_MESH, Dispatch, register
 from hone.controller.ray_ports import free_ports
 
 LOOPBACK = "127.0.0.1"
@@ -143,7 +143,7 @@ class Worker:
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def mesh_slot(self, mesh_name: str) -> tuple[int, bool]:
         """Returns this rank's slot on a mesh, and whether its results are collected."""
-        if mesh_name == DATA_PARALLEL:  # by default every rank is one slot
+        if mesh_name == DEFAULT_MESH:  # by default every rank is one slot
             self._meshes.setdefault(mesh_name, (self.rank, True))
         if mesh_name not in self._meshes:
             raise ValueError(

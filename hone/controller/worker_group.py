@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
 from hone.controller.decorator import (
-    DATA_PARALLEL,
+    DEFAULT_MESH,
     Execute,
     Mesh,
     MethodSpec,
@@ -24,7 +24,7 @@ from hone.controller.decorator import (
 )
 from hone.controller.resource_pool import Role
 from hone.controller.traffic import count_and_collect, payload_bytes
-from hone.plugins import proposal
+from hone.plugins import suggestion
 from hone.protocol import DataProtoFuture
 from hone.types import Function, Settings
 
@@ -129,13 +129,13 @@ class WorkerGroup(Generic[W]):
     def _unknown_method_error(self, name: str, methods: Settings) -> AttributeError:
         return AttributeError(
             f"worker group {self.__dict__.get('name', '')!r} has no method "
-            f"{name!r}.{proposal(name, methods)} Registered are {sorted(methods)}"
+            f"{name!r}.{suggestion(name, methods)} Registered are {sorted(methods)}"
         )
 
     @property
     def data_parallel_size(self) -> int:
         """The number of data-parallel slots over which rows are split."""
-        return self.mesh(DATA_PARALLEL).dp_size
+        return self.mesh(DEFAULT_MESH).dp_size
 
     def mesh(self, name: str) -> Mesh:
         """Returns the slots of the ranks on the mesh `name`; the first call asks the ranks."""
@@ -168,7 +168,7 @@ class WorkerGroup(Generic[W]):
         if is_rank_zero_call:
             collect = _first_result
         elif mode.collects_per_slot:
-            collect = functools.partial(_collect_slots, collect, self.mesh(DATA_PARALLEL))
+            collect = functools.partial(_collect_slots, collect, self.mesh(DEFAULT_MESH))
         future = self._future(collect, handles, name)
         return future.get() if spec.blocking else future
 

@@ -343,11 +343,11 @@ class RLHFDataset:
         row["data_source"] = row.get("data_source") or "unknown"
         row["reward_model"] = row.get("reward_model") or {}
         row["agent_name"] = row.get("agent_name")
-        row |= {name: loop_argument(row, name) for name in KWARGS_COLUMNS}
+        row |= {name: loop_kwargs(row, name) for name in KWARGS_COLUMNS}
         return row
 
 
-def loop_argument(row: Row, name: str) -> Fields:
+def loop_kwargs(row: Row, name: str) -> Fields:
     """Returns a dict of keyword arguments of a row, from its top level or its `extra_info`."""
     extra_info = row.get("extra_info") or {}
     value: Fields = remove_nulls(row.get(name) or extra_info.get(name) or {})

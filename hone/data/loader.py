@@ -68,7 +68,7 @@ def collate_fn(rows: Sequence[Row]) -> Batch:
 
 
 class PromptLoader:
-    """Yields batches epoch after epoch; `one_epoch()` yields those of the first epoch only."""
+    """Yields batches epoch after epoch; `first_epoch()` yields those of the first epoch only."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class PromptLoader:
             self._exhaust_sampler()
         return batch
 
-    def one_epoch(self) -> Iterator[Batch]:
+    def first_epoch(self) -> Iterator[Batch]:
         """Yields the batches of the first epoch; the loader's position does not change."""
         counts: Counter[int] = Counter()
         indices = map(int, self._iterate_epoch(0))
@@ -247,9 +247,9 @@ class PromptLoader:
                 name, number = self.dataset.key(index)
             index_uids.append((index, row_uid(str(name), int(number), epoch, counts[index])))
             counts[index] += 1
-        return self.rows_again(index_uids)
+        return self.load_batch(index_uids)
 
-    def rows_again(self, index_uids: Sequence[tuple[int, str]]) -> Batch:
+    def load_batch(self, index_uids: Sequence[tuple[int, str]]) -> Batch:
         """Returns the batch of these (row index, uid) pairs."""
         return collate_fn(
             [{**self.dataset[i], "uid": uid, "dataset_index": i} for i, uid in index_uids]

@@ -25,7 +25,7 @@ from hone.data.preprocess import (
 )
 from hone.data.preprocess.sources import MakeRow, Source, Splits, UpstreamDataset
 from hone.data.rows import DataError, write_file, write_parquet
-from hone.plugins import proposal
+from hone.plugins import suggestion
 from hone.types import Settings
 
 Builder = Callable[..., Splits]
@@ -147,7 +147,7 @@ def find_recipe(name: str) -> DatasetRecipe:
     recipe = RECIPES.get(ALIASES.get(name, name))
     if recipe is None:
         raise DataError(
-            f"no data set is called {name!r}.{proposal(name, [*RECIPES, *ALIASES])} "
+            f"no data set is called {name!r}.{suggestion(name, [*RECIPES, *ALIASES])} "
             f"`hone data prepare` lists all {len(RECIPES)}, such as gsm8k, math and countdown"
         )
     return recipe

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from hone.cores import usable_cores
 from hone.data.chat_template import BrokenTemplate, apply_template
-from hone.text import described, flaw_of, shown
+from hone.text import described, find_flaw, shown
 from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Settings
 
@@ -32,7 +32,7 @@ RenderedPrompt = str | list[int]
 """A rendered prompt: text, or ids if only the tokenizer can produce them."""
 COUNT_BATCH_SIZE = 64
 PROBE = "What is 6 × 7?\n<think> 42 </think>"
-FAR_CHARACTERS = 32
+MAX_CHARACTERS_PER_TOKEN = 32
 """A text with more characters per allowed token is checked by tokenising its start first."""
 
 
@@ -207,9 +207,9 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
 
     Raises PromptTooLong if the text far exceeds `max_tokens`, before all of it is tokenised.
     """
-    if flaw := flaw_of(text, allow_nul=True):
+    if flaw := find_flaw(text, allow_nul=True):
         raise PromptError(f"the text of the row {flaw}")
-    length = FAR_CHARACTERS * ((max_tokens or 0) + 64)
+    length = MAX_CHARACTERS_PER_TOKEN * ((max_tokens or 0) + 64)
     while max_tokens is not None and length < len(text):
         num_tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
         if num_tokens > 2 * max_tokens + 64:  # a word that is cut may have more tokens
@@ -223,7 +223,7 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
 
 def needs_length_check(text: str, max_tokens: int) -> bool:
     """Returns whether a text is so long that its start should be tokenised first."""
-    return len(text) > FAR_CHARACTERS * (max_tokens + 64)
+    return len(text) > MAX_CHARACTERS_PER_TOKEN * (max_tokens + 64)
 
 
 def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
@@ -274,7 +274,7 @@ def token_counts(
             if isinstance(text, list):
                 return len(text)
             is_long = max_tokens is not None and needs_length_check(text, max_tokens)
-            if can_batch and not is_long and flaw_of(text, allow_nul=True) is None:
+            if can_batch and not is_long and find_flaw(text, allow_nul=True) is None:
                 return text
             return len(tokenise(text, tokenizer, max_tokens))
         except PromptError as error:

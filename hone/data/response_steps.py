@@ -21,7 +21,7 @@ def separator_ids(tokenizer: Tokenizer, text: str) -> Tensor:
     return torch.tensor([i for i in ids if tokenizer.decode([i]).endswith(text)], dtype=torch.int64)
 
 
-class TokenTexts:
+class TokenTextSplitter:
     """Splits a decoded response into the texts of its tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hone.data.files import copy_to_local, glob_remote, is_non_local
-from hone.text import BadText, clean_text, described, flaw_of, read_json
+from hone.text import BadText, clean_text, described, find_flaw, read_json
 from hone.types import JsonValue, Row
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class BadRowPolicy:
     """Number of skipped rows by reason."""
     examples: list[str] = field(default_factory=list)
     """The first messages, for the log."""
-    skip_key: str | None = "data.on_bad_row"
+    policy_key: str | None = "data.on_bad_row"
     """The config key that sets the policy, for messages; None if the program has no such key."""
 
     MAX_EXAMPLES = 20
@@ -67,7 +67,7 @@ class BadRowPolicy:
         """Raises DataError with `message`, or counts the row under `reason`."""
         message = clean_text(message)
         if self.policy == "raise":
-            key = self.skip_key
+            key = self.policy_key
             hint = f" ({key}=skip skips and counts such rows)" if key else ""
             raise DataError(f"{message}{hint}")
         self.counts[reason] += 1
@@ -178,7 +178,7 @@ def _parse_json_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
     try:
         row = read_json(line)
     except BadText as error:
-        flaw = flaw_of(line)
+        flaw = find_flaw(line)
         return None, ("invalid text", flaw) if flaw else ("not json", f"not JSON: {error}")
     # Only an escape or a byte that is not UTF-8 (`surrogateescape`) can make the text invalid.
     if not line.isascii() or "\\u" in line:
@@ -187,7 +187,7 @@ def _parse_json_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
 
 
 def _check_text(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
-    flaw = flaw_of(row, allow_nul=True)
+    flaw = find_flaw(row, allow_nul=True)
     return row, ("invalid text", flaw) if flaw else None
 
 

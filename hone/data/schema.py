@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from hone.data.prompts import PromptError, as_messages, check_message_roles, raw_text
-from hone.text import clean_text, flaw_of
+from hone.text import clean_text, find_flaw
 from hone.types import JsonValue, Row
 
 NAME_COLUMNS = ("data_source", "agent_name")
@@ -89,7 +89,7 @@ class SchemaCheck:
 def text_problem(row: Row, columns_without_nul: Collection[str]) -> Problem | None:
     """Returns a problem for invalid Unicode, deep nesting, or NUL in `columns_without_nul`."""
     for name, value in row.items():
-        if flaw := flaw_of(value, allow_nul=name not in columns_without_nul):
+        if flaw := find_flaw(value, allow_nul=name not in columns_without_nul):
             return Problem("invalid text", f"column {clean_text(str(name))!r} {flaw}")
     return None
 

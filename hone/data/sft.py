@@ -19,7 +19,7 @@ from hone.data.prompts import (
     tokenise,
     truncate,
 )
-from hone.text import BadText, flaw_of, read_json, shown
+from hone.text import BadText, find_flaw, read_json, shown
 from hone.tokenizer import Tokenizer
 from hone.types import Row, Settings
 
@@ -132,7 +132,7 @@ class MultiTurnSFTDataset(SFTDataset):
                 tools = read_json(tools) if tools.strip() else None
             except BadText as error:
                 raise PromptError(f"column {key!r} is text that is not JSON: {error}") from error
-            if flaw := flaw_of(tools):
+            if flaw := find_flaw(tools):
                 raise PromptError(f"column {key!r} {flaw}")
         elif tools is not None:
             tools = remove_nulls(tools if isinstance(tools, list) else tools.tolist())

@@ -45,7 +45,7 @@ def show_file(
     tools: Tools | None = None,
 ) -> str:
     """Formats each selected row as a block of lines; `tools` are schemas for the chat template."""
-    file = read_file(path, BadRowPolicy("raise", skip_key=None), "the file name")
+    file = read_file(path, BadRowPolicy("raise", policy_key=None), "the file name")
     assert file is not None  # read_file raises for an unreadable or empty file
     kind = kind_of_file(file[0], config or DataConfig())
     numbers = parse_row_numbers(rows or f"0-{min(2, len(file) - 1)}", len(file))

@@ -47,7 +47,7 @@ class Solution:
 
 def single_token_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separator") -> int:
     """Returns the token id of a text, which must be one token."""
-    text = typed_text(text)
+    text = unescape_newlines(text)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1:
         raise ConfigError(
@@ -67,7 +67,7 @@ class StepSeparator:
     """The tokens (bad step, good step) of a causal model; None for a token classifier."""
 
 
-def step_mark(
+def build_step_separator(
     tokenizer: Tokenizer, separator: str, labels: tuple[str, str] | None, config_block: str = "data"
 ) -> StepSeparator:
     """Returns the separator of a process reward model.
@@ -79,7 +79,9 @@ def step_mark(
         return StepSeparator([single_token_id(tokenizer, separator, key)], 0, None)
     labels_key = f"{config_block}.step_labels"
     good, bad = (single_token_id(tokenizer, label, labels_key) for label in labels)
-    tokens = list(map(int, tokenizer.encode(typed_text(separator), add_special_tokens=False)))
+    tokens = list(
+        map(int, tokenizer.encode(unescape_newlines(separator), add_special_tokens=False))
+    )
     text_indices = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
     if not tokens or good == bad:
         raise ConfigError(
@@ -89,7 +91,7 @@ def step_mark(
     return StepSeparator(tokens, text_indices[-1] if text_indices else len(tokens) - 1, (bad, good))
 
 
-def typed_text(text: str) -> str:
+def unescape_newlines(text: str) -> str:
     r"""Replaces a backslash and an n, as a shell passes `\n`, with a line break."""
     return text.replace("\\n", "\n")
 
@@ -106,7 +108,9 @@ class StepDataset(EncodedDataset):
     def read(self, files: Files) -> RowStore:
         """Reads the files; a row of PRM800K's own layout becomes one row per rated step."""
         config = self.config
-        self.separator = step_mark(self.tokenizer, config.step_separator, config.step_labels)
+        self.separator = build_step_separator(
+            self.tokenizer, config.step_separator, config.step_labels
+        )
         # Rows of one problem share their prompt and most of their steps.
         self._prompt_ids = lru_cache(MAX_CACHED_TEXTS)(self._render)
         self._step_ids = lru_cache(MAX_CACHED_TEXTS)(self._tokenise)

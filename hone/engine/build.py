@@ -56,9 +56,9 @@ def build(spec: EngineSpec) -> Engine:
     """Builds the engine of `strategy=fsdp2`: a Hugging Face decoder, sharded by FSDP2 on several ranks."""
     mesh = Mesh()
     if spec.world_size > 1 or spec.sequence_parallel > 1 or spec.tensor_parallel > 1:
-        from hone.engine.mesh import check_layout, mesh_of
+        from hone.engine.mesh import check_layout, mesh_for_rank
 
-        mesh = mesh_of(
+        mesh = mesh_for_rank(
             spec.rank,
             spec.world_size,
             sequence=spec.sequence_parallel,
@@ -118,7 +118,7 @@ def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
     else:
         module = PolicyModel(lm) if spec.head == "policy" else ValueModel(lm)
     if spec.replays_routing and isinstance(module, PolicyModel):
-        module.record_routing()
+        module.enable_routing()
     if spec.adapters is not None:
         module.lm = init_lora(module.lm, spec.adapters, spec.seed)
     if spec.optim is None or spec.trained_part == "head":

@@ -177,7 +177,7 @@ class Objective(Protocol):
 
     def mask(self, batch: DataProto) -> Tensor:
         """Returns a mask [B, T]: 1 for tokens in the loss, 0 for others and in padded rows
-        (`hone.protocol.real_rows`)."""
+        (`hone.protocol.real_row_mask`)."""
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         """Computes columns that need the whole mini-batch, once and without gradient."""

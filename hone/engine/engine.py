@@ -23,9 +23,9 @@ from hone.engine.model_state import ModelState
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
 from hone.ops.counter_rng import fold_seed
-from hone.ops.packing import PackedRows, pack_rows, shared_with_the_row_before
+from hone.ops.packing import PackedRows, pack_rows, shared_prompt_lengths
 from hone.ops.transfer import send
-from hone.protocol import PADDED_ROW, DataProto, real_rows, without_padding
+from hone.protocol import PADDED_ROW, DataProto, real_row_mask, without_padding
 
 if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need them
     from hone.engine.sharding import ShardedModule
@@ -161,7 +161,7 @@ class Engine(ModelState):
 
         Rows are sorted by `step_row`, so that the result does not depend on the number of ranks.
         """
-        is_real = real_rows(batch)
+        is_real = real_row_mask(batch)
         outputs = self.infer(batch, **objective.options)
         outputs = {name: values[is_real] for name, values in outputs.items()}
         minibatch = without_padding(batch)
@@ -192,7 +192,7 @@ class Engine(ModelState):
             columns["attention_mask"],
             columns["response_mask"],
             share_prompts=self._share_prompts,
-            with_places=self._routing is not None,
+            with_packed_positions=self._routing is not None,
         )
         if self._sequence_group is not None:
             from hone.ops.ulysses import split_rows
@@ -211,7 +211,7 @@ class Engine(ModelState):
     ) -> list[tuple[list[int], DataProto]]:
         columns = batch.batch
         lengths = columns["attention_mask"].sum(1).tolist()
-        shared_tokens = shared_with_the_row_before(columns["prompts"], columns["attention_mask"])
+        shared_tokens = shared_prompt_lengths(columns["prompts"], columns["attention_mask"])
         parts = rule.split(lengths, shared_tokens)
         if self._data_group is not None:  # all ranks need the same number of collectives
             max_count = torch.tensor(len(parts))

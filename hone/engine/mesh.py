@@ -34,7 +34,7 @@ class Groups:
     """The ranks that split a layer's matrices, in the root mesh of `fsdp_mesh`; None if not split."""
 
 
-def mesh_of(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -> Mesh:
+def mesh_for_rank(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -> Mesh:
     """Returns the coordinates of a rank; raises if the sizes do not divide the world size."""
     if world_size % (sequence * tensor):
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
-STORE_FILE = "HONE_RENDEZVOUS_FILE"
+STORE_FILE_VARIABLE = "HONE_RENDEZVOUS_FILE"
 """Name of the environment variable with the path of the rendezvous file; a file needs no open port."""
 
 
@@ -18,7 +18,7 @@ def rendezvous_store(world_size: int, timeout: timedelta) -> Store | None:
     """Returns the store for `init_process_group`, or None if torch creates it (torchrun)."""
     from torch._C._distributed_c10d import FileStore
 
-    if path := os.environ.get(STORE_FILE):
+    if path := os.environ.get(STORE_FILE_VARIABLE):
         store = FileStore(path, world_size)
         store.set_timeout(timeout)
         return store

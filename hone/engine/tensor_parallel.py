@@ -26,13 +26,19 @@ from hone.engine.optimizer import local_shard
 from hone.models.families import UnsupportedModel, config_field, key_shape
 from hone.models.lora import full_tensor, is_lora
 from hone.models.policy import Model, PolicyModel, without_peft
-from hone.ops.collectives import Group, copy_to, gather_last, split_last, sum_over
+from hone.ops.collectives import (
+    Group,
+    copy_to_group,
+    gather_last_dim,
+    split_last_dim,
+    sum_over_group,
+)
 from hone.ops.vocab_parallel import shard_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-UNPLANNED = frozenset(
+FAMILIES_WITHOUT_TP_PLAN = frozenset(
     """
     biogpt bitnet ctrl falcon gpt-sw3 gpt2 gpt_bigcode gpt_oss hunyuan_v1_dense jetmoe minimax_m3_vl_text opt
     persimmon stablelm
@@ -56,7 +62,7 @@ def check_tensor_parallel(
 ) -> None:
     """Raises if the model cannot be split over `size` ranks, and each part into `fsdp_shards` shards."""
     text_config, setting = config.get_text_config(), f"tensor_parallel_size={size}"
-    if config.model_type in UNPLANNED:
+    if config.model_type in FAMILIES_WITHOUT_TP_PLAN:
         raise UnsupportedModel(
             f"{path} is a {config.model_type} model, whose layers have no tensor-parallel plan in "
             f"transformers; use tensor_parallel_size=1, not {size}"
@@ -149,7 +155,7 @@ class _ParallelForward:
         forward: Callable[..., Any] = _FORWARDS.get(self.style, _replicated_forward)
         shards = {name: local_shard(p) for name, p in self.module.named_parameters(recurse=False)}
         if self.style == "replicated_with_grad_allreduce":
-            shards = {name: copy_to(p, self.group) for name, p in shards.items()}
+            shards = {name: copy_to_group(p, self.group) for name, p in shards.items()}
         attributes = vars(self.module)  # an attribute hides the parameter of the same name
         # The outputs are summed over ranks, so the bias is added once, after the sum.
         bias = shards.get("bias") if self.style in _STYLES_SPLITTING_COLUMNS else None
@@ -176,7 +182,7 @@ def _colwise_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         last_input = layer.last_input
         if last_input is None or last_input[0]() is not x:
-            last_input = ref(x, _drop_last_input), copy_to(x, layer.group)
+            last_input = ref(x, _drop_last_input), copy_to_group(x, layer.group)
             _ParallelForward.last_input = last_input
         layer_input = last_input[1]
     out: Tensor = layer.original_forward(layer_input)
@@ -184,15 +190,15 @@ def _colwise_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
 
 
 def _gathered_colwise_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
-    return gather_last(_colwise_forward(layer, x), layer.group)
+    return gather_last_dim(_colwise_forward(layer, x), layer.group)
 
 
 def _rowwise_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
-    return sum_over(layer.original_forward(x), layer.group)
+    return sum_over_group(layer.original_forward(x), layer.group)
 
 
 def _split_input_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
-    return _rowwise_forward(layer, split_last(x, layer.group))
+    return _rowwise_forward(layer, split_last_dim(x, layer.group))
 
 
 def _experts_forward(layer: _ParallelForward, *args: Any, **kwargs: Any) -> Tensor:
@@ -200,16 +206,16 @@ def _experts_forward(layer: _ParallelForward, *args: Any, **kwargs: Any) -> Tens
 
     def copy_if_float(x: Any) -> Any:
         is_float = isinstance(x, Tensor) and x.is_floating_point()
-        return copy_to(x, layer.group) if is_float else x
+        return copy_to_group(x, layer.group) if is_float else x
 
     kwargs = {name: copy_if_float(x) for name, x in kwargs.items()}
-    return sum_over(layer.original_forward(*map(copy_if_float, args), **kwargs), layer.group)
+    return sum_over_group(layer.original_forward(*map(copy_if_float, args), **kwargs), layer.group)
 
 
 def _mla_latent_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
     """Runs the compressed KV projection of MLA, whose rotary keys are shared by the heads of all ranks."""
     latent, rotary = layer.original_forward(x).tensor_split((-layer.rope_dim,), -1)
-    return torch.cat([latent, copy_to(rotary, layer.group)], -1)
+    return torch.cat([latent, copy_to_group(rotary, layer.group)], -1)
 
 
 def _vocabulary_forward(layer: _ParallelForward, ids: Tensor) -> Tensor:
@@ -224,7 +230,7 @@ def _vocabulary_forward(layer: _ParallelForward, ids: Tensor) -> Tensor:
         out = layer.original_forward(local_ids.clamp(0, rows - 1))
     finally:
         module.padding_idx = padding
-    return sum_over(out * is_local[..., None], layer.group)
+    return sum_over_group(out * is_local[..., None], layer.group)
 
 
 _FORWARDS: dict[str, Callable[..., Tensor]] = {

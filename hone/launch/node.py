@@ -121,7 +121,7 @@ def run_node(
         "RAY_AUTH_TOKEN_PATH": str(token_file),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
-        **reaper.with_mark(f"{settings.mark}-{os.getpid()}"),
+        **reaper.marked_environment(f"{settings.mark}-{os.getpid()}"),
     }
     ray_ports.allow_slow_start()
     if settings.only_loopback:

@@ -29,7 +29,7 @@ FAMILIES = frozenset(
 )
 """Supported values of `model_type`."""
 
-CPU_ONLY = frozenset({"beam", "flint", "kolibri1"})
+CPU_ONLY_FAMILIES = frozenset({"beam", "flint", "kolibri1"})
 """Families of `FAMILIES` that are refused on a GPU, because the comparison was only made on a CPU."""
 
 _UNSUPPORTED_FAMILIES = {
@@ -81,7 +81,7 @@ def check_family_supported(family: str, path: str, *, device: torch.device | Non
             f"{path} is a {family} model, which is not supported: {reason}. docs/models.md lists the "
             "supported families"
         )
-    if family in CPU_ONLY and device is not None and device.type == "cuda":
+    if family in CPU_ONLY_FAMILIES and device is not None and device.type == "cuda":
         raise UnsupportedModel(
             f"{path} is a {family} model, which is supported on the CPU only: on a GPU it has not been "
             "shown equal to plain transformers. Use trainer.device=cpu, or a family of docs/models.md"

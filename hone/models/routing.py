@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NOT_RECORDED = -1
 """Marks experts of a token that were not recorded; in a replay, the router chooses them."""
-DTYPE = torch.int16
+EXPERT_DTYPE = torch.int16
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
 _FAMILIES_WITHOUT_REPLAY = frozenset({"jetmoe"})
@@ -92,7 +92,7 @@ class Routing:
             out["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
         if self.record is not None:
             self.record = None
-            experts = torch.stack([recorded[i] for i in range(self.layers)], 1).to(DTYPE)
+            experts = torch.stack([recorded[i] for i in range(self.layers)], 1).to(EXPERT_DTYPE)
             out["routed_experts"] = packed.padded(experts, NOT_RECORDED)
         if not torch.is_grad_enabled():
             self.replay = None  # no backward pass follows

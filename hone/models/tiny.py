@@ -18,7 +18,7 @@ import torch
 from hone.models import attention
 from hone.models.families import check_config_supported, check_family_supported
 from hone.models.writing import without_progress_bar
-from hone.tracking.atomic import grant_by_umask
+from hone.tracking.atomic import apply_umask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -147,5 +147,5 @@ def save_pretrained(
     with without_progress_bar():
         lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    grant_by_umask(folder)
+    apply_umask(folder)
     return folder

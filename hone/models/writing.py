@@ -13,7 +13,7 @@ from hone.tracking.storage import add_file_name_to_errors
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def staged_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary folder and renames it to `target` on success; `target` must be new or empty.
 
     An error removes the temporary folder; after a kill, the next call for this target removes it.

@@ -1,6 +1,6 @@
 """Balances sequences of different lengths over ranks, and splits them into micro-batches.
 
-The caller synchronizes the number of micro-batches over the ranks and passes it as `at_least`.
+The caller synchronizes the number of micro-batches over the ranks and passes it as `min_micro_batches`.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def micro_batches_by_tokens(
     lengths: Sequence[int] | np.ndarray,
     max_token_len: int,
     *,
-    at_least: int = 1,
+    min_micro_batches: int = 1,
     multiple_of: int = 1,
 ) -> list[Partition]:
     """Returns the row numbers of micro-batches of at most `max_token_len` tokens each.
 
     Token counts are balanced. The cheapest micro-batches come first and last, where a pipeline
-    fills and drains. There are at least `at_least` micro-batches, and a multiple of `multiple_of`.
+    fills and drains. There are at least `min_micro_batches` micro-batches, and a multiple of `multiple_of`.
     """
     token_counts = [int(n) for n in lengths]
     if token_counts and max(token_counts) > max_token_len:
@@ -89,7 +89,9 @@ def micro_batches_by_tokens(
         )
     if not token_counts:
         return []
-    count = _round_up(max(at_least, -(-sum(token_counts) // max_token_len), 1), multiple_of)
+    count = _round_up(
+        max(min_micro_batches, -(-sum(token_counts) // max_token_len), 1), multiple_of
+    )
     parts = _fit_budget(token_counts, max_token_len, count, multiple_of)
     return _order_small_large_small(parts, token_counts)
 
@@ -106,7 +108,7 @@ def _fit_budget(
         if num_parts > len(token_counts):
             raise ValueError(
                 f"{len(token_counts)} sequences cannot form {num_parts} micro-batches; lower "
-                "at_least or multiple_of"
+                "min_micro_batches or multiple_of"
             )
         partitions = get_seqlen_balanced_partitions(token_counts, num_parts, equal_size=False)
         return partitions if max(map(num_tokens, partitions)) <= budget else None

@@ -1,7 +1,7 @@
 """Collectives of a tensor-parallel group with their gradients.
 
-`copy_to` and `sum_over` are each the backward pass of the other, as are `gather_last` and
-`split_last`.
+`copy_to_group` and `sum_over_group` are each the backward pass of the other, as are `gather_last_dim` and
+`split_last_dim`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from hone.ops.autograd import Context
 Group = dist.ProcessGroup
 
 
-def copy_to(x: Tensor, group: Group) -> Tensor:
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """Returns x, which must be equal on all ranks; the gradient is summed over the ranks."""
     return _Copy.apply(x, group)
 
 
-def sum_over(x: Tensor, group: Group) -> Tensor:
+def sum_over_group(x: Tensor, group: Group) -> Tensor:
     """Returns the sum of x over the ranks; the gradient is unchanged."""
     return _Sum.apply(x, group)
 
 
-def gather_last(x: Tensor, group: Group) -> Tensor:
+def gather_last_dim(x: Tensor, group: Group) -> Tensor:
     """Returns the tensors of all ranks, which have equal shapes, joined in the last dimension."""
     return _Gather.apply(x, group)
 
 
-def split_last(x: Tensor, group: Group) -> Tensor:
+def split_last_dim(x: Tensor, group: Group) -> Tensor:
     """Returns this rank's part of the last dimension of x; x must be equal on all ranks."""
     return _Split.apply(x, group)
 

@@ -34,7 +34,7 @@ class Linear(NamedTuple):
     bias: Tensor | None
 
 
-def heads_of(
+def rotated_qkv(
     x: Tensor,  # [N, d] float32
     norm: Norm,
     q: Linear,
@@ -49,7 +49,7 @@ def heads_of(
     return _RotatedQkv.apply(x, *norm, *q, *k, *v, *cos_sin)
 
 
-def gated_half(x: Tensor, norm: Norm, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def add_gated_mlp(x: Tensor, norm: Norm, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Returns x + mlp(norm(x)), [N, d] float32."""
     return _AddGatedMlp.apply(x, *norm, gate, up, down)
 

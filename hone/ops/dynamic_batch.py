@@ -60,15 +60,15 @@ def rearrange_micro_batches(
             f"{len(lengths)} rows are not a multiple of force_group_size={force_group_size}"
         )
     group_lengths = lengths.reshape(-1, force_group_size).sum(1)
-    at_least, multiple = min_num_micro_batch or 1, num_batches_divided_by or 1
+    min_micro_batches, multiple = min_num_micro_batch or 1, num_batches_divided_by or 1
     parts = micro_batches_by_tokens(
-        group_lengths, max_token_len, at_least=at_least, multiple_of=multiple
+        group_lengths, max_token_len, min_micro_batches=min_micro_batches, multiple_of=multiple
     )
     if dist.is_initialized() and same_micro_num_in_dp and dp_group is not None:
         count = torch.tensor([len(parts)], device=batch.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=dp_group)
         parts = micro_batches_by_tokens(
-            group_lengths, max_token_len, at_least=int(count), multiple_of=multiple
+            group_lengths, max_token_len, min_micro_batches=int(count), multiple_of=multiple
         )
     size = force_group_size
     row_indices = [[g * size + i for g in part for i in range(size)] for part in parts]

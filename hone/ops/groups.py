@@ -58,7 +58,7 @@ class Groups:
         return len(self.sizes)
 
     @property
-    def singleton(self) -> Tensor:
+    def is_singleton(self) -> Tensor:
         """Whether each row is alone in its group, [N] bool."""
         return (self.sizes == 1)[self.ids]
 

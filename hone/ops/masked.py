@@ -23,7 +23,7 @@ def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None 
     return values.sum() if axis is None else values.sum(dim=axis)
 
 
-def count_kept(mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+def count_unmasked(mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Returns the integer number of unmasked entries."""
     ones = mask.bool().view(torch.uint8)  # bytes are summed many times faster than bools
     if axis is None:
@@ -33,13 +33,15 @@ def count_kept(mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tenso
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Returns the mean of the unmasked entries; 0 if there are none."""
-    return masked_sum(values, mask, axis) / count_kept(mask.expand_as(values), axis).clamp(min=1)
+    return masked_sum(values, mask, axis) / count_unmasked(mask.expand_as(values), axis).clamp(
+        min=1
+    )
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     """Returns the variance of the unmasked entries; 0 for fewer than two."""
     mean = masked_mean(values, mask)
-    count = count_kept(mask.expand_as(values))
+    count = count_unmasked(mask.expand_as(values))
     squared_deviations = masked_sum((zero_outside_mask(values, mask) - mean) ** 2, mask)
     return squared_deviations / (count - 1 if unbiased else count).clamp(min=1)
 
@@ -53,7 +55,7 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return zero_outside_mask(whitened if shift_mean else whitened + mean, mask)
 
 
-def last_true(mask: Tensor) -> Tensor:
+def last_true_index(mask: Tensor) -> Tensor:
     """Returns [B]: the column of the last nonzero entry in each row of a mask [B, T], else -1."""
     positions = torch.arange(mask.shape[1] + 1, device=mask.device)
     padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # column 0 stands for "none"

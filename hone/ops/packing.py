@@ -72,7 +72,7 @@ def pack_rows(
     response_mask: Tensor,  # [B, T]
     *,
     share_prompts: bool,
-    with_places: bool = False,
+    with_packed_positions: bool = False,
 ) -> PackedRows:
     """Packs the rows of a padded batch; with `share_prompts`, equal prompts are packed once."""
     batch, prompt_width = prompts.shape
@@ -99,7 +99,7 @@ def pack_rows(
     i, j = row.numpy(), column.numpy()
     source = np.where(j == 0, prompt_last[i], response_start[i] + j - 1)
     packed_positions = (
-        _packed_positions(masks, prompt_last, response_start) if with_places else None
+        _packed_positions(masks, prompt_last, response_start) if with_packed_positions else None
     )
     return PackedRows(
         torch.from_numpy(ids),
@@ -130,7 +130,7 @@ def _packed_positions(
     return torch.from_numpy(np.concatenate(packed_positions, 1))
 
 
-def shared_with_the_row_before(prompts: Tensor, attention_mask: Tensor) -> list[int]:
+def shared_prompt_lengths(prompts: Tensor, attention_mask: Tensor) -> list[int]:
     """Returns, per row, the prompt length if the previous row has the same prompt, else 0."""
     width = prompts.shape[1]
     mask = attention_mask[:, :width]

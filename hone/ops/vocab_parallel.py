@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from hone.ops.autograd import Context
-from hone.ops.collectives import Group, copy_to
+from hone.ops.collectives import Group, copy_to_group
 from hone.ops.logprobs import (
     LinearLogProbs,
     LogitRule,
@@ -86,7 +86,7 @@ def vocab_parallel_log_probs(
     )
     use_kernel = hidden.is_cuda and bias is None and softcap is None
     factor = rule["logit_scale"] / rule["temperature"]
-    hidden = copy_to(hidden, group)
+    hidden = copy_to_group(hidden, group)
     return VocabParallelLogProbs.apply(
         hidden, weight, bias, local_target, factor, softcap, with_entropy, use_kernel, group
     )

@@ -114,7 +114,7 @@ def split_padded(data: DataProto, parts: int) -> list[DataProto]:
     return batches
 
 
-def real_rows(data: DataProto) -> torch.Tensor:
+def real_row_mask(data: DataProto) -> torch.Tensor:
     """Returns a bool mask [B] that is False for padded rows."""
     if not data.has_column(PADDED_ROW):
         return torch.ones(len(data), dtype=torch.bool)
@@ -125,6 +125,6 @@ def without_padding(data: DataProto) -> DataProto:
     """Returns the batch without padded rows and without the `padded_row` column."""
     if not data.has_column(PADDED_ROW):
         return data
-    batch = data.select_idxs(real_rows(data))
+    batch = data.select_idxs(real_row_mask(data))
     batch.drop_column(PADDED_ROW)
     return batch

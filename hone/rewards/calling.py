@@ -13,7 +13,7 @@ from typing import Any
 
 from hone.event_loop import run_coroutine
 from hone.rewards.failures import SetupError
-from hone.rewards.places import definition_location, describe, unbound
+from hone.rewards.places import definition_location, describe, unwrap_function
 from hone.types import Fields, Function, Settings
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -42,7 +42,7 @@ class ScorerSignatureError(SetupError, TypeError):
 
 def is_async(function: Function) -> bool:
     """Returns whether a call of the function or object returns a coroutine."""
-    unwrapped = unbound(function)
+    unwrapped = unwrap_function(function)
     call = getattr(type(unwrapped), "__call__", None)  # noqa: B004
     return any(map(inspect.iscoroutinefunction, (function, unwrapped, call)))
 
@@ -126,7 +126,7 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
         problem = "it takes none of these"
     except TypeError as error:
         problem = str(error)
-    name = getattr(unbound(function), "__name__", "compute_score")
+    name = getattr(unwrap_function(function), "__name__", "compute_score")
     raise ScorerSignatureError(
         f"{location}: the score function {name}{signature} cannot be called with "
         f"{', '.join(arguments)} ({problem}); write it as def {name}({', '.join(arguments[:-1])}, "

@@ -13,7 +13,7 @@ from typing import Any
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
 from hone.rewards.ground_truth import INVALID_PREDICTION, to_python
-from hone.rewards.places import describe, error_location, unbound
+from hone.rewards.places import describe, error_location, unwrap_function
 from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, JsonObject, JsonValue, Settings
 
@@ -117,4 +117,4 @@ def _compares_expressions(compute_score: Function, row: Response) -> bool:
     if table.is_table_scorer(compute_score):
         entry = table.find(row.data_source)
         return entry is not None and entry.symbolic
-    return getattr(unbound(compute_score), "__module__", None) in table.SYMBOLIC_MODULES
+    return getattr(unwrap_function(compute_score), "__module__", None) in table.SYMBOLIC_MODULES

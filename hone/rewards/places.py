@@ -16,7 +16,7 @@ _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purel
 
 def describe(function: Function) -> str:
     """Returns `name of file` for a function from a user's file, else `module.name`."""
-    unwrapped = unbound(function)
+    unwrapped = unwrap_function(function)
     name = getattr(unwrapped, "__qualname__", type(unwrapped).__qualname__)
     module = getattr(unwrapped, "__module__", "?")
     code = _code_of(unwrapped)
@@ -27,14 +27,14 @@ def describe(function: Function) -> str:
 
 def definition_location(function: Function) -> str | None:
     """Returns `file:line` of the definition, or None if it is not written in Python."""
-    code = _code_of(unbound(function))
+    code = _code_of(unwrap_function(function))
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def error_location(error: BaseException, function: Function) -> str | None:
     """Returns `file:line` of the innermost frame in the user's file, or of the definition."""
     frames = traceback.extract_tb(error.__traceback__)
-    code = _code_of(unbound(function))
+    code = _code_of(unwrap_function(function))
     user_frames = [
         frame for frame in frames if code is not None and frame.filename == code.co_filename
     ]
@@ -47,7 +47,7 @@ def error_location(error: BaseException, function: Function) -> str | None:
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
 
 
-def unbound(function: Function) -> Function:
+def unwrap_function(function: Function) -> Function:
     """Returns the function inside `functools.partial` and `functools.wraps`."""
     while True:
         if isinstance(function, functools.partial):

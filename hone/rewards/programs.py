@@ -27,7 +27,7 @@ T = TypeVar("T")
 _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON_FENCE_NAMES = ("", "python", "py", "python3")
 _TOLERANCE = 1e-6  # relative to the expected value; absolute if that is below 1
-CODE_MARK = "__CODE__"
+CODE_PLACEHOLDER = "__CODE__"
 """A line in the source of a test; the lines above it run before the program too."""
 
 
@@ -72,11 +72,11 @@ class SourceTest:
 
     def split(self) -> tuple[str, str]:
         """Returns the preamble, which also runs before the program, and the tests."""
-        before, marker, after = self.source.partition(CODE_MARK)
+        before, marker, after = self.source.partition(CODE_PLACEHOLDER)
         if not marker:
             return "", self.source
         if before.rpartition("\n")[2].strip() or after.partition("\n")[0].strip():
-            raise truth.GroundTruthError(f"{CODE_MARK} must be on a line of its own")
+            raise truth.GroundTruthError(f"{CODE_PLACEHOLDER} must be on a line of its own")
         return before, after
 
 
@@ -113,7 +113,7 @@ def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Tes
 def _parse_tests(content: JsonValue) -> list[Test]:
     if isinstance(content, str):
         lines = [line.strip() for line in content.splitlines()]
-        is_empty = all(not line or line[0] == "#" or line == CODE_MARK for line in lines)
+        is_empty = all(not line or line[0] == "#" or line == CODE_PLACEHOLDER for line in lines)
         return [] if is_empty else [SourceTest(content)]
     if isinstance(content, dict):
         return _parse_test_mapping(content)

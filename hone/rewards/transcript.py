@@ -20,7 +20,7 @@ def policy_text(segments: Segments) -> str:
     return texts[0] if len(texts) == 1 else "\n".join(text for text in texts if text)
 
 
-def of_policy(text: str) -> JsonObject:
+def policy_transcript_info(text: str) -> JsonObject:
     """Returns the `extra_info` of a response without observations."""
     return {"transcript": text, "transcript_segments": [{"role": POLICY, "text": text}]}
 

@@ -17,7 +17,7 @@ from hone.rewards.managers.reading import extra_info_of
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Response
 from hone.rewards.places import definition_location
-from hone.rewards.transcript import of_policy
+from hone.rewards.transcript import policy_transcript_info
 from hone.types import Fields, JsonValue, Settings
 
 RESPONSE_FORMATS = (
@@ -63,7 +63,10 @@ class TrialRow:
             for response_format in RESPONSE_FORMATS
         ]
         source, ground_truth, extra = self.data_source, self.ground_truth, self.extra_info
-        return [Response(source, text, ground_truth, extra | of_policy(text)) for text in texts]
+        return [
+            Response(source, text, ground_truth, extra | policy_transcript_info(text))
+            for text in texts
+        ]
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class Traits:
     """A request gets the same tokens alone and in any batch."""
     untruncated_log_probs: bool = True
     """Log-probs are computed before top-k, top-p and min-p, even if a request sets them."""
-    partial_keep: bool = True
+    pause_keeps_requests: bool = True
     """`pause(keep=True)` keeps running requests."""
     multi_modal: bool = False
     adapters: bool = False
@@ -252,7 +252,7 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
-class Driven(Protocol):
+class DrivenEngine(Protocol):
     """An engine that computes in this process, in the thread that calls `drive`."""
 
     def drive(self, until: Callable[[], bool]) -> None:

@@ -14,7 +14,7 @@ from hone.rollout.requests import (
     Request,
     RequestEngine,
     RequestRules,
-    decoding_failed,
+    decoding_error,
     select,
 )
 
@@ -100,7 +100,7 @@ class EventLoopEngine(RequestEngine):
                 self._wake_waiters()
                 if not isinstance(error, Exception):
                     raise
-                raise decoding_failed(error) from error
+                raise decoding_error(error) from error
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         with self._state_lock:

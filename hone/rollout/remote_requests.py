@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from hone.event_loop import call_in
+from hone.event_loop import call_soon_in_loop
 from hone.ops.counter_rng import fold_seed
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput, Traits
 from hone.rollout.requests import (
@@ -27,7 +27,7 @@ from hone.rollout.requests import (
     Request,
     RequestEngine,
     RequestRules,
-    decoding_failed,
+    decoding_error,
     engine_error,
 )
 
@@ -141,9 +141,9 @@ class RemoteEngine(RequestEngine):
         except RolloutError as error:
             outcome = error
         except Exception as error:
-            outcome = decoding_failed(error)
+            outcome = decoding_error(error)
             self._fail(error)
-        call_in(request.awaited_future.get_loop(), _set_outcome, request, outcome)
+        call_soon_in_loop(request.awaited_future.get_loop(), _set_outcome, request, outcome)
 
     @contextmanager
     def _register(self, request: Request) -> Iterator[RunningRequest]:
@@ -190,7 +190,7 @@ class RemoteEngine(RequestEngine):
                 await task
             raise
         if self._failure is not None:
-            raise decoding_failed(self._failure)
+            raise decoding_error(self._failure)
         return None if task.cancelled() else task.exception()
 
     async def _stream_tokens(self, request: Request) -> None:
@@ -205,7 +205,7 @@ class RemoteEngine(RequestEngine):
                     return
                 self._append(request, chunk)
                 if request.on_tokens is not None:
-                    call_in(request.awaited_future.get_loop(), _deliver_tokens, request)
+                    call_soon_in_loop(request.awaited_future.get_loop(), _deliver_tokens, request)
                 if request.stop_reason is not None:
                     return
                 if chunk.finished:

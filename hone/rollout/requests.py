@@ -172,7 +172,7 @@ class RequestRules:
         return any(s in tail for s in request.sampling.stop)
 
 
-def decoding_failed(cause: BaseException) -> RolloutError:
+def decoding_error(cause: BaseException) -> RolloutError:
     """Returns the error of requests that were running when decoding failed."""
     error = RolloutError(f"decoding stopped: {type(cause).__name__}: {cause}")
     error.__cause__ = cause

@@ -66,7 +66,7 @@ class LaunchedSGLang(SGLangServer):
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env=os.environ | self.environment | reaper.with_mark(mark),
+                env=os.environ | self.environment | reaper.marked_environment(mark),
                 start_new_session=True,
             )
         except OSError as error:

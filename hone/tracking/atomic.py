@@ -64,7 +64,7 @@ def make_folder(folder: Path) -> list[Path]:
 
 def rename_folder(source: Path, target: Path) -> None:
     """Syncs the content of a folder, renames the folder, and syncs the new name."""
-    grant_by_umask(source)
+    apply_umask(source)
     for parent, _, files in os.walk(source, topdown=False):
         for file in (Path(parent, name) for name in files):
             if not file.is_symlink():
@@ -74,7 +74,7 @@ def rename_folder(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
-def grant_by_umask(folder: Path) -> None:
+def apply_umask(folder: Path) -> None:
     """Gives every file in the folder the permissions of a new file; safetensors writes 0600."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".mode") as probe_folder:
         probe_file = Path(probe_folder) / "file"

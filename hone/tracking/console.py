@@ -251,7 +251,7 @@ class ConsoleTracker(Tracker):
         for label, keys in LIVE_LINE_METRICS.items():
             if key := next((key for key in keys if key in metrics), None):
                 live_values[label] = metrics[key]
-        if self.run.prints_everything:
+        if self.run.prints_every_metric:
             self.screen.line(full_line(metrics, step))
         elif not self.screen.is_terminal:
             self.screen.line(self._short_line(step, live_values | permanent_values))

@@ -35,7 +35,7 @@ class RunInfo:
     """Total steps of the run, for the ETA; None if unknown."""
     resumed_from: int | None = None
     """The step of the checkpoint that this process resumes from; None for a fresh run."""
-    prints_everything: bool = False
+    prints_every_metric: bool = False
     """Whether the console prints every metric of a step (`trainer.console=full`)."""
 
 

@@ -227,7 +227,7 @@ def lock_target(target: str | os.PathLike[str]) -> FolderLock:
     return FolderLock(path.with_name(f".{path.name}{LOCK_NAME}"), Path(target))
 
 
-def require_lock(folder: str | os.PathLike[str]) -> None:
+def raise_if_lock_lost(folder: str | os.PathLike[str]) -> None:
     """Raises LockLost if this process held the folder's lock and lost it."""
     lock = _locks.get(Path(folder).expanduser().resolve() / LOCK_NAME)
     if lock is not None:

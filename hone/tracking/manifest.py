@@ -76,7 +76,7 @@ def _describe(name: str) -> str:
     return f"{name} (the shard of rank {shard[1]})" if shard else name
 
 
-def checkpoint_of(folder: Path) -> Path | None:
+def enclosing_checkpoint(folder: Path) -> Path | None:
     """Returns the first `global_step_N` of the folder, its parent and its grandparent, or None."""
     folder = folder.resolve()  # "." has no name
     return next((p for p in (folder, *folder.parents[:2]) if _STEP_FOLDER.fullmatch(p.name)), None)

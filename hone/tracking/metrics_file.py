@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from hone.tracking.atomic import atomic_write_bytes
 from hone.tracking.contract import Number, RunInfo, Scalar, Tracker, TrackerError, as_numbers
-from hone.tracking.lock import require_lock
+from hone.tracking.lock import raise_if_lock_lost
 from hone.types import Fields, JsonObject
 
 log = logging.getLogger(__name__)
@@ -146,5 +146,5 @@ class JsonlTracker(Tracker):
         self.file = MetricsFile(run.folder / "metrics.jsonl")
 
     def log(self, metrics: Mapping[str, Number], step: int) -> None:
-        require_lock(self.file.path.parent)
+        raise_if_lock_lost(self.file.path.parent)
         self.file.append(metrics, step)

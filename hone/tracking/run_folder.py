@@ -87,7 +87,7 @@ class RunFolder:
             return {}
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
-    def earlier_config(self) -> Fields:
+    def read_config_or_empty(self) -> Fields:
         """Returns the resolved config; empty if it cannot be read."""
         import yaml
 

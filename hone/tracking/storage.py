@@ -22,7 +22,7 @@ _STORAGE_ERRORS = {
 """errno → cause and remedy."""
 
 
-def storage_failure(error: BaseException | None) -> int | None:
+def storage_errno(error: BaseException | None) -> int | None:
     """Returns the errno behind a failed write; None if storage is not the cause."""
     visited: set[int] = set()
     while error is not None and id(error) not in visited:
@@ -34,7 +34,7 @@ def storage_failure(error: BaseException | None) -> int | None:
             cause = failure[0] if isinstance(failure, tuple) else failure
             if (
                 isinstance(cause, BaseException)
-                and (error_number := storage_failure(cause)) is not None
+                and (error_number := storage_errno(cause)) is not None
             ):
                 return error_number
         for error_number in _STORAGE_ERRORS:
@@ -56,18 +56,18 @@ def add_file_name_to_errors(file: Path) -> Iterator[None]:
 
 
 def reason(error_number: int) -> str:
-    """Returns the cause of an error of `storage_failure`, as a clause."""
+    """Returns the cause of an error of `storage_errno`, as a clause."""
     return _STORAGE_ERRORS[error_number][0]
 
 
 def remedy(error_number: int) -> str:
-    """Returns the remedy for an error of `storage_failure`, as an imperative."""
+    """Returns the remedy for an error of `storage_errno`, as an imperative."""
     return _STORAGE_ERRORS[error_number][1]
 
 
 def storage_error_message(error: BaseException) -> str | None:
     """Returns the message for a failed write; None if storage is not the cause."""
-    error_number = storage_failure(error)
+    error_number = storage_errno(error)
     if error_number is None:
         return None
     file = getattr(error, "filename", None) or "a file"

@@ -11,7 +11,7 @@ from pathlib import Path
 from hone.plugins import Table
 from hone.tracking.contract import Number, RunInfo, Scalar, Tracker, TrackerError, as_numbers
 from hone.tracking.run_folder import RunFolder
-from hone.tracking.storage import storage_failure
+from hone.tracking.storage import storage_errno
 from hone.types import JsonValue, Row, Settings
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Tracking:
         *,
         total_steps: int | None = None,
         resumed_from: int | None = None,
-        prints_everything: bool = False,
+        prints_every_metric: bool = False,
     ) -> None:
         path = run_folder.path if isinstance(run_folder, RunFolder) else run_folder
         folder = None if path is None else Path(path)
@@ -65,7 +65,7 @@ class Tracking:
             folder,
             total_steps,
             resumed_from,
-            prints_everything,
+            prints_every_metric,
         )
         # metrics.jsonl is written first, so that it has the step even if another tracker fails.
         names = [*(["jsonl"] if folder is not None else []), *_tracker_names(default_backend)]
@@ -121,7 +121,7 @@ class Tracking:
                 raise
             self.failures[name] = self.failures.get(name, 0) + 1
             if self.failures[name] == 1:
-                needs_traceback = storage_failure(error) is None  # a full disk needs no traceback
+                needs_traceback = storage_errno(error) is None  # a full disk needs no traceback
                 message = "tracker %r failed (%r); the run continues"
                 log.warning(message, name, error, exc_info=needs_traceback)
 

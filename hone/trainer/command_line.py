@@ -111,10 +111,14 @@ def compose_arguments(
         extra_checks=extra_checks,
     )
     if options.cfg or options.info:
-        from hone.config.commands import as_yaml, with_origins
+        from hone.config.commands import as_yaml, format_with_origins
 
         package = "" if options.package in (None, "_global_") else options.package
-        text = as_yaml(composed, package) if options.cfg else with_origins(composed, only_set=True)
+        text = (
+            as_yaml(composed, package)
+            if options.cfg
+            else format_with_origins(composed, only_set=True)
+        )
         sys.stdout.write(text)
         raise SystemExit(0)
     global _last_composed
@@ -182,7 +186,7 @@ def _describe_saved(config: Block) -> str:
     return f"{checkpoints[-1][1]} is saved, and {command} goes on from there"
 
 
-def plan_checks(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def check_plan(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Returns the problems of the plan of a run, and notes on keys without effect."""
     from hone.trainer.ppo.plan import find_problems_and_notes
 
@@ -215,7 +219,7 @@ def require_keys(composed: Composed, keys: Mapping[str, str]) -> None:
         )
 
 
-def require_folder(path: str, key: str) -> None:
+def check_output_folder(path: str, key: str) -> None:
     """Raises an error unless results can be written to this folder, which may be new."""
     _check_local(path, key)
     folder = Path(path).expanduser().absolute()
@@ -250,7 +254,7 @@ def _check_writable(folder: Path, setting: str) -> None:
 def lock_run_folder(folder: str) -> AbstractContextManager[FolderLock | None]:
     """Returns the lock of a run folder; no lock if the folder is invalid, which later checks report."""
     try:
-        require_folder(folder, "trainer.default_local_dir")
+        check_output_folder(folder, "trainer.default_local_dir")
     except ConfigError:
         return nullcontext()
     return lock_folder(folder)

@@ -25,7 +25,7 @@ from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.outcome import Response, vote_of
 from hone.rewards.scores.latex import boxed_answer
-from hone.rewards.transcript import of_policy
+from hone.rewards.transcript import policy_transcript_info
 from hone.tracking import progress
 from hone.types import Function, Row
 
@@ -107,7 +107,7 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
 
     `compute_score` runs in this process with a soft deadline; other scorers run in separate processes.
     """
-    store = read_rows(config.data.path, BadRowPolicy("raise", skip_key=None), "data.path")
+    store = read_rows(config.data.path, BadRowPolicy("raise", policy_key=None), "data.path")
     rows = list(store.scan())
     if config.output.scores_path:  # raises for columns that parquet cannot store
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])
@@ -158,7 +158,7 @@ def _responses(row: Row, location: str, config: EvaluationConfig) -> list[Respon
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(row.get("extra_info") or {})
     source, truth = str(row[data.data_source_key]), reward_model.get("ground_truth")
-    return [Response(source, text, truth, extra | of_policy(text)) for text in texts]
+    return [Response(source, text, truth, extra | policy_transcript_info(text)) for text in texts]
 
 
 def _score_responses(

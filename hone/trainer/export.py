@@ -32,10 +32,10 @@ from hone.models.from_config import build_lora, build_tokenizer
 from hone.models.load import EXPORT_FOLDER, load_causal_lm
 from hone.models.lora import ADAPTER_FOLDER
 from hone.models.policy import PolicyModel
-from hone.models.writing import whole_folder
+from hone.models.writing import staged_folder
 from hone.tracking import RunFolder
 from hone.tracking.console import screen
-from hone.tracking.manifest import checkpoint_of, find_damage
+from hone.tracking.manifest import enclosing_checkpoint, find_damage
 from hone.trainer.model_card import write_card
 from hone.trainer.ppo.checkpoint import newest_valid_checkpoint
 
@@ -80,7 +80,7 @@ def export(
     if target.exists() and any(target.iterdir()):
         raise ExportError(f"{target} is not empty; name a new folder")
     subfolder = ADAPTER_FOLDER if adapter_only else EXPORT_FOLDER
-    with whole_folder(target) as temporary:
+    with staged_folder(target) as temporary:
         if (source / subfolder).is_dir():
             shutil.copytree(source / subfolder, temporary, dirs_exist_ok=True)
         elif (source / METADATA_FILE).is_file():
@@ -99,7 +99,7 @@ def export(
 def _nothing_to_export_message(source: Path, subfolder: str) -> str:
     if (source / "config.json").is_file():
         return f"{source} is a model folder, not a checkpoint of a run: use it as it is, or copy it"
-    if checkpoint_of(source) is not None:
+    if enclosing_checkpoint(source) is not None:
         return (
             f"{source} holds neither {subfolder}/ nor sharded weights; it was saved without them "
             "(checkpoint.save_contents)"
@@ -134,7 +134,7 @@ def find_model_folder(folder: Path) -> Path:
             f"{folder} is a critic: a value head instead of a language-model head, which no "
             "from_pretrained class reads; export the actor beside it"
         )
-    checkpoint = None if is_run else checkpoint_of(folder)
+    checkpoint = None if is_run else enclosing_checkpoint(folder)
     if checkpoint is not None and (problem := find_damage(checkpoint, folder)) is not None:
         raise ExportError(f"{checkpoint} is not a sound checkpoint: {problem}")
     return folder

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.agents.agent_data import AgentData
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.agents.loops.search import STOPS, SearchConversation, retrieval_client
 from hone.agents.sampling import training_sampling
 from hone.config.generation import GenerationConfig
 from hone.config.rollout import SamplingConfig
-from hone.controller.threads import fix_threads
+from hone.controller.threads import set_thread_count
 from hone.data.loader import row_uid
 from hone.data.prompts import PromptError, render_prompt
 from hone.data.rows import BadRowPolicy, DataError, as_table, read_rows
@@ -75,7 +75,7 @@ def build_engine(
     """Builds the rollout engine of a generation config; `check_model` is called with the loaded model."""
     config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
     model = config.model
-    fix_threads(threads)
+    set_thread_count(threads)
     device = pick_device(config.trainer.device, ranks.local_rank)
     dtype = pick_dtype(config.rollout.dtype, device)
     lm = load_causal_lm(model.path, dtype=dtype, device=device)
@@ -174,7 +174,7 @@ class Generation:
             raise GenerationError(
                 f"data.output_path={data.output_path} must end in .parquet or .jsonl"
             )
-        self.rows = read_rows(data.path, BadRowPolicy("raise", skip_key=None), "data.path")
+        self.rows = read_rows(data.path, BadRowPolicy("raise", policy_key=None), "data.path")
         self.num_rows = len(self.rows)
         if data.max_samples > 0:
             self.num_rows = min(self.num_rows, data.max_samples)
@@ -255,7 +255,7 @@ class Generation:
                 should_stop=lambda: stop.requested,
             )
             try:
-                run_beside(engine, generation)
+                run_with_engine(engine, generation)
             finally:
                 run_coroutine(engine.close())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from hone.trainer.export import ExportError
 
 
-def require_hub(repo: str) -> None:
+def check_push(repo: str) -> None:
     """Raises an error if the repository's name, the hub's availability or the token prevent a push."""
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.errors import HFValidationError
@@ -32,7 +32,7 @@ def push(folder: Path, repo: str, *, private: bool = False) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-    require_hub(repo)
+    check_push(repo)
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="hone")
     retry_hint = f"the model is in {folder}, and `hf upload {repo} {folder}` tries again"
     try:

@@ -17,9 +17,9 @@ from hone.config.errors import ConfigError
 from hone.config.generation import EvaluationConfig
 from hone.trainer.command_line import (
     check_output_file,
+    check_output_folder,
     compose_arguments,
     print_starting_values_and_notes,
-    require_folder,
     require_keys,
     run_module,
 )
@@ -104,7 +104,7 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
             "hone eval --bench starts its own ranks: run it without torchrun, with "
             "trainer.n_gpus_per_node=N"
         )
-    require_folder(options.out, "--out")
+    check_output_folder(options.out, "--out")
     out = Path(options.out).expanduser()
     generation_overrides, scoring_overrides = split_overrides(overrides)
     with lock_folder(options.out):

@@ -77,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the results of one model on all files that the options and the config name."""
-    from hone.data.steps import typed_text
+    from hone.data.steps import unescape_newlines
     from hone.trainer.prm_evaluation import (
         StepScorer,
         best_of_n,
@@ -90,7 +90,7 @@ def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> dict[str, 
     if options.processbench:
         results["processbench"] = process_bench(scorer, options.processbench)
     if options.best_of_n:
-        file, split = options.best_of_n, typed_text(options.split)
+        file, split = options.best_of_n, unescape_newlines(options.split)
         results["best_of_n"] = best_of_n(scorer, file, options.aggregate, split)
     if config.data.val_files:
         results["labelled_steps"] = labelled_step_metrics(scorer)

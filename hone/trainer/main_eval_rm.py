@@ -18,8 +18,8 @@ from hone.config import ConfigError, replace
 from hone.config.sft import RMConfig
 from hone.trainer.command_line import (
     check_output_file,
+    check_output_folder,
     compose_arguments,
-    require_folder,
     require_keys,
     run_module,
 )
@@ -103,7 +103,7 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
     from hone.trainer.sft.tasks import PairTask
 
     run_folder = Path(config.trainer.default_local_dir).expanduser()
-    require_folder(str(run_folder), "trainer.default_local_dir")
+    check_output_folder(str(run_folder), "trainer.default_local_dir")
     rows = PairDataset(config.data.train_files, build_tokenizer(config.model), config.data)
     good_rows = [rows.store[position] for position in rows.positions]
     openings = [rows.pair(row).opening for row in good_rows]

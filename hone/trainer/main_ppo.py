@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from hone.config import PPOTrainerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import (
+    check_plan,
     compose_arguments,
     lock_run_folder,
-    plan_checks,
     print_starting_values_and_notes,
     require_keys,
     run_module,
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         [argument for argument in arguments if argument != DRY_RUN],
         schema="ppo_trainer",
         program="main_ppo",
-        extra_checks=plan_checks,
+        extra_checks=check_plan,
     )
     print_starting_values_and_notes(composed)
     run(composed.config, composed.origins, dry_run=DRY_RUN in arguments)
@@ -44,7 +44,7 @@ def train(arguments: Sequence[str]) -> None:
             schema="ppo_trainer",
             program="hone train",
             starting_values=starting_values,
-            extra_checks=plan_checks,
+            extra_checks=check_plan,
         )
     require_keys(composed, REQUIRED_KEYS)
     print_starting_values_and_notes(composed)

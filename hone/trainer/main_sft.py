@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.sft import SFTConfig, SupervisedConfig
 from hone.tracking.lock import lock_folder
-from hone.trainer.command_line import compose_arguments, require_folder, run_module, run_ranks
+from hone.trainer.command_line import check_output_folder, compose_arguments, run_module, run_ranks
 from hone.trainer.ppo.remote_checkpoints import check_store
 from hone.trainer.ranks import Ranks
 
@@ -46,7 +46,7 @@ def run_stages(
                 slots = data_parallel_slots(config, ranks.world_size)
                 check_divisible(config.data.train_batch_size, slots)
             folder = config.trainer.default_local_dir
-            require_folder(folder, "trainer.default_local_dir")
+            check_output_folder(folder, "trainer.default_local_dir")
             check_store(config.trainer.default_hdfs_dir)
             # The first rank locks the folder for all ranks, since they start and end together.
             with lock_folder(folder) if ranks.is_first else nullcontext():

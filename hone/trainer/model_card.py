@@ -32,7 +32,7 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     run = next(
         (RunFolder(p) for p in checkpoint.parents[:3] if (p / "config.yaml").is_file()), None
     )
-    config: JsonObject = run.earlier_config() if run is not None else {}
+    config: JsonObject = run.read_config_or_empty() if run is not None else {}
     metric_rows = [] if run is None or not run.metrics_file.is_file() else list(run.metrics.rows())
     step_match = re.search(r"global_step_(\d+)", str(checkpoint))
     metric_rows = [

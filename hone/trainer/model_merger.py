@@ -80,11 +80,11 @@ class BaseModelMerger:
     def merge_and_save(self) -> None:
         """Exports `local_dir` to `target_dir`, and uploads the export if `hf_upload_path` is given."""
         from hone.trainer.export import export, local_target
-        from hone.trainer.hub import push, require_hub
+        from hone.trainer.hub import check_push, push
 
         config = self.config
         if config.hf_upload_path:
-            require_hub(config.hf_upload_path)
+            check_push(config.hf_upload_path)
         with local_target(str(config.target_dir)) as target:
             out = export(str(config.local_dir), target, trust_remote_code=config.trust_remote_code)
             if config.hf_upload_path:

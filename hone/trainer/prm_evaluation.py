@@ -12,7 +12,7 @@ import numpy as np
 from hone.config import load_config
 from hone.config.sft import PRMConfig
 from hone.data.rows import BadRowPolicy, DataError, read_rows
-from hone.data.steps import Solution, StepDataset, step_mark
+from hone.data.steps import Solution, StepDataset, build_step_separator
 from hone.models.from_config import build_tokenizer
 from hone.ops.at_n import sizes
 from hone.tracking import progress
@@ -33,7 +33,7 @@ class StepScorer:
     def __init__(self, config: PRMConfig) -> None:
         self.config, self.tokenizer = config, build_tokenizer(config.model)
         self._task, data = StepTask(), config.data
-        mark = step_mark(self.tokenizer, data.step_separator, data.step_labels)
+        mark = build_step_separator(self.tokenizer, data.step_separator, data.step_labels)
         self._task.label_tokens = mark.labels
         self._engine = build_engine(config, Ranks(), self._task, is_trained=False)
 
@@ -153,7 +153,7 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
     Rows have n ≥ k responses, of which the first k are used, and either `scores` or the columns that
     `hone eval` needs.
     """
-    rows = list(read_rows([file], BadRowPolicy("raise", skip_key=None), "--best-of-n").scan())
+    rows = list(read_rows([file], BadRowPolicy("raise", policy_key=None), "--best-of-n").scan())
     if not all("scores" in row for row in rows):
         rows = evaluate(load_config([f"data.path='{file}'"], config_name="evaluation")).rows
     solutions = []

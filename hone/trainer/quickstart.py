@@ -107,14 +107,14 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
     """Trains a new decoder of 0.5M parameters that knows the answer format but mostly adds wrongly."""
     import torch
 
-    from hone.controller.threads import fix_threads
+    from hone.controller.threads import set_thread_count
     from hone.engine.build import build_engine
     from hone.engine.microbatch import MicroBatchRule
     from hone.models.policy import PolicyModel
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
     from hone.trainer.sft.trainer import SFTTrainer
 
-    fix_threads(threads)
+    set_thread_count(threads)
     torch.manual_seed(seed)
     tokenizer = character_tokenizer(CHARACTERS, words=ANSWER_TAGS)
     lm = tiny_lm(len(tokenizer), hidden=128, kv_heads=4, mlp=512, max_positions=64, seed=seed)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from hone.engine.rendezvous import STORE_FILE
+from hone.engine.rendezvous import STORE_FILE_VARIABLE
 from hone.trainer.interrupt import mark_as_rank, signal_exit_code, signal_handler
 
 LAUNCHER_PID_VARIABLE = "HONE_LAUNCHER_PID"
@@ -155,7 +155,7 @@ def _environment(rank: int, num_ranks: int, store_file: Path) -> dict[str, str]:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        STORE_FILE: str(store_file),
+        STORE_FILE_VARIABLE: str(store_file),
         LAUNCHER_PID_VARIABLE: str(os.getpid()),
     }
     defaults = {"OMP_NUM_THREADS": "1"}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.algorithms.advantages import groups_of
+from hone.algorithms.advantages import estimator_group_use
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
 from hone.plugins import PluginError
@@ -61,7 +61,7 @@ def starting_values(settings: Settings) -> list[Setting]:
 
 def _compares_groups(estimator: JsonValue) -> bool:
     try:
-        return groups_of(str(estimator)) != "ignored"
+        return estimator_group_use(str(estimator)) != "ignored"
     except PluginError:  # an unknown name is reported later
         return True
 

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 Parser: TypeAlias = argparse.ArgumentParser
-Verbs: TypeAlias = "argparse._SubParsersAction[Parser]"
+Subcommands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Options: TypeAlias = argparse.Namespace
 
 
-def add_verb(
-    verbs: Verbs, name: str, run: Callable[[Options, list[str]], int | None], text: str
+def add_subcommand(
+    subcommands: Subcommands, name: str, run: Callable[[Options, list[str]], int | None], text: str
 ) -> Parser:
     """Adds a subcommand; `run` receives its options and the remaining arguments."""
-    parser = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser = subcommands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     return parser
 
@@ -33,12 +33,12 @@ def print_text(text: str) -> None:
     screen().line(text.rstrip("\n"))
 
 
-def add_data_verbs(verbs: Verbs) -> None:
+def add_data_subcommands(subcommands: Subcommands) -> None:
     """Declares the subcommands of `hone data`."""
-    data = verbs.add_parser("data", help="prepare or check data files")
-    data_verbs = data.add_subparsers(dest="what", metavar="VERB", required=True)
+    data = subcommands.add_parser("data", help="prepare or check data files")
+    data_subcommands = data.add_subparsers(dest="what", metavar="VERB", required=True)
     text = "write a data set's parquet files"
-    prepare = data_verbs.add_parser(
+    prepare = data_subcommands.add_parser(
         "prepare",
         help=text,
         description=text,
@@ -48,9 +48,11 @@ def add_data_verbs(verbs: Verbs) -> None:
         add_help=False,  # each data set prints its own help
         allow_abbrev=False,
     )
-    prepare.set_defaults(run=_data_prepare, takes_more=True, own_parser=prepare)
+    prepare.set_defaults(run=_data_prepare, takes_extra_arguments=True, own_parser=prepare)
     prepare.add_argument("name", nargs="?", help="the data set; without it, all are listed")
-    check = add_verb(data_verbs, "check", _data_check, "what is in a file, and what would go wrong")
+    check = add_subcommand(
+        data_subcommands, "check", _data_check, "what is in a file, and what would go wrong"
+    )
     check.add_argument("files", nargs="+", metavar="FILE")
     check.add_argument(
         "--reward",
@@ -69,7 +71,7 @@ def add_data_verbs(verbs: Verbs) -> None:
         help="an agent loop of your own that rows may name; may be repeated",
     )
 
-    show = add_verb(data_verbs, "show", _data_show, "rows as the model will see them")
+    show = add_subcommand(data_subcommands, "show", _data_show, "rows as the model will see them")
     show.add_argument("file", metavar="FILE")
     show.add_argument(
         "--rows", metavar="LIST", help="row numbers, as in 0,3-5 (default: the first three)"

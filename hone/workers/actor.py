@@ -11,7 +11,7 @@ from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, register
 from hone.engine.contract import Options
 from hone.models.from_config import build_tokenizer, import_external
-from hone.ops.packing import shared_with_the_row_before
+from hone.ops.packing import shared_prompt_lengths
 from hone.protocol import DataProto
 from hone.workers.engine_specs import actor_spec, reference_spec
 from hone.workers.objectives import PolicyObjective
@@ -68,9 +68,9 @@ class ActorWorker(TrainWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(
-        self, data: DataProto, *, step_rows: int | None = None, temperature: float | None = None
+        self, data: DataProto, *, num_step_rows: int | None = None, temperature: float | None = None
     ) -> DataProto:
-        """Runs all updates of this step; `step_rows` is the number of rows on all ranks."""
+        """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
         config = self.config.actor_rollout_ref.actor
         correction = self.config.algorithm.rollout_correction
         objective = PolicyObjective(
@@ -79,7 +79,7 @@ class ActorWorker(TrainWorker):
         updates = []
         start_time = time.perf_counter()
         with self.engine.present(optimizer=True):
-            for minibatch in self.minibatches(data, config, step_rows):
+            for minibatch in self.minibatches(data, config, num_step_rows):
                 updates.append(self.engine.train_minibatch(minibatch, objective))
         metrics = self.end_updates("actor", updates)
         metrics |= self._device_metrics(data, time.perf_counter() - start_time)
@@ -96,7 +96,7 @@ class ActorWorker(TrainWorker):
         }
         if (roofline := Roofline.for_device(self.engine.facts, device)) is not None:
             mask = data.batch["attention_mask"]
-            shared_lengths = shared_with_the_row_before(data.batch["prompts"], mask)
+            shared_lengths = shared_prompt_lengths(data.batch["prompts"], mask)
             mfu = roofline.mfu(mask.sum(1).tolist(), shared_lengths, seconds)
             epochs = self.config.actor_rollout_ref.actor.ppo_epochs
             metrics["perf/mfu"] = epochs * mfu / self.engine.mesh.ranks_per_slot

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from hone.agents.collate import collate_outputs, join_ranks, with_verl_columns
+from hone.agents.collate import add_verl_columns, collate_outputs, join_ranks
 from hone.agents.sampling import training_sampling, validation_sampling
 from hone.agents.trajectory import loop_metrics
 from hone.config.block import Block
 from hone.config.rollout import RolloutConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import (
-    DATA_PARALLEL,
+    DEFAULT_MESH,
     ArgumentsPerRank,
     Batch,
     WorkerGroupLike,
@@ -131,7 +131,7 @@ class ActorRolloutRefWorker(Worker):
         if "actor" in role:
             self.members["actor"] = ActorWorker(config)
             self.members["rollout"] = rollout = RolloutWorker(config)
-            self.register_mesh(ROLLOUT_MESH, *rollout.mesh_slot(DATA_PARALLEL))
+            self.register_mesh(ROLLOUT_MESH, *rollout.mesh_slot(DEFAULT_MESH))
         if "ref" in role and not actor_is_reference:
             self.members["ref"] = ReferenceWorker(config)
         for member in self.members.values():
@@ -162,7 +162,7 @@ class ActorRolloutRefWorker(Worker):
         if "ref" in self.members:
             self.reference.init_model()
         mesh = self.engine_mesh
-        self.register_mesh(DATA_PARALLEL, mesh.data_parallel_rank, mesh.collects)
+        self.register_mesh(DEFAULT_MESH, mesh.data_parallel_rank, mesh.collects)
 
     @property
     def engine_mesh(self) -> Mesh:
@@ -210,7 +210,7 @@ class ActorRolloutRefWorker(Worker):
             batch.batch.pop("rollout_log_probs", None)
         batch.meta_info["metrics"] = loop_metrics(ordered_outputs) | finished.metrics
         batch.meta_info["temperature"] = rollout.temperature
-        return with_verl_columns(batch)
+        return add_verl_columns(batch)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto, *, with_sum_pi_squared: bool = False) -> DataProto:
@@ -223,10 +223,10 @@ class ActorRolloutRefWorker(Worker):
         return self.reference.compute_ref_log_prob(data, temperature=_temperature(data))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
+    def update_actor(self, data: DataProto, *, num_step_rows: int | None = None) -> DataProto:
         """Runs all updates of this step and then updates the rollout weights, as verl does."""
         temperature = _temperature(data)
-        result = self.actor.update_actor(data, step_rows=step_rows, temperature=temperature)
+        result = self.actor.update_actor(data, num_step_rows=num_step_rows, temperature=temperature)
         self.rollout.announce_weights(self.actor.version())
         return result
 

@@ -29,12 +29,12 @@ class CriticWorker(TrainWorker):
         return DataProto.from_dict({"values": self.engine.infer(data)["values"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_critic(self, data: DataProto, *, step_rows: int | None = None) -> DataProto:
-        """Runs all updates of this step; `step_rows` is the number of rows on all ranks."""
+    def update_critic(self, data: DataProto, *, num_step_rows: int | None = None) -> DataProto:
+        """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
         config = self.config.critic
         objective = ValueObjective(config)
         updates = []
         with self.engine.present(optimizer=True):
-            for minibatch in self.minibatches(data, config, step_rows):
+            for minibatch in self.minibatches(data, config, num_step_rows):
                 updates.append(self.engine.train_minibatch(minibatch, objective))
         return DataProto(meta_info={"metrics": self.end_updates("critic", updates)})

@@ -12,7 +12,7 @@ from hone.config.engine import FSDPConfig, MicroBatches, sequence_parallel
 from hone.controller import Worker
 from hone.engine.contract import EngineSpec, MicroBatchRuleFor
 from hone.engine.microbatch import MicroBatchRule
-from hone.models.from_config import adapters_of
+from hone.models.from_config import lora_adapters_or_none
 from hone.models.lora import Adapters
 from hone.workers.device import pick_dtype
 
@@ -30,7 +30,7 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
         infer_rule=_micro_batch_rule(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
         optim=actor.optim,
         grad_clip=actor.grad_clip,
-        adapters=adapters_of(config.actor_rollout_ref.model),
+        adapters=lora_adapters_or_none(config.actor_rollout_ref.model),
         compile_blocks=actor.use_torch_compile,
         replays_routing=actor.router_replay.mode != "disabled",
     )

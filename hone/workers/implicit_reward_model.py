@@ -72,7 +72,7 @@ class ImplicitRewardModelWorker(TrainWorker):
         self._reference = build_strategy(strategy, reference_spec)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_rm(self, data: DataProto, *, step_rows: int) -> DataProto:
+    def update_rm(self, data: DataProto, *, num_step_rows: int) -> DataProto:
         """Trains on the columns `outcome` and `group` of a step's rows; returns `log_ratio` [B, T].
 
         `reward_model.model.update` says whether the model is updated before `log_ratio` is computed
@@ -91,7 +91,7 @@ class ImplicitRewardModelWorker(TrainWorker):
                 rows_per_update=config.mini_batch_size,
                 epochs=1,
                 shuffle_seed=None,
-                step_rows=step_rows,
+                num_step_rows=num_step_rows,
             )
             objective = OutcomeObjective(config.model)
             with self.engine.present(optimizer=True):

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, WorkerGroup, register
 from hone.data.chat_template import apply_template
@@ -87,7 +87,7 @@ class JudgeWorker(Worker):
         with self._offload.present():
             run_coroutine(self.engine.wake_up())
             try:
-                completions = run_beside(self.engine, self._complete_all(texts_and_votes))
+                completions = run_with_engine(self.engine, self._complete_all(texts_and_votes))
             finally:
                 run_coroutine(self.engine.sleep())
         return DataProto(None, {"completion": object_array(completions)})
@@ -118,7 +118,7 @@ class JudgeWorker(Worker):
             run_coroutine(self.engine.close())
 
 
-class WorkerCompletions:
+class JudgeWorkerClient:
     """Completes texts with the judge's workers; equal requests are generated once."""
 
     def __init__(self, group: WorkerGroup[JudgeWorker] | None) -> None:

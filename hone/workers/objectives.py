@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import needs_of
+from hone.algorithms.advantages.estimator import needed_columns
 from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.algorithms.kl import kl_penalty
@@ -19,7 +19,7 @@ from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.engine.contract import Options, Terms
 from hone.ops.masked import masked_mean
-from hone.protocol import PADDED_ROW, DataProto, real_rows
+from hone.protocol import PADDED_ROW, DataProto, real_row_mask
 from hone.types import Fields, Function
 
 _PREPARED_PREFIX = "prepared/"
@@ -31,7 +31,7 @@ def mask_without_padding(batch: DataProto, column: str) -> Tensor:  # [B, T]
     """Returns a mask column, set to 0 in padded rows."""
     mask: Tensor = require(batch, column)
     if batch.has_column(PADDED_ROW):
-        mask = mask * real_rows(batch).to(mask.device)[:, None]
+        mask = mask * real_row_mask(batch).to(mask.device)[:, None]
     return mask
 
 
@@ -53,7 +53,7 @@ class PolicyObjective:
             "bypass_mode" if self._bypass_correction is not None else config.policy_loss.loss_mode
         )
         self._loss = get_policy_loss_fn(name)
-        self._extra_columns = needs_of(self._loss)
+        self._extra_columns = needed_columns(self._loss)
         # The entropy is always computed: it is cheap, and an entropy collapse must be visible.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
@@ -185,17 +185,17 @@ def minibatches(
     rows_per_update: int,
     epochs: int,
     shuffle_seed: int | None,
-    step_rows: int | None = None,
+    num_step_rows: int | None = None,
     ranks: int = 1,
 ) -> Iterator[DataProto]:
     """Yields this rank's rows of each mini-batch; a rank may have no rows of some mini-batches.
 
-    With `step_rows`, the number of rows on all ranks, mini-batches are drawn from these rows, which the
+    With `num_step_rows`, the number of rows on all ranks, mini-batches are drawn from these rows, which the
     column `step_row` numbers. Without it, each of `ranks` ranks draws its part of every mini-batch from
     its own rows.
     """
-    if step_rows is not None:
-        row_numbers, total_rows = require(batch, "step_row"), step_rows
+    if num_step_rows is not None:
+        row_numbers, total_rows = require(batch, "step_row"), num_step_rows
     else:
         row_numbers, total_rows = torch.arange(len(batch)), len(batch)
         rows_per_update //= ranks

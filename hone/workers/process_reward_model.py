@@ -23,8 +23,8 @@ from hone.algorithms.credit import assign_credit, step_ends, step_rewards
 from hone.config import ConfigError
 from hone.controller import Dispatch, register
 from hone.data.prompts import Prompt, as_messages, render_prompt
-from hone.data.response_steps import TokenTexts, separator_ids, split_steps
-from hone.data.steps import step_mark, typed_text
+from hone.data.response_steps import TokenTextSplitter, separator_ids, split_steps
+from hone.data.steps import build_step_separator, unescape_newlines
 from hone.models.from_config import import_external
 from hone.models.load import load_config, load_tokenizer
 from hone.ops.masked import split_at_response
@@ -58,14 +58,14 @@ class ProcessRewardModelWorker(TrainWorker):
         import_external(config.model.external_lib)
         _check_head(path, config.step_labels)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-        self._split_text = typed_text(config.split_step_char)
-        self._step_mark = step_mark(
+        self._split_text = unescape_newlines(config.split_step_char)
+        self._step_mark = build_step_separator(
             self.tokenizer, config.step_separator, config.step_labels, "reward_model"
         )
         policy_tokenizer = None
         if name := config.model.input_tokenizer:
             policy_tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        self._token_texts = TokenTexts(policy_tokenizer or self.tokenizer)
+        self._token_texts = TokenTextSplitter(policy_tokenizer or self.tokenizer)
         self._separator_ids = separator_ids(self.tokenizer, self._split_text)
         vocabulary = self.tokenizer.get_vocab().items()
         self._has_policy_vocabulary = (

@@ -33,7 +33,7 @@ from hone.rewards.conversation import (
     has_template,
     prompt_text,
 )
-from hone.rewards.managers.reading import on_last_policy_token
+from hone.rewards.managers.reading import place_on_last_policy_token
 from hone.types import Fields
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
@@ -155,7 +155,7 @@ class RewardModelWorker(Worker):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Returns `rm_scores` [B, T]: the score at the last policy token, 0 elsewhere."""
         scores = self.score_rows(self._encode_rows(data))
-        return DataProto.from_dict({"rm_scores": on_last_policy_token(data, scores)})
+        return DataProto.from_dict({"rm_scores": place_on_last_policy_token(data, scores)})
 
     def score_rows(self, rows: Sequence[list[int]]) -> list[float]:
         """Returns the score of each row, which is a list of the reward model's token ids."""

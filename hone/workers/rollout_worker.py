@@ -20,7 +20,7 @@ from torch import Tensor
 from hone.agents.runner import FinishedGroup, LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
-from hone.controller.decorator import DATA_PARALLEL
+from hone.controller.decorator import DEFAULT_MESH
 from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Lease
 from hone.engine.model_state import model_facts
@@ -67,7 +67,7 @@ class RolloutWorker(Worker):
             check_sharding(self._tensor_parallel_size, self.world_size, model)
         self.is_leader = self.rank % self._tensor_parallel_size == 0
         """Whether agent loops run on this rank, the first of the ranks that share one model."""
-        self.register_mesh(DATA_PARALLEL, self.rank // self._tensor_parallel_size, self.is_leader)
+        self.register_mesh(DEFAULT_MESH, self.rank // self._tensor_parallel_size, self.is_leader)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -288,7 +288,7 @@ class RolloutWorker(Worker):
         run_coroutine(self._update(stream, version))
 
     async def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        await self.engine.pause(keep=self.engine.traits.partial_keep)
+        await self.engine.pause(keep=self.engine.traits.pause_keeps_requests)
         await self.engine.begin_update()
         await self.engine.load(weights)
         await self.engine.commit(version)

@@ -16,7 +16,7 @@ from hone.config.engine import CheckpointConfig, FSDPConfig
 from hone.config.reward import RewardModelConfig
 from hone.config.trees import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
-from hone.controller.decorator import DATA_PARALLEL
+from hone.controller.decorator import DEFAULT_MESH
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.protocol import DataProto
@@ -60,10 +60,10 @@ class TrainWorker(Worker):
         prepare_process(device, self.world_size, timeout_s, fsdp_configs)
         self.engine = build_strategy(strategy, build_spec(self.config, self, device))
         mesh = self.engine.mesh
-        self.register_mesh(DATA_PARALLEL, mesh.data_parallel_rank, mesh.collects)
+        self.register_mesh(DEFAULT_MESH, mesh.data_parallel_rank, mesh.collects)
 
     def minibatches(
-        self, data: DataProto, config: ActorConfig | CriticConfig, step_rows: int | None
+        self, data: DataProto, config: ActorConfig | CriticConfig, num_step_rows: int | None
     ) -> Iterator[DataProto]:
         """Yields the mini-batches of all epochs of one step, split as the role's config says."""
         return minibatches(
@@ -71,7 +71,7 @@ class TrainWorker(Worker):
             rows_per_update=config.sequences_per_update(),
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
-            step_rows=step_rows,
+            num_step_rows=num_step_rows,
             ranks=self.engine.mesh.data_parallel_size,
         )
 

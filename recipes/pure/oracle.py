@@ -13,7 +13,7 @@ from world import SEPARATOR, step_labels
 from hone.algorithms.credit import assign_credit, step_ends
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
-from hone.data.response_steps import TokenTexts, separator_ids
+from hone.data.response_steps import TokenTextSplitter, separator_ids
 from hone.models.load import load_tokenizer
 from hone.protocol import DataProto
 
@@ -31,7 +31,7 @@ class OraclePRM(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         self.tokenizer = load_tokenizer(self.config.actor_rollout_ref.model.path)
-        self.texts = TokenTexts(self.tokenizer)
+        self.texts = TokenTextSplitter(self.tokenizer)
         self.separators = separator_ids(self.tokenizer, SEPARATOR)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

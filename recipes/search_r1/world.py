@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hone.agents.loops.search import CLOSING, OPENING, passages_text
+from hone.agents.loops.search import INFORMATION_END, INFORMATION_START, format_passages
 from hone.data.preprocess.search_qa import HOLD_OUT_EVERY
 from hone.retrieval.contract import Index
 from hone.retrieval.corpus import Corpus
@@ -142,10 +142,10 @@ def demonstrations(world: World, numbers: Sequence[int], count: int, seed: int) 
         query = question.text.rstrip("?")
         first = f"<think> I look it up. </think>\n<search> {query} </search>"
         yield {"prompt": prompt(question.text), "response": first}
-        passages = passages_text([world.corpus[n].contents for n in world.shown(at, rng)]).strip()
+        passages = format_passages([world.corpus[n].contents for n in world.shown(at, rng)]).strip()
         title = contents.partition("\n")[0].strip('"')
         yield {
-            "prompt": f"{prompt(question.text)}{first}{OPENING}{passages}{CLOSING}",
+            "prompt": f"{prompt(question.text)}{first}{INFORMATION_START}{passages}{INFORMATION_END}",
             "response": f"<think> {title} says it. </think>\n{final}",
         }
 

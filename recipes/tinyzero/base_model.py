@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hone.data.preprocess.countdown import TEMPLATES
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.models.writing import whole_folder
+from hone.models.writing import staged_folder
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 SIGNS = (" + ", " - ", " * ", " / ", " = ", ", yes\n", ", no\n")
@@ -66,7 +66,7 @@ def main() -> None:
         seed=chosen.seed,
     )
     # `reproduce.sh` takes a folder that is there for whole, so it appears when it is.
-    with whole_folder(chosen.out) as temporary:
+    with staged_folder(chosen.out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
     count = sum(p.numel() for p in lm.parameters())
     sys.stdout.write(f"{chosen.out}: {count:,} parameters, {len(tokenizer)} tokens\n")

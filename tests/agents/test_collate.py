@@ -10,11 +10,11 @@ import torch
 
 from hone.agents.collate import (
     BadTrajectory,
+    add_verl_columns,
     collate_outputs,
     input_ids,
     join_ranks,
     position_ids,
-    with_verl_columns,
 )
 from hone.agents.contract import AgentLoopOutput
 from hone.protocol import DataProto
@@ -43,7 +43,7 @@ def test_prompts_are_padded_left_and_responses_right_to_the_longest() -> None:
 def test_loops_written_for_verl_find_ids_positions_and_the_loops_score() -> None:
     batch = collate_outputs([trajectory(1, [1, 1], reward_score=0.5)], pad_token_id=PAD)
     assert not {"input_ids", "position_ids", "rm_scores"} & set(batch.column_names())
-    columns = with_verl_columns(batch).batch
+    columns = add_verl_columns(batch).batch
     assert columns["input_ids"].tolist() == [[10, 20, 21]]
     assert columns["position_ids"].tolist() == [[0, 1, 2]]
     assert columns["rm_scores"].tolist() == [[0.0, 0.5]]

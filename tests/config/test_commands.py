@@ -9,10 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from hone.config import ConfigError, compose, config_to_dict, load_config
-from hone.config.commands import check, explain, with_origins
+from hone.config.commands import check, explain, format_with_origins
 from hone.config.keys import leaves
 from hone.config.trees import TREES
-from hone.trainer.command_line import plan_checks
+from hone.trainer.command_line import check_plan
 
 
 def lines_with(text: str, start: str) -> list[str]:
@@ -20,7 +20,7 @@ def lines_with(text: str, start: str) -> list[str]:
 
 
 def show(overrides: Sequence[str] = (), only_set: bool = False, tree: str = "ppo_trainer") -> str:
-    return with_origins(compose(overrides, config_name=tree), only_set)
+    return format_with_origins(compose(overrides, config_name=tree), only_set)
 
 
 def test_show_gives_every_value_with_its_origin() -> None:
@@ -175,7 +175,7 @@ def test_check_says_nothing_of_the_defaults_that_a_saved_config_writes_out(
     file = tmp_path / "config.yaml"
     config = config_to_dict(load_config(changed, config_name=tree))
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-    code, text = check(file, plan_checks)
+    code, text = check(file, check_plan)
     assert code == 0
     assert f"fine, a {tree} config" in text
     assert len(text.splitlines()) == 1 + notes

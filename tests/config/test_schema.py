@@ -98,7 +98,7 @@ def test_defaults_start_on_the_machine_at_hand() -> None:
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.world_size) == (1, 1, 1)
     assert config.trainer.device == "auto"
     assert config.trainer.logger == ("console", "jsonl")
-    assert config.uses_controller == "local"
+    assert config.resolved_controller == "local"
     assert config.actor_rollout_ref.rollout.name == "native"
 
 
@@ -174,8 +174,8 @@ def test_longest_sequence_and_generation_round_derive() -> None:
 
 
 def test_two_ranks_choose_ray() -> None:
-    assert load_config(["trainer.n_gpus_per_node=2"]).uses_controller == "ray"
-    assert load_config(["trainer.controller=ray"]).uses_controller == "ray"
+    assert load_config(["trainer.n_gpus_per_node=2"]).resolved_controller == "ray"
+    assert load_config(["trainer.controller=ray"]).resolved_controller == "ray"
 
 
 def test_importing_and_loading_touches_no_heavy_package() -> None:

@@ -6,7 +6,14 @@ import pytest
 
 from hone.config import ConfigError, load_config
 from hone.config.keys import leaves
-from hone.config.states import is_off, is_one_of, matches_pattern, rule_of, rules, topics
+from hone.config.states import (
+    is_off,
+    is_one_of,
+    lines_per_sentence,
+    matches_pattern,
+    rule_of,
+    rules,
+)
 from hone.config.trees import TREES
 
 STATES = rules("refused", "neutral")
@@ -72,7 +79,7 @@ def test_every_row_has_a_sentence_without_advice_to_write_what_was_written() -> 
 
 def test_answers_with_one_sentence_share_a_line() -> None:
     answers = [(f"k{i}=1", "why") for i in range(5)] + [("other=2", "because")]
-    assert topics(answers) == ["k0=1, k1=1, k2=1 and 2 more: why", "other=2: because"]
+    assert lines_per_sentence(answers) == ["k0=1, k1=1, k2=1 and 2 more: why", "other=2: because"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import reaper
 reaper.start_reaper(sys.argv[2])
 child = subprocess.Popen(
     [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
-    env={**os.environ, **reaper.with_mark(sys.argv[2])}, start_new_session=True,
+    env={**os.environ, **reaper.marked_environment(sys.argv[2])}, start_new_session=True,
 )
 print(child.pid, flush=True)
 time.sleep(600)

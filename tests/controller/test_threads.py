@@ -11,7 +11,7 @@ from toy_workers import Toy
 
 from hone.config import ConfigError
 from hone.controller import ClassWithInitArgs, LocalWorkerGroup
-from hone.controller.threads import fix_threads, slowdown, thread_count
+from hone.controller.threads import set_thread_count, slowdown, thread_count
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +45,12 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("given", [None, 3])
 def test_a_group_fixes_the_count(given: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    fix_threads(1)
+    set_thread_count(1)
     with LocalWorkerGroup(None, ClassWithInitArgs(Toy, 1.0), threads=given) as group:
         assert group.whereabouts()[0]["threads"] == (given or 2)
 
 
 def test_measuring_leaves_the_count_as_it_was() -> None:
-    fix_threads(1)
+    set_thread_count(1)
     assert slowdown(2) > 0
     assert torch.get_num_threads() == 1

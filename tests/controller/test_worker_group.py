@@ -23,7 +23,7 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
-from hone.controller.decorator import DATA_PARALLEL, TensorDictPayload
+from hone.controller.decorator import DEFAULT_MESH, TensorDictPayload
 from hone.controller.local import FinishedCall, WorkerHost, get_results
 from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import Placement, Worker
@@ -412,7 +412,7 @@ class OnSlots(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         self.seen: list[list[float]] = []
-        self.register_mesh(DATA_PARALLEL, self.rank // 2, self.rank % 2 == 1)
+        self.register_mesh(DEFAULT_MESH, self.rank // 2, self.rank % 2 == 1)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def double(self, data: DataProto, by: float = 2.0) -> DataProto:

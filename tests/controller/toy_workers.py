@@ -20,7 +20,7 @@ from hone.controller import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from hone.protocol import DataProto, real_rows, without_padding
+from hone.protocol import DataProto, real_row_mask, without_padding
 
 
 def memory_of(values: np.ndarray) -> str:
@@ -84,7 +84,7 @@ class Toy(Worker):
     def scale(self, data: DataProto, power: int = 1) -> DataProto:
         self.seen.append(len(data))
         scaled = data.batch["x"] ** power * self.factor + self.offset
-        real = data.batch["x"][real_rows(data)]
+        real = data.batch["x"][real_row_mask(data)]
         return DataProto.from_dict(
             {"y": scaled},
             {"uid": data.non_tensor_batch["uid"]},
@@ -109,7 +109,7 @@ class Toy(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def real_sum(self, data: DataProto) -> tuple[float, int]:
-        rows = real_rows(data)
+        rows = real_row_mask(data)
         return float(data.batch["x"][rows].sum()), int(rows.sum())
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

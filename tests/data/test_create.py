@@ -105,9 +105,9 @@ def test_validation_takes_all_rows_at_once_or_batches_with_the_tail(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any
 ) -> None:
     data = create_rl_dataset(write_jsonl(make_rows(5)), config(), tokenizer)
-    batches_of_all_rows = list(create_val_loader(config(), data).one_epoch())
+    batches_of_all_rows = list(create_val_loader(config(), data).first_epoch())
     assert [list(batch["index"]) for batch in batches_of_all_rows] == [[0, 1, 2, 3, 4]]
-    batches = create_val_loader(config(val_batch_size=2), data).one_epoch()
+    batches = create_val_loader(config(val_batch_size=2), data).first_epoch()
     assert [len(batch["uid"]) for batch in batches] == [2, 2, 1]
 
 

@@ -226,9 +226,9 @@ def test_one_epoch_leaves_the_loaders_position_alone() -> None:
     loader = make_loader("shuffled", 7, 3, drop_last=False)
     loader.next_batch()
     state = loader.state_dict()
-    batches = list(loader.one_epoch())
+    batches = list(loader.first_epoch())
     assert sorted(n for batch in batches for n in batch["n"]) == list(range(7))
-    assert list(batches[0]["uid"]) == list(next(loader.one_epoch())["uid"])
+    assert list(batches[0]["uid"]) == list(next(loader.first_epoch())["uid"])
     assert loader.state_dict() == state
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.data.response_steps import TokenTexts, separator_ids, split_steps
+from hone.data.response_steps import TokenTextSplitter, separator_ids, split_steps
 from hone.models.tiny import character_tokenizer
 from tests.data.tokenizers_of_bytes import byte_level_tokenizer, piece_tokenizer
 
@@ -69,7 +69,7 @@ def test_texts_of_tokens_make_up_the_decoded_response(name: str, text: str) -> N
     tokenizer: Any = TOKENIZERS[name]()
     ids = tokenizer.encode(text, add_special_tokens=False)
     ids = [*ids[: len(ids) // 2], tokenizer.eos_token_id, *ids[len(ids) // 2 :]]
-    texts = TokenTexts(tokenizer)(ids)
+    texts = TokenTextSplitter(tokenizer)(ids)
     assert len(texts) == len(ids)
     assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=True)
     if name != "characters":
@@ -82,7 +82,7 @@ def test_texts_of_tokens_make_up_the_decoded_response(name: str, text: str) -> N
 def test_a_character_over_four_tokens_belongs_to_the_last(name: str) -> None:
     tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode("😀", add_special_tokens=False)[-4:]
-    assert TokenTexts(tokenizer)(ids)[-4:] == ["", "", "", "😀"]
+    assert TokenTextSplitter(tokenizer)(ids)[-4:] == ["", "", "", "😀"]
 
 
 @pytest.mark.parametrize("name", ["bytes", "pieces"])
@@ -92,14 +92,14 @@ def test_any_tokens_have_a_text_each(name: str, numbers: list[int]) -> None:
     """Random bytes that are not valid characters."""
     tokenizer: Any = TOKENIZERS[name]()
     ids = [n % len(tokenizer) for n in numbers]
-    texts = TokenTexts(tokenizer)(ids)
+    texts = TokenTextSplitter(tokenizer)(ids)
     assert len(texts) == len(ids)
     assert pieces(texts)[-1][0] == len(ids) - 1 if ids else pieces(texts) == []
 
 
 def test_a_shared_cache_does_not_change_the_texts() -> None:
     tokenizer = TOKENIZERS["pieces"]()
-    cached = TokenTexts(tokenizer)
+    cached = TokenTextSplitter(tokenizer)
     for text in ("so a", " so", "a so 😀 so"):
         ids = tokenizer.encode(text, add_special_tokens=False)
-        assert cached(ids) == TokenTexts(tokenizer)(ids)
+        assert cached(ids) == TokenTextSplitter(tokenizer)(ids)

@@ -108,7 +108,7 @@ def test_a_mistake_names_the_keys_that_the_program_has(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.on_bad_row=skip"):
         read_rows(tmp_path / "bad.jsonl", BadRowPolicy("raise"))
     with pytest.raises(DataError) as caught:
-        read_rows(tmp_path / "bad.jsonl", BadRowPolicy("raise", skip_key=None))
+        read_rows(tmp_path / "bad.jsonl", BadRowPolicy("raise", policy_key=None))
     assert "on_bad_row" not in str(caught.value)
 
 

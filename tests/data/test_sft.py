@@ -311,6 +311,6 @@ def test_the_loader_serves_supervised_rows_too(
     path = write_jsonl([{"question": str(i), "answer": "a"} for i in range(5)])
     data = SFTDataset(path, tokenizer, sft_config())
     loader = PromptLoader(data, 2, shuffle=True, seed=0, drop_last=False)
-    batches = list(loader.one_epoch())
+    batches = list(loader.first_epoch())
     assert [len(batch["input_ids"]) for batch in batches] == [2, 2, 1]
     assert len({uid for batch in batches for uid in batch["uid"]}) == 5

@@ -12,7 +12,7 @@ from hone.config.actor import ActorConfig, PolicyLossConfig
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.build import build_engine
 from hone.engine.engine import Engine
-from hone.engine.mesh import mesh_of
+from hone.engine.mesh import mesh_for_rank
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel, ValueModel
 from hone.models.tiny import tiny_lm
@@ -55,7 +55,7 @@ def make_engine(
         train_rule=rule,
         infer_rule=rule,
         response_width=WIDTH,
-        mesh=mesh_of(int(os.environ["RANK"]), world_size, sequence=sequence, tensor=tensor)
+        mesh=mesh_for_rank(int(os.environ["RANK"]), world_size, sequence=sequence, tensor=tensor)
         if world_size > 1
         else None,
     )

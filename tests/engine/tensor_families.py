@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.families.tensor_parallel import difference
 from hone.config.engine import OptimConfig
 from hone.engine.contract import TrainEngine
-from hone.engine.mesh import create_process_groups, mesh_of
+from hone.engine.mesh import create_process_groups, mesh_for_rank
 from hone.engine.sharding import join_group
 from hone.models.lora import full_tensor
 
@@ -81,7 +81,7 @@ def timeouts(rank: int, world: int, folder: Path) -> dict[str, set[float]]:
     """Returns the timeouts in seconds of all groups of the meshes."""
     device, seconds = torch.device("cpu"), set()
     for sizes in ({"tensor": world}, {"sequence": world}):
-        groups = create_process_groups(mesh_of(rank, world, **sizes), -1, device)
+        groups = create_process_groups(mesh_for_rank(rank, world, **sizes), -1, device)
         meshes = [m for m in (groups.fsdp_mesh, groups.tensor_mesh) if m is not None]
         mesh_groups = [m.get_group(name) for m in meshes for name in m.mesh_dim_names]
         for group in (groups.data, groups.sequence, *mesh_groups):

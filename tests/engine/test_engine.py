@@ -270,7 +270,7 @@ def test_the_dummy_row_of_a_rank_without_rows_replays_no_experts():
     lm = AutoModelForCausalLM.from_config(config)
     randomise(lm)
     module = PolicyModel(lm)
-    module.record_routing()
+    module.enable_routing()
     engine, batch = make_engine(module, None), rows()
     shape = *batch.batch["attention_mask"].shape, 2, 2
     row = _dummy_row(batch)

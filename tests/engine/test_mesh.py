@@ -9,13 +9,13 @@ import pytest
 
 from hone.config import ConfigError, load_config
 from hone.engine.contract import Mesh
-from hone.engine.mesh import check_sequence_parallel, mesh_of
+from hone.engine.mesh import check_sequence_parallel, mesh_for_rank
 from hone.models.families import UnsupportedModel
 
 
 @pytest.mark.parametrize(("world", "sequence", "tensor"), [(1, 1, 1), (4, 2, 1), (8, 2, 2)])
 def test_every_coordinate_is_taken_once_and_one_rank_per_slot_collects(world, sequence, tensor):
-    meshes = [mesh_of(rank, world, sequence=sequence, tensor=tensor) for rank in range(world)]
+    meshes = [mesh_for_rank(rank, world, sequence=sequence, tensor=tensor) for rank in range(world)]
     assert len(set(meshes)) == world
     slots = Counter(mesh.data_parallel_rank for mesh in meshes if mesh.collects)
     assert slots == dict.fromkeys(range(world // (sequence * tensor)), 1)
@@ -24,15 +24,15 @@ def test_every_coordinate_is_taken_once_and_one_rank_per_slot_collects(world, se
 
 
 def test_the_tensor_coordinate_varies_fastest_then_the_sequence():
-    meshes = [mesh_of(rank, 8, sequence=2, tensor=2) for rank in range(8)]
+    meshes = [mesh_for_rank(rank, 8, sequence=2, tensor=2) for rank in range(8)]
     actual = [(m.data_parallel_rank, m.sequence_rank, m.tensor_rank) for m in meshes]
     assert actual == [(d, s, t) for d in range(2) for s in range(2) for t in range(2)]
-    assert mesh_of(1, 2) == Mesh(1, 2)
+    assert mesh_for_rank(1, 2) == Mesh(1, 2)
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(ValueError, match=r"size=2 times tensor_parallel_size=2 does not divide 6"):
-        mesh_of(0, 6, sequence=2, tensor=2)
+        mesh_for_rank(0, 6, sequence=2, tensor=2)
 
 
 ACTOR = "actor_rollout_ref.actor"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.engine.rendezvous import STORE_FILE, rendezvous_store
+from hone.engine.rendezvous import STORE_FILE_VARIABLE, rendezvous_store
 
 
 def free_port() -> int:
@@ -34,7 +34,7 @@ def test_the_store_listens_on_the_master_address_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     port = free_port()
-    monkeypatch.delenv(STORE_FILE, raising=False)
+    monkeypatch.delenv(STORE_FILE_VARIABLE, raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -45,13 +45,13 @@ def test_the_store_listens_on_the_master_address_only(
 
 
 def test_torchrun_creates_its_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(STORE_FILE, raising=False)
+    monkeypatch.delenv(STORE_FILE_VARIABLE, raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert rendezvous_store(2, timedelta(seconds=1)) is None
 
 
 def test_a_file_store_needs_no_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(STORE_FILE, str(tmp_path / "meet"))
+    monkeypatch.setenv(STORE_FILE_VARIABLE, str(tmp_path / "meet"))
     store = rendezvous_store(1, timedelta(seconds=30))
     store.set("key", "value")
     assert store.get("key") == b"value"

@@ -13,7 +13,7 @@ from hone.config.engine import FSDPConfig
 from hone.engine.build import build
 from hone.engine.contract import EngineSpec
 from hone.engine.microbatch import MicroBatchRule
-from hone.engine.tensor_parallel import STYLES, UNPLANNED, check_tensor_parallel
+from hone.engine.tensor_parallel import FAMILIES_WITHOUT_TP_PLAN, STYLES, check_tensor_parallel
 from hone.models.families import FAMILIES, UnsupportedModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
@@ -23,15 +23,15 @@ def plan_of(family):
 
 
 def test_every_style_of_a_supported_family_is_implemented():
-    for family in FAMILIES - UNPLANNED:
+    for family in FAMILIES - FAMILIES_WITHOUT_TP_PLAN:
         assert set(plan_of(family).values()) <= STYLES, family
 
 
 def test_a_family_without_a_plan_is_refused_by_name():
     unplanned = {family for family in FAMILIES if not plan_of(family)}
     # Its plan names other modules than the model has.
-    assert unplanned | {"minimax_m3_vl_text"} == UNPLANNED
-    for family in UNPLANNED:
+    assert unplanned | {"minimax_m3_vl_text"} == FAMILIES_WITHOUT_TP_PLAN
+    for family in FAMILIES_WITHOUT_TP_PLAN:
         config = CONFIG_MAPPING[family]()
         with pytest.raises(UnsupportedModel, match=f"is a {config.model_type} model, whose layers"):
             check_tensor_parallel(config, "m", 2)

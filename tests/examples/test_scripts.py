@@ -11,7 +11,7 @@ import pytest
 
 from hone.data.rows import write_parquet
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.trainer.command_line import compose_arguments, plan_checks
+from hone.trainer.command_line import check_plan, compose_arguments
 
 from .conftest import EXAMPLES
 
@@ -62,7 +62,7 @@ def test_a_script_composes_without_a_note(script: str, tmp_path: Path) -> None:
     minus_m, program, *arguments = said.stdout.splitlines()
     assert (minus_m, program) == ("-m", "hone.trainer.main_ppo")
     composed = compose_arguments(
-        arguments, schema="ppo_trainer", program=program, extra_checks=plan_checks
+        arguments, schema="ppo_trainer", program=program, extra_checks=check_plan
     )
     assert composed.config.data.seed == 7
     assert not composed.notes

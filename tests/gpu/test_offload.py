@@ -99,7 +99,7 @@ def test_only_the_optimizer_rests_where_only_that_was_asked_for():
 def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_path):
     import asyncio
 
-    from hone.agents.loop_thread import run_beside
+    from hone.agents.loop_thread import run_with_engine
     from hone.config import load_config
     from hone.models.tiny import character_tokenizer
     from hone.rollout.build import build_rollout
@@ -141,7 +141,7 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
             return await asyncio.gather(*asked)
 
         with made.present():
-            found = [out.token_ids for out in run_beside(decoding, ask())]
+            found = [out.token_ids for out in run_with_engine(decoding, ask())]
             asyncio.run(decoding.sleep())
         return found
 

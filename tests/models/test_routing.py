@@ -51,14 +51,14 @@ def packed_rows() -> PackedRows:
     mask[::2, 0], mask[1::2, 0] = 0, 0
     mask[1, 8:] = 0
     columns = (prompts, responses, mask, mask[:, 5:])
-    return pack_rows(*columns, share_prompts=True, with_places=True)
+    return pack_rows(*columns, share_prompts=True, with_packed_positions=True)
 
 
 def check_family(family: str) -> None:
     policy = moe_policy(family)
     packed = packed_rows()
     plain = policy(packed, **OPTIONS)["log_probs"]
-    policy.record_routing()
+    policy.enable_routing()
     recorded = policy(packed, with_routing=True, **OPTIONS)
     assert torch.equal(recorded["log_probs"], plain)
     routed = recorded["routed_experts"]
@@ -94,7 +94,7 @@ def test_every_family_with_experts_replays_or_refuses() -> None:
 
 def test_a_dense_model_has_no_routing() -> None:
     with pytest.raises(UnsupportedModel, match="a qwen3 model has no experts"):
-        moe_policy("qwen3").record_routing()
+        moe_policy("qwen3").enable_routing()
 
 
 def test_the_gradient_of_a_replay_reaches_the_router_also_through_checkpointed_layers() -> None:
@@ -102,7 +102,7 @@ def test_the_gradient_of_a_replay_reaches_the_router_also_through_checkpointed_l
     packed = packed_rows()
     for checkpointed in (False, True):
         policy = moe_policy("qwen3_moe")
-        policy.record_routing()
+        policy.enable_routing()
         with torch.no_grad():
             routed = policy(packed, with_routing=True, **OPTIONS)["routed_experts"]
         if checkpointed:

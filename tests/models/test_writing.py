@@ -11,7 +11,7 @@ import pytest
 from transformers.utils import logging
 
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.models.writing import whole_folder, without_progress_bar
+from hone.models.writing import staged_folder, without_progress_bar
 
 
 def test_saving_a_model_shows_no_progress_bar(
@@ -38,7 +38,7 @@ def test_a_folder_appears_when_all_files_are_written(tmp_path: Path) -> None:
     (tmp_path / ".out.tmp").mkdir()
     (tmp_path / ".out.tmp" / "left").write_text("by a kill")
     (tmp_path / "out").mkdir()
-    with whole_folder(tmp_path / "out") as temporary:
+    with staged_folder(tmp_path / "out") as temporary:
         (temporary / "file").write_text("x")
         assert not list((tmp_path / "out").iterdir())
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -50,7 +50,7 @@ def test_saved_models_are_readable_as_the_umask_says(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         save_pretrained(tiny_lm(len(tokenizer)), tokenizer, tmp_path / "plain")
-        with whole_folder(tmp_path / "whole") as temporary:
+        with staged_folder(tmp_path / "whole") as temporary:
             (temporary / "model.safetensors").touch(mode=0o600)
     finally:
         os.umask(before)
@@ -61,9 +61,9 @@ def test_saved_models_are_readable_as_the_umask_says(tmp_path: Path) -> None:
 def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib, hone.models.writing as w\n"
-        "with w.whole_folder(pathlib.Path(sys.argv[1])): pass"
+        "with w.staged_folder(pathlib.Path(sys.argv[1])): pass"
     )
-    with whole_folder(tmp_path / "out"):
+    with staged_folder(tmp_path / "out"):
         process = subprocess.run(
             [sys.executable, "-c", program, str(tmp_path / "out")], capture_output=True, text=True
         )
@@ -73,7 +73,7 @@ def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:
 
 def test_an_error_leaves_no_folder(tmp_path: Path) -> None:
     def killed() -> None:
-        with whole_folder(tmp_path / "out") as temporary:
+        with staged_folder(tmp_path / "out") as temporary:
             (temporary / "file").write_text("x")
             raise KeyboardInterrupt
 

@@ -96,11 +96,11 @@ def test_first_fit_saves_what_differencing_cannot_pack():
 
 
 def test_ranks_can_agree_on_a_larger_count():
-    parts = micro_batches_by_tokens([10] * 8, 100, at_least=5)
+    parts = micro_batches_by_tokens([10] * 8, 100, min_micro_batches=5)
     assert len(parts) == 5
-    assert len(micro_batches_by_tokens([10] * 8, 100, at_least=5, multiple_of=4)) == 8
+    assert len(micro_batches_by_tokens([10] * 8, 100, min_micro_batches=5, multiple_of=4)) == 8
     with pytest.raises(ValueError, match="2 sequences cannot form 3"):
-        micro_batches_by_tokens([10, 10], 100, at_least=3)
+        micro_batches_by_tokens([10, 10], 100, min_micro_batches=3)
 
 
 def test_a_sequence_longer_than_the_budget_is_refused_and_says_which_key():
@@ -110,7 +110,7 @@ def test_a_sequence_longer_than_the_budget_is_refused_and_says_which_key():
 
 
 def test_cheap_micro_batches_come_first_and_last():
-    parts = micro_batches_by_tokens([90, 30, 60, 80, 40], 90, at_least=5)
+    parts = micro_batches_by_tokens([90, 30, 60, 80, 40], 90, min_micro_batches=5)
     assert loads(parts, [90, 30, 60, 80, 40]) == [30, 60, 90, 80, 40]
 
 

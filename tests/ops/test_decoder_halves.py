@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.ops.decoder_halves import Linear, Norm, gated_half, heads_of
+from hone.ops.decoder_halves import Linear, Norm, add_gated_mlp, rotated_qkv
 from hone.ops.rms_norm import plain_rms_norm
 from hone.ops.rotary import plain_rotate
 
@@ -36,7 +36,7 @@ def compare(ours: Any, plain: Any, inputs: list[torch.Tensor], *rest: Any) -> No
 
 def test_a_gated_half_equals_torchs_steps() -> None:
     def ours(x, norm, gate, up, down):  # type: ignore[no-untyped-def]
-        return gated_half(x, Norm(norm, 1e-5), gate, up, down)
+        return add_gated_mlp(x, Norm(norm, 1e-5), gate, up, down)
 
     def plain(x, norm, gate, up, down):  # type: ignore[no-untyped-def]
         h = plain_rms_norm(x, norm, 1e-5)
@@ -56,7 +56,7 @@ def test_heads_equal_torchs_steps(biased: bool) -> None:
     def ours(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
         biases = biases or (None, None, None)
         maps = [Linear(w, b) for w, b in zip((q, k, v), biases, strict=True)]
-        return heads_of(x, Norm(norm, 1e-5), *maps, (cos, sin))
+        return rotated_qkv(x, Norm(norm, 1e-5), *maps, (cos, sin))
 
     def plain(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
         biases = biases or (None, None, None)
@@ -76,7 +76,7 @@ def test_frozen_weights_get_no_gradient() -> None:
         (ROWS, WIDTH), (WIDTH,), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
     )
     gate.requires_grad_(False)
-    gated_half(x, Norm(norm, 1e-5), gate, up, down).sum().backward()
+    add_gated_mlp(x, Norm(norm, 1e-5), gate, up, down).sum().backward()
     assert gate.grad is None
     assert up.grad is not None
     assert x.grad is not None
@@ -94,7 +94,7 @@ def test_frozen_maps_of_heads_get_no_gradient_and_the_others_theirs(frozen: list
         for name in frozen_inputs:
             inputs[name].requires_grad_(False)
         maps = [Linear(inputs[part], inputs[f"{part}_bias"]) for part in "qkv"]
-        outs = heads_of(inputs["x"], Norm(inputs["norm"], 1e-5), *maps, (cos, sin))
+        outs = rotated_qkv(inputs["x"], Norm(inputs["norm"], 1e-5), *maps, (cos, sin))
         sum(out.square().sum() for out in outs).backward()
         results.append({name: x.grad for name, x in inputs.items()})
     for name in names:

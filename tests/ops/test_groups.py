@@ -30,7 +30,7 @@ def test_statistics_equal_numpy_a_group_at_a_time(pairs):
         mine = np.array(by_name[name])
         g = groups.ids[i]
         assert groups.sizes[g] == len(mine)
-        assert groups.singleton[i] == (len(mine) == 1)
+        assert groups.is_singleton[i] == (len(mine) == 1)
         assert groups.sum(x)[g].item() == pytest.approx(mine.sum(), abs=1e-9)
         assert groups.mean(x)[g].item() == pytest.approx(mine.mean(), abs=1e-9)
         assert groups.max(x)[g].item() == mine.max()

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.ops.masked import (
-    count_kept,
-    last_true,
+    count_unmasked,
+    last_true_index,
     masked_mean,
     masked_sum,
     masked_var,
@@ -35,7 +35,7 @@ def masked(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 def test_equal_numpy_on_the_kept_entries(data):
     x, mask = data
     kept = x[mask].numpy()
-    assert count_kept(mask).item() == len(kept)
+    assert count_unmasked(mask).item() == len(kept)
     assert masked_sum(x, mask).item() == pytest.approx(kept.sum(), abs=1e-12)
     assert masked_mean(x, mask).item() == pytest.approx(kept.mean() if len(kept) else 0, abs=1e-12)
     variance = kept.var(ddof=1) if len(kept) > 1 else 0
@@ -82,7 +82,7 @@ def test_any_mask_dtype_reads_as_a_boolean(dtype):
     mask = torch.tensor([[1, 0, 1]], dtype=dtype)
     assert masked_sum(x, mask).item() == 5
     assert masked_mean(x, mask).item() == 2.5
-    assert count_kept(mask, -1).tolist() == [2]
+    assert count_unmasked(mask, -1).tolist() == [2]
     assert zero_outside_mask(x, mask).tolist() == [[1, 0, 4]]
 
 
@@ -100,7 +100,7 @@ def test_the_last_true_column_of_a_row_is_found_and_minus_one_where_there_is_non
     dtype: torch.dtype,
 ) -> None:
     mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1]]).to(dtype)
-    assert last_true(mask).tolist() == [2, -1, 0, 3]
+    assert last_true_index(mask).tolist() == [2, -1, 0, 3]
 
 
 def test_a_mask_is_split_where_the_response_begins() -> None:

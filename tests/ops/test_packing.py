@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.ops.packing import pack_rows, shared_with_the_row_before
+from hone.ops.packing import pack_rows, shared_prompt_lengths
 
 PAD = 0
 
@@ -124,8 +124,8 @@ def test_an_empty_prompt_is_refused():
 def test_a_row_shares_its_prompt_with_an_equal_one_before_it() -> None:
     prompts = torch.tensor([[0, 5, 6], [0, 5, 6], [0, 5, 6], [4, 5, 6]])
     attention_mask = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]])
-    assert shared_with_the_row_before(prompts, attention_mask) == [0, 2, 0, 0]
+    assert shared_prompt_lengths(prompts, attention_mask) == [0, 2, 0, 0]
 
 
 def test_an_empty_batch_shares_nothing() -> None:
-    assert shared_with_the_row_before(torch.zeros(0, 3), torch.zeros(0, 5)) == []
+    assert shared_prompt_lengths(torch.zeros(0, 3), torch.zeros(0, 5)) == []

@@ -14,7 +14,7 @@ from hone.protocol import (
     DataProto,
     DataProtoConfig,
     pad_dataproto_to_divisor,
-    real_rows,
+    real_row_mask,
     split_padded,
     unpad_dataproto,
     without_padding,
@@ -65,7 +65,7 @@ def test_a_split_is_even_marked_ordered_and_reversible(count: int, parts: int) -
     pieces = split_padded(data, parts)
     assert len(pieces) == parts
     assert len({len(piece) for piece in pieces}) == 1
-    real = [int(real_rows(piece).sum()) for piece in pieces]
+    real = [int(real_row_mask(piece).sum()) for piece in pieces]
     assert sum(real) == count
     assert max(real) - min(real) <= 1
     assert all(piece.has_column(PADDED_ROW) == bool(count % parts) for piece in pieces)

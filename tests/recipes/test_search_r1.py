@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hone.agents.loops.search import CLOSING, OPENING, read_action
+from hone.agents.loops.search import INFORMATION_END, INFORMATION_START, read_action
 from hone.config import compose
 from hone.rewards.scores.qa_em_format import is_valid_sequence
 
@@ -58,8 +58,8 @@ def test_demonstrations_have_the_loops_form_and_are_of_training_questions(world:
         assert question in questions
         action = read_action(row["response"])
         assert action is not None
-        if OPENING in row["prompt"]:
-            assert row["prompt"].endswith(CLOSING)
+        if INFORMATION_START in row["prompt"]:
+            assert row["prompt"].endswith(INFORMATION_END)
             text = row["prompt"].removeprefix(question) + row["response"]
             assert is_valid_sequence(text) == (True, "")
             assert f"is {action.content}" in row["prompt"]

@@ -7,7 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hone.rewards.programs import CODE_MARK, CallTest, Limits, SourceTest, StdinTest, Test, passes
+from hone.rewards.programs import (
+    CODE_PLACEHOLDER,
+    CallTest,
+    Limits,
+    SourceTest,
+    StdinTest,
+    Test,
+    passes,
+)
 
 from .cheats import CHEATS, EQUALITY, SERIALISATION, TYPES
 
@@ -49,7 +57,7 @@ class TreeNode:
 def same(p, q):
     return not p and not q or p.val == q.val
 
-{CODE_MARK}
+{CODE_PLACEHOLDER}
 def check(candidate):
     assert same(TreeNode(candidate(1, 2)), TreeNode(3))
     assert isinstance(candidate(1, 1), int) and candidate(1, 1) == 2

@@ -216,7 +216,7 @@ def pause_ends_what_runs_and_holds_what_comes(factory: Factory) -> None:
     assert late.stop_reason is StopReason.LENGTH
 
 
-@clause("partial_keep")
+@clause("pause_keeps_requests")
 def pause_with_keep_goes_on_where_it_stood(factory: Factory) -> None:
     sampling = long(factory)
     with factory.engine(policy()) as engine:
@@ -228,7 +228,7 @@ def pause_with_keep_goes_on_where_it_stood(factory: Factory) -> None:
     matches(factory, late, whole, until=SHORT.max_tokens)
 
 
-@clause("partial_keep")
+@clause("pause_keeps_requests")
 def a_kept_request_takes_new_weights_from_its_next_token(factory: Factory) -> None:
     sampling = long(factory)
     with factory.engine(policy()) as engine:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.rollout.contract import RolloutEngine, RolloutError, Sampling, TokenOutput
 
 from . import engine_contract
@@ -122,8 +122,8 @@ def an_error_in_any_phase_reaches_the_loops_of_the_driving_thread(factory: Facto
                 await asyncio.sleep(0.001)
 
         def driver() -> Answers:
-            answers = run_beside(engine, generate_all(engine, "a"))
-            run_beside(engine, end_of_the_other())
+            answers = run_with_engine(engine, generate_all(engine, "a"))
+            run_with_engine(engine, end_of_the_other())
             return answers
 
         def other() -> Answers:
@@ -143,7 +143,7 @@ def no_memory_for_a_prompt_reaches_every_waiter(factory: Factory) -> None:
     with factory.engine(policy(), max_num_seqs=2, driven=False) as engine:
         phases = factory.phases(engine)
         with broken(phases.get("prefill") or phases["forward"], 1, error):
-            answers = together(lambda: run_beside(engine, generate_all(engine, "a")))
+            answers = together(lambda: run_with_engine(engine, generate_all(engine, "a")))
     ended_with_cause(answers, "prefill", first=True)
     assert all(isinstance(a, RolloutError) and a.__cause__ is error for a in answers)
 
@@ -168,8 +168,8 @@ def requests_beside_a_driving_thread_that_leaves_wait_for_the_next(factory: Fact
             return [await job]
 
         def driver() -> Answers:
-            answers = run_beside(engine, first())
-            return answers + run_beside(engine, generate_all(engine, "third"))
+            answers = run_with_engine(engine, first())
+            return answers + run_with_engine(engine, generate_all(engine, "third"))
 
         def beside() -> Answers:
             running.wait(engine_contract.DEADLINE_S)

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import pytest
 from torch import Tensor
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.models.policy import PolicyModel
-from hone.rollout.contract import Driven, RolloutEngine, Sampling, TokenOutput, Traits
+from hone.rollout.contract import DrivenEngine, RolloutEngine, Sampling, TokenOutput, Traits
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -88,7 +88,7 @@ class Factory(ABC):
 @contextmanager
 def driving(engine: RolloutEngine) -> Iterator[None]:
     """A thread that decodes, for engines that have none."""
-    if not isinstance(engine, Driven):
+    if not isinstance(engine, DrivenEngine):
         yield
         return
     ended = threading.Event()
@@ -159,7 +159,7 @@ def play(work: Coroutine[Any, Any, T]) -> T:
 
 def drive(engine: RolloutEngine, work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine with the contract's deadline, and decode for it in this thread."""
-    return run_beside(engine, _limited(work))
+    return run_with_engine(engine, _limited(work))
 
 
 async def _limited(work: Coroutine[Any, Any, T]) -> T:

@@ -11,7 +11,7 @@ from hone.rollout.contract import RolloutError, RolloutSpec, StopReason, TokenOu
 
 
 class OwnWeightsEngine:
-    traits = Traits(decodes_with_module=False, partial_keep=False)
+    traits = Traits(decodes_with_module=False, pause_keeps_requests=False)
     version = 0
 
     def __init__(self, spec: RolloutSpec) -> None:

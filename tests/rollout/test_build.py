@@ -16,7 +16,7 @@ from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.hf import HFRollout
 from hone.rollout.native.engine import NativeRollout
-from hone.trainer.command_line import plan_checks
+from hone.trainer.command_line import check_plan
 
 from .models import EOS, TOKENIZER, policy
 
@@ -59,7 +59,7 @@ def test_an_engine_that_lacks_members_is_refused_in_one_sentence() -> None:
 def test_an_unknown_engine_is_refused_when_the_config_is_read() -> None:
     override = "actor_rollout_ref.rollout.name=natve"
     with pytest.raises(ConfigError, match=f"{override}: unknown rollout engine.*mean 'native'"):
-        compose([override], extra_checks=plan_checks)
+        compose([override], extra_checks=check_plan)
 
 
 def test_a_run_trains_with_an_engine_of_its_own_weights(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.event_loop import run_coroutine
 from hone.rollout.contract import (
     RolloutEngine,
@@ -69,7 +69,7 @@ def test_a_prefill_over_several_steps_gets_the_draws_of_its_seed() -> None:
     drawn = []
     for factory in (VLLMFactory(), NativeFactory()):
         engine = factory.build(model)
-        drawn.append(run_beside(engine, sampled(engine)))
+        drawn.append(run_with_engine(engine, sampled(engine)))
         run_coroutine(engine.close())
     assert drawn[0] == drawn[1]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.event_loop import run_coroutine
 from hone.rollout.contract import Sampling
 
@@ -83,7 +83,7 @@ def test_a_worker_that_dies_between_two_broadcasts_costs_no_weight() -> None:
         assert out.versions == [1] * 12
         return out.token_ids, out.log_probs
 
-    tokens, log_probs = run_beside(engine, updated())
+    tokens, log_probs = run_with_engine(engine, updated())
     run_coroutine(engine.close())
     expected = models.trainer_log_probs(new, prompt, tokens, 1.0)
     assert log_probs == pytest.approx(expected, abs=1e-4)

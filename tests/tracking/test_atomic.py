@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hone.tracking import atomic_path, atomic_write_bytes, atomic_write_text
-from hone.tracking.atomic import grant_by_umask, make_folder, remove_leftovers, rename_folder
+from hone.tracking.atomic import apply_umask, make_folder, remove_leftovers, rename_folder
 
 
 def test_text_and_bytes_are_written_without_other_files(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_files_get_the_permissions_of_the_umask(tmp_path: Path, umask: int, mode
         file.chmod(initial_mode)
     before = os.umask(umask)
     try:
-        grant_by_umask(tmp_path)
+        apply_umask(tmp_path)
     finally:
         os.umask(before)
     assert private.stat().st_mode & 0o777 == mode

@@ -59,7 +59,7 @@ def test_without_a_terminal_a_step_is_one_short_line() -> None:
 
 def test_console_full_prints_every_metric_in_verls_form() -> None:
     screen, _ = make_screen(terminal=False)
-    tracker = ConsoleTracker(RunInfo("p", "e", prints_everything=True), output=screen)
+    tracker = ConsoleTracker(RunInfo("p", "e", prints_every_metric=True), output=screen)
     tracker.log({"reward/mean": 0.5, "actor/lr": 1e-06, "x": float("nan")}, 3)
     assert output_of(screen) == "step:3 - reward/mean:0.5 - actor/lr:1e-06 - x:nan\n"
 

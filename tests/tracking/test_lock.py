@@ -22,7 +22,7 @@ from hone.tracking.lock import (
     LockLost,
     lock_folder,
     lock_target,
-    require_lock,
+    raise_if_lock_lost,
 )
 
 STARTER = """
@@ -231,7 +231,7 @@ def test_a_process_that_lost_its_lock_writes_nothing_more(
         while not lock._locks[tmp_path / LOCK_NAME].is_lost and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(LockLost, match="taken over"):
-            require_lock(tmp_path)
+            raise_if_lock_lost(tmp_path)
         with pytest.raises(LockLost):
             tracking.log({"a": 1}, 2)
         with pytest.raises(LockLost), atomic_folder(RunFolder(tmp_path), 1):
@@ -252,7 +252,7 @@ def test_a_forked_child_does_not_hold_or_release_the_lock(tmp_path: Path) -> Non
     with lock_folder(tmp_path):
         child = os.fork()
         if child == 0:
-            require_lock(tmp_path)
+            raise_if_lock_lost(tmp_path)
             os._exit(0 if not lock._locks else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert (tmp_path / LOCK_NAME).is_file()

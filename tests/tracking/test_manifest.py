@@ -10,7 +10,7 @@ from hone.tracking import manifest
 from hone.tracking.manifest import (
     MANIFEST,
     FolderNotShared,
-    checkpoint_of,
+    enclosing_checkpoint,
     find_damage,
     write_manifest,
     write_shard_checksums,
@@ -150,8 +150,8 @@ def test_the_checkpoint_is_found_from_its_subfolders(
     step: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for inside in ("", "actor", "actor/huggingface"):
-        assert checkpoint_of(step / inside) == step
+        assert enclosing_checkpoint(step / inside) == step
     monkeypatch.chdir(step / "actor")
-    assert checkpoint_of(Path()) == step
-    assert checkpoint_of(step.parent) is None
-    assert checkpoint_of(step.parent / "global_step_3.earlier") is None
+    assert enclosing_checkpoint(Path()) == step
+    assert enclosing_checkpoint(step.parent) is None
+    assert enclosing_checkpoint(step.parent / "global_step_3.earlier") is None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.tracking.storage import storage_error_message, storage_failure
+from hone.tracking.storage import storage_errno, storage_error_message
 from hone.trainer.command_line import user_error_message
 
 
@@ -44,9 +44,9 @@ def test_the_cause_is_found_behind_other_errors() -> None:
         except OSError as error:
             raise RuntimeError("the writer failed") from error
 
-    assert storage_failure(error_of(wrapped)) == errno.ENOSPC
-    assert storage_failure(RuntimeError("I/O error: No space left on device (os error 28)"))
-    assert storage_failure(RuntimeError("something else")) is None
+    assert storage_errno(error_of(wrapped)) == errno.ENOSPC
+    assert storage_errno(RuntimeError("I/O error: No space left on device (os error 28)"))
+    assert storage_errno(RuntimeError("something else")) is None
     assert storage_error_message(ValueError("x")) is None
 
 

@@ -168,9 +168,9 @@ def test_what_cannot_be_pushed_is_refused_before_anything_is_written(
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(module.ExportError, match="set HF_TOKEN"):
-        module.require_hub("team/model")
+        module.check_push("team/model")
     with pytest.raises(module.ExportError, match="OWNER/NAME"):
-        module.require_hub("a/b/c")
+        module.check_push("a/b/c")
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: True)
     with pytest.raises(module.ExportError, match="HF_HUB_OFFLINE is set"):
-        module.require_hub("team/model")
+        module.check_push("team/model")

@@ -49,7 +49,7 @@ def make_worker(model, *overrides):
 
 
 def step(worker, batch):
-    out = worker.update_rm(batch.select(), step_rows=len(batch))
+    out = worker.update_rm(batch.select(), num_step_rows=len(batch))
     return out.batch["log_ratio"], out.meta_info["metrics"]
 
 

@@ -12,7 +12,7 @@ from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import Failed
-from hone.workers.judge import JudgeWorker, WorkerCompletions
+from hone.workers.judge import JudgeWorker, JudgeWorkerClient
 
 ALPHABET = "abcdefgh0123456789+= \n:ua"
 
@@ -61,7 +61,7 @@ def test_a_text_that_is_too_long_is_a_failure_of_its_row(model: Path) -> None:
             return worker.complete(data)
 
     worker = make_worker(model, "reward_model.max_length=40")
-    completions = WorkerCompletions(Group())  # type: ignore[arg-type]
+    completions = JudgeWorkerClient(Group())  # type: ignore[arg-type]
     short, long, again = run_coroutine(completions.complete([("a", 0), ("a" * 100, 0), ("a", 0)]))
     assert isinstance(short, str)
     assert short == again

@@ -147,7 +147,9 @@ def test_shuffling_is_by_seed_and_differs_between_epochs():
 @pytest.mark.parametrize("per_update", [1, 3, 4, 7, 12])
 def test_a_mini_batch_has_the_same_rows_for_every_distribution_over_ranks(seed, per_update):
     def updates(numbers):
-        return rows_of_updates(numbers, step_rows=12, rows_per_update=per_update, shuffle_seed=seed)
+        return rows_of_updates(
+            numbers, num_step_rows=12, rows_per_update=per_update, shuffle_seed=seed
+        )
 
     one_rank = updates([*range(12)])
     assert sorted(chain(*one_rank)) == list(range(12))

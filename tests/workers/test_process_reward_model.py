@@ -15,8 +15,8 @@ from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.config import ConfigError, load_config
 from hone.controller.worker import free_port
-from hone.data.response_steps import TokenTexts
-from hone.data.steps import step_mark
+from hone.data.response_steps import TokenTextSplitter
+from hone.data.steps import build_step_separator
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
@@ -266,7 +266,7 @@ def test_label_tokens_are_refused_for_a_classifier_and_must_be_two_single_tokens
         make_worker(prm, "reward_model.step_labels=['+','-']")
     for labels, reason in ((("+", "ab"), "has 2 tokens"), (("+", "+"), "two different tokens")):
         with pytest.raises(ConfigError, match=reason):
-            step_mark(character_tokenizer(), "a", labels)
+            build_step_separator(character_tokenizer(), "a", labels)
 
 
 def save_policy_tokenizer(folder: Path, tokenizer: Any) -> str:
@@ -307,7 +307,7 @@ def test_with_another_vocabulary_steps_are_split_by_characters(
     for row, tokens in enumerate(inputs):
         positions = [i for i, token in enumerate(tokens) if token == "\n"]
         columns = actual["step_mask"][row].nonzero().squeeze(1)
-        pieces = TokenTexts(policy)(rows[row])
+        pieces = TokenTextSplitter(policy)(rows[row])
         if row < 2:
             ends = [sum(map(len, pieces[: column + 1])) for column in columns.tolist()]
             assert ends == ([7, 14, 17] if row == 0 else [2, 5, 7, 8])

@@ -13,7 +13,7 @@ from hone.agents.contract import LOOPS, AgentLoopBase, DictConfigWrap, ServerMan
 from hone.config import PPOTrainerConfig
 from hone.config.rollout import RolloutConfig
 from hone.data.create import dataset_class
-from hone.plugins import PluginError, load_object, proposal
+from hone.plugins import PluginError, load_object, suggestion
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Tokenizer
 from hone.types import Fields
@@ -55,7 +55,7 @@ class LoopNames:
             )
         if not self._is_known(agent_name):
             names = self._names()
-            hint = proposal(agent_name, names)
+            hint = suggestion(agent_name, names)
             raise PluginError(
                 f"agent_name={shown(agent_name)} names no agent loop of this run.{hint} "
                 f"A row may name {', '.join(names)}; only the configuration may name import "

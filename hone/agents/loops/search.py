@@ -27,7 +27,7 @@ Generate = Callable[[list[int], int], Awaitable[TokenOutput]]
 STOPS = ("</search>", "</answer>")
 """Stop strings of a turn; the response includes the token that completes one."""
 _PROBE_TIMEOUT_S = 10.0
-OPENING, CLOSING = "\n\n<information>", "</information>\n\n"
+INFORMATION_START, INFORMATION_END = "\n\n<information>", "</information>\n\n"
 INVALID_ACTION_TEXT = (
     "\nThat was not a valid action. To search, I write the query between <search> and </search>; "
     "to give the final answer, I write it between <answer> and </answer>. I try again.\n"
@@ -53,7 +53,7 @@ def read_action(text: str) -> Action | None:
     return first[1] if first else None
 
 
-def passages_text(passages: Sequence[str]) -> str:
+def format_passages(passages: Sequence[str]) -> str:
     """Formats passages for the model, numbered and with their titles."""
     parts = [passage.partition("\n") for passage in passages]
     return "".join(
@@ -123,13 +123,16 @@ class SearchConversation:
         passages = await asyncio.wrap_future(self.client.submit(action.content))
         agent_data.seconds["tools"] += time.perf_counter() - started
         counts.retrieval_failures += passages is None
-        text = clean_text(passages_text(passages or ()).strip())
-        ids = self._encode(OPENING + text + CLOSING)
+        text = clean_text(format_passages(passages or ()).strip())
+        ids = self._encode(INFORMATION_START + text + INFORMATION_END)
         max_tokens = self.max_observation_tokens
         if max_tokens is None or len(ids) <= max_tokens:
             return ids
-        closing = self._encode(CLOSING)
-        return [*self._encode(OPENING + text)[: max(max_tokens - len(closing), 0)], *closing]
+        closing = self._encode(INFORMATION_END)
+        return [
+            *self._encode(INFORMATION_START + text)[: max(max_tokens - len(closing), 0)],
+            *closing,
+        ]
 
     def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]

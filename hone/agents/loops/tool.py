@@ -166,7 +166,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Returns the prompt, with the parser's instructions, and schemas for the chat template."""
         tools, _, parser = self.of_row(tool_config)
         schemas = [tool.tool_schema for tool in tools.values()]
-        if schemas and not parser.in_template:
+        if schemas and not parser.template_renders_tools:
             return _add_instructions(prompt, parser.instructions(schemas)), []
         return prompt, [schema.model_dump() for schema in schemas]
 
@@ -277,7 +277,7 @@ class ToolAgentLoop(AgentLoopBase):
         agent_data.add_turn(output)
         content = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
         agent_data.messages.append({"role": "assistant", "content": content})
-        if self.parser.in_template:
+        if self.parser.template_renders_tools:
             return self.tokenizer.decode(output.token_ids), output.token_ids
         return content, output.token_ids
 
@@ -309,7 +309,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _observation_ids(self, messages: list[Message], text: str, last_id: int) -> Sequence[int]:
         """Returns the ids of a tool or user turn; `text` and `last_id` are of the model's turn."""
-        if messages[0]["role"] == "tool" and not self.parser.in_template:
+        if messages[0]["role"] == "tool" and not self.parser.template_renders_tools:
             observation = self.parser.observation(text, [m["content"] for m in messages])
             if self.tokenizer.decode([last_id], skip_special_tokens=True):  # no end token
                 return self.tokenizer.encode(observation, add_special_tokens=False)

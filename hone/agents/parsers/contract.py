@@ -44,7 +44,7 @@ class ToolParser:
     A parser implements `calls` (reads text) or verl's `extract_tool_calls` (reads token ids).
     """
 
-    in_template = True
+    template_renders_tools = True
     """Whether the chat template, rather than the parser, renders tool schemas and tool answers."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn so that its calls are run."""

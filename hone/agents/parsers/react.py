@@ -39,7 +39,7 @@ Final Answer: the answer"""
 class ReactToolParser(ToolParser):
     """Named `react`: one call per turn, with a JSON object or the value of the first parameter."""
 
-    in_template = False
+    template_renders_tools = False
     stop = (f"\n{OBSERVATION}",)
 
     def content(self, text: str) -> str:

@@ -50,7 +50,7 @@ def get_estimator(name: str, config: Settings | None = None, **options: JsonValu
     return create_estimator(TABLE.get(name), config, **options)
 
 
-def groups_of(name: str) -> str | None:
+def estimator_group_use(name: str) -> str | None:
     """Returns `Estimator.groups` of a named estimator: whether it compares the responses of one prompt."""
     entry = TABLE.get(name)
     return getattr(getattr(entry, "estimator", entry), "groups", None)

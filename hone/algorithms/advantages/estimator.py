@@ -25,7 +25,7 @@ Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outsi
 GroupUse = Literal["ignored", "compared", "required"]
 T = TypeVar("T", bound="Estimator")
 
-TRAJECTORY = "trajectory_id"
+TRAJECTORY_COLUMN = "trajectory_id"
 CALL_ONLY = {"read from": "the call alone"}
 """Metadata of an option that has the name of a key of `algorithm` but is set only by the caller."""
 
@@ -41,7 +41,7 @@ class Trajectories:
 
     @property
     def trajectory_id(self) -> Labels | None:
-        return self.columns.get(TRAJECTORY)
+        return self.columns.get(TRAJECTORY_COLUMN)
 
     def column(self, name: str) -> Tensor:
         """Returns a column that the estimator requires."""
@@ -100,7 +100,7 @@ class FunctionEstimator(Estimator):
 
     @property
     def requires(self) -> tuple[str, ...]:
-        return needs_of(self.function)
+        return needed_columns(self.function)
 
     def __call__(self, batch: Trajectories) -> Estimate:
         values = {"index": batch.uid, "config": self.config, **batch.columns}
@@ -157,7 +157,7 @@ class VerlForm:
         ]
         known_names = ("token_level_rewards", "response_mask", "index", "config", *self._options)
         raise_if_unknown(
-            self.__name__, unknown_names, (*known_names, TRAJECTORY, *self.estimator.uses)
+            self.__name__, unknown_names, (*known_names, TRAJECTORY_COLUMN, *self.estimator.uses)
         )
         estimator = self.estimator.from_config(config, **options)
         return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
@@ -167,7 +167,7 @@ Entry = type[Estimator] | VerlForm | Function
 """An entry of the table of estimators."""
 
 
-def needs_of(function: Function) -> tuple[str, ...]:
+def needed_columns(function: Function) -> tuple[str, ...]:
     """Returns the columns that a user's function lists in its attribute `needs`."""
     needs = getattr(function, "needs", ())
     return (needs,) if isinstance(needs, str) else tuple(needs)

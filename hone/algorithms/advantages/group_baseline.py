@@ -21,7 +21,7 @@ class OPO(OutcomeEstimator):
     def advantages(self, outcome: Outcomes) -> Tensor:
         groups = outcome.groups
         baseline = groups.mean(outcome.scores, outcome.lengths)[groups.ids]
-        return outcome.scores - baseline.masked_fill(groups.singleton, 0.0)
+        return outcome.scores - baseline.masked_fill(groups.is_singleton, 0.0)
 
 
 @dataclass(frozen=True)

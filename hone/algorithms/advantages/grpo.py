@@ -45,10 +45,10 @@ def group_relative_scores(
     groups: Groups, scores: Tensor, divide_by_std: bool, epsilon: float = EPS
 ) -> Tensor:
     """Returns [N] (score − group mean) / group std; a group of one has mean 0 and std 1."""
-    mean = groups.mean(scores)[groups.ids].masked_fill(groups.singleton, 0.0)
+    mean = groups.mean(scores)[groups.ids].masked_fill(groups.is_singleton, 0.0)
     if not divide_by_std:
         return scores - mean
-    std = groups.std(scores)[groups.ids].masked_fill(groups.singleton, 1.0)
+    std = groups.std(scores)[groups.ids].masked_fill(groups.is_singleton, 1.0)
     divisor = std + epsilon
     return torch.where(divisor > 0, (scores - mean) / divisor, 0.0)  # 0/0 if epsilon is 0
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories
 from hone.ops.groups import Groups, Labels, factorise, factorise_pairs
-from hone.ops.masked import WHITEN_EPS, count_kept, masked_sum
+from hone.ops.masked import WHITEN_EPS, count_unmasked, masked_sum
 
 _BLOCK_ROWS = 256
 
@@ -37,7 +37,7 @@ class Outcomes:
     @cached_property
     def lengths(self) -> Tensor:
         """The number of policy tokens, [N] float64."""
-        return self.sum_rows(count_kept(self.mask, -1).double())
+        return self.sum_rows(count_unmasked(self.mask, -1).double())
 
     def sum_rows(self, per_row: Tensor) -> Tensor:
         """Returns [N] the sums of `per_row` [B] over the rows of each trajectory."""
@@ -48,7 +48,7 @@ class Outcomes:
     def baseline(self) -> Tensor:
         """Returns [N] the mean score of the group, or 0 for a group of one, which keeps its raw score."""
         mean = self.groups.mean(self.scores)[self.groups.ids]
-        return mean.masked_fill(self.groups.singleton, 0.0)
+        return mean.masked_fill(self.groups.is_singleton, 0.0)
 
     def whiten(self, per_trajectory: Tensor) -> Tensor:
         """Whitens values [N] by their mean and variance over all tokens of the trajectories."""

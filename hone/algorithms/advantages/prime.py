@@ -37,7 +37,7 @@ class PrimeRLOO(Estimator):
         size = groups.sizes[groups.ids]
         other_count = (size - 1).clamp(min=1)
         scale = torch.where(size > 1, size / (size - 1), 1.0)
-        is_single = groups.singleton
+        is_single = groups.is_singleton
         score_sum = groups.sum(outcome.scores)[groups.ids].masked_fill(is_single, 0.0)
         means = process.scores / process.lengths.clamp(min=1)
         mean_sum = groups.sum(means)[groups.ids].masked_fill(is_single, 0.0)

@@ -37,7 +37,7 @@ from hone.engine.megatron.refusals import check_role_supported
 from hone.engine.megatron.weights import StageTensors, parameters_by_hf_name
 from hone.engine.offload import Offload, build_offload
 from hone.models.policy import Model, PolicyModel, ValueModel
-from hone.models.routing import DTYPE, NOT_RECORDED, Routing
+from hone.models.routing import EXPERT_DTYPE, NOT_RECORDED, Routing
 from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
 from hone.ops.segments import SegmentLayout
@@ -217,7 +217,7 @@ class MegatronEngine(Engine):
         if options.get("with_routing"):
             experts = torch.stack([params.experts[i] for i in sorted(params.experts)], 1)
             out["routed_experts"] = packed.padded(
-                self._gather_tokens(experts).to(DTYPE), NOT_RECORDED
+                self._gather_tokens(experts).to(EXPERT_DTYPE), NOT_RECORDED
             )
         return out
 

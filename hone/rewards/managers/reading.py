@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hone.ops.masked import last_true, split_at_response
+from hone.ops.masked import last_true_index, split_at_response
 from hone.protocol import DataProto
 from hone.rewards.outcome import Response
 from hone.rewards.transcript import OBSERVATION, POLICY, policy_text
@@ -54,10 +54,10 @@ def policy_mask(data: DataProto) -> torch.Tensor:
     return response_attention(data)
 
 
-def on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torch.Tensor:
+def place_on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torch.Tensor:
     """Returns rewards [B, T]: each row has its score on its last policy token, and 0 elsewhere."""
     rewards = torch.zeros(batch_tensors(data)["responses"].shape, dtype=torch.float32)
-    for row, position in enumerate(last_true(policy_mask(data)).tolist()):
+    for row, position in enumerate(last_true_index(policy_mask(data)).tolist()):
         if position >= 0:
             rewards[row, position] = scores[row]
     return rewards

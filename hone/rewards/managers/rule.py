@@ -21,7 +21,7 @@ from hone.rewards.ground_truth import is_missing
 from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
 from hone.rewards.managers.reading import (
     batch_tensors,
-    on_last_policy_token,
+    place_on_last_policy_token,
     policy_mask,
     read_rows,
     valid_response_ids,
@@ -40,7 +40,7 @@ class RuleRewardManager(AbstractRewardManager):
 
     Responses that repeat themselves more than `repeat_threshold` (0 to 1) get the reward 0.
     With `score_observations`, the scorer's text includes the output of tools and searches.
-    With `masks_missing`, rows without a ground truth get no score: a reward model
+    With `masks_rows_without_truth`, rows without a ground truth get no score: a reward model
     scores them.
     """
 
@@ -57,7 +57,7 @@ class RuleRewardManager(AbstractRewardManager):
         policy: FailurePolicy | None = None,
         repeat_threshold: float | None = None,
         score_observations: bool = False,
-        masks_missing: bool = False,
+        masks_rows_without_truth: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
@@ -67,7 +67,7 @@ class RuleRewardManager(AbstractRewardManager):
         )
         self.repeat_threshold = repeat_threshold
         self.score_observations = score_observations
-        self.masks_missing = masks_missing
+        self.masks_rows_without_truth = masks_rows_without_truth
         self.num_masked = 0
         self.has_warned_about_missing_truth = False
         self.is_first_batch = True
@@ -115,7 +115,7 @@ class RuleRewardManager(AbstractRewardManager):
         if num_without_policy_token:
             self.failures["no_policy_token"] += num_without_policy_token
         self._log_examples(rows, rewards)
-        return on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
+        return place_on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
 
     def read_rows(self, data: DataProto, ids: list[list[int]]) -> list[Response]:
         """Returns the scorer's arguments for each response."""
@@ -133,7 +133,7 @@ class RuleRewardManager(AbstractRewardManager):
             else next(results)
             for row, lacks in zip(rows, lacks_truth, strict=True)
         ]
-        if not self.masks_missing:
+        if not self.masks_rows_without_truth:
             return outcomes
         # A user's function that fails for a row without a ground truth apparently needs one.
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
@@ -223,11 +223,11 @@ class RuleRewardManager(AbstractRewardManager):
     def _is_masked(self, outcome: Scored | Failed) -> bool:
         """Returns whether only the reward model scores the row, which has no ground truth."""
         lacks_truth = isinstance(outcome, Failed) and outcome.reason == NO_GROUND_TRUTH
-        return lacks_truth and self.masks_missing
+        return lacks_truth and self.masks_rows_without_truth
 
     def pop_metrics(self) -> dict[str, float]:
         metrics = super().pop_metrics()
-        if self.masks_missing:
+        if self.masks_rows_without_truth:
             metrics["reward/rows_without_answer"] = float(self.num_masked)
             self.num_masked = 0
         return metrics

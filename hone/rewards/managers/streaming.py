@@ -22,7 +22,7 @@ from hone.rewards.failures import Failed, RewardError, Scored
 from hone.rewards.managers import registry
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.dapo import overlong_penalty
-from hone.rewards.managers.reading import on_last_policy_token, read_rows, valid_response_ids
+from hone.rewards.managers.reading import place_on_last_policy_token, read_rows, valid_response_ids
 from hone.rewards.managers.rule import extra_columns
 from hone.rewards.outcome import read_result
 from hone.rewards.scores.table import default_compute_score
@@ -72,7 +72,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
     @classmethod
     def assemble_rm_scores(cls, data: DataProto, scores: list[float]) -> torch.Tensor:
         """Returns rewards [B, T], each on the last policy token of its row."""
-        return on_last_policy_token(data, scores)
+        return place_on_last_policy_token(data, scores)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
         results = run_coroutine(self._run_all(data))

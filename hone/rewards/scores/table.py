@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from hone.plugins import load_object, proposal
+from hone.plugins import load_object, suggestion
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
 from hone.rewards.ground_truth import ground_truth_error, is_missing
@@ -245,7 +245,7 @@ def check_sources(
 def _unknown_source_message(source: str, where: str) -> str:
     names = known_sources()
     others = sum(map(len, names.values())) - len(_EXAMPLES)
-    hint = proposal(source, names["exact"])
+    hint = suggestion(source, names["exact"])
     return (
         f"no scorer for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} "
         f"and {others} more (docs/rewards.md); name your own score function with "

@@ -96,7 +96,7 @@ class PlainDecoder:
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._norm = _RmsNorm(decoder.norm)
         self._layers = [self._read_layer(layer) for layer in decoder.layers]
-        if self._policy.plain_head:
+        if self._policy.has_plain_head:
             self._lm_head = _join([self._policy.lm.get_output_embeddings()])
         self._packed_versions = versions
 

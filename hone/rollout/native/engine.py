@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hone.event_loop import call_in
+from hone.event_loop import call_soon_in_loop
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import (
     RolloutError,
@@ -27,7 +27,7 @@ from hone.rollout.requests import (
     Request,
     RequestEngine,
     RequestRules,
-    decoding_failed,
+    decoding_error,
     select,
 )
 from hone.rollout.weights import load_weights
@@ -294,7 +294,7 @@ class NativeRollout(RequestEngine):
             streaming = list(self._streaming.values())
         for request in streaming:
             if request.streamed < len(request.versions):
-                call_in(request.awaited_future.get_loop(), _stream_tokens, request)
+                call_soon_in_loop(request.awaited_future.get_loop(), _stream_tokens, request)
 
     def _deliver(self, finished: list[Request]) -> None:
         """Posts the results; removes requests of closed event loops, as nothing awaits them."""
@@ -311,7 +311,7 @@ class NativeRollout(RequestEngine):
         log.error("decoding stopped", exc_info=error)
         with self._condition:
             self._failure = self._failure or error
-        self._fail_pending(decoding_failed(error))
+        self._fail_pending(decoding_error(error))
         try:
             self._core.abort()  # frees the core's requests and memory
         except Exception:
@@ -324,7 +324,9 @@ class NativeRollout(RequestEngine):
         for request in pending:
             copy = RolloutError(*error.args)  # one copy per request, for separate tracebacks
             copy.__cause__ = error.__cause__
-            if not call_in(request.awaited_future.get_loop(), _set_exception, request, copy):
+            if not call_soon_in_loop(
+                request.awaited_future.get_loop(), _set_exception, request, copy
+            ):
                 name = request.request_id
                 log.warning("request %s failed after its loop closed: %s", name, error)
 
@@ -334,7 +336,9 @@ def _post_results(requests: list[Request]) -> list[Request]:
     by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
     for request in requests:
         by_loop.setdefault(request.awaited_future.get_loop(), []).append(request)
-    closed = [loop for loop, batch in by_loop.items() if not call_in(loop, _set_results, batch)]
+    closed = [
+        loop for loop, batch in by_loop.items() if not call_soon_in_loop(loop, _set_results, batch)
+    ]
     return [request for loop in closed for request in by_loop[loop]]
 
 
@@ -346,7 +350,7 @@ def _set_results(requests: list[Request]) -> None:
         try:
             request.awaited_future.set_result(request.output())
         except Exception as error:  # fails this request only
-            request.awaited_future.set_exception(decoding_failed(error))
+            request.awaited_future.set_exception(decoding_error(error))
 
 
 def _stream_tokens(request: Request) -> None:

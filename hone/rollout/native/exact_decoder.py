@@ -65,7 +65,7 @@ class ExactDecoder(JoinedDecoder):
     def __init__(self, policy: PolicyModel) -> None:
         config = policy.lm.config
         check_exact_supported(config, getattr(config, "_name_or_path", "") or "this model")
-        if not (fits_decoder_layer(policy) and can_join(policy) and policy.plain_head):
+        if not (fits_decoder_layer(policy) and can_join(policy) and policy.has_plain_head):
             raise RolloutError(
                 "rollout.exact=true needs a model with unsharded parameters, SiLU and a fixed "
                 "rotary table, without adapters and hooks; use rollout.exact=false"

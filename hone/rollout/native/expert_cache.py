@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hone.models.attention import Layout
 from hone.models.policy import PolicyModel
-from hone.models.routing import DTYPE, Routing
+from hone.models.routing import EXPERT_DTYPE, Routing
 from hone.ops.transfer import send
 from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
@@ -23,11 +23,11 @@ class ExpertCache:
     ) -> None:
         self._block_size, self._device = block_size, device
         shape = (num_blocks, block_size, routing.layers, routing.top_k)
-        self._memory = torch.zeros(shape, dtype=DTYPE, device=device)
+        self._memory = torch.zeros(shape, dtype=EXPERT_DTYPE, device=device)
         self._slots = self._memory.flatten(0, 1)
 
     def write(self, slots: Tensor, layer: int, experts: Tensor) -> None:
-        self._slots[:, layer].index_copy_(0, slots.long(), experts.to(DTYPE))
+        self._slots[:, layer].index_copy_(0, slots.long(), experts.to(EXPERT_DTYPE))
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if sources:

@@ -126,7 +126,7 @@ class PagedCore:
 
     def _create_expert_cache(self) -> ExpertCache:
         """Makes the policy record its routing and returns a cache for the routed experts."""
-        self.policy.record_routing()
+        self.policy.enable_routing()
         assert self.policy.routing is not None
         return ExpertCache(self.policy.routing, self.cache.num_blocks, BLOCK_SIZE, self.device)
 

@@ -110,7 +110,7 @@ def _unknown_parameters(layer: nn.Module, head_dim: int) -> Iterator[str]:
 class ShardedPolicy(PolicyModel):
     """One rank's shard of a causal language model."""
 
-    plain_head = False  # logits are gathered over the ranks
+    has_plain_head = False  # logits are gathered over the ranks
 
     def __init__(self, lm: PreTrainedModel, peers: Peers, device: torch.device) -> None:
         """Allocates the shard on `device`; the parameters of `lm` are on the meta device."""

@@ -12,17 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hone.agents.trajectory_rows import trajectory_numbers
+from hone.agents.trajectory_rows import trajectory_indices
 from hone.columns import write
 from hone.config import ConfigError, PPOTrainerConfig
-from hone.config.checks import uneven_batches
+from hone.config.checks import batch_size_problems
 from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
 from hone.protocol import DataProto
 
 
 def check_divisible(config: PPOTrainerConfig, ranks: int) -> None:
     """Raises an error if a mini-batch is not divisible by the number of data-parallel ranks."""
-    if problems := list(uneven_batches(config, ranks)):
+    if problems := list(batch_size_problems(config, ranks)):
         raise ConfigError(problems)
 
 
@@ -30,7 +30,7 @@ def balance(
     batch: DataProto, *, ranks: int, rows_per_update: Sequence[int], by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
     """Reorders rows so that the contiguous rows of a rank are its part of every role's mini-batches."""
-    row_trajectories = trajectory_numbers(batch)
+    row_trajectories = trajectory_indices(batch)
     write(
         batch,
         "step_row",

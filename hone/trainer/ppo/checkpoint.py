@@ -25,9 +25,9 @@ from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import make_folder, rename_folder, sync
 from hone.tracking.console import screen
 from hone.tracking.contract import flatten
-from hone.tracking.lock import require_lock
+from hone.tracking.lock import raise_if_lock_lost
 from hone.tracking.manifest import MANIFEST, find_damage, require_files, write_manifest
-from hone.tracking.storage import reason, remedy, storage_failure
+from hone.tracking.storage import reason, remedy, storage_errno
 from hone.trainer.ppo import remote_checkpoints
 from hone.types import JsonValue, Settings
 
@@ -73,7 +73,7 @@ def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
     The checkpoint and the metrics file are flushed to disk before the rename.
     """
     final_folder, temporary = run.checkpoint(step), temporary_folder(run, step)
-    require_lock(run.path)
+    raise_if_lock_lost(run.path)
     shutil.rmtree(temporary, ignore_errors=True)
     make_folder(run.path)
     try:
@@ -83,12 +83,12 @@ def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
         write_manifest(temporary)
         if run.metrics_file.exists():
             sync(run.metrics_file)
-        require_lock(run.path)
+        raise_if_lock_lost(run.path)
         _remove_checkpoint(final_folder)
         rename_folder(temporary, final_folder)
     except BaseException as error:  # torch's checkpoint errors do not derive from Exception
         shutil.rmtree(temporary, ignore_errors=True)
-        error_number = storage_failure(error)
+        error_number = storage_errno(error)
         if error_number is None:
             raise
         raise CheckpointError(_save_error_message(run, step, error_number)) from error

@@ -10,8 +10,8 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from hone.agents.trajectory_rows import of_trajectories, totals, trajectory_numbers
-from hone.agents.widths import concat_padded
+from hone.agents.trajectory_rows import last_row_values, totals, trajectory_indices
+from hone.agents.widths import pad_and_concat
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 from hone.columns import require
 from hone.config import PPOTrainerConfig
@@ -140,7 +140,7 @@ class DynamicSampling:
             rows_by_uid.setdefault(uid, []).append(row)
         values_by_uid: dict[str, list[float]] = {uid: [] for uid in rows_by_uid}
         scores = _metric_values(batch, self._metric_name, self._config)
-        for uid, value in zip(of_trajectories(batch, uids), scores, strict=True):
+        for uid, value in zip(last_row_values(batch, uids), scores, strict=True):
             values_by_uid[uid].append(float(value))
         for number, (uid, group_rows) in zip(
             batch.meta_info["group_numbers"], rows_by_uid.items(), strict=True
@@ -177,7 +177,7 @@ class DynamicSampling:
             chunk_offsets[chunk_index] = total
             total += len(self._chunks[chunk_index])
         chunks = [self._chunks[chunk_index] for chunk_index in chunk_indices]
-        batch = chunks[0] if len(chunks) == 1 else concat_padded(chunks)
+        batch = chunks[0] if len(chunks) == 1 else pad_and_concat(chunks)
         return batch.select_idxs(torch.cat([g.rows + chunk_offsets[g.chunk_index] for g in groups]))
 
     def _report_round(self, round_number: int) -> None:
@@ -221,7 +221,7 @@ class DynamicSampling:
 
 def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None:
     """Returns a [B] bool mask of rows whose groups pass the filters; None without a configured filter."""
-    uids = of_trajectories(batch, batch.non_tensor_batch["uid"])
+    uids = last_row_values(batch, batch.non_tensor_batch["uid"])
     keep: torch.Tensor | None = None
     filters, curriculum = config.algorithm.filter_groups, config.curriculum_learning
     if filters.enable:
@@ -242,7 +242,7 @@ def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
             else:
                 passes_curriculum[is_scored] = remove_extreme(scores, scored_uids)
             keep = passes_curriculum if keep is None else keep & passes_curriculum
-    numbers = trajectory_numbers(batch)
+    numbers = trajectory_indices(batch)
     return keep if keep is None or numbers is None else keep[numbers]
 
 
@@ -282,7 +282,7 @@ def _sort_preferred_first(
     groups = Groups.of(uids)
     is_preferred = torch.ones(groups.count, dtype=torch.bool)
     if data.filter_accuracy:
-        group_means = Groups.of(of_trajectories(batch, uids)).mean(
+        group_means = Groups.of(last_row_values(batch, uids)).mean(
             _metric_values(batch, "score", config)
         )
         is_preferred &= (group_means >= data.accuracy_lower_bound) & (

@@ -7,9 +7,9 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from hone.agents.collate import DERIVED
-from hone.agents.trajectory_rows import of_trajectories, totals, trajectory_numbers
-from hone.algorithms.advantages.estimator import TRAJECTORY, Estimator, Trajectories
+from hone.agents.collate import DERIVED_COLUMNS
+from hone.agents.trajectory_rows import last_row_values, totals, trajectory_indices
+from hone.algorithms.advantages.estimator import TRAJECTORY_COLUMN, Estimator, Trajectories
 from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
 from hone.algorithms.shaping import pf_ppo_rows
@@ -58,7 +58,7 @@ def penalize_kl(
 def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Writes importance weights and `loss_mask` without the rejected tokens, if correction is configured."""
     correction = algorithm.rollout_correction
-    if not correction.narrows_loss:
+    if not correction.applies_before_update:
         return {}
     weights, mask, metrics = correct(
         require(batch, "old_log_probs"),
@@ -90,7 +90,7 @@ def estimate_advantages(
 def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns [B, T] from `columns` and the estimator's optional columns."""
     mask = require(batch, "response_mask")
-    optional_columns = [c for c in (TRAJECTORY, *estimator.uses) if batch.has_column(c)]
+    optional_columns = [c for c in (TRAJECTORY_COLUMN, *estimator.uses) if batch.has_column(c)]
     trajectories = Trajectories(
         require(batch, "token_level_rewards"),
         mask,
@@ -117,14 +117,14 @@ def _required_column(batch: DataProto, name: str, failure_score: float) -> Tenso
 
 def write_derived_columns(batch: DataProto, names: Set[str]) -> None:
     """Writes the columns of `names` that are derived from other columns."""
-    for name in names & DERIVED.keys():
-        write(batch, name, DERIVED[name](batch))
+    for name in names & DERIVED_COLUMNS.keys():
+        write(batch, name, DERIVED_COLUMNS[name](batch))
 
 
 def greedy_baselines(batch: DataProto, greedy_batch: DataProto) -> Tensor:
     """Returns ReMax's baseline [B], the score of the greedy response to each row's prompt."""
     scores = totals(greedy_batch, require(greedy_batch, "token_level_scores").sum(-1)).tolist()
-    uids = of_trajectories(greedy_batch, greedy_batch.non_tensor_batch["uid"])
+    uids = last_row_values(greedy_batch, greedy_batch.non_tensor_batch["uid"])
     score_of_uid = dict(zip(uids, scores, strict=True))
     return torch.tensor([score_of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
 
@@ -137,7 +137,7 @@ def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: i
     scores = totals(batch, require(batch, "token_level_scores").sum(-1))
     pf_ppo = algorithm.pf_ppo
     indices = pf_ppo_rows(scores, pf_ppo.reweight_method, pf_ppo.weight_pow, generator)
-    if (numbers := trajectory_numbers(batch)) is not None:
+    if (numbers := trajectory_indices(batch)) is not None:
         indices = torch.cat(
             [(numbers == trajectory).nonzero().squeeze(1) for trajectory in indices]
         )

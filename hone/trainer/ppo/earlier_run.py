@@ -33,7 +33,7 @@ class EarlierRun:
         elif trainer.resume_mode != "disable":
             self.checkpoint = checkpoint.checkpoint_from_path(trainer.resume_from_path)[1]
         if self.checkpoint is not None:
-            self._settings = RunFolder(self.checkpoint.parent).earlier_config()
+            self._settings = RunFolder(self.checkpoint.parent).read_config_or_empty()
 
     def problems(self, plan: Plan) -> Iterator[str]:
         """Yields the reasons why this run cannot resume from the checkpoint."""

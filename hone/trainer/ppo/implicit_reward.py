@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import totals, trajectory_numbers
+from hone.agents.trajectory_rows import totals, trajectory_indices
 from hone.algorithms.implicit_reward import implicit_rewards, ranking_accuracy
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig
@@ -28,7 +28,7 @@ def train_implicit_reward_model(
     rows.set_column(OUTCOME, labels)
     rows.set_column(GROUP, Groups.of(uid).ids)
     rows.set_column("step_row", torch.arange(len(batch)))
-    output = workers.call(ImplicitRewardModelWorker.update_rm, rows, step_rows=len(batch))
+    output = workers.call(ImplicitRewardModelWorker.update_rm, rows, num_step_rows=len(batch))
     log_ratios, beta = output.batch["log_ratio"], settings.model.beta_train
     rewards = implicit_rewards(
         log_ratios,
@@ -59,7 +59,7 @@ def outcome_labels(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B]
     else:
         part = RULE if batch.has_column(f"reward/{RULE}") else AGENT
         labels = require(batch, f"reward/{part}").sum(-1).float()
-    if (trajectory := trajectory_numbers(batch)) is not None:
+    if (trajectory := trajectory_indices(batch)) is not None:
         labels = totals(batch, labels)[trajectory]
     out_of_range = labels[(labels < 0) | (labels > 1)].tolist()
     if out_of_range:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import totals, trajectory_numbers
+from hone.agents.trajectory_rows import totals, trajectory_indices
 from hone.algorithms.advantages.outcome import outcomes
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.columns import require
@@ -123,7 +123,7 @@ def data_metrics(
         "prompt_length/clip_ratio": (prompt_length >= max_prompt_length).float().mean().item(),
         "reward/mean": scores.mean().item(),
     }
-    if (numbers := trajectory_numbers(batch)) is not None:
+    if (numbers := trajectory_indices(batch)) is not None:
         metrics |= mean_max_min("trajectory_rows", numbers.bincount())
     if batch.has_column("values"):
         values, returns = columns["values"][mask], columns["returns"][mask]

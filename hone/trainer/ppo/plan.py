@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from hone.agents.contract import LOOPS
 from hone.agents.parsers.contract import PARSERS
 from hone.algorithms.advantages import TABLE, get_estimator
-from hone.algorithms.advantages.estimator import CALL_ONLY, Estimator, VerlForm, needs_of
+from hone.algorithms.advantages.estimator import CALL_ONLY, Estimator, VerlForm, needed_columns
 from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.kl import get_kl_estimator
 from hone.algorithms.policy_losses import get_policy_loss_fn
@@ -22,10 +22,10 @@ from hone.columns import COLUMNS, declared
 from hone.config import ConfigError, PPOTrainerConfig, replace
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block
-from hone.config.checks import uneven_mesh
+from hone.config.checks import mesh_problems
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get
-from hone.config.states import topics
+from hone.config.states import lines_per_sentence
 from hone.models.from_config import import_external
 from hone.plugins import PluginError, Table
 from hone.rewards.managers.registry import MANAGERS
@@ -143,7 +143,7 @@ def find_problems_and_notes(
     problems += unknown_name_problems(config)
     if plan is None:
         return problems, []
-    return [*problems, *_plan_problems(config, plan)], topics(
+    return [*problems, *_plan_problems(config, plan)], lines_per_sentence(
         _keys_without_effect(config, plan, origins)
     )
 
@@ -227,7 +227,7 @@ def _readers(
     correction, correction_key = algorithm.rollout_correction, "algorithm.rollout_correction"
     yield Reader(f"algorithm.adv_estimator={algorithm.adv_estimator}", estimator.requires)
     loss_key = f"actor_rollout_ref.actor.policy_loss.loss_mode={actor.policy_loss.loss_mode}"
-    yield Reader(loss_key, needs_of(loss) if loss is not None else (), in_update=True)
+    yield Reader(loss_key, needed_columns(loss) if loss is not None else (), in_update=True)
     has_one_update = (
         actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
     )
@@ -242,7 +242,7 @@ def _readers(
         yield Reader("actor_rollout_ref.actor.use_kl_loss=true", ("ref_log_prob",), in_update=True)
     if correction.bypass_mode:
         yield Reader(f"{correction_key}.bypass_mode=true", ("rollout_log_probs",))
-    elif correction.narrows_loss:
+    elif correction.applies_before_update:
         yield Reader(correction_key, ("old_log_probs", "rollout_log_probs"))
     if actor.calculate_sum_pi_squared:
         setting = "actor_rollout_ref.actor.calculate_sum_pi_squared=true"
@@ -260,7 +260,7 @@ def _remedies_by_column(config: PPOTrainerConfig) -> dict[str, str]:
         remedies["rollout_log_probs"] = "actor_rollout_ref.rollout.calculate_log_probs=true"
     if correction.bypass_mode or correction.rollout_is is None:
         remedies["rollout_is_weights"] = f"{correction_key}.rollout_is=token, without bypass_mode"
-    if not correction.narrows_loss:
+    if not correction.applies_before_update:
         remedies["loss_mask"] = f"{correction_key}.rollout_rs, without bypass_mode"
     if config.actor_rollout_ref.actor.router_replay.mode == "disabled":
         remedies["routed_experts"] = "actor_rollout_ref.actor.router_replay.mode=R2"
@@ -335,7 +335,7 @@ def _plan_problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
         (uses_reward_engine, "reward_model", reward, reward_block, sum(config.reward_pool)),
     ):
         if is_used:
-            yield from uneven_mesh(
+            yield from mesh_problems(
                 ranks or config.world_size, key, role, f"{key}.fsdp_config", block
             )
 

@@ -27,7 +27,7 @@ from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.trial import Verdict
 from hone.tokenizer import Tokenizer
 from hone.tracking import progress
-from hone.trainer.command_line import require_folder, user_error_message
+from hone.trainer.command_line import check_output_folder, user_error_message
 from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import ResourceEstimate, preview_lines
@@ -94,7 +94,7 @@ class _Preflight:
     def run(self) -> tuple[PPOTrainer, Preview]:
         config, attempt = self.config, self._attempt
         folder, model = config.trainer.default_local_dir, config.actor_rollout_ref.model
-        attempt(lambda: require_folder(folder, "trainer.default_local_dir"))
+        attempt(lambda: check_output_folder(folder, "trainer.default_local_dir"))
         attempt(lambda: check_store(config.trainer.default_hdfs_dir))
         tokenizer_config = replace(model, trust_remote_code=config.data.trust_remote_code)
         tokenizer = attempt(lambda: build_tokenizer(tokenizer_config))

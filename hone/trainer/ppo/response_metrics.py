@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import last_rows, totals
+from hone.agents.trajectory_rows import last_row_indices, totals
 from hone.algorithms.credit import STRICT_MIN, min_form_returns
 from hone.algorithms.kl import k3
 from hone.columns import reward_column
@@ -60,7 +60,7 @@ def response_metrics(
         is_scored = torch.tensor([has_model_style(style) or not route_by_style for style in styles])
         if (
             batch.has_column(reward_column(MODEL))
-            and (last_indices := last_rows(batch)) is not None
+            and (last_indices := last_row_indices(batch)) is not None
         ):
             is_scored &= torch.zeros_like(is_scored).index_fill(0, last_indices, True)
         metrics |= mean_max_min("instant_rewards/outcome_reward", outcome[is_scored])
@@ -142,7 +142,7 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
             isinstance(reward_model, dict) and reward_model.get("style") == "model"
         ):
             verdicts[row] = torch.nan
-    if (last_indices := last_rows(batch)) is not None:
+    if (last_indices := last_row_indices(batch)) is not None:
         verdicts = torch.full_like(verdicts, torch.nan).index_copy(
             0, last_indices, verdicts[last_indices]
         )

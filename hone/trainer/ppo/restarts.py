@@ -135,7 +135,7 @@ def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
 
     All of them use Ray, which `trainer.controller=auto` would not use with one rank.
     """
-    config = replace(config, "trainer.controller", config.uses_controller)
+    config = replace(config, "trainer.controller", config.resolved_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):
         smaller_config = replace(config, "trainer.nnodes", nodes)
         if not list(find_problems(SCHEMA, smaller_config)):

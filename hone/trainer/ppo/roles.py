@@ -69,7 +69,7 @@ def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> Resou
 
 def group_class(config: PPOTrainerConfig) -> GroupClass:
     """Returns the worker group class that `trainer.controller` selects."""
-    if config.uses_controller == "local":
+    if config.resolved_controller == "local":
         return LocalWorkerGroup
     from hone.controller.ray import RayWorkerGroup
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, SupportsInt, TypeVar
 import numpy as np
 from torch import Tensor
 
-from hone.agents.trajectory_rows import totals, trajectory_numbers
+from hone.agents.trajectory_rows import totals, trajectory_indices
 from hone.columns import REWARD_PREFIX
 from hone.protocol import DataProto
 from hone.text import clean_text, shown
@@ -167,7 +167,7 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
     }
     if batch.has_column("token_level_scores"):
         scores = totals(batch, tensors["token_level_scores"].sum(-1))
-        numbers = trajectory_numbers(batch)
+        numbers = trajectory_indices(batch)
         scores = scores if numbers is None else scores[numbers]
         columns["score"] = pa.array(_to_numpy(scores).astype(float))
     if batch.has_column("reward_baselines"):

@@ -17,7 +17,7 @@ from hone.agents.observations import Drift, drifts, observation_ids
 from hone.agents.tools.contract import BaseTool, ToolError
 from hone.config import PPOTrainerConfig
 from hone.data.chat_template import BrokenTemplate
-from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset, loop_argument
+from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset, loop_kwargs
 from hone.data.loader import Dataset
 from hone.data.prompts import (
     Prompt,
@@ -30,7 +30,7 @@ from hone.data.prompts import (
 )
 from hone.data.rows import DataError
 from hone.event_loop import run_coroutine
-from hone.plugins import PluginError, place_and_reason
+from hone.plugins import PluginError, describe_error_with_location
 from hone.rewards.ground_truth import is_missing
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.rule import RuleRewardManager
@@ -64,8 +64,10 @@ class AgentChecks:
             except (PluginError, ToolError, ValueError, OSError) as error:
                 yield f"agent loop {name!r} cannot be built: {error}"
             except Exception as error:  # a user's loop or tool may raise anything
-                yield f"agent loop {name!r} cannot be built: {place_and_reason(error)}"
-        if self.config.uses_controller == "local":  # on a cluster, workers run on other machines
+                yield f"agent loop {name!r} cannot be built: {describe_error_with_location(error)}"
+        if (
+            self.config.resolved_controller == "local"
+        ):  # on a cluster, workers run on other machines
             loops = [loop for loop in self.loops.values() if isinstance(loop, AgentLoopBase)]
             yield from (problem for loop in loops for problem in loop.problems())
         yield from self._tool_config_problems()
@@ -96,7 +98,7 @@ class AgentChecks:
             loop = self.loops.get(self.loop_names.of_row(row.get("agent_name")))
             if isinstance(loop, ToolAgentLoop):
                 prompt = parse_prompt(row[data.prompt_key])
-                return loop.whole_prompt(prompt, loop_argument(row, "tool_config"))
+                return loop.whole_prompt(prompt, loop_kwargs(row, "tool_config"))
         except (PluginError, ToolError, ValueError, TypeError):
             pass  # reported when the row is checked or rendered
         return None
@@ -118,7 +120,7 @@ class AgentChecks:
         for loop in self.loops.values():
             if not isinstance(loop, ToolAgentLoop):
                 continue
-            uses_template = bool(loop.tools) and loop.parser.in_template
+            uses_template = bool(loop.tools) and loop.parser.template_renders_tools
             roles = (("tool", uses_template), ("user", bool(loop.interactions)))
             for role in [role for role, is_used in roles if is_used]:
                 try:
@@ -188,7 +190,7 @@ class AgentChecks:
             uses_tools=bool(tools), uses_interactions=has_interactions
         )
         parsers = [getattr(loop, "parser", None) for loop in tool_loops]
-        uses_template = all(getattr(parser, "in_template", True) for parser in parsers)
+        uses_template = all(getattr(parser, "template_renders_tools", True) for parser in parsers)
         if tools and uses_template and not self._template_shows_tools(tool_loops[0].tools.values()):
             yield (
                 f"the chat template of {self.config.actor_rollout_ref.model.path} does not show the "
@@ -269,7 +271,7 @@ def try_scorers(
             positions_by_source.setdefault(source, []).append(position)
     for source, positions in positions_without_truth.items():
         # With a reward model, rows without a ground truth are tried only if no row of the source has one.
-        if not manager.masks_missing:
+        if not manager.masks_rows_without_truth:
             candidate_positions[source] = sorted([*candidate_positions.get(source, ()), *positions])
         elif not manager.lacks_ground_truth(source, None):
             candidate_positions.setdefault(source, positions)
@@ -286,7 +288,7 @@ def try_scorers(
             f"{len(unscorable_positions):,} of {num_rows:,} rows have no reward_model.ground_truth to "
             f"compare with (the first: {store.where(unscorable_positions[0])})"
         )
-        if manager.masks_missing:
+        if manager.masks_rows_without_truth:
             yield Verdict(warning=f"{problem}: only the reward model scores them")
         elif manager.policy.on_failure == "raise":
             yield Verdict(problem=f"{problem}; write them, or leave these rows out")

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.agents.collate import LOOP_SCORE, trajectory_rewards, turn_rewards
+from hone.agents.collate import LOOP_SCORE_COLUMN, trajectory_rewards, turn_rewards
 from hone.agents.contract import LOOPS
 from hone.agents.loops.listing import LoopNames
-from hone.agents.trajectory_rows import is_last_row, of_trajectories
-from hone.columns import COLUMNS, REWARD_PREFIX, declared, reward_column, row_may_bring, write
+from hone.agents.trajectory_rows import is_last_row, last_row_values
+from hone.columns import COLUMNS, REWARD_PREFIX, declared, is_data_column, reward_column, write
 from hone.config import PPOTrainerConfig, replace
 from hone.config.reward import RewardModelConfig
 from hone.controller import Role, WorkerGroup
@@ -31,7 +31,7 @@ from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.blank import BlankRewardManager
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.places import unbound
+from hone.rewards.places import unwrap_function
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
 from hone.tokenizer import Tokenizer
@@ -112,7 +112,7 @@ def _is_not_empty(value: object) -> bool:
 def check_columns(store: RowStore, prompt_key: str) -> None:
     """Raises an error if the data have a column that the training loop writes."""
     parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
-    reserved_columns = [n for n in (*COLUMNS, *parts) if not row_may_bring(n) and n != prompt_key]
+    reserved_columns = [n for n in (*COLUMNS, *parts) if not is_data_column(n) and n != prompt_key]
     for file in store.files:
         for index, row in enumerate(file.scan(reserved_columns)):
             if row:
@@ -213,8 +213,8 @@ def _score_parts(
     if model is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
         has_style = np.array([has_model_style(value) for value in styles], dtype=bool)
-    if batch.has_column(LOOP_SCORE):
-        parts[AGENT] = batch.batch[LOOP_SCORE]
+    if batch.has_column(LOOP_SCORE_COLUMN):
+        parts[AGENT] = batch.batch[LOOP_SCORE_COLUMN]
     else:
         parts[RULE], extras = _score_rows(batch, is_last & ~has_style, reward_fn)
         _check_extras(extras, reward_fn)
@@ -273,7 +273,7 @@ def _check_extras(extras: Extras, reward_fn: Function) -> None:
     for name in extras:
         column = declared(name)
         if column is not None and name != FAILURE_COLUMN:
-            scorer = unbound(getattr(reward_fn, "compute_score", None) or reward_fn)
+            scorer = unwrap_function(getattr(reward_fn, "compute_score", None) or reward_fn)
             scorer_name = getattr(scorer, "__name__", type(scorer).__name__)
             raise RewardError(
                 f"the score function {scorer_name} returns {name!r}, which is a column of step "
@@ -310,7 +310,7 @@ def has_rule_score(batch: DataProto) -> Tensor:
         arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing), strict=True
     )
     rows = [reason != NO_GROUND_TRUTH and not has_model_style(column) for reason, column in pairs]
-    return torch.from_numpy(of_trajectories(batch, np.array(rows, dtype=bool)))
+    return torch.from_numpy(last_row_values(batch, np.array(rows, dtype=bool)))
 
 
 def has_extra(batch: DataProto, name: str) -> bool:
@@ -390,9 +390,9 @@ def load_external_reward_model(
 
     model = config.reward_model
     if model.type == "judge":
-        from hone.workers.judge import WorkerCompletions
+        from hone.workers.judge import JudgeWorkerClient
 
-        completions = None if model.server.url else WorkerCompletions(group)
+        completions = None if model.server.url else JudgeWorkerClient(group)
         return load_model_manager(config, tokenizer, None, completions)
     path, trust = model.model.path, model.model.trust_remote_code
     model_tokenizer = load_tokenizer(path, trust_remote_code=trust) if path else None

@@ -14,10 +14,10 @@ import numpy as np
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.trajectory import loop_metrics
-from hone.agents.trajectory_rows import TRAJECTORY_ROW, row_per_output
+from hone.agents.trajectory_rows import TRAJECTORY_ROW, repeat_rows_per_output
 from hone.columns import write
 from hone.controller import WorkerGroup
-from hone.controller.decorator import DATA_PARALLEL
+from hone.controller.decorator import DEFAULT_MESH
 from hone.data.loader import PromptLoader
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
@@ -53,7 +53,7 @@ def unique_prompts(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarr
     """Returns the unique prompt rows of the batch's trajectories."""
     arrays = batch.non_tensor_batch
     index_of_uid = dict(zip(arrays["uid"], arrays["dataset_index"], strict=True))
-    return loader.rows_again([(int(index), uid) for uid, index in index_of_uid.items()])
+    return loader.load_batch([(int(index), uid) for uid, index in index_of_uid.items()])
 
 
 class TrajectorySource:
@@ -71,7 +71,7 @@ class TrajectorySource:
         self._run_seed = run_seed
         self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
         self.weight_path = workers.call(RolloutWorker.weight_path)
-        self._leader_ranks = workers.mesh(DATA_PARALLEL).collect_ranks  # the ranks with agent loops
+        self._leader_ranks = workers.mesh(DEFAULT_MESH).collect_ranks  # the ranks with agent loops
         self._submissions = [0] * workers.world_size  # each rank's runner counts its submissions
         self._running_groups: dict[
             tuple[int, int, str], _Group
@@ -143,7 +143,7 @@ class TrajectorySource:
             for rank, finished in enumerate(rank_results):
                 for group in finished.groups:
                     submitted_group = self._running_groups.pop((rank, group.submission, group.uid))
-                    rows = row_per_output(submitted_group.rows, group.rows)
+                    rows = repeat_rows_per_output(submitted_group.rows, group.rows)
                     self._finished_groups.append(
                         _Group(submitted_group.number, rows, group.outputs)
                     )
@@ -196,5 +196,5 @@ class TrajectorySource:
     def load_state_dict(self, state: Sequence[GroupState], loader: PromptLoader) -> None:
         """Submits the groups of the checkpoint again; equal seeds give equal trajectories."""
         for group in state:
-            prompts = loader.rows_again([(group["index"], group["uid"])])
+            prompts = loader.load_batch([(group["index"], group["uid"])])
             self.submit(prompts, samples=group["samples"], sampling=group["sampling"])

@@ -14,7 +14,7 @@ import numpy as np
 
 from hone.agents.sampling import training_sampling, validation_sampling
 from hone.algorithms.kl import get_kl_controller
-from hone.columns import adopt, require, write
+from hone.columns import add_columns, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.controller.traffic import traffic_metrics
@@ -148,7 +148,7 @@ class PPOTrainer:
                 self.run_folder,
                 total_steps=self.total_steps,
                 resumed_from=self.global_step or None,
-                prints_everything=trainer.console == "full",
+                prints_every_metric=trainer.console == "full",
             )
             steps = progress("step", self.total_steps, has_step_line=True)
             frozen_gc, writer = freeze_garbage_collection(), self.rollout_writer
@@ -235,15 +235,15 @@ class PPOTrainer:
             with self.phase("old_log_prob"):
                 options = {"with_sum_pi_squared": plan.needs_sum_pi_squared}
                 output = self.actor.call(ActorWorker.compute_log_prob, batch, **options)
-                adopt(batch, output, plan.log_prob_columns)
+                add_columns(batch, output, plan.log_prob_columns)
         if plan.uses_rollout_log_probs:
             write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
         if plan.needs_reference:
             with self.phase("ref"):
-                adopt(batch, self.reference.call(ReferenceWorker.compute_ref_log_prob, batch))
+                add_columns(batch, self.reference.call(ReferenceWorker.compute_ref_log_prob, batch))
         if plan.needs_critic and self.critic is not None:
             with self.phase("values"):
-                adopt(batch, self.critic.call(CriticWorker.compute_values, batch))
+                add_columns(batch, self.critic.call(CriticWorker.compute_values, batch))
         if plan.needs_implicit_rewards:
             with self.phase("update_rm"):
                 train_implicit_reward_model(batch, self.trained_groups["reward"], self.config)
@@ -280,11 +280,11 @@ class PPOTrainer:
         num_rows = int(batch.batch["step_row"].max()) + 1
         if self.plan.needs_critic and self.critic is not None:
             with self.phase("update_critic"):
-                output = self.critic.call(CriticWorker.update_critic, batch, step_rows=num_rows)
+                output = self.critic.call(CriticWorker.update_critic, batch, num_step_rows=num_rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                output = self.actor.call(ActorWorker.update_actor, batch, step_rows=num_rows)
+                output = self.actor.call(ActorWorker.update_actor, batch, num_step_rows=num_rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
             step_metrics |= self.publish()
         self.warnings.warn_of_skipped_updates(step_metrics, self.global_step)
@@ -329,14 +329,14 @@ class PPOTrainer:
         if self.val_dataset is None:
             return {}
         rollout = self.config.actor_rollout_ref.rollout
-        samples, sampling = rollout.val_kwargs.n, validation_sampling(rollout)
+        n, sampling = rollout.val_kwargs.n, validation_sampling(rollout)
 
         def generate(prompts: Mapping[str, np.ndarray]) -> DataProto:
-            self.source.submit(prompts, samples=samples, sampling=sampling)
+            self.source.submit(prompts, samples=n, sampling=sampling)
             return self._score(self.source.take(), self.val_reward_fn)
 
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
-            val_metrics, batch = run_validation(self.val_loader.one_epoch(), generate, samples, bar)
+            val_metrics, batch = run_validation(self.val_loader.first_epoch(), generate, n, bar)
         self.rollout_writer.write_validation(batch, self.global_step, self.tracking)
         manager_metrics = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
         return val_metrics | {f"val-aux/{name}": value for name, value in manager_metrics.items()}

@@ -10,8 +10,8 @@ from typing import SupportsFloat
 import numpy as np
 import torch
 
-from hone.agents.trajectory_rows import of_trajectories, totals
-from hone.agents.widths import concat_padded
+from hone.agents.trajectory_rows import last_row_values, totals
+from hone.agents.widths import pad_and_concat
 from hone.ops import at_n
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of
@@ -38,19 +38,19 @@ def run_validation(
         batch = generate(prompt_batch)
         arrays = batch.non_tensor_batch
         names = [*batch.meta_info["reward_extra_names"], *environment_columns(batch)]
-        values = {name: list(of_trajectories(batch, arrays[name])) for name in names}
+        values = {name: list(last_row_values(batch, arrays[name])) for name in names}
         values["reward"] = totals(batch, batch.batch["token_level_scores"].sum(-1)).tolist()
-        batch_uids = list(of_trajectories(batch, arrays["uid"]))
+        batch_uids = list(last_row_values(batch, arrays["uid"]))
         for name in {*variables, *values}:  # a missing value is None
             column = variables.setdefault(name, [None] * len(uids))
             column += values.get(name, [None] * len(batch_uids))
-        sources += list(of_trajectories(batch, arrays["data_source"]))
+        sources += list(last_row_values(batch, arrays["data_source"]))
         uids += batch_uids
         turns += [float(n) for n in arrays.get("num_turns", ()) if n is not None]
         batches.append(batch)
         bar.advance(len(batch_uids) // samples)
     metrics = validation_metrics(sources, uids, variables)
-    return metrics | mean_max_min("val-aux/num_turns", torch.tensor(turns)), concat_padded(batches)
+    return metrics | mean_max_min("val-aux/num_turns", torch.tensor(turns)), pad_and_concat(batches)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from hone.config.keys import plain_containers
 from hone.config.sources import flatten
 from hone.config.trees import TREES
 from hone.controller import Worker
-from hone.controller.colocated import plain_class
+from hone.controller.colocated import unwrap_ray_class
 from hone.controller.decorator import Dispatch, register
 from hone.data import create
 from hone.data.create import create_rl_dataset
@@ -104,7 +104,7 @@ def run_ppo(
     config: PPOTrainerConfig | Settings, task_runner_class: type[TaskRunner] | None = None
 ) -> None:
     """Trains as configured; starts Ray if the run needs it."""
-    plain_class(task_runner_class or TaskRunner)().run(config)
+    unwrap_ray_class(task_runner_class or TaskRunner)().run(config)
 
 
 def create_rl_sampler(data_config: DataConfig | Settings, dataset: Dataset) -> Sampler | None:

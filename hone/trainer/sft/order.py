@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hone.config import ConfigError
-from hone.config.checks import uneven_mesh
+from hone.config.checks import mesh_problems
 from hone.config.sft import SupervisedConfig
 from hone.data.rows import DataError
 
@@ -33,7 +33,7 @@ def check_divisible(batch_rows: int, ranks: int) -> None:
 
 def data_parallel_slots(config: SupervisedConfig, ranks: int) -> int:
     """Returns the number of data-parallel slots; raises an error if ranks cannot be divided into slots."""
-    if problems := list(uneven_mesh(ranks, "", config, "engine", config.engine)):
+    if problems := list(mesh_problems(ranks, "", config, "engine", config.engine)):
         raise ConfigError(problems)
     return ranks // config.ranks_per_slot
 

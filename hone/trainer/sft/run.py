@@ -15,14 +15,14 @@ from typing import Any, Literal
 from hone.config import config_to_dict, replace
 from hone.config.engine import sequence_parallel
 from hone.config.sft import SupervisedConfig
-from hone.controller.threads import fix_threads
+from hone.controller.threads import set_thread_count
 from hone.data.encoded import EncodedDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
-from hone.models.from_config import adapters_of, build_tokenizer
+from hone.models.from_config import build_tokenizer, lora_adapters_or_none
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import Bar, screen, silent_bar
 from hone.tracking.lock import lock_folder
@@ -54,7 +54,7 @@ class SFTRun:
         self._task = task or SupervisedTask()
         self.folder = RunFolder(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
-        fix_threads(threads)
+        set_thread_count(threads)
         data, trainer = config.data, config.trainer
         self.tokenizer = build_tokenizer(config.model)
         self.rows = self._encode("train rows", data.train_files, data.train_max_samples)
@@ -163,7 +163,7 @@ class SFTRun:
             self.folder,
             total_steps=self.total_steps,
             resumed_from=self.trainer.step_number or None,
-            prints_everything=trainer.console == "full",
+            prints_every_metric=trainer.console == "full",
         ) as tracking:
             yield tracking
 
@@ -246,7 +246,7 @@ class SFTRun:
                 f"{folder} was trained from model.path={base_model}, not from {path}; to train {path}, "
                 "set another trainer.default_local_dir"
             )
-        before = RunFolder(folder.parent).earlier_config()
+        before = RunFolder(folder.parent).read_config_or_empty()
         for change in checkpoint.changed_settings(
             before, config_to_dict(self.config), checkpoint.SFT_KEYS
         ):
@@ -284,7 +284,7 @@ def build_engine(
         grad_clip=config.optim.clip_grad,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing,
-        adapters=adapters_of(model),
+        adapters=lora_adapters_or_none(model),
         seed=config.trainer.seed,
         rank=ranks.rank,
         world_size=ranks.world_size,

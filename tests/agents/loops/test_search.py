@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hone.agents.loops.search import (
-    CLOSING,
+    INFORMATION_END,
+    INFORMATION_START,
     INVALID_ACTION_TEXT,
-    OPENING,
     Action,
     read_action,
 )
@@ -71,13 +71,13 @@ def test_a_search_is_answered_with_passages_that_carry_no_loss(
 ) -> None:
     think = "<think>who</think>" + SEARCH
     engine, batch = run_row([think, ANSWER], "retriever.topk=1")
-    assert text(tokenizer, batch) == f"{think}{OPENING}{ROME}{CLOSING}{ANSWER}"
+    assert text(tokenizer, batch) == f"{think}{INFORMATION_START}{ROME}{INFORMATION_END}{ANSWER}"
     assert text(tokenizer, batch, 1) == think + ANSWER
     first, second = engine.requests
     assert second.prompt_ids == [
         *first.prompt_ids,
         *first.token_ids,
-        *tokenizer.encode(OPENING + ROME + CLOSING, add_special_tokens=False),
+        *tokenizer.encode(INFORMATION_START + ROME + INFORMATION_END, add_special_tokens=False),
     ]
     assert counts(batch) == {
         "number_of_actions": 2,
@@ -99,7 +99,7 @@ def test_a_turn_ends_at_the_tag_and_its_last_token_stays_whole(
     length, url = "data.max_response_length=900", f"retriever.url={retriever.url}"
     batch = runner(engine, LOOP, length, url, tokenizer=tag_tokenizer).run(rows(["q"]))
     assert tag_tokenizer.decode(engine.requests[0].token_ids) == SEARCH + "\n\n"
-    assert text(tag_tokenizer, batch).startswith(SEARCH + "\n\n" + OPENING)
+    assert text(tag_tokenizer, batch).startswith(SEARCH + "\n\n" + INFORMATION_START)
 
 
 def test_a_turn_without_an_action_is_told_so(run_row: RunRow, tokenizer: Any) -> None:
@@ -126,8 +126,8 @@ def test_a_long_observation_keeps_its_closing_tag(run_row: RunRow, tokenizer: An
     _, batch = run_row([SEARCH, ANSWER], "data.max_obs_length=60")
     observed = text(tokenizer, batch, 0)
     assert len(observed) == 60
-    assert observed.startswith(OPENING + 'Doc 1(Title: "Rome") ')
-    assert observed.endswith(CLOSING)
+    assert observed.startswith(INFORMATION_START + 'Doc 1(Title: "Rome") ')
+    assert observed.endswith(INFORMATION_END)
 
 
 def test_an_observation_that_leaves_no_room_is_not_appended(
@@ -155,7 +155,7 @@ def test_a_retriever_that_does_not_answer_gives_empty_information(
 ) -> None:
     nowhere = ("retriever.url=http://127.0.0.1:9/retrieve", "retriever.retries=0")
     _, batch = run_row([SEARCH, ANSWER], *nowhere)
-    assert text(tokenizer, batch, 0) == OPENING + CLOSING
+    assert text(tokenizer, batch, 0) == INFORMATION_START + INFORMATION_END
     assert counts(batch)["retrieval_failures"] == 1
 
 

@@ -9,7 +9,7 @@ import torch
 from hone.algorithms.advantages import get_estimator
 from hone.algorithms.advantages.rloo import rloo, rloo_token
 from hone.algorithms.credit import GAMMA_DECAY, STRICT_MIN, assign_credit
-from hone.ops.masked import last_true, masked_whiten
+from hone.ops.masked import last_true_index, masked_whiten
 
 from .references import pure_reference
 
@@ -128,7 +128,7 @@ def test_every_form_equals_the_slow_reference(credit, baseline, seed):
     shape = (len(uid), 7)
     lengths = torch.tensor([7, 3, 5, 0, 1, 7, 4, 6, 2, 7])
     mask = (torch.arange(7) < lengths[:, None]) & (torch.rand(shape, generator=draw) < 0.8)
-    is_last = torch.arange(7) == last_true(mask)[:, None]
+    is_last = torch.arange(7) == last_true_index(mask)[:, None]
     steps = mask & (is_last | (torch.rand(shape, generator=draw) < 0.4))
     raw = torch.rand(shape, generator=draw, dtype=torch.float64) * 2 - 1
     process = assign_credit(raw, steps, credit)

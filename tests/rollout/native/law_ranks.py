@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.ops.counter_rng import uniform
 from hone.rollout.contract import RolloutEngine, RolloutError, Sampling, TokenOutput
 from hone.rollout.native.follower import FollowerRollout
@@ -40,7 +40,7 @@ def answers(engine: RolloutEngine) -> list[TokenOutput]:
         jobs = (engine.generate(p, sampling_of(i), f"request {i}") for i, p in asked)
         return list(await asyncio.gather(*jobs))
 
-    return run_beside(engine, ask_all())
+    return run_with_engine(engine, ask_all())
 
 
 def margin(number: int, tokens: list[int], other: list[int]) -> float:
@@ -108,7 +108,7 @@ def exit_of_a_rank(rank: int, size: int) -> dict[str, Any]:
         FollowerRollout(core, peers).drive(lambda: False)
     engine = LeaderRollout(core, peers)
     try:
-        run_beside(engine, engine.generate([3, 4], Sampling(50, 1.0, 0, ignore_eos=True), "a"))
+        run_with_engine(engine, engine.generate([3, 4], Sampling(50, 1.0, 0, ignore_eos=True), "a"))
     except RolloutError as error:
         return {"exit": str(error)}
     return {"exit": "no error"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.agents import loop_thread
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
 
 from ..engine_contract import play, update
@@ -161,7 +161,7 @@ def test_the_driving_thread_decodes_and_loops_run_in_another() -> None:
 
         core.step = watched
         for _ in range(2):
-            assert len(run_beside(engine, loop()).token_ids) == 4
+            assert len(run_with_engine(engine, loop()).token_ids) == 4
     assert threads == {"decode": threading.current_thread().name, "loop": "hone-loops"}
 
 
@@ -175,7 +175,7 @@ def test_the_callers_thread_answers_as_another_does() -> None:
     answers = []
     for driven in (False, True):
         with NativeFactory().engine(policy(), driven=driven) as engine:
-            answers.append(play(both()) if driven else run_beside(engine, both()))
+            answers.append(play(both()) if driven else run_with_engine(engine, both()))
     assert answers[0] == answers[1]
 
 
@@ -188,9 +188,9 @@ def test_what_a_loop_raised_is_raised_and_the_engine_answers_again() -> None:
             raise LookupError(f"a loop's own error, {job.done()=}")
 
         with pytest.raises(LookupError, match="a loop's own error"):
-            run_beside(engine, broken())
+            run_with_engine(engine, broken())
         few = Sampling(3, 1.0, 0, ignore_eos=True)
-        out = run_beside(engine, engine.generate(PROMPT, few, "next"))
+        out = run_with_engine(engine, engine.generate(PROMPT, few, "next"))
         assert len(out.token_ids) == 3
 
 
@@ -199,7 +199,7 @@ def test_loops_get_the_cause_that_stopped_decoding() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         core.step = raising(RuntimeError("boom"))
         with pytest.raises(RolloutError, match="decoding stopped: RuntimeError: boom"):
-            run_beside(engine, engine.generate(PROMPT, LONG, "doomed"))
+            run_with_engine(engine, engine.generate(PROMPT, LONG, "doomed"))
 
 
 @pytest.mark.parametrize("verb", ["sleep", "wake_up", "begin_update"])
@@ -208,7 +208,7 @@ def test_a_failed_engine_says_so_and_why(verb: str) -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         core.step = raising(RuntimeError("boom"))
         with pytest.raises(RolloutError, match="boom"):
-            run_beside(engine, engine.generate(PROMPT, LONG, "doomed"))
+            run_with_engine(engine, engine.generate(PROMPT, LONG, "doomed"))
         with pytest.raises(RolloutError, match=r"failed earlier \(RuntimeError: boom\)"):
             play(getattr(engine, verb)())
         play(engine.abort())
@@ -232,7 +232,7 @@ def test_an_interrupt_of_the_decoding_caller_ends_the_loops_and_stays_one() -> N
                 ended.append("cleaned up")
 
         with pytest.raises(KeyboardInterrupt):
-            run_beside(engine, loop())
+            run_with_engine(engine, loop())
     assert ended == ["cleaned up"]
 
 
@@ -250,7 +250,7 @@ def test_a_loop_that_does_not_end_after_a_failure_is_cancelled(
             await asyncio.Event().wait()
 
         with pytest.raises((asyncio.CancelledError, RolloutError)):
-            run_beside(engine, waits_for_ever())
+            run_with_engine(engine, waits_for_ever())
 
 
 def test_a_core_that_loses_a_request_is_found_out() -> None:

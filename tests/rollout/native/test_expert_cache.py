@@ -44,7 +44,7 @@ def gaps(policy: PolicyModel, batch: DataProto, *, replayed: bool) -> tuple[floa
     """The largest difference of log-probs, and the smallest agreement of routers."""
     b = batch.batch
     names = ("prompts", "responses", "attention_mask", "response_mask")
-    packed = pack_rows(*(b[name] for name in names), share_prompts=True, with_places=True)
+    packed = pack_rows(*(b[name] for name in names), share_prompts=True, with_packed_positions=True)
     if replayed:
         packed = packed.with_experts(b["routed_experts"])
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_a_replay_gives_the_log_probs_of_a_rollout_that_chose_other_experts() ->
     batch = collated(rolled_out(rollout))
     assert batch.batch["routed_experts"].dtype == torch.int16
     assert batch.batch["routed_experts"].shape[1:] == (batch.batch["attention_mask"].shape[1], 2, 2)
-    trainer.record_routing()
+    trainer.enable_routing()
     apart, _ = gaps(trainer, batch, replayed=False)
     together, agreement = gaps(trainer, batch, replayed=True)
     assert apart > 1e-2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.rollout.contract import RolloutError, Sampling
 
 from ..models import policy
@@ -41,7 +41,7 @@ def test_weights_change_between_two_steps_on_all_ranks() -> None:
         await engine.resume()
         return await job
 
-    out = run_beside(engine, updated())
+    out = run_with_engine(engine, updated())
     assert len(out.token_ids) == LONG.max_tokens
     assert out.versions[-1] == 1
     first, second = (core.policy for core in engine.slot.cores)

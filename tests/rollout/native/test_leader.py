@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.rollout.contract import RolloutError, Sampling
 
 from .. import clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
@@ -47,7 +47,7 @@ def test_an_error_on_one_rank_ends_all_with_its_cause(rank: int) -> None:
     slot.cores[rank].step = breaking  # type: ignore[method-assign]
     slot.follow()
     with pytest.raises(RolloutError, match="no room on this rank"):
-        run_beside(slot.leader, slot.leader.generate([3, 4], LONG, "a"))
+        run_with_engine(slot.leader, slot.leader.generate([3, 4], LONG, "a"))
     slot.join()
     (error,) = slot.errors
     assert "no room on this rank" in str(error)

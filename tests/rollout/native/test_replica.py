@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.rollout.contract import RolloutError, Sampling
 
 from ..models import policy
@@ -24,5 +24,5 @@ def test_ranks_that_drew_different_tokens_stop() -> None:
     slot.cores[1]._sample = wrong  # type: ignore[attr-defined]
     slot.follow()
     with pytest.raises(RolloutError, match="sampled different tokens"):
-        run_beside(slot.leader, slot.leader.generate([3, 4], LONG, "a"))
+        run_with_engine(slot.leader, slot.leader.generate([3, 4], LONG, "a"))
     slot.join()

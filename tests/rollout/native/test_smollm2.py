@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.agents.loop_thread import run_beside
+from hone.agents.loop_thread import run_with_engine
 from hone.models.fetch import FetchError, fetch_model
 from hone.models.load import load_causal_lm, load_tokenizer
 from hone.models.policy import PolicyModel
@@ -75,7 +75,7 @@ def greedy(engine: RolloutEngine, prompts: list[list[int]]) -> list[list[int]]:
         ]
         return [out.token_ids for out in await asyncio.gather(*jobs)]
 
-    return run_beside(engine, play())
+    return run_with_engine(engine, play())
 
 
 def by_transformers(lm: Any, prompt: list[int], device: str) -> list[int]:

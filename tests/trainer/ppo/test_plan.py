@@ -11,7 +11,7 @@ import pytest
 from hone.columns import COLUMNS
 from hone.config import ConfigError, PPOTrainerConfig, compose, load_config
 from hone.plugins import PluginError
-from hone.trainer.command_line import plan_checks
+from hone.trainer.command_line import check_plan
 from hone.trainer.ppo.plan import Plan
 
 from ..runs import Task, opened
@@ -133,8 +133,8 @@ def test_what_an_external_library_registers_is_known_to_the_checks(
     named = "algorithm.adv_estimator=of_the_library"
     library = "actor_rollout_ref.model.external_lib=registers_for_the_plan"
     with pytest.raises(ConfigError, match="unknown advantage estimator 'of_the_library'"):
-        compose([named], extra_checks=plan_checks)
-    compose([named, library], extra_checks=plan_checks)
+        compose([named], extra_checks=check_plan)
+    compose([named, library], extra_checks=check_plan)
     assert planned(named, library).needs_critic
 
 
@@ -188,7 +188,7 @@ def test_rloo_with_the_strict_minimum_compares_returns_of_tokens() -> None:
 )
 def test_an_unknown_name_is_told_with_its_key(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose([override], extra_checks=plan_checks)
+        compose([override], extra_checks=check_plan)
     assert f"{override}: {sentence}" in str(caught.value)
 
 
@@ -206,7 +206,7 @@ def test_an_option_that_the_estimator_does_not_declare_is_noted(
     override: str, estimator: str, noted: bool
 ) -> None:
     overrides = [f"algorithm.adv_estimator={estimator}", f"{ROLLOUT}.n=2"]
-    notes = compose([override, *overrides], extra_checks=plan_checks).notes
+    notes = compose([override, *overrides], extra_checks=check_plan).notes
     assert any(override.partition("=")[0] in note for note in notes) is noted
 
 
@@ -281,7 +281,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> None:
     overrides, sentence, repair = CASES[name]
-    for refuse in (planned, lambda *o: compose(o, extra_checks=plan_checks)):
+    for refuse in (planned, lambda *o: compose(o, extra_checks=check_plan)):
         with pytest.raises(ConfigError) as caught:
             refuse(*overrides)
         assert caught.value.problems == [sentence]
@@ -295,7 +295,7 @@ def test_problems_of_the_tree_and_of_its_plan_are_told_at_once() -> None:
         "trainer.n_gpus_per_node=8",
     ]
     with pytest.raises(ConfigError) as caught:
-        compose(overrides, extra_checks=plan_checks)
+        compose(overrides, extra_checks=check_plan)
     assert len(caught.value.problems) == 2
 
 
@@ -307,7 +307,7 @@ def test_problems_of_the_tree_and_of_its_plan_are_told_at_once() -> None:
     ],
 )
 def test_a_key_that_the_plan_makes_idle_is_noted(overrides: list[str], key: str, why: str) -> None:
-    (note,) = compose(overrides, extra_checks=plan_checks).notes
+    (note,) = compose(overrides, extra_checks=check_plan).notes
     assert note.startswith(key)
     assert why in note
 

@@ -195,7 +195,7 @@ def test_a_restart_on_one_rank_stays_on_ray(cluster: Any, tmp_path: Path) -> Non
     cluster.cpus = [(1, 1)]
     configs = attempts(config, LOST)
     assert [attempt.world_size for attempt in configs] == [3, 1]
-    assert [attempt.uses_controller for attempt in configs] == ["ray", "ray"]
+    assert [attempt.resolved_controller for attempt in configs] == ["ray", "ray"]
 
 
 def test_a_restart_goes_on_from_what_this_run_saved_whatever_it_started_from(

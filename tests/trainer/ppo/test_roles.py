@@ -89,7 +89,7 @@ def test_a_reward_model_may_have_a_pool_of_its_own() -> None:
         pools = roles.default_pools(config, needed)
         assert pools.resource_pool_spec[pools.mapping[Role.RewardModel]] == pool
         assert pools.mapping[Role.Actor] == roles.GLOBAL_POOL
-        assert config.uses_controller == ("ray" if settings is overrides else "local")
+        assert config.resolved_controller == ("ray" if settings is overrides else "local")
     server_config = load_config([*overrides, "reward_model.server.url=http://127.0.0.1:80"])
-    assert server_config.uses_controller == "local"
+    assert server_config.resolved_controller == "local"
     assert Role.RewardModel not in roles.default_roles(Plan.of(server_config), lora=False)

@@ -63,7 +63,7 @@ def test_scores_and_advantages_can_be_computed_again(train: Callable[..., Run]) 
 
 
 def test_a_response_can_be_drawn_again_from_its_seed(train: Callable[..., Run], task: Task) -> None:
-    from hone.agents.loop_thread import run_beside
+    from hone.agents.loop_thread import run_with_engine
     from hone.config import load_config
     from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
     from hone.models.policy import PolicyModel
@@ -88,7 +88,9 @@ def test_a_response_can_be_drawn_again_from_its_seed(train: Callable[..., Run], 
     )
     for row in run.rollouts(1):
         sampling = Sampling(max_tokens=6, seed=row["seed"], temperature=1.0)
-        out = run_beside(engine, engine.generate(row["prompt_ids"], sampling, row["trajectory_id"]))
+        out = run_with_engine(
+            engine, engine.generate(row["prompt_ids"], sampling, row["trajectory_id"])
+        )
         assert out.token_ids == row["response_ids"]
         assert out.log_probs == pytest.approx(row["rollout_log_probs"], abs=1e-5)
     asyncio.run(engine.close())
