@@ -210,12 +210,9 @@ class LoopRunner:
 
     def _all_ended(self) -> bool:
         """Returns whether all loops have ended; sets a failure if their event loop ended first."""
-        if (
-            self._active_submissions
-            and self._loop_thread is not None
-            and self._loop_thread.outcome.done()
-        ):
-            error = self._loop_thread.outcome.exception()
+        thread = self._loop_thread
+        if self._active_submissions and thread is not None and thread.outcome.done():
+            error = thread.outcome.exception()
             self._failure = self._failure or AgentLoopFailed(
                 f"the event loop of the agent loops ended: {error!r}"
             )
@@ -293,9 +290,8 @@ class LoopRunner:
         group_by_row = {row: group for group in groups if not group.aborted for row in group.rows}
         tasks: dict[int, asyncio.Task[None]] = {}
         for row in sorted(group_by_row):
-            tasks[row] = asyncio.create_task(
-                self._run_trajectory(group_by_row[row], row, jobs[row])
-            )
+            trajectory = self._run_trajectory(group_by_row[row], row, jobs[row])
+            tasks[row] = asyncio.create_task(trajectory)
             group_by_row[row].tasks.append(tasks[row])
         if not tasks:
             return

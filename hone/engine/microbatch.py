@@ -22,27 +22,20 @@ class MicroBatchRule:
     """Number of consecutive rows that are never split: 2 for the pairs of a reward model."""
 
     def split(
-        self,
-        lengths: Sequence[int],
-        shared_tokens: Sequence[int] | None = None,
-        *,
-        min_micro_batches: int = 1,
+        self, lengths: Sequence[int], shared: Sequence[int] | None = None, *, min_parts: int = 1
     ) -> list[list[int]]:
-        """Returns the row indices of at least `min_micro_batches` micro-batches; some may be empty.
+        """Returns the row indices of at least `min_parts` micro-batches; some may be empty.
 
-        `shared_tokens` holds the number of tokens that each row shares with the previous row.
+        `shared` holds the number of tokens that each row shares with the previous row.
         """
         size = self.rows_per_unit
         if size > 1:  # split the units, then list their rows
             unit_starts = range(0, len(lengths), size)
-            unshared_tokens = [
-                length - shared
-                for length, shared in zip(lengths, shared_tokens or [0] * len(lengths), strict=True)
-            ]
+            unshared = [n - s for n, s in zip(lengths, shared or [0] * len(lengths), strict=True)]
             units = None if self.rows is None else max(1, self.rows // size)
-            lengths = [lengths[i] + sum(unshared_tokens[i + 1 : i + size]) for i in unit_starts]
+            lengths = [lengths[i] + sum(unshared[i + 1 : i + size]) for i in unit_starts]
             unit_rule = MicroBatchRule(units, self.tokens)
-            parts = unit_rule.split(lengths, min_micro_batches=min_micro_batches)
+            parts = unit_rule.split(lengths, min_parts=min_parts)
             return [[i * size + k for i in part for k in range(size)] for part in parts]
         if self.rows is not None:
             parts = [
@@ -50,17 +43,15 @@ class MicroBatchRule:
                 for i in range(0, len(lengths), self.rows)
             ]
         else:
-            parts = self._split_by_tokens(lengths, shared_tokens or [0] * len(lengths))
-        while len(parts) < min_micro_batches:
+            parts = self._split_by_tokens(lengths, shared or [0] * len(lengths))
+        while len(parts) < min_parts:
             _halve_largest(parts)
         return parts
 
-    def _split_by_tokens(
-        self, lengths: Sequence[int], shared_tokens: Sequence[int]
-    ) -> list[list[int]]:
+    def _split_by_tokens(self, lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
         parts: list[list[int]] = []
         tokens_left = 0
-        for row, (length, row_shared) in enumerate(zip(lengths, shared_tokens, strict=True)):
+        for row, (length, row_shared) in enumerate(zip(lengths, shared, strict=True)):
             if length > self.tokens:
                 raise ValueError(
                     f"a row has {length} tokens, more than the budget of {self.tokens} for one forward; "

@@ -120,11 +120,8 @@ class LinearLogProbs(torch.autograd.Function):
             z, _ = _scaled_logits(hidden, weight, bias, softcap, factor)
             lse = torch.logsumexp(z, -1)
             log_probs = z.gather(-1, target[:, None]).squeeze(-1) - lse
-            return (
-                log_probs,
-                lse,
-                softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse),
-            )
+            entropy = softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse)
+            return log_probs, lse, entropy
 
         def kernel_statistics(hidden: Tensor, target: Tensor) -> Statistics:
             from hone.ops.logprobs_triton import logit_statistics
@@ -134,12 +131,8 @@ class LinearLogProbs(torch.autograd.Function):
         compute = compute_statistics or (kernel_statistics if use_kernel else plain_statistics)
         slices = _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        chunk_statistics = [compute(hidden[chunk], target[chunk]) for chunk in slices] or [
-            (empty,) * 3
-        ]
-        log_probs, lse, entropy = (
-            torch.cat(column) for column in zip(*chunk_statistics, strict=True)
-        )
+        chunks = [compute(hidden[chunk], target[chunk]) for chunk in slices] or [(empty,) * 3]
+        log_probs, lse, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
         ctx.save_for_backward(bias, hidden, weight, target, lse, entropy)
         ctx.factor, ctx.softcap, ctx.use_kernel = factor, softcap, use_kernel
         ctx.set_materialize_grads(False)
@@ -156,9 +149,7 @@ class LinearLogProbs(torch.autograd.Function):
             g_bias = torch.zeros_like(bias, dtype=torch.float32)
         for chunk in _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=ctx.use_kernel):
             targets, lse, entropy = (x[chunk] for x in (target, *statistics))
-            g_log_prob, g_entropy = (
-                g[chunk].contiguous() if g is not None else None for g in grads
-            )
+            g_log_prob, g_entropy = (None if g is None else g[chunk].contiguous() for g in grads)
             if ctx.use_kernel:
                 from hone.ops.logprobs_triton import logits_to_gradient
 

@@ -46,12 +46,9 @@ class PolicyObjective:
         correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self._config = config
-        self._bypass_correction = (
-            correction if correction is not None and correction.bypass_mode else None
-        )
-        name = (
-            "bypass_mode" if self._bypass_correction is not None else config.policy_loss.loss_mode
-        )
+        bypasses = correction is not None and correction.bypass_mode
+        self._bypass_correction = correction if bypasses else None
+        name = "bypass_mode" if bypasses else config.policy_loss.loss_mode
         self._loss = get_policy_loss_fn(name)
         self._extra_columns = needed_columns(self._loss)
         # The entropy is always computed: it is cheap, and an entropy collapse must be visible.
@@ -84,9 +81,7 @@ class PolicyObjective:
         log_prob, names = outputs["log_probs"], set(columns.keys())
         # Without a log-prob pass before the update, the old log-probs are the current ones.
         old_log_prob = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
-        importance_weights = (
-            columns["rollout_is_weights"] if "rollout_is_weights" in names else None
-        )
+        is_weights = columns["rollout_is_weights"] if "rollout_is_weights" in names else None
         inputs = (old_log_prob, log_prob, require(batch, "advantages"), mask)
         extra_arguments: Fields = {name: require(batch, name) for name in self._extra_columns}
         if self._bypass_correction is not None:
@@ -98,13 +93,12 @@ class PolicyObjective:
                 if name.startswith(_PREPARED_PREFIX)
             }
         if isinstance(self._loss, PolicyLoss):
-            tokens = self._loss.tokens(inputs, config, importance_weights, **extra_arguments)
+            tokens = self._loss.tokens(inputs, config, is_weights, **extra_arguments)
             losses, metrics = self._loss.per_token(tokens)
             policy_loss, means = self._loss.reduce(tokens, losses, metrics, config.loss_agg_mode)
         else:
-            policy_loss, means = self._loss(
-                *inputs, config.loss_agg_mode, config, importance_weights, **extra_arguments
-            )
+            options = (config.loss_agg_mode, config, is_weights)
+            policy_loss, means = self._loss(*inputs, *options, **extra_arguments)
         loss, shares = policy_loss, {"actor/pg_loss": policy_loss.detach()}
         means = {**means, "actor/entropy": masked_mean(outputs["entropy"].detach(), mask)}
         if "routing_agreement" in outputs:
@@ -207,8 +201,7 @@ def minibatches(
         local_positions = positions[row_numbers]
         rows = local_positions.argsort(stable=True)
         for index in range(-(-total_rows // rows_per_update)):
-            is_in_minibatch = local_positions[rows] // rows_per_update == index
-            yield batch.select_idxs(rows[is_in_minibatch])
+            yield batch.select_idxs(rows[local_positions[rows] // rows_per_update == index])
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -163,8 +163,7 @@ class RolloutWorker(Worker):
     def finished(self, n_groups: int | None, wait_s: float) -> FinishedGroups:
         """Returns `n_groups` finished groups, or all if it is None; each group is returned once.
 
-        In the actor's process this decodes until enough groups are finished; otherwise it waits up to
-        `wait_s`.
+        In the actor's process this decodes until enough are finished; otherwise it waits up to `wait_s`.
         """
         if self.actor is None:
             return FinishedGroups(self.runner.finished(n_groups, wait_s))
@@ -196,9 +195,8 @@ class RolloutWorker(Worker):
         if self.config.actor_rollout_ref.rollout.free_cache_engine and not runner.pending():
             run_coroutine(self.engine.sleep())
             self._lease_generation = None
-        return FinishedGroups(
-            groups, self._bandwidth_metrics(groups, time.perf_counter() - start_time)
-        )
+        seconds = time.perf_counter() - start_time
+        return FinishedGroups(groups, self._bandwidth_metrics(groups, seconds))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort(self, uids: Collection[str] | None = None) -> None:
@@ -231,8 +229,7 @@ class RolloutWorker(Worker):
         prompt_lengths = [len(output.prompt_ids) for output in outputs]
         response_lengths = [len(output.response_ids) for output in outputs]
         max_num_seqs = self.config.actor_rollout_ref.rollout.max_num_seqs
-        mbu = roofline.mbu(prompt_lengths, response_lengths, max_num_seqs, seconds)
-        return {"perf/mbu": mbu}
+        return {"perf/mbu": roofline.mbu(prompt_lengths, response_lengths, max_num_seqs, seconds)}
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -273,10 +270,8 @@ class RolloutWorker(Worker):
 
         with self.actor.engine.present():
             engine = self.actor.engine
-            sends_adapters = self.engine.traits.adapters and engine.facts.has_adapters
-            weights = (
-                engine.named_adapter_weights() if sends_adapters else engine.named_hf_weights()
-            )
+            adapters_only = self.engine.traits.adapters and engine.facts.has_adapters
+            weights = engine.named_adapter_weights() if adapters_only else engine.named_hf_weights()
             run_coroutine(self._update(record_sizes(weights), version))
         return sum(sizes)
 

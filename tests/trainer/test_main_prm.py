@@ -218,7 +218,7 @@ def test_the_worker_of_rl_reads_the_tokens_the_model_was_trained_on(
 def test_a_model_with_other_labels_is_refused(train: Run, model: Path) -> None:
     folder = train("run", "trainer.total_epochs=0")
     with pytest.raises(
-        UnsupportedModel, match=r"with 2 labels, but a SequenceClassification with 1"
+        UnsupportedModel, match=r"with 2 labels, but a SequenceClassification model with 1"
     ):
         load_classifier(str(folder), ("reward",), dtype=torch.float32)
 

@@ -73,9 +73,8 @@ class TrajectorySource:
         self.weight_path = workers.call(RolloutWorker.weight_path)
         self._leader_ranks = workers.mesh(DEFAULT_MESH).collect_ranks  # the ranks with agent loops
         self._submissions = [0] * workers.world_size  # each rank's runner counts its submissions
-        self._running_groups: dict[
-            tuple[int, int, str], _Group
-        ] = {}  # by rank, its submission, uid
+        # By rank, submission number on that rank, and uid.
+        self._running_groups: dict[tuple[int, int, str], _Group] = {}
         self._finished_groups: list[_Group] = []  # in finishing order
         self._next_number = 0
         self._metrics: list[dict[str, float]] = []
@@ -113,15 +112,12 @@ class TrajectorySource:
 
     def _submit_to_ranks(self, rows: DataProto, samples: int) -> None:
         rank_rows: list[DataProto | None] = [None] * self._workers.world_size
-        rank_group_indices = np.array_split(
-            np.arange(len(rows) // samples), len(self._leader_ranks)
-        )
-        for rank, group_indices in zip(self._leader_ranks, rank_group_indices, strict=True):
+        indices_by_rank = np.array_split(np.arange(len(rows) // samples), len(self._leader_ranks))
+        for rank, group_indices in zip(self._leader_ranks, indices_by_rank, strict=True):
             if not len(group_indices):
                 continue
-            rank_rows[rank] = rows.slice(
-                int(group_indices[0]) * samples, int(group_indices[-1] + 1) * samples
-            )
+            first, last = int(group_indices[0]), int(group_indices[-1])
+            rank_rows[rank] = rows.slice(first * samples, (last + 1) * samples)
             self._submissions[rank] += 1
             for group_index in group_indices:
                 group_rows = rows.slice(int(group_index) * samples, int(group_index + 1) * samples)
@@ -144,15 +140,12 @@ class TrajectorySource:
                 for group in finished.groups:
                     submitted_group = self._running_groups.pop((rank, group.submission, group.uid))
                     rows = repeat_rows_per_output(submitted_group.rows, group.rows)
-                    self._finished_groups.append(
-                        _Group(submitted_group.number, rows, group.outputs)
-                    )
+                    number = submitted_group.number
+                    self._finished_groups.append(_Group(number, rows, group.outputs))
                 if finished.metrics:
                     self._metrics.append(finished.metrics)
-        groups, self._finished_groups = (
-            self._finished_groups[:num_groups],
-            self._finished_groups[num_groups:],
-        )
+        groups = self._finished_groups[:num_groups]
+        del self._finished_groups[:num_groups]
         return self._collate_groups(sorted(groups, key=lambda group: group.number))
 
     def _collate_groups(self, groups: Sequence[_Group]) -> DataProto:

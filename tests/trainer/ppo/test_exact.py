@@ -56,7 +56,7 @@ def test_another_family_is_refused_before_its_model_loads(
 ) -> None:
     task = task_of("qwen3", tmp_path)
     monkeypatch.setattr("hone.engine.build.load_causal_lm", None)  # never reached
-    with pytest.raises(RolloutError, match=r"families llama and qwen2, and .*model is qwen3"):
+    with pytest.raises(RolloutError, match=r"families llama and qwen2, but .*model is qwen3"):
         Run(tmp_path / "run").train(task.overrides(tmp_path / "run", EXACT))
 
 
