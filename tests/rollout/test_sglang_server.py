@@ -48,7 +48,7 @@ def test_a_fault_of_the_connection_loses_no_token(
         # A request that waits for its first token has the limit of a start.
         late = fault == "the first token comes too late"
         async with open_engine(
-            servers, call_timeout_s=0.4, start_timeout_s=4.0 if late else 30.0
+            servers, call_timeout_s=0.4, start_timeout_s=4.0 if late else 10.0
         ) as engine:
             whole = await engine.generate(PROMPT, SHORT, "whole")
             servers[0].faults[fault] = 1
