@@ -125,7 +125,7 @@ class Reservation:
                     self._pool.name_prefix,
                     f"Ray to reserve {self._pool.process_on_nodes} processes",
                     deadline_s,
-                    f"other worker groups or another run use the rest; free are {_format_nodes(nodes)}",
+                    f"other worker groups or runs hold resources; free are {_format_nodes(nodes)}",
                 )
             if not has_warned:
                 logger.warning(
