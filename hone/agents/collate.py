@@ -83,7 +83,7 @@ def add_verl_columns(batch: DataProto) -> DataProto:
     return batch
 
 
-def join_ranks(group: object, results: Sequence[DataProto]) -> DataProto:
+def join_ranks(worker_group: object, results: Sequence[DataProto]) -> DataProto:
     """Concatenates the batches that the ranks of a worker group collated.
 
     A rank's columns depend on its rows, so columns that only some ranks have are filled or dropped.

@@ -197,7 +197,7 @@ class AgentLoopBase(ABC):
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
-        self.request_id = uuid4().hex  # the loop runner sets the row's `trajectory_id`
+        self.request_id = uuid4().hex  # the loop runner replaces it by `trajectory_id`
         self.apply_chat_template_kwargs = self.data_config.get("apply_chat_template_kwargs") or {}
         self.prompt_length: int = self.rollout_config.prompt_length
         self.response_length: int = self.rollout_config.response_length
@@ -241,7 +241,7 @@ class AgentLoopBase(ABC):
         )
 
     async def process_vision_info(self, messages: list[Message]) -> Fields:
-        """Returns the `images` and `videos` of the messages; without a processor there are none."""
+        """Returns the `images` and `videos` of the messages, though rollout engines take text only."""
         process = getattr(self.dataset_cls, "process_vision_info", None)
         if self.processor is None or process is None:
             return {}
@@ -263,7 +263,7 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """Returns the token ids of the messages with the generation prompt; `tools` are schemas.
 
-        `remove_system_prompt` drops the template's own system prompt, to append turns.
+        `remove_system_prompt` drops the template's own system prompt; use it to append messages.
         """
         if images or videos or audios:
             raise PromptError("images, videos and audio are not supported; give text only")
@@ -292,7 +292,7 @@ class AgentLoopBase(ABC):
         response_logprobs: list[float] | None = None,
         tools: Sequence[Settings] | None = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
-        """Appends the turns that `updated_messages` adds to `previous_messages`, with mask 0."""
+        """Appends the messages that `updated_messages` adds to `previous_messages`, with mask 0."""
         ids = observation_ids(
             updated_messages[len(previous_messages) :],
             self.tokenizer,

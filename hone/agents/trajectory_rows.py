@@ -63,7 +63,7 @@ def last_row_values(batch: DataProto, column: np.ndarray) -> np.ndarray:
     return column if last_indices is None else column[last_indices.numpy()]
 
 
-def totals(batch: DataProto, per_row: Tensor) -> Tensor:
+def trajectory_totals(batch: DataProto, per_row: Tensor) -> Tensor:
     """Returns [N]: the sums of `per_row` [B] over the rows of each trajectory."""
     numbers = trajectory_indices(batch)
     if numbers is None:

@@ -37,8 +37,8 @@ def pad_and_concat(batches: Sequence[DataProto]) -> DataProto:
     joined.meta_info["reward_extra_names"] = [
         name for name in extra_names if name in common_columns
     ]
-    loop_columns = {name for b in batches for name in b.meta_info.get("loop_facts", [])}
-    joined.meta_info["loop_facts"] = sorted(loop_columns & common_columns)
+    loop_columns = {name for b in batches for name in b.meta_info.get("loop_columns", [])}
+    joined.meta_info["loop_columns"] = sorted(loop_columns & common_columns)
     return joined
 
 

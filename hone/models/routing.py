@@ -154,7 +154,7 @@ class _TopKOverride(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(1, experts), experts))
 
 
-def load_metrics(routed_experts: Tensor, mask: Tensor, experts: int) -> dict[str, float]:
+def expert_load_metrics(routed_experts: Tensor, mask: Tensor, experts: int) -> dict[str, float]:
     """Returns the load balance of the experts per layer, over the tokens in the mask [B, S].
 
     `routed_experts` holds the experts [B, S, layers, k] of each token; `experts` is the number of experts.

@@ -1,7 +1,8 @@
 """The worker process of `pool.py`: creates the callable once, then runs jobs.
 
-It ends when the pool closes its socket or kills it. It ignores SIGTERM, which may be sent to all
-processes of a run that should finish its step. A timer ends a call whose parent has died.
+It ends when the pool closes its socket or kills it. It ignores SIGTERM: a scheduler
+may send it to every process, and the trainer needs scores to finish its step. A timer ends a
+call whose parent has died.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ GRACE_S = 10.0
 
 
 def serve(connection: Connection) -> None:
-    """Answers each `(keywords, timeout_s)` message with the return value of the callable."""
+    """Answers each `(arguments, timeout_s)` message with the return value of the callable."""
     factory, keywords = connection.recv()
     module, _, name = factory.partition(":")
     try:

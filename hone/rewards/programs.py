@@ -28,7 +28,7 @@ _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON_FENCE_NAMES = ("", "python", "py", "python3")
 _TOLERANCE = 1e-6  # relative to the expected value; absolute if that is below 1
 CODE_PLACEHOLDER = "__CODE__"
-"""A line in the source of a test; the lines above it run before the program too."""
+"""A line in the source of a test; the lines above it run before the program and before the tests."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ Test = StdinTest | CallTest | SourceTest
 
 
 def extract_code(text: str) -> str:
-    """Returns the last fenced Python block (closed or not), or the whole text without fences."""
+    """Returns the last fenced Python block (closed or not), or the whole text if there is none."""
     code = None
     position = 0
     while (fence := _FENCE.search(text, position)) is not None:

@@ -1,7 +1,7 @@
 """An HTTP client of scoring servers, with limits, retries, deadlines and a cache of answers.
 
-Requests run in daemon threads of the event loop, so a server that never answers causes no delay
-beyond the deadline. Messages contain neither the API key nor the query of a URL.
+Requests run in threads that a closing event loop does not wait for, so a server that never answers
+causes no delay beyond the deadline. Messages contain neither the API key nor the query of a URL.
 """
 
 from __future__ import annotations
@@ -44,11 +44,16 @@ class RemoteError(RuntimeError):
     """A request failed; `reason` is the name of its counter."""
 
     def __init__(
-        self, reason: str, detail: str, *, is_retryable: bool = True, pause_s: float | None = None
+        self,
+        reason: str,
+        detail: str,
+        *,
+        is_retryable: bool = True,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
-        self.is_retryable, self.pause_s = is_retryable, pause_s
+        self.is_retryable, self.retry_after_s = is_retryable, retry_after_s
 
     @property
     def failure(self) -> Failed:
@@ -124,11 +129,11 @@ class ScoringServer:
 
     async def post(self, body: JsonObject, parse: Callable[[Fields], T]) -> T:
         """Returns the parsed answer; raises RemoteError if all attempts failed."""
-        pause_s, attempt, first_url = FIRST_RETRY_PAUSE_S, 0, self._num_requests
+        backoff_s, attempt, url_index = FIRST_RETRY_PAUSE_S, 0, self._num_requests
         self._num_requests += 1
         while True:
             try:
-                url = self._urls[(first_url + attempt) % len(self._urls)]
+                url = self._urls[(url_index + attempt) % len(self._urls)]
                 value = await self._attempt(body, parse, url)
             except RemoteError as error:
                 # While the server is down, no request is retried, so that the pauses do not add up.
@@ -136,16 +141,16 @@ class ScoringServer:
                 attempt += 1
                 if error.is_retryable and attempt < max_attempts:
                     self.counts["retries"] += 1
-                    wait_s = pause_s if error.pause_s is None else error.pause_s
+                    wait_s = backoff_s if error.retry_after_s is None else error.retry_after_s
                     await asyncio.sleep(min(wait_s, self._config.timeout_s))
-                    pause_s *= 2
+                    backoff_s *= 2
                     continue
                 if self._is_reachable and error.reason in ("unreachable", "timeout"):
                     logger.warning("%s; until it answers, requests are not retried", error)
                     self._is_reachable = False
                 raise
             if not self._is_reachable:
-                logger.warning("the server answers again: %s", redacted_url(self._urls[0]))
+                logger.warning("the server answers again: %s", redacted_url(url))
             self._is_reachable = True
             return value
 
@@ -189,7 +194,7 @@ class ScoringServer:
                 "busy" if error.code == 429 else "http_error",
                 f"{address} answered with status {error.code}: {body!r}",
                 is_retryable=is_temporary,
-                pause_s=_retry_after_s(error) if is_temporary else None,
+                retry_after_s=_retry_after_s(error) if is_temporary else None,
             ) from None
         except TimeoutError:
             raise RemoteError("timeout", f"{address} did not answer in time") from None

@@ -121,6 +121,7 @@ class VLLMServer(HttpServer):
         return ids, log_probs or []
 
     async def sample_one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
+        """Samples one token; returns its log-prob and the largest log-prob."""
         body = self._request_body(prompt, {"max_tokens": 1, "logprobs": 1, "seed": 0, **sampling})
         response = await self.call("/v1/completions", body)
         choice = response["choices"][0]

@@ -43,7 +43,7 @@ RUN_COLOURS = (
 )
 PART_COLOURS = (*RUN_COLOURS, "#a16207", "#94a3b8")
 GOLDEN_ANGLE = 137.508
-"""Degrees of hue between the colours of two runs that RUN_COLOURS has no colour for."""
+"""Runs beyond RUN_COLOURS get hues that are this many degrees apart."""
 
 # Control characters, and Unicode marks that reverse or hide text.
 _INVISIBLE = re.compile(
@@ -181,7 +181,7 @@ def _group_metrics(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, l
 
 
 def _curves(key: str, runs: Sequence[RunData]) -> list[JsonObject]:
-    """Returns the curve of each run; long curves have bucket means, and in `raw` the extremes."""
+    """Returns the curve of each run; a long curve is bucket means, with each bucket's extremes in `raw`."""
     curves: list[JsonObject] = []
     for index, run in enumerate(runs):
         steps, values = run.metrics.get(key)

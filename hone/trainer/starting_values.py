@@ -36,7 +36,7 @@ def starting_values(settings: Settings) -> list[Setting]:
     facts = model_facts(settings.get("actor_rollout_ref.model.path"))
     values: dict[str, Any] = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # An estimator that does not compare groups needs only one response per prompt.
-    if _compares_groups(settings.get("algorithm.adv_estimator", "grpo")):
+    if _is_group_relative(settings.get("algorithm.adv_estimator", "grpo")):
         values[f"{ROLLOUT_KEY}.n"] = RESPONSES_PER_PROMPT
     files = settings.get("data.train_files")
     num_rows = _count_rows([files] if isinstance(files, str) else list(files or ()))
@@ -59,7 +59,7 @@ def starting_values(settings: Settings) -> list[Setting]:
     ]
 
 
-def _compares_groups(estimator: JsonValue) -> bool:
+def _is_group_relative(estimator: JsonValue) -> bool:
     try:
         return estimator_group_use(str(estimator)) != "ignored"
     except PluginError:  # an unknown name is reported later

@@ -74,8 +74,8 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     "reward_model.n_gpus_per_node": ("config/trees.py", "model.n_gpus_per_node"),
     "reward_model.nnodes": ("config/trees.py", "model.nnodes"),
     # a served reward model
-    "reward_model.server.*": ("rewards/loading.py", "model.server"),
-    "reward_model.judge.*": ("rewards/loading.py", "model.judge"),
+    "reward_model.server.*": ("rewards/loading.py", "reward_model.server"),
+    "reward_model.judge.*": ("rewards/loading.py", "reward_model.judge"),
     # engines in other processes
     "**.rollout.vllm.python": ("rollout/vllm_build.py", "config.vllm.python"),
     "**.rollout.vllm.start_timeout_s": ("rollout/vllm_build.py", "config.vllm.start_timeout_s"),
@@ -116,7 +116,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
 def read_keys(tree: str, recorder: Recorder) -> set[str]:
     """Keys read themselves, and keys whose value another read key takes over."""
     infos = leaves(TREES[tree].root).values()
-    followed = {info.key: info.followed for info in infos}
+    followed = {info.key: info.followed_key for info in infos}
     read = set(recorder.read[tree])
     while more := {followed[k] for k in read if followed.get(k)} - read - {None}:
         read |= {key for key in more if key is not None}

@@ -11,7 +11,7 @@ from hone.engine.contract import Options
 from hone.models import attention
 from hone.models.families import FAMILIES, UnsupportedModel
 from hone.models.policy import PolicyModel
-from hone.models.routing import load_metrics, routing_shape
+from hone.models.routing import expert_load_metrics, routing_shape
 from hone.ops.packing import PackedRows, pack_rows
 
 QUICK = ("deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "qwen3_moe")
@@ -120,7 +120,7 @@ def test_the_gradient_of_a_replay_reaches_the_router_also_through_checkpointed_l
 def test_loads_are_counted_per_layer_without_unrecorded_tokens() -> None:
     routed = torch.tensor([[[[0, 1]], [[0, 2]], [[-1, -1]], [[3, 3]]]])  # [1, 4, 1, 2]
     mask = torch.tensor([[1, 1, 1, 0]])
-    metrics = load_metrics(routed, mask, experts=4)
+    metrics = expert_load_metrics(routed, mask, experts=4)
     assert metrics["moe/layer_0/max_load"] == pytest.approx(0.5 / 0.25)
     # Shares 1/2, 1/4, 1/4, 0 have 1.5 of 2 bits.
     assert metrics["moe/layer_0/entropy"] == pytest.approx(0.75)

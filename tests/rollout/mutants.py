@@ -262,7 +262,7 @@ class AbortHoldsNewRequests(NativeRollout):
 
 
 class StreamsNothing(NativeRollout):
-    def _stream(self) -> None:
+    def _post_new_tokens(self) -> None:
         """All tokens come with the answer."""
 
 

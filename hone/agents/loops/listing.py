@@ -7,7 +7,7 @@ Allowed are the built-in loops, loops registered with `@register`, the loops of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import partial
 
 from hone.agents.contract import LOOPS, AgentLoopBase, DictConfigWrap, ServerManager
 from hone.config import PPOTrainerConfig
@@ -43,6 +43,7 @@ class LoopNames:
         self.default = rollout.default_loop
         self._path = rollout.agent.agent_loop_config_path
         self._factory_loaders = _read_factory_loaders(self._path) if self._path else {}
+        self._has_imported = False
 
     def of_row(self, agent_name: object) -> str:
         """Returns the loop name for a row's `agent_name`; raises PluginError if it is unknown."""
@@ -73,14 +74,16 @@ class LoopNames:
         return sorted({*LOOPS.names(), *self._factory_loaders, self.default})
 
     def _is_known(self, name: str) -> bool:
-        return name in self._names() or (self._has_imported_all and name in self._names())
+        if name not in self._names():
+            self._import_configured_loops()
+        return name in self._names()
 
-    @cached_property
-    def _has_imported_all(self) -> bool:
-        """Imports the modules of configured loops, which may register names; always true."""
-        for name in (*self._factory_loaders, self.default):
-            self.factory(name)
-        return True
+    def _import_configured_loops(self) -> None:
+        """Imports the modules of configured loops, which may register names."""
+        if not self._has_imported:
+            for name in (*self._factory_loaders, self.default):
+                self.factory(name)
+            self._has_imported = True
 
 
 def _read_factory_loaders(path: str) -> dict[str, Callable[[], LoopFactory]]:

@@ -256,7 +256,7 @@ def _clean_call(call: ToolCall) -> ToolCall:
     """Cleans a call, which is untrusted model output, so that it can be printed and stored."""
     error = call.error
     if not isinstance(call.name, str) or not isinstance(call.arguments, Mapping):
-        error = error or "a call has a name and an object of arguments"
+        error = error or "a call needs a name, and its arguments as a JSON object"
     name = call.name if isinstance(call.name, str) else ""
     arguments = call.arguments if isinstance(call.arguments, Mapping) else {}
     return ToolCall(clean_text(name), clean_values(arguments), error)

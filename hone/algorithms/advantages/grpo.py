@@ -24,7 +24,7 @@ class GRPO(OutcomeEstimator):
     norm_adv_by_std_in_grpo: bool
     epsilon: float = EPS
 
-    groups = "compared"
+    groups = "compared"  # responses to one prompt are compared
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         divide_by_std = self.norm_adv_by_std_in_grpo
@@ -35,7 +35,7 @@ class GRPO(OutcomeEstimator):
 class DrGRPO(OutcomeEstimator):
     """A = R − mean_g: GRPO without the bias towards easy and hard prompts."""
 
-    groups = "compared"
+    groups = "compared"  # responses to one prompt are compared
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         return group_relative_scores(outcome.groups, outcome.scores, divide_by_std=False)
@@ -53,5 +53,6 @@ def group_relative_scores(
     return torch.where(divisor > 0, (scores - mean) / divisor, 0.0)  # 0/0 if epsilon is 0
 
 
+# Functions with verl's signature.
 grpo = VerlForm("grpo", GRPO)
 dr_grpo = VerlForm("dr_grpo", DrGRPO)

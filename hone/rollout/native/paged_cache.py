@@ -22,9 +22,9 @@ from hone.rollout.contract import RolloutError
 NULL_BLOCK = 0
 """The block that empty rows of a batch write to; it belongs to no sequence."""
 _BlockKey = tuple[int, bytes]
-"""The content id of the preceding block, and the tokens of this block."""
-_ROOT_CONTENT = -1
-"""The content id before the first block of a sequence."""
+"""The entry id of the preceding block, and the tokens of this block."""
+_ROOT_ENTRY = -1
+"""The entry id before the first block of a sequence."""
 
 
 class BlockPool:
@@ -37,8 +37,8 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # unreferenced, oldest first
         self._block_by_key: dict[_BlockKey, int] = {}
         self._key_by_block: dict[int, _BlockKey] = {}
-        self._content_by_block: dict[int, int] = {}  # a unique content id per cached block
-        self._last_content_id = 0
+        self._entry_by_block: dict[int, int] = {}  # prefix-cache entry; new when a block is reused
+        self._last_entry_id = 0
         self._deferred_releases: list[tuple[Sequence[int], Sequence[int]]] = []
         """The arguments of `insert_and_release` calls that are not executed yet."""
 
@@ -58,7 +58,7 @@ class BlockPool:
             else:
                 block, _ = self._evictable.popitem(last=False)
                 del self._block_by_key[self._key_by_block.pop(block)]
-                del self._content_by_block[block]
+                del self._entry_by_block[block]
             self._reference_counts[block] = 1
             blocks.append(block)
         return blocks
@@ -82,8 +82,8 @@ class BlockPool:
     def insert_and_release(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the blocks of a finished sequence into the prefix cache and releases them.
 
-        Both are deferred to the next use of the pool: the prefix cache is cleared after a rollout,
-        which makes the last insertions unnecessary.
+        Both wait for the next call on the pool. If that clears the prefix cache, as after a rollout,
+        nothing is inserted.
         """
         self._deferred_releases.append((tokens, blocks))
 
@@ -100,19 +100,19 @@ class BlockPool:
         """
         self._run_deferred_releases()
         blocks: list[int] = []
-        content_id = _ROOT_CONTENT
+        content_id = _ROOT_ENTRY
         for block_tokens in self._split_into_blocks(tokens, (len(tokens) - 1) // self.block_size):
             block = self._block_by_key.get((content_id, block_tokens))
             if block is None:
                 break
             blocks.append(block)
-            content_id = self._content_by_block[block]
+            content_id = self._entry_by_block[block]
         return blocks
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the full blocks of a computed sequence into the prefix cache."""
         self._run_deferred_releases()
-        content_id = _ROOT_CONTENT
+        content_id = _ROOT_ENTRY
         full_blocks = min(len(tokens) // self.block_size, len(blocks))
         for block, block_tokens in zip(
             blocks, self._split_into_blocks(tokens, full_blocks), strict=False
@@ -123,10 +123,10 @@ class BlockPool:
                 if block in self._key_by_block:  # already cached under another key
                     return
                 self._block_by_key[key], self._key_by_block[block] = block, key
-                self._last_content_id += 1
-                self._content_by_block[block] = self._last_content_id
+                self._last_entry_id += 1
+                self._entry_by_block[block] = self._last_entry_id
                 cached = block
-            content_id = self._content_by_block[cached]
+            content_id = self._entry_by_block[cached]
 
     def clear_prefix_cache(self) -> None:
         """Clears the prefix cache after the weights or the memory have changed."""
@@ -137,7 +137,7 @@ class BlockPool:
         self._evictable.clear()
         self._block_by_key.clear()
         self._key_by_block.clear()
-        self._content_by_block.clear()
+        self._entry_by_block.clear()
 
     def _split_into_blocks(self, tokens: Sequence[int], count: int) -> list[bytes]:
         """Returns the tokens of each of the first `count` blocks, as bytes."""
@@ -262,7 +262,9 @@ class PagedCache:
 
 
 def _usable_bytes(fraction: float, device: torch.device) -> float:
-    if device.type != "cuda":  # the system allocates pages on first write
+    if (
+        device.type != "cuda"
+    ):  # memory counts only once it is written, so what is free does not matter
         return fraction * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     unused_reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -10,7 +10,7 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from hone.agents.trajectory_rows import last_row_values, totals, trajectory_indices
+from hone.agents.trajectory_rows import last_row_values, trajectory_indices, trajectory_totals
 from hone.agents.widths import pad_and_concat
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 from hone.columns import require
@@ -234,7 +234,10 @@ def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
             passes_curriculum = torch.ones(len(uids), dtype=torch.bool)
             # Trajectories that no rule scores pass: the reward model's score is still a signal.
             is_scored = has_rule_score(batch)
-            scores, scored_uids = totals(batch, rewards)[is_scored], uids[is_scored.numpy()]
+            scores, scored_uids = (
+                trajectory_totals(batch, rewards)[is_scored],
+                uids[is_scored.numpy()],
+            )
             if curriculum.fn_name == "interquartile":
                 passes_curriculum[is_scored] = interquartile(
                     scores, scored_uids, **curriculum.fn_params
@@ -304,11 +307,11 @@ def _metric_values(batch: DataProto, name: str, config: PPOTrainerConfig) -> tor
     """Returns the metric `name` of each trajectory: its score, or an extra of the scorer."""
     if name in ("reward", "score", "seq_reward", "seq_final_reward"):
         scores: torch.Tensor = require(batch, "token_level_scores")
-        return totals(batch, scores.sum(-1))
+        return trajectory_totals(batch, scores.sum(-1))
     if name not in batch.non_tensor_batch and not has_extra(batch, name):
         raise KeyError(
             f"algorithm.filter_groups.metric={name} is not a column of the batch; use reward, or one of "
             f"{', '.join(batch.meta_info.get('reward_extra_names', [])) or 'the reward extras'}"
         )
     numbers = extra_numbers(batch, name, config.reward_model.reward_kwargs.failure_score)
-    return totals(batch, torch.tensor(numbers, dtype=torch.float64))
+    return trajectory_totals(batch, torch.tensor(numbers, dtype=torch.float64))

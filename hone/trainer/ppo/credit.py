@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hone.agents.collate import DERIVED_COLUMNS
-from hone.agents.trajectory_rows import last_row_values, totals, trajectory_indices
+from hone.agents.trajectory_rows import last_row_values, trajectory_indices, trajectory_totals
 from hone.algorithms.advantages.estimator import TRAJECTORY_COLUMN, Estimator, Trajectories
 from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
@@ -123,7 +123,9 @@ def write_derived_columns(batch: DataProto, names: Set[str]) -> None:
 
 def greedy_baselines(batch: DataProto, greedy_batch: DataProto) -> Tensor:
     """Returns ReMax's baseline [B], the score of the greedy response to each row's prompt."""
-    scores = totals(greedy_batch, require(greedy_batch, "token_level_scores").sum(-1)).tolist()
+    scores = trajectory_totals(
+        greedy_batch, require(greedy_batch, "token_level_scores").sum(-1)
+    ).tolist()
     uids = last_row_values(greedy_batch, greedy_batch.non_tensor_batch["uid"])
     score_of_uid = dict(zip(uids, scores, strict=True))
     return torch.tensor([score_of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
@@ -134,7 +136,7 @@ def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: i
     if not algorithm.use_pf_ppo:
         return batch
     generator = torch.Generator().manual_seed(fold_seed(seed, "pf_ppo", step))
-    scores = totals(batch, require(batch, "token_level_scores").sum(-1))
+    scores = trajectory_totals(batch, require(batch, "token_level_scores").sum(-1))
     pf_ppo = algorithm.pf_ppo
     indices = pf_ppo_rows(scores, pf_ppo.reweight_method, pf_ppo.weight_pow, generator)
     if (numbers := trajectory_indices(batch)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import totals, trajectory_indices
+from hone.agents.trajectory_rows import trajectory_indices, trajectory_totals
 from hone.algorithms.implicit_reward import implicit_rewards, ranking_accuracy
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig
@@ -60,7 +60,7 @@ def outcome_labels(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B]
         part = RULE if batch.has_column(f"reward/{RULE}") else AGENT
         labels = require(batch, f"reward/{part}").sum(-1).float()
     if (trajectory := trajectory_indices(batch)) is not None:
-        labels = totals(batch, labels)[trajectory]
+        labels = trajectory_totals(batch, labels)[trajectory]
     out_of_range = labels[(labels < 0) | (labels > 1)].tolist()
     if out_of_range:
         raise RewardError(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import totals, trajectory_indices
+from hone.agents.trajectory_rows import trajectory_indices, trajectory_totals
 from hone.algorithms.advantages.outcome import outcomes
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.columns import require
@@ -24,10 +24,10 @@ GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 
 
 class StepWarnings:
-    """Warns about skipped updates, and once about consecutive batches without signal."""
+    """Warns of skipped updates, and of a batch whose groups each have equal scores, unless the last had."""
 
-    def __init__(self, *, compares_groups: bool) -> None:
-        self._compares_groups = compares_groups
+    def __init__(self, *, is_group_relative: bool) -> None:
+        self._is_group_relative = is_group_relative
         self._had_no_signal = False
         self._skipped_counts: dict[str, float] = {}
 
@@ -63,7 +63,7 @@ class StepWarnings:
             return {}
         has_equal_scores = (groups.max(scores) == groups.min(scores))[has_several_responses]
         has_no_signal = bool(has_equal_scores.all())
-        if has_no_signal and not self._had_no_signal and self._compares_groups:
+        if has_no_signal and not self._had_no_signal and self._is_group_relative:
             log.warning(
                 "step %d: in each of the %d groups all responses have the same score, so the step "
                 "teaches nothing; use prompts that are neither too easy nor too hard, a score with "
@@ -108,10 +108,12 @@ def data_metrics(
     columns, arrays = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()
     prompt_length, response_length = (part.sum(1) for part in split_attention(batch))
-    scores = totals(batch, columns["token_level_scores"].sum(-1))
+    scores = trajectory_totals(batch, columns["token_level_scores"].sum(-1))
     metrics = {
         **mean_max_min("critic/score", scores),
-        **mean_max_min("critic/rewards", totals(batch, columns["token_level_rewards"].sum(-1))),
+        **mean_max_min(
+            "critic/rewards", trajectory_totals(batch, columns["token_level_rewards"].sum(-1))
+        ),
         **mean_max_min("critic/advantages", columns["advantages"][mask]),
         **mean_max_min("critic/returns", columns["returns"][mask]),
         **mean_max_min("response_length", response_length),
@@ -123,8 +125,8 @@ def data_metrics(
         "prompt_length/clip_ratio": (prompt_length >= max_prompt_length).float().mean().item(),
         "reward/mean": scores.mean().item(),
     }
-    if (numbers := trajectory_indices(batch)) is not None:
-        metrics |= mean_max_min("trajectory_rows", numbers.bincount())
+    if (indices := trajectory_indices(batch)) is not None:
+        metrics |= mean_max_min("trajectory_rows", indices.bincount())
     if batch.has_column("values"):
         values, returns = columns["values"][mask], columns["returns"][mask]
         metrics |= mean_max_min("critic/values", values)
@@ -138,7 +140,7 @@ def data_metrics(
     if batch.has_column("rm_scores"):
         metrics |= style_metrics(scores, arrays.get("reward_model", ()))
     # A data set may also have a column `acc`; only that of a scorer or an agent loop is reported.
-    keys = ("reward_extra_names", "loop_facts")
+    keys = ("reward_extra_names", "loop_columns")
     has_acc = any("acc" in batch.meta_info.get(key, ()) for key in keys)
     if has_acc and are_numbers(arrays.get("acc", ())):
         accuracies = [float(a) for a in arrays["acc"] if a is not None]
@@ -178,7 +180,7 @@ def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[st
 
 def environment_columns(batch: DataProto) -> list[str]:
     """Returns the names of numeric columns that agent loops wrote with the prefix `env/`."""
-    names = [n for n in batch.meta_info.get("loop_facts", ()) if n.startswith("env/")]
+    names = [n for n in batch.meta_info.get("loop_columns", ()) if n.startswith("env/")]
     return [name for name in names if are_numbers(batch.non_tensor_batch[name])]
 
 
@@ -218,13 +220,15 @@ def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
     if not batch.has_column("routed_experts"):
         return {}
     from hone.models.load import load_config
-    from hone.models.routing import load_metrics, routing_shape
+    from hone.models.routing import expert_load_metrics, routing_shape
 
-    shape = routing_shape(load_config(model_path))
+    shape = routing_shape(load_config(model_path))  # (experts, experts per token)
     experts = batch.batch["routed_experts"]
     prompt_width = batch.batch["prompts"].shape[1]
     mask = batch.batch["response_mask"]
-    return load_metrics(experts[:, prompt_width:], mask, shape[0]) if shape is not None else {}
+    return (
+        expert_load_metrics(experts[:, prompt_width:], mask, shape[0]) if shape is not None else {}
+    )
 
 
 def time_per_token(

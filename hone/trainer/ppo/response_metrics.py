@@ -1,7 +1,7 @@
 """Computes PURE's metrics of a step: reward parts, repetition, reflection, groups and lengths.
 
-Since repetition is slow to compute, these metrics are enabled only with a reward model, a curriculum, alarms,
-`reward_manager=prime` or `trainer.response_metrics`.
+Since repetition is slow to compute, these metrics are enabled only with a reward model, a curriculum,
+`trainer.alarms`, `reward_manager=prime` or `trainer.response_metrics`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import last_row_indices, totals
+from hone.agents.trajectory_rows import last_row_indices, trajectory_totals
 from hone.algorithms.credit import STRICT_MIN, min_form_returns
 from hone.algorithms.kl import k3
 from hone.columns import reward_column
@@ -36,14 +36,14 @@ REFLECTION_PATTERN = re.compile(
 def response_metrics(
     batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig, route_by_style: bool = False
 ) -> dict[str, float]:
-    """Returns the metrics of one batch; those of correctness are left out if no response has a verdict.
+    """Returns the metrics of one batch; those by correctness only if that of any response is known.
 
     If `route_by_style`, the reward model has scored only the rows of style `model`.
     """
     correct = correctness(batch, config)
-    has_verdict = ~correct.isnan()
+    is_judged = ~correct.isnan()
     row_masks = {"whole": torch.ones(len(batch), dtype=torch.bool)}
-    if has_verdict.any():
+    if is_judged.any():
         row_masks |= {"correct": correct == 1, "incorrect": correct == 0}
     rule_rewards = verifiable_rewards(batch, config)
     is_filtered = config.algorithm.filter_groups.enable or config.curriculum_learning.enable
@@ -53,7 +53,7 @@ def response_metrics(
         **group_metrics(batch, correct, "retained_batch" if is_filtered else "whole_batch"),
     }
     if rule_rewards is not None:
-        rule_scores = totals(batch, rule_rewards)[has_rule_score(batch)]
+        rule_scores = trajectory_totals(batch, rule_rewards)[has_rule_score(batch)]
         metrics |= mean_max_min("instant_rewards/verifiable_reward", rule_scores)
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
@@ -64,10 +64,10 @@ def response_metrics(
         ):
             is_scored &= torch.zeros_like(is_scored).index_fill(0, last_indices, True)
         metrics |= mean_max_min("instant_rewards/outcome_reward", outcome[is_scored])
-        if (has_verdict & is_scored).any():
+        if (is_judged & is_scored).any():
             threshold = CORRECT_THRESHOLD if config.reward_model.type == "judge" else 0.0
             agrees = (outcome > threshold) == (correct == 1)
-            agreement = agrees[has_verdict & is_scored].float().mean().item()
+            agreement = agrees[is_judged & is_scored].float().mean().item()
             metrics["instant_rewards/orm_match_vr"] = agreement
     log_prob_column = next(
         (n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None
@@ -111,18 +111,19 @@ def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | Non
         return scores.sum(-1)
     if not batch.has_column(reward_column(PROCESS)) or config.modeling_reward_coef == 0:
         return None
-    steps: Tensor = columns[reward_column(PROCESS)] / config.modeling_reward_coef
+    step_rewards: Tensor = columns[reward_column(PROCESS)] / config.modeling_reward_coef
     if config.credit_assignment != STRICT_MIN:
-        return steps.sum(-1)
+        return step_rewards.sum(-1)
     mask = columns["response_mask"]
-    lowest = min_form_returns(steps, columns["step_mask"], mask)
-    return lowest.gather(-1, mask.bool().int().argmax(-1, keepdim=True)).squeeze(-1)
+    returns = min_form_returns(step_rewards, columns["step_mask"], mask)
+    first_token = mask.bool().int().argmax(-1, keepdim=True)
+    return returns.gather(-1, first_token).squeeze(-1)  # the minimum over all steps
 
 
 def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
-    """Returns [B]: 1 for a correct response, 0 for a wrong one, and NaN without a verdict.
+    """Returns [B]: 1 for a correct response, 0 for a wrong one, and NaN if it is not known.
 
-    A response is correct if the scorer's `acc`, or else its score, is above 0.5. There is no verdict if no
+    A response is correct if the scorer's `acc`, or else its score, is above 0.5. It is not known if no
     rule applies, the ground truth is missing, scoring failed, or the row is not its trajectory's last.
     """
     arrays = batch.non_tensor_batch
@@ -151,13 +152,13 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
 
 def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, float]:
     """Returns mean, max and min over prompts of pass@n and of the share of correct responses."""
-    has_verdict = ~correct.isnan()
-    if not has_verdict.any():
+    is_judged = ~correct.isnan()
+    if not is_judged.any():
         return {}
-    groups = Groups.of(batch.non_tensor_batch["uid"][has_verdict.numpy()])
+    groups = Groups.of(batch.non_tensor_batch["uid"][is_judged.numpy()])
     return {
-        **mean_max_min(f"group_info/pass_at_n/{name}", groups.max(correct[has_verdict])),
-        **mean_max_min(f"group_info/avg_n/{name}", groups.mean(correct[has_verdict])),
+        **mean_max_min(f"group_info/pass_at_n/{name}", groups.max(correct[is_judged])),
+        **mean_max_min(f"group_info/avg_n/{name}", groups.mean(correct[is_judged])),
     }
 
 

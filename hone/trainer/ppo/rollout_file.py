@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, SupportsInt, TypeVar
 import numpy as np
 from torch import Tensor
 
-from hone.agents.trajectory_rows import totals, trajectory_indices
+from hone.agents.trajectory_rows import trajectory_indices, trajectory_totals
 from hone.columns import REWARD_PREFIX
 from hone.protocol import DataProto
 from hone.text import clean_text, shown
@@ -166,7 +166,7 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
         "reward_baseline": pa.nulls(num_rows, pa.float64()),
     }
     if batch.has_column("token_level_scores"):
-        scores = totals(batch, tensors["token_level_scores"].sum(-1))
+        scores = trajectory_totals(batch, tensors["token_level_scores"].sum(-1))
         numbers = trajectory_indices(batch)
         scores = scores if numbers is None else scores[numbers]
         columns["score"] = pa.array(_to_numpy(scores).astype(float))
@@ -243,7 +243,7 @@ def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
     # The file already has a column `score`.
     scorer_names = (n for n in info.get("reward_extra_names", ()) if n != "score")
     schema_names = {TURN_SPANS, *SCHEMA} - set(_NOT_IN_BATCH)
-    loop_names = (n for n in info.get("loop_facts", ()) if n not in schema_names)
+    loop_names = (n for n in info.get("loop_columns", ()) if n not in schema_names)
     names = {*columns, *_DECODED_COLUMNS}
     for name in dict.fromkeys([*scorer_names, *loop_names]):
         if name not in arrays:

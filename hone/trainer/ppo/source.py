@@ -157,7 +157,7 @@ class TrajectorySource:
         batch = batch.select(meta_info_keys=[])
         batch.meta_info["group_numbers"] = [group.number for group in groups]
         row_columns = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
-        batch.meta_info["loop_facts"] = sorted({*trajectories.non_tensor_batch, *row_columns})
+        batch.meta_info["loop_columns"] = sorted({*trajectories.non_tensor_batch, *row_columns})
         names = {name for metrics in self._metrics for name in metrics}
         values_by_name = {name: [m[name] for m in self._metrics if name in m] for name in names}
         batch.meta_info["metrics"] = loop_metrics(outputs) | mean_over_ranks(values_by_name)

@@ -96,8 +96,8 @@ class PPOTrainer:
         self.rollout_writer = RolloutWriter(self.run_folder, trainer, tokenizer)
         self.timers = Timers()
         self.alarms = Alarms(trainer.alarms, self.run_folder)
-        compares_groups = self.plan.estimator.groups != "ignored"
-        self.warnings = metrics.StepWarnings(compares_groups=compares_groups)
+        is_group_relative = self.plan.estimator.groups != "ignored"
+        self.warnings = metrics.StepWarnings(is_group_relative=is_group_relative)
         self.tracking: Tracking | None = None
         self.bar = silent_bar("train")
         self._stack = ExitStack()

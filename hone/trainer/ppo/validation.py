@@ -10,7 +10,7 @@ from typing import SupportsFloat
 import numpy as np
 import torch
 
-from hone.agents.trajectory_rows import last_row_values, totals
+from hone.agents.trajectory_rows import last_row_values, trajectory_totals
 from hone.agents.widths import pad_and_concat
 from hone.ops import at_n
 from hone.protocol import DataProto
@@ -39,7 +39,9 @@ def run_validation(
         arrays = batch.non_tensor_batch
         names = [*batch.meta_info["reward_extra_names"], *environment_columns(batch)]
         values = {name: list(last_row_values(batch, arrays[name])) for name in names}
-        values["reward"] = totals(batch, batch.batch["token_level_scores"].sum(-1)).tolist()
+        values["reward"] = trajectory_totals(
+            batch, batch.batch["token_level_scores"].sum(-1)
+        ).tolist()
         batch_uids = list(last_row_values(batch, arrays["uid"]))
         for name in {*variables, *values}:  # a missing value is None
             column = variables.setdefault(name, [None] * len(uids))

@@ -35,17 +35,17 @@ def batch(scores: list[float], uids: str, trajectories: str | None = None) -> Da
 def test_the_share_of_groups_without_signal_is_measured(
     scores: list[float], uids: str, share: float
 ) -> None:
-    assert StepWarnings(compares_groups=True).check_group_signal(batch(scores, uids), 1) == {
+    assert StepWarnings(is_group_relative=True).check_group_signal(batch(scores, uids), 1) == {
         GROUPS_WITHOUT_SIGNAL: share
     }
 
 
 def test_groups_of_one_have_no_such_share() -> None:
-    assert StepWarnings(compares_groups=True).check_group_signal(batch([1, 1, 1], "abc"), 1) == {}
+    assert StepWarnings(is_group_relative=True).check_group_signal(batch([1, 1, 1], "abc"), 1) == {}
 
 
 def test_rows_of_one_trajectory_are_one_response() -> None:
-    assert StepWarnings(compares_groups=True).check_group_signal(
+    assert StepWarnings(is_group_relative=True).check_group_signal(
         batch([1, 0, 1], "aaa", "xxy"), 1
     ) == {GROUPS_WITHOUT_SIGNAL: 1.0}
 
@@ -53,7 +53,7 @@ def test_rows_of_one_trajectory_are_one_response() -> None:
 def test_a_batch_without_signal_is_told_once_until_there_is_some_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    signal = StepWarnings(compares_groups=True)
+    signal = StepWarnings(is_group_relative=True)
     empty, something = batch([1, 1, 0, 0], "aabb"), batch([1, 0, 0, 0], "aabb")
     for step, rows in enumerate([empty, empty, something, empty], start=1):
         signal.check_group_signal(rows, step)
@@ -66,7 +66,7 @@ def test_a_batch_without_signal_is_told_once_until_there_is_some_again(
 def test_an_estimator_that_compares_no_groups_is_not_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert StepWarnings(compares_groups=False).check_group_signal(batch([1, 1], "aa"), 1) == {
+    assert StepWarnings(is_group_relative=False).check_group_signal(batch([1, 1], "aa"), 1) == {
         GROUPS_WITHOUT_SIGNAL: 1.0
     }
     assert caplog.records == []
