@@ -1,6 +1,6 @@
 """Runs agent loops in the event loop of a separate thread, while the engine decodes.
 
-A `DrivenEngine` engine decodes in the caller's thread, and after each answer waits for the loops' next
+A `DrivenEngine` decodes in the caller's thread, and after each completion waits for the loops' next
 requests, so that batches do not depend on thread timing unless a loop awaits an external service.
 """
 
@@ -21,7 +21,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _SUBMIT_ITERATIONS = 16
-"""Event-loop iterations (a few µs each) that loops get to submit requests; a tool call takes 9."""
+"""Event-loop iterations (a few µs each) in which agent loops can submit their next requests.
+
+An agent loop needs 9 iterations to call a tool and submit the next request."""
 _SUBMIT_TIMEOUT_S = 5.0
 """If an agent loop blocks the event loop for longer, decoding continues without its request."""
 _POLL_S = 0.001
@@ -75,7 +77,7 @@ class LoopThread(Generic[T]):
         return self._event_loop_run.call_soon(call, *args, **kwargs)
 
     def wait_for_requests(self) -> None:
-        """Waits until loops that got an answer have submitted their next requests."""
+        """Waits until loops that got a completion have submitted their next requests."""
         self._requests_submitted = submitted = threading.Event()
         if not self.call_soon(_set_after_iterations, _SUBMIT_ITERATIONS, submitted):
             return
@@ -94,7 +96,7 @@ class LoopThread(Generic[T]):
         return bool(wait([self.outcome], timeout=seconds).done)
 
     def end_after_decoding(self) -> None:
-        """Waits for the loops after the last answer, and cancels loops that do not end."""
+        """Waits for the loops after the last completion, and cancels loops that do not end."""
         if self.wait(LOOPS_GRACE_S):
             return
         self.cancel()

@@ -62,7 +62,7 @@ def encode_conversation(
         ids += segment.ids + end_ids
         num_targets = segment.num_targets + len(end_ids)
         mask += [0] * (len(segment.ids) - segment.num_targets) + [1] * num_targets
-        separator = segment.separator
+        separator = segment.separator  # the next segment begins with it; only the last lacks one
     return ids + separator, mask + [0] * len(separator)
 
 
@@ -90,7 +90,7 @@ class _Template:
         self._max_tokens = max_tokens
         self._tools = tools
         self._kwargs = dict(template_kwargs or {})
-        self._typed_roles = {m["role"] for m in messages if isinstance(m["content"], list)}
+        self._roles_with_parts = {m["role"] for m in messages if isinstance(m["content"], list)}
         roles = [message["role"] for message in messages]
         self._end_tokens: list[int] = []
         self._separator: list[int] = []
@@ -101,8 +101,8 @@ class _Template:
     def missing_end_tokens(self, *, is_last: bool) -> list[int]:
         """Returns the tokenizer's end token if the template ends the assistant's turn without it.
 
-        Every turn gets it if the template writes nothing at the end of a turn. Otherwise only the
-        last turn does, so that earlier turns match generation.
+        If the template writes nothing at the end of a turn, every turn gets the end token. If it writes
+        another token, only the last turn does: the template puts none after earlier turns of a prompt.
         """
         eos = self._tokenizer.eos_token_id
         if eos is None or eos in self._end_tokens:
@@ -195,7 +195,7 @@ class _Template:
         return first, second
 
     def _message(self, role: str, text: str) -> Message:
-        is_typed = role in self._typed_roles
+        is_typed = role in self._roles_with_parts
         return {"role": role, "content": [{"type": "text", "text": text}] if is_typed else text}
 
     def _render(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ADAPTER_VERSION_PREFIX = "adapter-"
-"""The weight version of a server with an adapter over the base weights of its files begins with this."""
+"""The prefix of a server's weight version while it serves a LoRA adapter over its base checkpoint."""
 
 
 class ServerRollout(RemoteEngine):
@@ -62,7 +62,8 @@ class ServerRollout(RemoteEngine):
         """Servers get weights in requests (`send_tensors`), by broadcast (`make_group`), or from the folder.
 
         `parameters` has the parameters of the model, or those of its LoRA adapter with `adapters`;
-        `to_checkpoint` gives tensors their names in a checkpoint.
+        `to_checkpoint` gives tensors their names in a checkpoint. With `keep_weights`, the folder has a copy
+        of the last weights, from which a server that was lost is recovered.
         """
         self.name = servers[0].kind
         self.retries = max_attempts
@@ -153,7 +154,8 @@ class ServerRollout(RemoteEngine):
                     yield chunk
         finally:
             server.num_streams -= 1
-            server.version_verified &= server.num_streams > 0
+            if server.num_streams == 0:  # an idle server may restart unnoticed
+                server.version_verified = False
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
         """Starts the recovery of the lost server; waits for it only if no other server is healthy."""
@@ -190,7 +192,7 @@ class ServerRollout(RemoteEngine):
     async def _read_version(self, server: HttpServer) -> str | None:
         """Returns the weight version of a server; None before the first update.
 
-        If this engine did not publish the version, the server was restarted and has all its memory.
+        If this engine did not publish the version, the server was restarted and holds all its memory again.
         """
         version = None if self._expected_version is None else await server.weight_version()
         if version is not None and not version.startswith(self._version_prefix):

@@ -137,7 +137,7 @@ class Cgroup:
         else:
             required = "memory.limit_in_bytes"
             with_swap = ("memory.memsw.limit_in_bytes", limit_bytes)
-            # The limit with swap may never be below the other: raise it first, lower it last.
+            # memory.memsw may never be below memory.limit: the first write raises it, the second lowers it.
             files = [with_swap, (required, limit_bytes), with_swap, ("memory.swappiness", "0")]
         for name, value in files:
             try:

@@ -45,7 +45,7 @@ def self_test(
 ) -> list[Check]:
     """Runs the attacks and returns a check for each.
 
-    Raises SandboxUnavailable if this machine does not meet the minimum.
+    Raises SandboxUnavailable if this machine lacks one of the layers in `minimum`.
     """
 
     def run(code: str, **job_fields: Unpack[JobFields]) -> SandboxResult:

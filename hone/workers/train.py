@@ -65,7 +65,10 @@ class TrainWorker(Worker):
     def minibatches(
         self, data: DataProto, config: ActorConfig | CriticConfig, num_step_rows: int | None
     ) -> Iterator[DataProto]:
-        """Yields the mini-batches of all epochs of one step, split as the role's config says."""
+        """Yields the mini-batches of all epochs of one step, split as the role's config says.
+
+        `num_step_rows` is the number of rows of the step on all ranks; None splits each rank's own rows.
+        """
         return minibatches(
             data,
             rows_per_update=config.sequences_per_update(),

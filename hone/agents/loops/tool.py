@@ -84,8 +84,8 @@ class ToolAgentLoop(AgentLoopBase):
                 f"tool_config.available_tools names {shown(missing[0])}; the tools of this run are "
                 f"{', '.join(self.tools) or 'none'}"
             )
-        default_format = "react" if self.format == "react" else "function_calling"
-        tool_format = options.get("tool_format", default_format)
+        default_tool_format = "react" if self.format == "react" else "function_calling"
+        tool_format = options.get("tool_format", default_tool_format)
         if tool_format not in _TOOL_FORMATS:
             raise ToolError(
                 f"tool_config.tool_format={shown(tool_format)}; give {' or '.join(_TOOL_FORMATS)}"
@@ -99,10 +99,10 @@ class ToolAgentLoop(AgentLoopBase):
             if not is_number or not value > exclusive_minimum:
                 raise ToolError(f"tool_config.{name}={shown(value)}; give {expected_text}")
         parser = self.parser
-        if tool_format != default_format:
-            template_format = self.multi_turn.format
-            template_format = "hermes" if template_format == "react" else template_format
-            parser_name = "react" if tool_format == "react" else template_format
+        if tool_format != default_tool_format:
+            configured = self.multi_turn.format
+            function_calling_parser = "hermes" if configured == "react" else configured
+            parser_name = "react" if tool_format == "react" else function_calling_parser
             parser = ToolParser.get_tool_parser(parser_name, self.tokenizer)
         multi_turn = replace(
             self.multi_turn,
@@ -299,7 +299,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _append_observation(
         self, agent_data: AgentData, messages: list[Message], text: str
     ) -> bool:
-        """Appends a tool or user turn; returns false if that leaves no tokens for an answer."""
+        """Appends a tool or user turn; returns false if that leaves no tokens for a model turn."""
         ids = self._observation_ids(messages, text, agent_data.prompt_ids[-1])
         if len(ids) >= self._remaining_tokens(agent_data):
             return False
@@ -311,7 +311,8 @@ class ToolAgentLoop(AgentLoopBase):
         """Returns the ids of a tool or user turn; `text` and `last_id` are of the model's turn."""
         if messages[0]["role"] == "tool" and not self.parser.template_renders_tools:
             observation = self.parser.observation(text, [m["content"] for m in messages])
-            if self.tokenizer.decode([last_id], skip_special_tokens=True):  # no end token
+            # If the last token is no special token, the model's turn goes on after the observation.
+            if self.tokenizer.decode([last_id], skip_special_tokens=True):
                 return self.tokenizer.encode(observation, add_special_tokens=False)
             messages = [{"role": "user", "content": observation.strip()}]
         return observation_ids(

@@ -79,7 +79,7 @@ class ToolParser:
         raise NotImplementedError(f"{type(self).__name__} has no instructions")
 
     def observation(self, text: str, answers: Sequence[str]) -> str:
-        """Returns the text of answers to the turn `text`, if the template does not render them."""
+        """Formats the tool answers after a model turn `text`, if the template does not render them."""
         raise NotImplementedError(f"{type(self).__name__} has no observation")
 
     async def extract_tool_calls(

@@ -26,7 +26,7 @@ CallResult: TypeAlias = tuple[ToolResponse, float, Fields]
 
 
 def to_tool_response(value: ToolResult) -> ToolResponse:
-    """Converts a result to a ToolResponse: dicts, lists and tuples become JSON."""
+    """Converts an answer to a ToolResponse: dicts, lists and tuples become JSON."""
     if isinstance(value, ToolResponse):
         return value
     if isinstance(value, str):

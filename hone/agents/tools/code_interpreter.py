@@ -40,8 +40,8 @@ for cell in {earlier!r}:
 try:
     run({code!r})
 except Exception as error:
-    inside = error.__traceback__.tb_next
-    traceback.print_exception(type(error), error, inside and inside.tb_next)
+    run_frame = error.__traceback__.tb_next  # the frames up to that of `run` are not the cell's
+    traceback.print_exception(type(error), error, run_frame and run_frame.tb_next)
     sys.exit(1)
 """
 """The program of a call: reruns earlier cells, then prints this cell's output and value."""
@@ -53,14 +53,15 @@ class CodeInterpreterTool(BaseTool):
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
-        super().__init__(config, tool_schema)
         self._is_stateful = bool(config.get("stateful", self.default_stateful))
+        super().__init__(config, tool_schema)
         self._cells: dict[str, list[str]] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        persistence = " Variables stay between calls." if self._is_stateful else ""
         return function_schema(
             "code_interpreter",
-            "Run Python code and read what it printed. Names stay between calls.",
+            f"Run Python code and read what it printed.{persistence}",
             code={"type": "string", "description": "Python code; print what you want to see"},
         )
 

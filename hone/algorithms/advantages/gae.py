@@ -1,6 +1,7 @@
 """Generalised advantage estimation over the policy tokens (1506.02438).
 
 Tool and padding tokens are skipped: the next token of a policy token is the next policy token.
+If a trajectory has several rows, the estimate continues at the first token of its next row.
 Advantages are whitened over the batch; returns are computed before whitening.
 """
 
@@ -63,4 +64,4 @@ def _gae_scan(
     return out.T, torch.stack([next_value, advantage], dim=-1)
 
 
-gae = VerlForm("gae", GAE)
+gae = VerlForm("gae", GAE)  # a function with verl's signature

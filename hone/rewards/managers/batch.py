@@ -29,7 +29,7 @@ class BatchRewardManager(RuleRewardManager):
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         if not rows:
             return []
-        precompute_comparisons(self.compute_score, rows, self.options)
+        precompute_comparisons(self.compute_score, rows, self.options)  # fills a cache
         try:
             return call_with_deadline(lambda: self._score_all(rows), self.policy.timeout_s)
         except DeadlineExceeded:
@@ -45,7 +45,7 @@ class BatchRewardManager(RuleRewardManager):
             results = call_scorer(self.compute_score, arguments, self.options)
         except SetupError:
             raise
-        except Exception as error:  # a user's scorer may raise anything; the policy applies
+        except Exception as error:  # a user's scorer may raise anything; the failure policy applies
             return [exception_failure(error, self.compute_score)] * len(rows)
         got = len(results) if hasattr(results, "__len__") else type(results).__name__
         if got != len(rows):

@@ -76,7 +76,9 @@ class PlainDecoder:
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
-        self._cos = self._sin = torch.empty(0)  # [W, 1, D]; the first half of `_sin` is negated
+        self._cos = self._sin = torch.empty(
+            0
+        )  # [positions, 1, head_dim]; half of `_sin` is negated
         self.invalidate()
 
     def invalidate(self) -> None:
@@ -150,7 +152,7 @@ def _join(modules: Sequence[nn.Linear]) -> PackableLinear:
 
 
 class _RmsNorm:
-    """RMS norm; in float32 it makes half as many torch calls as F.rms_norm."""
+    """RMS norm; in float32 it runs half as many ATen operators as F.rms_norm."""
 
     def __init__(self, module: NormModule) -> None:
         self._weight: Tensor = module.weight

@@ -86,3 +86,13 @@ def test_names_stay_between_the_calls_of_a_trajectory() -> None:
     alone = CodeInterpreterTool({"timeout_s": 60, "stateful": False})
     asyncio.run(alone.execute("i", {"code": "x = 1"}))
     assert "NameError" in (asyncio.run(alone.execute("i", {"code": "print(x)"}))[0].text or "")
+
+
+def test_the_model_reads_that_variables_stay_only_if_they_do() -> None:
+    def description(tool: CodeInterpreterTool) -> str:
+        return str(tool.tool_schema.function.description)
+
+    assert "Variables stay" in description(CodeInterpreterTool({}))
+    assert "Variables stay" not in description(CodeInterpreterTool({"stateful": False}))
+    service = {"sandbox_fusion_url": "http://localhost:1/run_code"}
+    assert "Variables stay" not in description(SandboxFusionTool(service))
