@@ -39,14 +39,9 @@ def start(tool: str, step: int, role: str) -> None:
 
 def stop(folder: str, rank: int) -> None:
     """Stops profiling and writes the trace to `step_N-ROLES-rank_R.json.gz`."""
-    global _current_profile
-    step_profile, _current_profile = _current_profile, None
-    if step_profile is None:
+    step_profile = discard()
+    if step_profile is None or step_profile.profiler is None:  # nsys writes its own file
         return
-    if step_profile.profiler is None:
-        _set_nsys_capture(begin=False)
-        return
-    step_profile.profiler.stop()
     Path(folder).mkdir(parents=True, exist_ok=True)
     name = f"step_{step_profile.step}-{'+'.join(step_profile.roles)}-rank_{rank}.json.gz"
     temporary = Path(folder) / f".{name}"
@@ -54,16 +49,15 @@ def stop(folder: str, rank: int) -> None:
     temporary.rename(Path(folder) / name)
 
 
-def discard() -> None:
-    """Stops profiling without writing a file, after a failed step."""
+def discard() -> StepProfile | None:
+    """Stops profiling without writing a file, as after a failed step; returns the profile."""
     global _current_profile
     step_profile, _current_profile = _current_profile, None
-    if step_profile is None:
-        return
-    if step_profile.profiler is None:
-        _set_nsys_capture(begin=False)
-    else:
+    if step_profile is not None and step_profile.profiler is not None:
         step_profile.profiler.stop()
+    elif step_profile is not None:
+        _set_nsys_capture(begin=False)
+    return step_profile
 
 
 def _start_torch_profiler() -> profile:

@@ -86,7 +86,7 @@ def _check_blocks(text: str) -> tuple[bool, str]:
 
 
 def extract_information_blocks(text: str) -> list[str]:
-    """Returns the `<information>` blocks of a whole transcript, whoever wrote them."""
+    """Returns the `<information>` blocks of a whole transcript, also those that the model wrote."""
     blocks = re.findall(r"<information>(.*?)</information>", text, re.DOTALL)
     return [block.strip() for block in blocks]
 
