@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
 from hone.config.errors import ConfigError
+from hone.launch import STOPPED_EXIT_STATUS
 from hone.launch.node import NodeSettings, NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,8 @@ def _start_process(
     plan: LaunchPlan, host: str, module: str, request: Mapping[str, object]
 ) -> subprocess.Popen[str]:
     line = f"cd {shlex.quote(plan.folder)} && exec {shlex.quote(plan.python)} -m {module}"
-    line = f"{plan.setup} && {line}" if plan.setup else line
+    # `eval` keeps a comment or a `;` at the end of the setup line apart from the command.
+    line = f"eval {shlex.quote(plan.setup)} && {line}" if plan.setup else line
     process = subprocess.Popen(
         TRANSPORTS[plan.transport](host, line),
         stdin=subprocess.PIPE,
@@ -216,12 +218,13 @@ def _run_job(
             job.stdin.close()
             while job.poll() is None and not stop_event.wait(0.2):
                 pass
-            stop_event.set()
+            if job.poll() is None:
+                job.kill()
     finally:
         _stop_processes([("the job", job)])
     for reader in readers:
         reader.join(END_DEADLINE_S)
-    return job.returncode
+    return STOPPED_EXIT_STATUS if job.returncode < 0 else job.returncode
 
 
 def _copy_lines(stream: Iterator[str], write: Callable[[str], None]) -> None:
@@ -247,10 +250,12 @@ def _stop_processes(processes: _NamedProcesses) -> None:
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C, SIGTERM and SIGHUP set."""
+    """Yields an event that Ctrl-C, SIGTERM and SIGHUP set; under `nohup`, SIGHUP stays ignored."""
     stop_event = threading.Event()
     previous_handlers = {
-        number: signal.signal(number, lambda *_: stop_event.set()) for number in STOP_SIGNALS
+        number: signal.signal(number, lambda *_: stop_event.set())
+        for number in STOP_SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     }
     try:
         yield stop_event

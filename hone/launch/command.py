@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -170,7 +171,7 @@ def _host_names(options: argparse.Namespace) -> tuple[str, ...]:
 def _with_cluster_size(command: Sequence[str], nodes: int, gpus: int | None) -> list[str]:
     """Appends the size of the cluster to a training command that does not set it."""
     arguments = list(command)
-    runs_module = arguments[1:2] == ["-m"] and arguments[2] in _TRAINING_MODULES
+    runs_module = arguments[1:3] in [["-m", module] for module in _TRAINING_MODULES]
     if arguments[:2] != ["hone", "train"] and not runs_module:
         return arguments
     sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": gpus or None}
@@ -218,9 +219,9 @@ def _write_job_file(
     out = options.out or f"{options.name}.{'sbatch' if is_slurm else 'yaml'}"
     atomic_write_text(out, text)
     if not is_slurm:
-        screen().line(f"wrote {out}; start it: kubectl create -f {out}")
+        screen().line(f"wrote {out}; start it: kubectl create -f {shlex.quote(out)}")
     elif not options.submit:
-        screen().line(f"wrote {out}; start it: sbatch {out}")
+        screen().line(f"wrote {out}; start it: sbatch {shlex.quote(out)}")
     elif shutil.which("sbatch") is None:
         raise ConfigError(f"wrote {out}; --submit needs sbatch, which is not on this machine")
     else:

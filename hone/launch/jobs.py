@@ -19,6 +19,8 @@ except ImportError as error:
         "hone launch and hone jobs need Ray, which is not installed: pip install 'hone-rl[ray]'"
     ) from error
 
+from hone.launch import STOPPED_EXIT_STATUS
+
 logger = logging.getLogger(__name__)
 # At INFO the client logs every closed connection.
 logging.getLogger(JobSubmissionClient.__module__).setLevel(logging.WARNING)
@@ -35,7 +37,6 @@ STOP_RETRY_DEADLINE_S = 20.0
 """The shorter deadline after a request to stop, when the cluster may have ended."""
 AGENT_DEADLINE_S = 180.0
 """A new cluster's job agent accepts a job within this time."""
-STOPPED_EXIT_STATUS = 130
 
 
 class JobClient:

@@ -49,11 +49,13 @@ reaper, ray_ports = _load_controller_module("reaper"), _load_controller_module("
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """The settings of one node; `head` is the address of the head node, and empty for the head itself."""
+    """The settings of one node."""
 
     mark: str
+    """Identifies the launch: in the name of its folder, and in the environment of the node's processes."""
     token: str
     head: str = ""
+    """The address of the head node; empty for the head itself."""
     port: int = 0
     gpus: int | None = None
     cpus: int | None = None

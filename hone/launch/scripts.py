@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import yaml
 
@@ -72,12 +72,15 @@ def sbatch_script(
     )
 
 
-def _check_kubernetes(name: str, memory: str) -> None:
-    """Raises ConfigError if Kubernetes would reject the name or the memory."""
+def _check_kubernetes(name: str, memory: str, cpus: int) -> None:
+    """Raises ConfigError if Kubernetes would reject the name, the memory or the CPUs."""
     if not _NAME_PATTERN.fullmatch(name):
         raise ConfigError(
-            f"--name {name}: use at most 47 characters of a-z, 0-9 and -, the first one a letter"
+            f"--name {name}: use at most 47 characters of a-z, 0-9 and -, the first one a letter and the "
+            "last one not -"
         )
+    if cpus < 1:
+        raise ConfigError(f"--cpus {cpus}: give at least 1")
     if not _QUANTITY_PATTERN.fullmatch(memory):
         raise ConfigError(f"--memory {memory}: give a quantity of Kubernetes, for example 256Gi")
 
@@ -99,7 +102,7 @@ def rayjob_manifest(
 
     `gpus`, `cpus` and `memory` are per pod.
     """
-    _check_kubernetes(name, memory)
+    _check_kubernetes(name, memory, cpus)
     volumes_and_mounts = [_volume_and_mount(i, text) for i, text in enumerate(volumes)]
 
     def pod_template(container_name: str) -> Fields:
@@ -123,7 +126,7 @@ def rayjob_manifest(
         }
 
     cluster: Fields = {
-        "rayVersion": version("ray"),
+        "rayVersion": _ray_version(),
         "authOptions": {"mode": "token"},
         "headGroupSpec": {"rayStartParams": {}, "template": pod_template("ray-head")},
     }
@@ -142,6 +145,15 @@ def rayjob_manifest(
     manifest = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
     command_text = json.dumps(list(command), ensure_ascii=True)
     return f"# command: {command_text}\n" + yaml.safe_dump(manifest, sort_keys=False)
+
+
+def _ray_version() -> str:
+    try:
+        return version("ray")
+    except PackageNotFoundError:
+        raise ConfigError(
+            "the manifest names the version of Ray, which is not installed here: pip install 'hone-rl[ray]'"
+        ) from None
 
 
 def _volume_and_mount(number: int, text: str) -> tuple[Fields, Fields]:

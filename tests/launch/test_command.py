@@ -91,7 +91,8 @@ def test_a_training_command_gets_the_size_of_the_cluster_unless_it_sets_it() -> 
         *module,
         "trainer.nnodes=1",
     ]
-    assert _with_cluster_size(["python", "x.py", "train"], 2, 8) == ["python", "x.py", "train"]
+    for command in (["python", "x.py", "train"], ["python", "-m"]):
+        assert _with_cluster_size(command, 2, 8) == command
 
 
 class Server:

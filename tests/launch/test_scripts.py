@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import time
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -267,8 +268,21 @@ def test_a_plain_command_stays_readable_and_an_odd_one_survives_every_shell() ->
         ({"name": "1run"}, "the first one a letter"),
         ({"volumes": ["shared"]}, "CLAIM:/PATH"),
         ({"memory": "128GB"}, "for example 256Gi"),
+        ({"name": "run-"}, "the last one not -"),
+        ({"cpus": 0}, "--cpus 0: give at least 1"),
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         manifest(["hone", "train"], **options)
+
+
+def test_a_manifest_without_ray_on_this_machine_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("hone.launch.scripts.version", missing)
+    with pytest.raises(ConfigError, match="pip install"):
+        manifest(["hone", "train"])
