@@ -133,7 +133,7 @@ def run_python(arguments: Sequence[str]) -> tuple[int, bool]:
     process = _Processes()
     environment = dict(os.environ) | {LAUNCHER_PID_VARIABLE: str(os.getpid())}
     (code,) = process.run([sys.executable, *arguments], [environment]).values()
-    return code, process.stop_signal is not None
+    return code if code >= 0 else signal_exit_code(-code), process.stop_signal is not None
 
 
 def die_with_launcher() -> None:
@@ -180,6 +180,8 @@ class _Processes:
             with signal_handler(self._forward_signal):
                 for rank, environment in enumerate(environments):
                     self._processes.append(subprocess.Popen(command, env=environment))
+                    if self.stop_signal is not None:  # it came before this process was in the list
+                        self._processes[rank].send_signal(self.stop_signal)
                     watch = threading.Thread(target=self._watch, args=(rank,), daemon=True)
                     watch.start()
                 return self._wait()

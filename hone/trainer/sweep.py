@@ -5,30 +5,47 @@ All combinations are checked before the first run starts. A failed run does not 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hone.config.convert import show_value
 from hone.config.errors import ConfigError
 from hone.config.keys import get
 from hone.config.sources import parse_override
 from hone.trainer.command_line import compose_arguments
+from hone.trainer.interrupt import signal_exit_code
 from hone.trainer.ranks import run_python
 from hone.types import JsonValue
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
 SWEEP_FLAGS = ("-m", "--multirun")
+PROGRAM_FLAGS = {"--dry-run": 0, "--search": 1}
+"""Flags that each run gets unchanged, with the number of their arguments."""
+_REFUSED_FLAGS = (
+    *("--model", "--bench", "--data", "--out", "--folds", "--baseline"),
+    *("--processbench", "--best-of-n", "--aggregate", "--split"),
+)
+"""Flags of evaluations, whose runs would write the same files."""
+_RUN_FOLDERS = ("trainer.default_local_dir", "trainer.default_hdfs_dir")
 OUTPUT_KEYS = {
-    "ppo_trainer": ("trainer.default_local_dir",),
-    "sft_trainer": ("trainer.default_local_dir",),
-    "prm_trainer": ("trainer.default_local_dir",),
-    "rm_trainer": ("trainer.default_local_dir",),
+    "ppo_trainer": (*_RUN_FOLDERS, "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+    "sft_trainer": _RUN_FOLDERS,
+    "prm_trainer": _RUN_FOLDERS,
+    "rm_trainer": _RUN_FOLDERS,
     "generation": ("data.output_path",),
     "evaluation": ("output.json_path", "output.plot_path", "output.scores_path"),
 }
 """The keys of the output paths, by config; these paths must differ between the runs of a sweep."""
+MAX_LABEL_CHARACTERS = 150
+"""A longer label of a run is truncated, because a file name has at most 255 bytes."""
 
 
 @dataclass
@@ -59,6 +76,11 @@ def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
     """Runs every combination; returns the exit code of the first failed run, or 0."""
     from hone.tracking.console import screen
 
+    flags = [text.partition("=")[0] for text in arguments]
+    if refused_flags := [flag for flag in flags if flag in _REFUSED_FLAGS]:
+        raise ConfigError(
+            f"-m does not work with {refused_flags[0]}; run the command once per value"
+        )
     shared_arguments, runs = combinations(arguments, schema)
     was_stopped = False
     for number, run in enumerate(runs, start=1):
@@ -73,7 +95,8 @@ def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
         if was_stopped:
             break
     _print_table(runs)
-    return next((run.exit_code for run in runs if run.exit_code), 0)
+    exit_code_of_stop = signal_exit_code(signal.SIGINT) if was_stopped else 0
+    return next((run.exit_code for run in runs if run.exit_code), exit_code_of_stop)
 
 
 def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list[Run]]:
@@ -89,23 +112,42 @@ def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list
         else:
             prefix = argument[: len(argument) - len(argument.lstrip("+~"))]
             key = f"{prefix}{override.get_key_element().lstrip('+~')}"
-            choice_lists.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+            choice_lists.append([f"{key}={value}" for value in _choices(argument, override)])
     runs = [Run(list(values), {}) for values in itertools.product(*choice_lists)]
     paths_by_run = [_output_paths(shared_arguments, run.overrides, schema) for run in runs]
-    for run, paths in zip(runs, paths_by_run, strict=True):
-        if sum(paths == other for other in paths_by_run) > 1:  # each run needs its own output path
-            paths = {key: _path_of_run(path, run.overrides) for key, path in paths.items()}
-        run.output_paths = paths
+    labels = [_label(run.overrides) for run in runs]
+    for run, paths, label in zip(runs, paths_by_run, labels, strict=True):
+        if len(label) > MAX_LABEL_CHARACTERS or labels.count(label) > 1:
+            digest = hashlib.sha256(" ".join(run.overrides).encode()).hexdigest()
+            label = f"{label[:MAX_LABEL_CHARACTERS]}-{digest[:8]}"
+        for key, path in paths.items():
+            is_shared = sum(path == other.get(key) for other in paths_by_run) > 1
+            run.output_paths[key] = _path_of_run(path, label) if is_shared else path
     return shared_arguments, runs
+
+
+def _choices(argument: str, override: Override) -> Iterable[str]:
+    """Returns the values of a sweep; raises an error for an interval or a glob, which lists none."""
+    from hydra.errors import HydraException
+
+    try:
+        return list(override.sweep_string_iterator())
+    except HydraException:
+        raise ConfigError(
+            f"{argument!r} does not list its values; write key=a,b or key=range(1,4)"
+        ) from None
 
 
 def _output_paths(
     shared_arguments: Sequence[str], overrides: Sequence[str], schema: str
 ) -> dict[str, str]:
+    arguments = [*shared_arguments, *overrides]
+    for flag, num_values in PROGRAM_FLAGS.items():
+        if flag in arguments:
+            position = arguments.index(flag)
+            del arguments[position : position + 1 + num_values]
     try:
-        config = compose_arguments(
-            [*shared_arguments, *overrides], schema=schema, program="-m"
-        ).config
+        config = compose_arguments(arguments, schema=schema, program="-m").config
     except ConfigError as error:
         run = " ".join(overrides)
         raise ConfigError([f"{problem} (run {run})" for problem in error.problems]) from None
@@ -113,19 +155,23 @@ def _output_paths(
     return {key: str(value) for key, value in values.items() if value}
 
 
-def _path_of_run(path: str, overrides: Sequence[str]) -> str:
-    """Adds the values of a run to a path: as a subfolder, or before the suffix of a file."""
+def _label(overrides: Sequence[str]) -> str:
+    """Returns the values of a run as a file name, with `_` for special characters."""
     pairs = [argument.lstrip("+").partition("=")[::2] for argument in overrides]
     names = [key.rpartition(".")[2] for key, _ in pairs]
     keys = [
         name if names.count(name) == 1 else key for (key, _), name in zip(pairs, names, strict=True)
     ]
     values = [re.sub(r"[^\w.-]", "_", value) for _, value in pairs]
-    label = ",".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+    return ",".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+
+
+def _path_of_run(path: str, label: str) -> str:
+    """Adds the label of a run to a path: as a subfolder, or before the suffix of a file."""
     output = Path(path)
     if output.suffix in (".parquet", ".json", ".jsonl", ".png"):
         return str(output.with_name(f"{output.stem}-{label}{output.suffix}"))
-    return str(output / label)
+    return f"{path.rstrip('/')}/{label}"
 
 
 def _print_table(runs: Sequence[Run]) -> None:

@@ -9,10 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hone.tracking import read_metrics
+from hone.trainer import ranks
 from hone.trainer.ranks import LAUNCHER_PID_VARIABLE, launch
 
 from .around_fixtures import sft_settings, tiny_model
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from hone.trainer.command_line import run_program
 from hone.trainer.interrupt import GracefulStop
 
@@ -151,6 +154,23 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(
     assert "FileNotFoundError: rank 1 lacks a file" in output
     assert "LaunchError: rank 1 ended with code 2; its message is above" in output
     assert not any(map(is_running, run.pids))
+
+
+def test_a_signal_while_ranks_start_reaches_those_that_start_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(command, env=env))
+        if len(started) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    popen = SimpleNamespace(Popen=start)
+    monkeypatch.setattr(ranks, "subprocess", popen)
+    exit_codes = ranks._Processes().run(["sleep", "20"], [dict(os.environ)] * 2)
+    assert exit_codes == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
 
 
 def test_ranks_that_end_well_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

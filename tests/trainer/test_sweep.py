@@ -72,7 +72,7 @@ def test_a_run_that_fails_stops_no_other_and_its_code_is_the_sweeps(
 
 
 def test_a_signal_ends_the_sweep(runs: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    sweep(["trainer.seed=9,1"], *PPO)
+    assert sweep(["trainer.seed=9,1"], *PPO) == 130
     assert len(runs) == 1
     assert "started" in capsys.readouterr().out
 
@@ -94,6 +94,60 @@ def test_files_of_generation_keep_their_suffix(runs: list[list[str]]) -> None:
     assert runs[0][-1] == "data.output_path='o-temperature=0.5.parquet'"
 
 
+def paths_of(arguments: Sequence[str], schema: str = "ppo_trainer") -> list[dict[str, str]]:
+    return [run.output_paths for run in sweeps.combinations(arguments, schema)[1]]
+
+
+def test_no_run_resumes_or_overwrites_another_in_any_folder_that_it_writes_to() -> None:
+    keys = ("default_local_dir", "default_hdfs_dir", "rollout_data_dir", "validation_data_dir")
+    folders = [f"trainer.{key}=s3://bucket/{key}" for key in keys]
+    first, second = paths_of([*folders, "algorithm.gamma=0.9,1.0"])
+    assert first == {f"trainer.{key}": f"s3://bucket/{key}/gamma=0.9" for key in keys}
+    assert not set(first.values()) & set(second.values())
+
+
+def test_a_file_that_all_runs_share_is_divided_even_if_another_differs() -> None:
+    files = ["output.json_path=a.json,b.json", "output.plot_path=p.png"]
+    assert [paths["output.plot_path"] for paths in paths_of(files, "evaluation")] == [
+        "p-json_path=a.json.png",
+        "p-json_path=b.json.png",
+    ]
+
+
+@pytest.mark.parametrize("values", ["org/model,org_model", f"{'a' * 150}1,{'a' * 150}2"])
+def test_values_that_look_alike_in_a_file_name_have_folders_of_their_own(values: str) -> None:
+    first, second = (
+        Path(paths["trainer.default_local_dir"]).name
+        for paths in paths_of([f"actor_rollout_ref.model.path={values}"])
+    )
+    assert first != second
+    assert len(first) < 200
+
+
+def test_flags_of_the_program_reach_every_run(runs: list[list[str]]) -> None:
+    sweep(["--dry-run", "trainer.seed=1,3"], *PPO)
+    assert [run[2:4] for run in runs] == [["--dry-run", f"trainer.seed={seed}"] for seed in (1, 3)]
+    search = ["--search", "http://x/retrieve"]
+    sweep([*search, "data.n_samples=1,2"], "generation", ["-m", "hone.cli", "generate"])
+    assert runs[2][3:5] == search
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        ("optim.lr=interval(0,1)", "does not list its values"),
+        ("optim.lr=glob(*)", "does not list its values"),
+        ("--out=x", "-m does not work with --out"),
+    ],
+)
+def test_what_cannot_be_swept_is_a_sentence(
+    argument: str, problem: str, runs: list[list[str]]
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        sweep([argument], "rm_trainer", ["-m", "hone.cli", "eval-rm"])
+    assert runs == []
+
+
 def test_the_verb_sweeps_too(runs: list[list[str]]) -> None:
     assert cli.main(["sft", "--multirun", "optim.lr=1e-5,1e-4"]) == 0
     assert [run[:4] for run in runs] == [
@@ -103,3 +157,4 @@ def test_the_verb_sweeps_too(runs: list[list[str]]) -> None:
 
 def test_a_program_of_its_own_ends_with_its_code() -> None:
     assert run_python(["-c", "raise SystemExit(7)"]) == (7, False)
+    assert run_python(["-c", "import os; os.kill(os.getpid(), 9)"]) == (137, False)
