@@ -120,24 +120,49 @@ def temporary_folder(run: RunFolder, step: int) -> Path:
 
 
 def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Returns the step and folder to resume from (see `resume_source`), and discards everything later.
+    """Returns the step and folder to resume from, after `discard_after` that step."""
+    source = find_resume_source(run, mode, path)
+    discard_after(run, source)
+    return source
 
-    Later checkpoints are renamed to `global_step_N.earlier`, and later metrics are deleted.
+
+def find_resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
+    """Returns the result of `resume_source`, after downloading a newer checkpoint of the remote store.
+
+    Deletes the unfinished checkpoints of killed processes if there is no error.
     """
     if mode == "auto":
         remote_checkpoints.pull(run)
     source = resume_source(run, mode, path)
-    remote_checkpoints.invalidate_after(run, -1 if source is None else source[0])
-    for folder in run.path.glob(f".global_step_*{_TEMPORARY_SUFFIX}"):  # left by a killed process
+    if source is None and mode == "auto" and (steps := remote_checkpoints.complete_steps(run)):
+        raise NoValidCheckpoint(
+            f"{run.remote} has {len(steps)} checkpoints, but all of them are damaged; nothing was changed. "
+            "Restore one, set another trainer.default_hdfs_dir, or start anew with "
+            "trainer.resume_mode=disable"
+        )
+    for folder in run.path.glob(f".global_step_*{_TEMPORARY_SUFFIX}"):
         shutil.rmtree(folder, ignore_errors=True)
+    return source
+
+
+def discard_after(run: RunFolder, source: tuple[int, Path] | None) -> None:
+    """Discards what was written after the step of `source`; None discards everything.
+
+    Later checkpoints are renamed to `global_step_N.earlier`, and later metrics are deleted.
+    """
+    last_step = -1 if source is None else source[0]
+    remote_checkpoints.invalidate_after(run, last_step)
     for step, folder in run.checkpoints():
-        if source is None or step > source[0]:
+        if step > last_step:
             new_path = folder.with_name(f"{folder.name}.earlier")
             _remove_checkpoint(new_path)
             folder.rename(new_path)
             log.warning("%s is not the checkpoint to resume; renamed to %s", folder, new_path.name)
-    run.truncate_after(-1 if source is None else source[0])
-    return source
+    if not run.checkpoint(last_step).is_dir():
+        run.latest_file.unlink(missing_ok=True)
+    elif run.latest_file.exists():
+        atomic_write_text(run.latest_file, str(last_step))
+    run.truncate_after(last_step)
 
 
 def resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:

@@ -44,16 +44,19 @@ def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> N
     if run.remote is None:
         return
     try:
-        for step, folder in run.checkpoints():
-            url = f"{run.remote}/{folder.name}"
-            if _read_manifest(url) != (folder / MANIFEST).read_bytes():
-                upload(folder, url, last=MANIFEST)
-                log.info("checkpoint of step %d copied to %s", step, url)
-        for file in (run.config_file, run.metrics_file, run.latest_file):
+        # The metrics are copied first, because a run that resumes from a copy needs all lines up to it.
+        for file in (run.config_file, run.metrics_file):
             if file.is_file():
                 upload(file, f"{run.remote}/{file.name}")
+        for step, folder in run.checkpoints():
+            url, manifest = f"{run.remote}/{folder.name}", folder / MANIFEST
+            if manifest.is_file() and _read_manifest(url) != manifest.read_bytes():
+                upload(folder, url, last=MANIFEST)
+                log.info("checkpoint of step %d copied to %s", step, url)
+        if run.latest_file.is_file():
+            upload(run.latest_file, f"{run.remote}/{run.latest_file.name}")
         local_steps = {step for step, _ in run.checkpoints()}
-        remote_steps = set(_complete_steps(run.remote))
+        remote_steps = set(complete_steps(run))
         # [-0:] is the whole list, so 0 keeps all.
         kept_steps = {*local_steps, *protected, *sorted(remote_steps)[-num_to_keep:]}
         for step in remote_steps - kept_steps:
@@ -71,12 +74,11 @@ def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> N
 
 def pull(run: RunFolder) -> None:
     """Downloads the newest complete checkpoint if it is newer than those of the run folder."""
-    if run.remote is None:
-        return
-    newest_step = max(
-        (step for step, folder in run.checkpoints() if find_damage(folder) is None), default=-1
+    local_checkpoints = reversed(run.checkpoints()) if run.remote is not None else ()
+    newest_step = next(
+        (step for step, folder in local_checkpoints if find_damage(folder) is None), -1
     )
-    for step in reversed([step for step in _complete_steps(run.remote) if step > newest_step]):
+    for step in reversed([step for step in complete_steps(run) if step > newest_step]):
         url, final_folder = f"{run.remote}/global_step_{step}", run.checkpoint(step)
         make_folder(run.path)
         temporary = final_folder.with_name(f".{final_folder.name}.tmp")
@@ -98,7 +100,7 @@ def pull(run: RunFolder) -> None:
 
 def invalidate_after(run: RunFolder, last_step: int) -> None:
     """Renames the manifests of checkpoints after `last_step`, so that no run resumes from them."""
-    for step in _complete_steps(run.remote) if run.remote is not None else ():
+    for step in complete_steps(run):
         if step > last_step:
             url = f"{run.remote}/global_step_{step}"
             system, path = file_system(url)
@@ -110,11 +112,10 @@ def invalidate_after(run: RunFolder, last_step: int) -> None:
             )
 
 
-def _complete_steps(url: str) -> list[int]:
-    """Returns the steps of the complete checkpoints in a store, oldest first."""
-    matches = (
-        re.fullmatch(rf"global_step_(\d+)/{re.escape(MANIFEST)}", n) for n in remote_files(url)
-    )
+def complete_steps(run: RunFolder) -> list[int]:
+    """Returns the steps of the complete checkpoints in the run's store, oldest first."""
+    names = remote_files(run.remote) if run.remote is not None else ()
+    matches = (re.fullmatch(rf"global_step_(\d+)/{re.escape(MANIFEST)}", name) for name in names)
     return sorted(int(match[1]) for match in matches if match)
 
 

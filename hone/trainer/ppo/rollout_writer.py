@@ -25,9 +25,7 @@ class RolloutWriter:
     def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Tokenizer) -> None:
         self._run, self._trainer, self._tokenizer = run, trainer, tokenizer
         self._all_steps_folder = trainer.rollout_data_dir
-        self._folder = (
-            RunFolder(self._all_steps_folder).path if self._all_steps_folder else run.rollouts
-        )
+        self._folder = Path(trainer.rollout_data_dir or run.rollouts).expanduser()
         self._thread_tokenizer: Tokenizer | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
         self._pending_write: Future[None] | None = None
@@ -48,9 +46,8 @@ class RolloutWriter:
 
     def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
         """Writes the file of a validation, and logs some rows to trackers that show tables."""
-        folder = self._trainer.validation_data_dir
-        file = RunFolder(folder).path / f"step_{step}.parquet" if folder else None
-        file = file or self._run.validation_file(step)
+        file, folder = self._run.validation_file(step), self._trainer.validation_data_dir
+        file = Path(folder).expanduser() / file.name if folder else file
         write_rollouts(file, batch, self._tokenizer, step=step)
         self._log_samples("val", batch, step, tracking, self._trainer.log_val_generations)
 

@@ -92,7 +92,8 @@ class PPOTrainer:
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
         self.group_cls = ray_worker_group_cls or roles.group_class(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.run_folder = RunFolder(trainer.default_local_dir, trainer.default_hdfs_dir)
+        folder = Path(trainer.default_local_dir).expanduser()
+        self.run_folder = RunFolder(folder, trainer.default_hdfs_dir)
         self.rollout_writer = RolloutWriter(self.run_folder, trainer, tokenizer)
         self.timers = Timers()
         self.alarms = Alarms(trainer.alarms, self.run_folder)
@@ -133,8 +134,7 @@ class PPOTrainer:
         """Trains to the last step; `origins` maps each config key to the file or argument that set it."""
         trainer = self.config.trainer
         with lock_folder(self.run_folder.path):
-            self.resume()
-            will_train = self.global_step < self.total_steps and not trainer.val_only
+            will_train = self.resume()
             if self.global_step > 0 and not (will_train or trainer.val_only):
                 return
             # A run that only validates does not replace the config of the run that trained here.
@@ -286,14 +286,10 @@ class PPOTrainer:
             with self.phase("update_actor"):
                 output = self.actor.call(ActorWorker.update_actor, batch, num_step_rows=num_rows)
                 step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
-            step_metrics |= self.publish()
+            with self.phase("update_weights"):
+                step_metrics |= self.publisher.publish()
         self.warnings.warn_of_skipped_updates(step_metrics, self.global_step)
         return step_metrics
-
-    def publish(self) -> dict[str, float]:
-        """Sends the weights of the last update to the rollout."""
-        with self.phase("update_weights"):
-            return self.publisher.publish()
 
     def report(self, batch: DataProto) -> dict[str, float]:
         """Returns the metrics of a step that are computed from its batch."""
@@ -372,13 +368,17 @@ class PPOTrainer:
             state |= {"kl_controller": self.kl_controller.state_dict()}
             checkpoint.write_state(folder, state)
 
-    def resume(self) -> None:
-        """Loads the newest valid checkpoint, and drops the metrics that were logged after it."""
+    def resume(self) -> bool:
+        """Loads the checkpoint, and returns whether the run will train; if so, discards later files."""
         trainer, run = self.config.trainer, self.run_folder
-        source = checkpoint.prepare_resume(run, trainer.resume_mode, trainer.resume_from_path)
-        if source is None:
-            return
-        step, folder = source
+        source = checkpoint.find_resume_source(run, trainer.resume_mode, trainer.resume_from_path)
+        if source is not None:
+            self._load(*source)
+        if will_train := self.global_step < self.total_steps and not trainer.val_only:
+            checkpoint.discard_after(run, source)
+        return will_train
+
+    def _load(self, step: int, folder: Path) -> None:
         for role, group in self.trained_groups.items():
             group.call_all(TrainWorker.load_checkpoint, str(folder / role))
         self.publisher.publish()
@@ -388,12 +388,13 @@ class PPOTrainer:
         self.source.load_state_dict(state.get("not_taken", ()), self.loader)
         self.alarms.load_state_dict(state.get("alarms"))
         self.global_step = step
-        checkpoint.print_resumed(folder, step, None if trainer.val_only else self.total_steps)
+        total_steps = None if self.config.trainer.val_only else self.total_steps
+        checkpoint.print_resumed(folder, step, total_steps)
 
     def shutdown(self) -> None:
         """Stops the workers and the scoring processes."""
-        for manager in (self.reward_fn, self.val_reward_fn):
-            if hasattr(manager, "close"):
-                manager.close()
-        self.rollout_writer.close()
-        self._stack.close()
+        with self._stack:  # stops the workers even if a manager cannot be closed
+            for manager in (self.reward_fn, self.val_reward_fn):
+                if hasattr(manager, "close"):
+                    manager.close()
+            self.rollout_writer.close()

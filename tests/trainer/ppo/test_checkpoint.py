@@ -131,6 +131,52 @@ def test_validation_alone_keeps_the_config_of_the_weights(
     assert (fresh.folder / "config.yaml").is_file()
 
 
+def test_a_run_that_trains_nothing_discards_nothing(
+    train: Callable[..., Run], task: Task, tmp_path: Path
+) -> None:
+    from hone.models.load import load_tokenizer
+    from hone.models.tiny import save_pretrained, tiny_lm
+
+    run = train(*FOUR)
+    metrics, checkpoints = run.metrics, run.checkpoints()
+    earlier = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run.checkpoint(2)}")
+    for source in (earlier, ("trainer.resume_mode=disable",)):
+        train(*FOUR, task.validated(), "trainer.val_only=true", *source)
+    train(*TWO, *earlier)  # already at step 2 of 2
+    tokenizer = load_tokenizer(task.model)
+    other = tiny_lm(len(tokenizer), hidden=32, layers=1, mlp=48, tie_embeddings=False)
+    model = save_pretrained(other, tokenizer, tmp_path / "other")
+    with pytest.raises(Exception, match="holds another model"):
+        train(*FOUR, *earlier, f"actor_rollout_ref.model.path={model}")
+    assert run.checkpoints() == checkpoints
+    assert run.metrics[:4] == metrics
+    assert [line["step"] for line in run.metrics[4:]] == [2, 0]
+
+
+def test_the_latest_checkpoint_is_the_one_that_a_run_resumes_from(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        run.checkpoint(step).mkdir()
+    run.latest_file.write_text("3")
+    checkpoint.discard_after(run, (2, run.checkpoint(2)))
+    assert run.latest_file.read_text() == "2"
+    checkpoint.discard_after(run, None)
+    assert not run.latest_file.exists()
+
+
+def test_a_run_folder_in_the_home_folder(
+    train: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    train(*TWO, "trainer.default_local_dir=~/run", "trainer.rollout_data_dir=~/rollouts")
+    assert (tmp_path / "home" / "run" / "global_step_2").is_dir()
+    assert (tmp_path / "home" / "rollouts" / "step_2.parquet").is_file()
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_run_says_where_it_goes_on_and_where_its_result_lies(
     train: Callable[..., Run], capsys: pytest.CaptureFixture[str]
 ) -> None:

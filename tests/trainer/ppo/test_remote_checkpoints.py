@@ -17,8 +17,11 @@ import pytest
 from hone.cli import main as hone
 from hone.config import ConfigError
 from hone.data import files
+from hone.tracking import RunFolder
+from hone.tracking.manifest import write_manifest
 from hone.trainer import main_sft
 from hone.trainer.ppo import remote_checkpoints
+from hone.trainer.ppo.checkpoint import NoValidCheckpoint
 
 from ..around_fixtures import sft_config, sft_settings, tiny_model
 from ..runs import Run, Task
@@ -65,6 +68,41 @@ def test_a_damaged_copy_is_passed_over_and_a_later_one_is_set_aside(
     assert anew.checkpoints() == ["global_step_2"]
     assert whole_copies(store) == {"global_step_2"}
     assert "global_step_1/manifest.json.earlier" in files.remote_files(store)
+
+
+def test_without_any_sound_copy_the_run_stops_and_changes_nothing(
+    train: Callable[..., Run], store: str, tmp_path: Path
+) -> None:
+    there = f"trainer.default_hdfs_dir={store}"
+    train(*TWO, there, folder="first")
+    (tmp_path / "x").write_text("broken")
+    for step in (1, 2):
+        files.copy(tmp_path / "x", f"{store}/global_step_{step}/trainer_state.json")
+    before = files.remote_files(store)
+    with pytest.raises(NoValidCheckpoint, match="has 2 checkpoints, but all of them are damaged"):
+        train(*TWO, there, folder="second")
+    assert files.remote_files(store) == before
+    train(*TWO, there, "trainer.resume_mode=disable", folder="second")
+
+
+def test_the_copied_metrics_reach_every_copied_checkpoint_and_incomplete_ones_are_passed_over(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunFolder(tmp_path / "run", store)
+    run.metrics.append({"a": 1.0}, 2)
+    for step in (1, 2):
+        run.checkpoint(step).mkdir()
+    (run.checkpoint(2) / "x").write_text("x")
+    write_manifest(run.checkpoint(2))
+    order = []
+
+    def upload(source: Path, url: str, last: str | None = None) -> None:
+        order.append(source.name)
+        files.upload(source, url, last)
+
+    monkeypatch.setattr(remote_checkpoints, "upload", upload)
+    remote_checkpoints.push(run, 0)
+    assert order == ["metrics.jsonl", "global_step_2"]
 
 
 def test_a_store_that_fails_costs_a_warning_and_gets_all_the_next_time(
