@@ -12,20 +12,14 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics, weight_metrics
-from hone.algorithms.rejection import (
-    EXPONENT_BOUND,
-    Bound,
-    catastrophic_tokens,
-    parse_bound,
-    rejection_mask,
-)
+from hone.algorithms.rejection import EXPONENT_BOUND, catastrophic_tokens, rejection_mask
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.ranges import IS_THRESHOLD_KEY, Bound, parse_bound
 from hone.ops.masked import masked_mean, masked_sum, zero_outside_mask
 from hone.types import Settings
 
 _SECTION = "algorithm.rollout_correction"
-_THRESHOLD_KEY = f"{_SECTION}.rollout_is_threshold"
 _PREFIX = "rollout_corr/"
 
 
@@ -50,7 +44,7 @@ def correct(
     level, threshold = option("rollout_is"), option("rollout_is_threshold")
     if level is not None:
         weights = importance_weights(log_ratio, mask, level, threshold)
-        bounds = parse_bound(threshold, _THRESHOLD_KEY)
+        bounds = parse_bound(threshold, IS_THRESHOLD_KEY)
         metrics |= weight_metrics(weights, log_ratio, mask, level, bounds)
         if option("rollout_is_batch_normalize"):
             mean = masked_mean(weights, mask)
@@ -83,7 +77,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: str, threshold: B
 
     A single number truncates weights above it (TIS); "lo_hi" sets weights outside lo … hi to 0 (IcePop).
     """
-    bounds = parse_bound(threshold, _THRESHOLD_KEY)
+    bounds = parse_bound(threshold, IS_THRESHOLD_KEY)
     log_ratio = zero_outside_mask(log_ratio, mask).detach()
     if level == "sequence":
         log_ratio = masked_sum(log_ratio, mask, -1).unsqueeze(-1).expand_as(log_ratio)

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from hone.algorithms.correction import correct
 from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics, weight_metrics
-from hone.algorithms.rejection import OPTIONS, rejection_mask, split_list
+from hone.algorithms.rejection import rejection_mask
 from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.ranges import REJECTION_OPTIONS, split_list
 from hone.ops.masked import count_unmasked, zero_outside_mask
 from hone.protocol import DataProto
 from hone.types import Fields, Settings
 
-SUPPORTED_ROLLOUT_RS_OPTIONS = frozenset(OPTIONS)
+SUPPORTED_ROLLOUT_RS_OPTIONS = frozenset(REJECTION_OPTIONS)
 _PREFIX = "rollout_corr/"
 
 

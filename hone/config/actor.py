@@ -23,7 +23,7 @@ from hone.config.engine import (
     block_following_actor,
 )
 from hone.config.model import TrainedModelConfig
-from hone.config.ranges import AboveOne, Count, NotNegative, Positive
+from hone.config.ranges import AboveOne, Count, NotNegative, Positive, Share
 from hone.types import Settings
 
 current_batch_info: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
@@ -35,18 +35,18 @@ class PolicyLossConfig(SchemaBlock):
 
     loss_mode: str = "vanilla"
     """Name of the loss, or `pkg.mod:function` for a custom one."""
-    clip_cov_ratio: float = 2e-4
+    clip_cov_ratio: Share = 2e-4
     """clip_cov: share of tokens whose gradient is dropped."""
     clip_cov_lb: float = 1.0
     """clip_cov: lower covariance bound."""
     clip_cov_ub: float = 5.0
     """clip_cov: upper covariance bound."""
-    kl_cov_ratio: float = 2e-4
+    kl_cov_ratio: Share = 2e-4
     """kl_cov: share of tokens that get the KL term."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of the KL term."""
-    dro_beta: float | None = None
-    """dro: weight of the squared log-ratio; must be given and positive for `dro`."""
+    dro_beta: Positive | None = None
+    """dro: weight of the squared log-ratio; `dro` needs it."""
 
 
 class RouterReplayConfig(SchemaBlock):
@@ -67,9 +67,9 @@ class ActorConfig(UpdateConfig):
     """Upper clip range; null uses `clip_ratio`. DAPO uses 0.28."""
     clip_ratio_c: AboveOne = 3.0
     """Dual clip: upper bound of the ratio for negative advantages; above 1."""
-    tau_pos: float = 1.0
+    tau_pos: Positive = 1.0
     """sapo: temperature for positive advantages."""
-    tau_neg: float = 1.05
+    tau_neg: Positive = 1.05
     """sapo: temperature for negative advantages."""
     policy_loss: PolicyLossConfig = block(PolicyLossConfig)
     entropy_coeff: float = 0.0

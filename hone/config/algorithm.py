@@ -41,7 +41,7 @@ class RolloutCorrectionConfig(SchemaBlock):
     """Weights are truncated at this value; `lo_hi` zeroes weights outside the band (IcePop)."""
     rollout_rs: str | tuple[str, ...] | None = None
     """Rejection options, comma separated: token_k1…k3, seq_sum_k1…, seq_mean_k1…, seq_max_k2|k3."""
-    rollout_rs_threshold: float | str | None = None
+    rollout_rs_threshold: float | str | tuple[str, ...] | None = None
     """Bounds of the rejection options: one number, or `lo_hi` for k1, comma separated."""
     rollout_token_veto_threshold: Positive | None = None
     """Reject a whole response if the ratio train/rollout of one of its tokens is below this number."""
@@ -108,9 +108,9 @@ class AlgorithmConfig(SchemaBlock):
     reward_dpo_coef: float = 5.0
     """PRIME: weight of the implicit process rewards."""
     gdpo_reward_keys: tuple[str, ...] | None = None
-    """gdpo: reward components, normalised separately."""
+    """GDPO: reward components, normalised separately."""
     gdpo_reward_weights: tuple[float, ...] | None = None
-    """gdpo: weight of each component; null gives each the weight 1."""
+    """GDPO: weight of each component; null gives each the weight 1."""
 
 
 class CurriculumFilterConfig(SchemaBlock):

@@ -136,6 +136,8 @@ class _Composition:
     def _write(self, owner: str, setting: Setting) -> str | None:
         """Writes one setting to its leaf or block, and returns the problem, if any."""
         value, nested_key = setting.value, setting.key[len(owner) + 1 :]
+        if setting.delete and not nested_key:
+            return f"{owner} cannot be removed; give it a value or null"
         if owner in blocks(self.root):
             referenced = keys.referenced_keys(value)
             if not referenced and value is not None and value != {}:
@@ -150,8 +152,6 @@ class _Composition:
             if mapping is not None and not isinstance(mapping, dict):
                 return f"{owner} is a value, it has no key '{nested_key.split('.')[0]}'"
             self.values[owner] = _set_nested(mapping, nested_key.split("."), setting)
-        elif setting.delete:
-            return f"{owner} cannot be removed; give it a value or null"
         else:
             self.values[owner] = value
         return None

@@ -12,11 +12,13 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.block import SchemaBlock
 from hone.config.convert import Config, Value, parse_scalar, read_table
 from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get, leaves, replace
+from hone.config.ranges import IS_THRESHOLD_KEY, parse_bound, rejection_bounds
 from hone.config.sft import RMConfig, SupervisedConfig
 from hone.config.states import condition_holds, fill_values
 from hone.config.trees import PPOTrainerConfig
@@ -57,6 +59,7 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
             yield from problems or batch_size_problems(config, ranks // size)
         for check in (_reward_and_rollout_problems, _data_problems, _shard_problems):
             yield from check(config)
+        yield from _correction_problems(config.algorithm.rollout_correction)
     tree = _CHECKED_AS.get(tree, tree)
     yield from (sentence for _, sentence in _rows("problems", tree, config))
     yield from _unknown_name_problems(tree, config)
@@ -229,6 +232,16 @@ def _reward_and_rollout_problems(config: PPOTrainerConfig) -> Iterator[str]:
     if rollout.name == "native" and ranks % size:
         subject = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
         yield f"{subject} does not divide {ranks} rollout ranks; {divisors_advice(ranks, size)}"
+
+
+def _correction_problems(correction: RolloutCorrectionConfig) -> Iterator[str]:
+    try:
+        if correction.rollout_is is not None:
+            parse_bound(correction.rollout_is_threshold, IS_THRESHOLD_KEY)
+        if correction.rollout_rs is not None:
+            rejection_bounds(correction.rollout_rs, correction.rollout_rs_threshold)
+    except ValueError as error:
+        yield str(error)
 
 
 def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:

@@ -54,7 +54,8 @@ def describe_type(hint: Hint) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(str, members))
     if origin is tuple:
-        return f"a list of {_TYPE_WORDS[members[0]].split()[1]}s"
+        count = "" if members[-1] is ... else f"{len(members)} "
+        return f"a list of {count}{_TYPE_WORDS[members[0]].split()[1]}s"
     return _TYPE_WORDS.get(origin or hint, "any value")
 
 
@@ -76,12 +77,15 @@ def fit(value: Value, hint: Hint) -> Value:
     elif origin is Literal and any(same(value, choice) for choice in members):
         return value
     elif origin is tuple and None not in (items := _items(value)):
-        return tuple(fit(item, members[0]) for item in items)
+        if members[-1] is ... or len(items) == len(members):
+            return tuple(fit(item, members[0]) for item in items)
     elif origin in (dict, Mapping) and isinstance(value, Mapping):
         member_type = members[1] if members and members[1] in (int, float, str) else Any
         return {name: fit(item, member_type) for name, item in value.items()}
     elif hint is bool and isinstance(value, str) and value.lower() in _BOOLEAN_WORDS:
         return _BOOLEAN_WORDS[value.lower()]
+    elif hint is int and isinstance(value, float) and value.is_integer():
+        return int(value)  # 1e3 is written for 1000
     elif not isinstance(value, bool) and isinstance(value, _CONVERTIBLE_TYPES.get(hint, ())):
         with contextlib.suppress(ValueError):
             return hint(value)

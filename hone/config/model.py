@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.config.block import SchemaBlock, block
-from hone.config.ranges import CountOrZero, Share
+from hone.config.ranges import CountOrZero, Positive, Share
 from hone.types import Settings
 
 
@@ -33,7 +33,7 @@ class TrainedModelConfig(SchemaBlock):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     lora_rank: CountOrZero = 0
     """LoRA rank; 0 trains all parameters."""
-    lora_alpha: float = 16
+    lora_alpha: Positive = 16
     """LoRA scale: the update is multiplied by alpha / rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Modules that get LoRA matrices: all-linear, one pattern, or a list of names."""

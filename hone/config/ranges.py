@@ -1,12 +1,14 @@
-"""The ranges of numbers in the schema."""
+"""The ranges of numbers in the schema, and the bounds of `algorithm.rollout_correction`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from hone.config.convert import show_value
+from hone.config.errors import did_you_mean, nearest
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,94 @@ Share = Annotated[float, Range(least=0, most=1)]
 PositiveShare = Annotated[float, Range(above=0, most=1)]
 AboveOne = Annotated[float, Range(above=1)]
 OneOrMore = Annotated[float, Range(least=1)]
+
+Bound = float | str
+"""A bound in the format of `algorithm.rollout_correction`: 2.0, "0.5_2.0"."""
+OptionNames = str | Sequence[str] | None
+"""Names from REJECTION_OPTIONS, as a list or a comma-separated string."""
+Bounds = Bound | Sequence[Bound] | None
+IS_THRESHOLD_KEY = "algorithm.rollout_correction.rollout_is_threshold"
+RS_THRESHOLD_KEY = "algorithm.rollout_correction.rollout_rs_threshold"
+_ESTIMATORS = ("k1", "k2", "k3")
+REJECTION_OPTIONS = (
+    *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in _ESTIMATORS),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+def rejection_bounds(options: OptionNames, bounds: Bounds) -> list[tuple[str, float, float]]:
+    """Returns the lower and upper bound of k1, k2 or k3 for each rejection option; raises for wrong settings.
+
+    Bounds of k1 = −log(train / rollout) are written as bounds of the ratio train / rollout; k2 and k3 have
+    one upper bound.
+    """
+    key = "algorithm.rollout_correction.rollout_rs"
+    names, values = [str(name) for name in split_list(options)], split_list(bounds)
+    for name in names:
+        if name not in REJECTION_OPTIONS:
+            raise ValueError(
+                f"{key}={name} is unknown.{did_you_mean(nearest(name, REJECTION_OPTIONS))} Use "
+                f"{', '.join(REJECTION_OPTIONS)}"
+            )
+    if names and not values:
+        raise ValueError(f"{key}={','.join(names)} needs {RS_THRESHOLD_KEY}, for example 2.0")
+    if len(values) == 1:
+        values = values * len(names)
+    if len(values) != len(names):
+        raise ValueError(
+            f"{RS_THRESHOLD_KEY}={show_value(bounds)} has {len(values)} bounds for {len(names)} "
+            f"options ({', '.join(names)}); give one for all options, or one for each"
+        )
+    return [(name, *_value_range(name, v)) for name, v in zip(names, values, strict=True)]
+
+
+def _value_range(option: str, bound: Bound) -> tuple[float, float]:
+    """Returns the lower and upper bound of the values of a rejection option."""
+    estimator = option.rpartition("_")[2]
+    if estimator == "k1":
+        min_ratio, max_ratio = _ratio_band(bound)
+        return -math.log(max_ratio), -math.log(min_ratio)  # k1 decreases with the ratio
+    bounds = parse_bound(bound, RS_THRESHOLD_KEY)
+    if len(bounds) != 1:
+        raise ValueError(
+            f"{RS_THRESHOLD_KEY}={show_value(bound)}: {estimator} takes one upper bound, such as 0.01"
+        )
+    return -math.inf, bounds[0]
+
+
+def _ratio_band(bound: Bound) -> tuple[float, float]:
+    """Returns the bounds of a ratio; a single number hi means 1/hi … hi."""
+    bounds = parse_bound(bound, RS_THRESHOLD_KEY)
+    if len(bounds) == 2:
+        return bounds[0], bounds[1]
+    if bounds[0] < 1:
+        raise ValueError(
+            f"{RS_THRESHOLD_KEY}={show_value(bound)}: a single bound of a ratio must be 1 or more; it allows "
+            "1/hi … hi"
+        )
+    return 1 / bounds[0], bounds[0]
+
+
+def split_list(value: Bound | Sequence[Bound] | None) -> list[Bound]:
+    """Converts a comma-separated string, a list, or one value to a list."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def parse_bound(value: Bound, key: str) -> tuple[float, ...]:
+    """Parses `2.0` to (hi,) and `"0.5_2.0"` to (lo, hi); bounds must be positive and in order."""
+    if isinstance(value, bool):
+        raise TypeError(f"{key}={value!r}: a bound is a number, not a boolean")
+    try:
+        bounds = tuple(float(part) for part in str(value).split("_"))
+    except ValueError:
+        bounds = ()
+    if len(bounds) not in (1, 2) or not all(x > 0 for x in bounds) or bounds[0] > bounds[-1]:
+        raise ValueError(
+            f"{key}={show_value(value)} is not a bound; write one number above 0 (2.0) or lo_hi (0.5_2.0)"
+        )
+    return bounds

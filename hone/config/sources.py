@@ -7,6 +7,7 @@ with Hydra by name only, because the schema defines their defaults.
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import re
 import warnings
@@ -34,6 +35,8 @@ BUILT_IN_TREES: dict[str, str] = {name: tree for name, (tree, _) in _CONFIGS.ite
 """Our tree of each config name of verl."""
 _NEW_ARGUMENT = re.compile(r"[~+-]|[^=]+=")
 """Matches an argument that is not the value of the previous argument."""
+_THRESHOLDS = re.compile(r"threshold\s*[=:][^\n#'\"]*$", re.MULTILINE)
+_BAND = re.compile(r"(?<![\w.])[\d.]+_[\d.]+(?![\w.])")
 _ENGINE_CHOICE = re.compile(r"(actor|critic|engine)/(automodel|megatron|torchtitan|veomni)")
 
 
@@ -77,6 +80,7 @@ def parse_override(text: str, next_argument: str = "") -> Override:
     from hydra.errors import HydraException
 
     parser = OverridesParser.create()
+    text = quote_bands(text)
     key, equals, value = text.partition("=")
     next_argument = next_argument.strip()
     is_value_next = equals and next_argument and not _NEW_ARGUMENT.match(next_argument)
@@ -97,6 +101,11 @@ def parse_override(text: str, next_argument: str = "") -> Override:
     raise ConfigError(f"cannot read the argument {text!r}; {advice}")
 
 
+def quote_bands(text: str) -> str:
+    """Quotes thresholds such as `0.5_5`, which Hydra and YAML would read as the number 0.55."""
+    return _THRESHOLDS.sub(lambda match: _BAND.sub(r"'\g<0>'", match[0]), text)
+
+
 def flatten(value: JsonValue, key: str, origin: str) -> Iterator[Setting]:
     """Yields one setting per leaf of a nested value; an empty mapping is a leaf."""
     if isinstance(value, Mapping) and value:
@@ -113,7 +122,8 @@ def read_file(path: Path, package: str = "") -> list[Setting]:
     from yaml import YAMLError
 
     try:
-        loaded = OmegaConf.load(path)
+        text = quote_bands(path.read_text("utf-8"))
+        loaded = OmegaConf.load(io.StringIO(text))
     except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     tree = OmegaConf.to_container(loaded, resolve=False)

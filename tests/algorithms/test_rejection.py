@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from hone.algorithms.correction_metrics import rejection_metrics
-from hone.algorithms.rejection import (
-    OPTIONS,
-    parse_bound,
-    parse_ratio_band,
-    rejection_mask,
-    split_list,
-)
+from hone.algorithms.rejection import rejection_mask
+from hone.config.ranges import REJECTION_OPTIONS
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
 LOG_RATIO = torch.tensor(
@@ -35,7 +30,7 @@ def statistic(option, values):
     return per_token if level == "token" else [reductions[level](per_token)] * len(values)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", REJECTION_OPTIONS)
 @pytest.mark.parametrize("bound", [1.01, 1.2, 2.0, 3.0])
 def test_every_option_equals_its_definition(option, bound):
     if not option.endswith("k1"):
@@ -99,7 +94,7 @@ def test_a_bound_is_inclusive():
     [
         ("token_k4", 1, "unknown"),
         ("seq_max_k1", 2, "unknown"),
-        ("token_k1", None, "has 0 bounds for 1"),
+        ("token_k1", None, "needs algorithm.rollout_correction.rollout_rs_threshold"),
         ("token_k1,token_k2,token_k3", "2,3", "has 2 bounds for 3"),
         ("token_k2", "0.1_0.2", "one upper bound"),
         ("token_k1", 0.5, "must be 1 or more"),
@@ -112,19 +107,6 @@ def test_a_bound_is_inclusive():
 def test_wrong_settings_are_refused(options, bound, message):
     with pytest.raises(ValueError, match=message):
         rejection_mask(LOG_RATIO, MASK, options, bound)
-
-
-def test_the_formats_of_bounds():
-    assert parse_bound(2, "k") == (2.0,)
-    assert parse_bound("0.5_2.0", "k") == (0.5, 2.0)
-    assert parse_bound("1_1", "k") == (1, 1)
-    assert parse_ratio_band(4, "k") == (0.25, 4)
-    assert parse_ratio_band(1, "k") == (1, 1)
-    assert parse_ratio_band("0.5_3", "k") == (0.5, 3)
-    assert split_list(None) == []
-    assert split_list(" a , b,") == ["a", "b"]
-    assert split_list(0.5) == [0.5]
-    assert split_list(("a", "b")) == ["a", "b"]
 
 
 def test_metrics_of_token_and_sequence_options_by_hand():

@@ -60,7 +60,7 @@ def test_weights_and_rejection_mask_from_a_log_ratio():
     )
     assert mask.tolist() == [[0, 1, 0], [1, 1, 0]]
     assert metrics["rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
-    with pytest.raises(ValueError, match="has 0 bounds"):
+    with pytest.raises(ValueError, match="needs algorithm"):
         functions.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "token_k1")
     with pytest.raises(ValueError, match="rollout_rs is empty"):
         functions.compute_rollout_rejection_mask(OLD - ROLLOUT, MASK, "", 2.0)

@@ -85,6 +85,32 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
         "algorithm.rollout_correction.rollout_rs_threshold, for example 2.0",
         ["algorithm.rollout_correction.rollout_rs_threshold=2.0"],
     ),
+    "each rejection option has a bound": (
+        [
+            f"{CORRECTION}.rollout_rs=[token_k1,token_k2]",
+            f"{CORRECTION}.rollout_rs_threshold=[1,2,3]",
+        ],
+        f"{CORRECTION}.rollout_rs_threshold=[1,2,3] has 3 bounds for 2 options (token_k1, token_k2); "
+        "give one for all options, or one for each",
+        [f"{CORRECTION}.rollout_rs_threshold=[1,2]"],
+    ),
+    "a bound of k2 is one number": (
+        [f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=0.5_2"],
+        f"{CORRECTION}.rollout_rs_threshold=0.5_2: k2 takes one upper bound, such as 0.01",
+        [f"{CORRECTION}.rollout_rs_threshold=0.01"],
+    ),
+    "a bound of weights is positive": (
+        [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=-1"],
+        f"{CORRECTION}.rollout_is_threshold=-1 is not a bound; write one number above 0 (2.0) or lo_hi "
+        "(0.5_2.0)",
+        [f"{CORRECTION}.rollout_is_threshold=0.5_2"],
+    ),
+    "a loss has no mean over the batch": (
+        [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"],
+        f"{CORRECTION}.rollout_is_batch_normalize=true needs a mean over the whole batch, which a loss "
+        "in bypass_mode does not have; set it or bypass_mode to false",
+        [f"{CORRECTION}.rollout_is_batch_normalize=false"],
+    ),
     "bypass loss without bypass mode": (
         [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
         f"{ACTOR}.policy_loss.loss_mode=bypass_mode needs {CORRECTION}.bypass_mode=true, which chooses "
@@ -299,6 +325,38 @@ def test_a_key_of_an_option_has_an_effect_with_that_option(tool: str, notes: int
     overrides = [f"global_profiler.tool={tool}", "global_profiler.steps=[1]"]
     composed = compose([*overrides, "global_profiler.nsys_options.trace=cuda"])
     assert [note.endswith("no effect without nsys") for note in composed.notes] == [True] * notes
+
+
+IDLE = [
+    ([f"{ACTOR}.loss_scale_factor=9"], "seq-mean-token-sum-norm"),
+    (
+        [f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.loss_agg_mode=token-sum"],
+        "is aggregated by",
+    ),
+    ([f"{ACTOR}.policy_loss.loss_mode=sapo", f"{ACTOR}.clip_ratio=0.1"], "does not clip"),
+    ([f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.clip_ratio_c=9"], "has no dual clip"),
+    (
+        [f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_low=0.1", f"{ACTOR}.clip_ratio_high=0.3"],
+        "clip_ratio_low and clip_ratio_high replace it",
+    ),
+    (["custom_reward_function.name=mine"], "custom_reward_function.path=null"),
+    (["reward_manager.module.path=mine.py"], "reward_manager.source=register"),
+    (
+        [f"reward_model.reward_kwargs.overlong_buffer_cfg.{x}" for x in ("enable=true", "len=9")],
+        "the manager dapo",
+    ),
+    (["data.val_files=null", "trainer.test_freq=5"], "there are no data.val_files"),
+    ([f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.top_p=0.9"], "greedy"),
+    ([f"{ROLLOUT}.val_kwargs.top_p=0.9"], "greedy"),
+    (["reward_model.server.url=http://127.0.0.1:1"], "reward_model.enable=false"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "note"), IDLE)
+def test_a_key_without_effect_beside_the_other_keys_is_noted(
+    overrides: list[str], note: str
+) -> None:
+    assert len([text for text in compose(overrides).notes if note in text]) == 1
 
 
 def test_keys_that_take_effect_are_not_noted() -> None:

@@ -161,6 +161,7 @@ def test_a_mapping_where_null_was_the_default_can_be_filled() -> None:
 
 def test_a_declared_key_cannot_be_removed() -> None:
     assert "data.seed cannot be removed; give it a value or null" in error(["~data.seed"])
+    assert "algorithm.kl_ctrl cannot be removed" in error(["~algorithm.kl_ctrl"])
 
 
 def test_a_sweep_is_not_a_list() -> None:

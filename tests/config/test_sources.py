@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hone.config import ConfigError
-from hone.config.sources import flatten, parse_overrides
+from hone.config.sources import flatten, parse_overrides, read_file
 
 
 def test_overrides_flatten_mappings_and_keep_lists() -> None:
@@ -28,6 +30,17 @@ def test_a_plain_value_outside_the_grammar_is_a_string(value: str) -> None:
 def test_an_argument_that_cannot_be_read_is_explained(text: str) -> None:
     with pytest.raises(ConfigError, match="cannot read the argument"):
         parse_overrides([text])
+
+
+@pytest.mark.parametrize("text", ["0.5_5", "2_5", "[1,0.5_5]", "'0.5_5'"])
+def test_a_lower_and_an_upper_threshold_are_not_one_number(text: str, tmp_path: Path) -> None:
+    """Hydra and YAML read 0.5_5 as 0.55."""
+    expected = ["1", "0.5_5"] if text[0] == "[" else text.strip("'")
+    (setting,) = parse_overrides([f"a.rs_threshold={text}"])
+    file = tmp_path / "x.yaml"
+    file.write_text(f"a:\n  rs_threshold: {text}\n  b: 1_0\n")
+    for value in (setting.value, read_file(file)[0].value):
+        assert [str(v) for v in value] == expected if isinstance(value, list) else value == expected
 
 
 def test_a_deletion_is_marked() -> None:

@@ -347,8 +347,7 @@ def _keys_without_effect(
     reasons: dict[str, str] = {}
     if not plan.needs_critic:
         reason = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
-        blocks = ("optim", "model", "ppo_micro_batch_size_per_gpu", "cliprange_value")
-        reasons |= {f"critic.{block}": reason for block in blocks}
+        reasons |= {f"critic.{name}": reason for name in config.critic if name != "enable"}
     if not plan.needs_reference:
         reasons["actor_rollout_ref.ref"] = "no KL to the reference policy is configured"
     name = config.algorithm.adv_estimator
