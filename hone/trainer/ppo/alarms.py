@@ -133,11 +133,13 @@ class Alarms:
             raise AlarmsRaised(self._stop_message)
 
     def protected_steps(self, step: int) -> list[int]:
-        """Returns the steps of checkpoints that must not be deleted: those from before an alarm, and the one
-        that an alarm at the next step would need."""
+        """Returns the steps of checkpoints that must not be deleted: those from before an alarm, the one that
+        an alarm at the next step would need, and the one after it, which later alarms will need."""
         if not self.config.enable or self.config.action == "warn":
             return []
-        return [*self._protected_steps, *self._newest_checkpoint_up_to(step - self.config.patience)]
+        steps = [number for number, _ in self._run.checkpoints()]
+        old_steps = [number for number in steps if number <= step - self.config.patience]
+        return [*self._protected_steps, *old_steps[-1:], *steps[len(old_steps) :][:1]]
 
     def state_dict(self) -> AlarmsState:
         return {
@@ -152,13 +154,10 @@ class Alarms:
             self._history = {name: list(values) for name, values in state["history"].items()}
             self._raised_alarms, self._protected_steps = list(state["raised"]), list(state["kept"])
 
-    def _newest_checkpoint_up_to(self, step: int) -> list[int]:
-        """Returns a list with the step of the newest checkpoint up to `step`; empty if there is none."""
-        return [number for number, _ in self._run.checkpoints() if number <= step][-1:]
-
     def _apply_action(self, message: str, step: int) -> None:
         # The first of the `patience` steps was generated with the weights of the step before it.
-        earlier_steps = self._newest_checkpoint_up_to(step - self.config.patience - 1)
+        last_step = step - self.config.patience - 1
+        earlier_steps = [n for n, _ in self._run.checkpoints() if n <= last_step][-1:]
         if earlier_steps:
             message += f"; {self._run.checkpoint(earlier_steps[0])} is from before it"
         else:

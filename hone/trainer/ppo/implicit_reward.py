@@ -13,9 +13,13 @@ from hone.controller import WorkerGroup
 from hone.ops.groups import Groups
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
+from hone.trainer.ppo.balance import balance
 from hone.trainer.ppo.metrics import mean_over_ranks
 from hone.trainer.ppo.scoring import AGENT, RULE, extra_numbers, has_extra
 from hone.workers.implicit_reward_model import GROUP, OUTCOME, ImplicitRewardModelWorker
+
+_BATCH_ROW = "batch_row"
+"""The index of the row in the batch, which `balance` reorders."""
 
 
 def train_implicit_reward_model(
@@ -25,11 +29,16 @@ def train_implicit_reward_model(
     settings, mask = config.reward_model, require(batch, "response_mask")
     labels, uid = outcome_labels(batch, config), batch.non_tensor_batch["uid"]
     rows = batch.select()
-    rows.set_column(OUTCOME, labels)
-    rows.set_column(GROUP, Groups.of(uid).ids)
-    rows.set_column("step_row", torch.arange(len(batch)))
-    output = workers.call(ImplicitRewardModelWorker.update_rm, rows, num_step_rows=len(batch))
-    log_ratios, beta = output.batch["log_ratio"], settings.model.beta_train
+    columns = {OUTCOME: labels, GROUP: Groups.of(uid).ids, _BATCH_ROW: torch.arange(len(batch))}
+    for name, values in columns.items():
+        rows.set_column(name, values)
+    ranks, by_length = workers.data_parallel_size, config.trainer.balance_batch
+    rows_per_update = [settings.mini_batch_size]
+    rows, _ = balance(rows, ranks=ranks, rows_per_update=rows_per_update, by_length=by_length)
+    num_step_rows = int(rows.batch["step_row"].max()) + 1
+    output = workers.call(ImplicitRewardModelWorker.update_rm, rows, num_step_rows=num_step_rows)
+    log_ratios = output.batch["log_ratio"][rows.batch[_BATCH_ROW].argsort()]
+    beta = settings.model.beta_train
     rewards = implicit_rewards(
         log_ratios,
         mask,

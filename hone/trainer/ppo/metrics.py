@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import trajectory_indices, trajectory_totals
+from hone.agents.trajectory_rows import last_row_values, trajectory_indices, trajectory_totals
 from hone.algorithms.advantages.outcome import outcomes
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.columns import require
@@ -137,8 +137,8 @@ def data_metrics(
         metrics["actor/entropy"] = masked_mean(columns["entropys"], mask).item()
     if batch.has_column("step_mask"):
         metrics |= mean_max_min("num_of_steps", columns["step_mask"].sum(-1))
-    if batch.has_column("rm_scores"):
-        metrics |= style_metrics(scores, arrays.get("reward_model", ()))
+    if batch.has_column("rm_scores") and "reward_model" in arrays:
+        metrics |= style_metrics(scores, last_row_values(batch, arrays["reward_model"]))
     # A data set may also have a column `acc`; only that of a scorer or an agent loop is reported.
     keys = ("reward_extra_names", "loop_columns")
     has_acc = any("acc" in batch.meta_info.get(key, ()) for key in keys)
@@ -163,9 +163,9 @@ def data_metrics(
 
 
 def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[str, float]:
-    """Returns the mean score and the share of rows of each `reward_model.style`."""
+    """Returns the mean score and the share of trajectories of each `reward_model.style`."""
     scores_by_style: dict[str, list[float]] = {}
-    for score, reward_model in zip(scores.tolist(), reward_models, strict=False):
+    for score, reward_model in zip(scores.tolist(), reward_models, strict=True):
         style = reward_model.get("style") if isinstance(reward_model, dict) else None
         scores_by_style.setdefault("model" if style == "model" else "rule", []).append(score)
     return {

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import last_row_indices, trajectory_totals
+from hone.agents.trajectory_rows import (
+    last_row_indices,
+    trajectory_indices,
+    trajectory_totals,
+)
 from hone.algorithms.credit import STRICT_MIN, min_form_returns
 from hone.algorithms.kl import k3
 from hone.columns import reward_column
@@ -130,6 +134,8 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
     scores = verifiable_rewards(batch, config)
     if scores is None:
         return torch.full((len(batch),), torch.nan)
+    if (indices := trajectory_indices(batch)) is not None:
+        scores = trajectory_totals(batch, scores)[indices]
     numbers = scores.tolist()
     if "acc" in batch.meta_info.get("reward_extra_names", ()) and are_numbers(arrays["acc"]):
         pairs = zip(arrays["acc"], numbers, strict=True)

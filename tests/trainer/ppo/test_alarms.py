@@ -18,6 +18,7 @@ from hone.config import ConfigError, load_config
 from hone.config.trainer import AlarmsConfig
 from hone.tracking import RunFolder
 from hone.trainer.ppo.alarms import RULES, TRUE_SCORE_METRIC, Alarms, AlarmsRaised
+from hone.trainer.ppo.checkpoint import prune
 
 from ..runs import Run
 
@@ -169,6 +170,18 @@ def test_the_checkpoint_before_the_jump_is_the_newest_that_did_not_generate_it(
     # Steps 21 to 23 are beyond the limit; the weights of step 20 generated the first of them.
     assert watch.state_dict()["kept"] == [19]
     assert 19 in watch.protected_steps(90)
+
+
+def test_the_checkpoint_for_a_later_alarm_is_recent_even_if_only_one_is_kept(
+    tmp_path: Path,
+) -> None:
+    watch, run = alarms(tmp_path, action="keep"), RunFolder(tmp_path)
+    for step in range(1, 40):
+        run.checkpoint(step).mkdir()
+        prune(run, 1, watch.protected_steps(step))
+        before_alarm = [number for number, _ in run.checkpoints() if number <= step - 3]
+        assert step <= 4 or max(before_alarm) >= step - 6
+        assert len(run.checkpoints()) <= 3
 
 
 LOUD = (

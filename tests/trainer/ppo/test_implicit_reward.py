@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from hone.agents.trajectory_rows import TRAJECTORY_ROW
 from hone.config import ConfigError, load_config
+from hone.protocol import DataProto
+from hone.protocol.rows import object_array
 from hone.rewards.failures import RewardError
+from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.plan import Plan
 
 from ..runs import Run, Task
@@ -58,6 +63,42 @@ def test_the_filters_choose_from_an_oversampled_batch(
     for row in rows:
         groups.setdefault(row["uid"], []).append(row["score"])
     assert all(0.25 <= sum(scores) / len(scores) <= 0.45 for scores in groups.values())
+
+
+def test_a_response_is_truncated_by_the_length_of_all_its_turns(
+    train: Callable[..., Run], task: Task
+) -> None:
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop=trainer.ppo.loops:TwoTurns"
+    run = train(*prime(task), loop, "data.filter_truncate=true")  # 6 tokens, 4 of them its own
+    assert min(run.series("training/preferred_groups")) < 1
+    assert run.series("response_length/clip_ratio")[0] > 0
+
+
+class RecordingWorkers:
+    """Workers whose log-ratio of a row is the first token of its prompt."""
+
+    data_parallel_size = 2
+
+    def call(self, method: object, rows: DataProto, *, num_step_rows: int) -> DataProto:
+        self.rows, self.num_step_rows = rows, num_step_rows
+        log_ratio = rows.batch["prompts"][:, :1] * torch.ones(len(rows), 2)
+        return DataProto.from_dict({"log_ratio": log_ratio}, meta_info={"metrics": {}})
+
+
+def test_every_rank_updates_with_its_part_of_each_mini_batch(task: Task) -> None:
+    places = [0, 1, 0, 0, 1, 0]  # four trajectories
+    columns = {"prompts": torch.arange(6.0)[:, None], "response_mask": torch.ones(6, 2)}
+    columns |= {"attention_mask": torch.ones(6, 3), "reward/rule": torch.zeros(6, 2)}
+    arrays = {"uid": object_array(list("aaabbb")), TRAJECTORY_ROW: object_array(places)}
+    batch, workers = DataProto.from_dict(columns, arrays), RecordingWorkers()
+    config = load_config([*prime(task), "reward_model.mini_batch_size=2", "data.train_files=x"])
+    train_implicit_reward_model(batch, workers, config)  # type: ignore[arg-type]
+    assert workers.num_step_rows == 4
+    steps = [part.batch["step_row"].tolist() for part in workers.rows.chunk(2)]
+    assert all({row // 2 for row in part} == {0, 1} for part in steps)
+    expected = [i / 5 for i in range(6)]  # divided by the largest return
+    rewards = batch.batch["reward/implicit"][:, 0].tolist()
+    assert rewards == pytest.approx(expected, rel=1e-4)
 
 
 def test_outcomes_outside_0_to_1_are_refused(train: Callable[..., Run], task: Task) -> None:

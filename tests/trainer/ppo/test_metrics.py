@@ -9,7 +9,7 @@ import torch
 
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.trainer.ppo.metrics import GROUPS_WITHOUT_SIGNAL, StepWarnings
+from hone.trainer.ppo.metrics import GROUPS_WITHOUT_SIGNAL, StepWarnings, data_metrics
 
 
 def batch(scores: list[float], uids: str, trajectories: str | None = None) -> DataProto:
@@ -61,6 +61,19 @@ def test_a_batch_without_signal_is_told_once_until_there_is_some_again(
     assert [w.partition(":")[0] for w in warnings] == ["step 1", "step 4"]
     assert "in each of the 2 groups all responses have the same score" in warnings[0]
     assert "algorithm.filter_groups.enable=true" in warnings[0]
+
+
+def test_each_trajectory_counts_for_the_style_of_its_own_rows() -> None:
+    zeros, ones = torch.zeros(4, 3), torch.ones(4, 3)
+    scores = torch.tensor([0.0, 1.0, 0.0, 5.0])[:, None] * torch.tensor([0.0, 0.0, 1.0])
+    columns = dict.fromkeys(("token_level_rewards", "advantages", "returns", "rm_scores"), zeros)
+    columns |= {"token_level_scores": scores, "responses": zeros.long(), "response_mask": ones}
+    columns |= {"attention_mask": torch.ones(4, 5)}
+    styles = [{"style": style} for style in ("rule", "rule", "model", "model")]
+    arrays = {"reward_model": object_array(styles), "trajectory_row": object_array([0, 1, 0, 1])}
+    metrics = data_metrics(DataProto.from_dict(columns, arrays), 2, 3)
+    assert metrics["reward/style_rule/mean"] == 1.0
+    assert metrics["reward/style_model/mean"] == 5.0
 
 
 def test_an_estimator_that_compares_no_groups_is_not_told(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,12 @@ from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.trainer.ppo.collect import keep_mask
-from hone.trainer.ppo.response_metrics import filter_metrics, reflection_score, response_metrics
+from hone.trainer.ppo.response_metrics import (
+    correctness,
+    filter_metrics,
+    reflection_score,
+    response_metrics,
+)
 
 from ..runs import Run
 
@@ -132,6 +138,14 @@ def test_rows_without_a_verdict_are_neither_correct_nor_incorrect() -> None:
     assert metrics["instant_rewards/orm_match_vr"] == 0.5
     assert metrics["group_info/avg_n/whole_batch/mean"] == 0.5
     assert metrics["response_length/whole/mean"] == 4.5
+
+
+def test_a_trajectory_is_correct_by_the_sum_of_its_rows() -> None:
+    rows = batch(trajectory_row=[None, 1, None, 1])
+    rows.batch["reward/agent"] = rows.batch.pop("reward/rule") * torch.tensor([1, 1, 0, 0])[:, None]
+    assert correctness(rows, config()).tolist() == pytest.approx(
+        [math.nan, 1.0, math.nan, 0.0], nan_ok=True
+    )
 
 
 def test_rows_that_the_reward_model_does_not_score_are_no_outcome() -> None:
