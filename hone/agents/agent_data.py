@@ -88,7 +88,7 @@ class AgentData:
         for turn in self.turn_spans[-1:]:
             turn["reward"] = turn.get("reward", 0.0) + reward
 
-    def to_output(self, metrics: AgentLoopMetrics, extra_fields: Fields) -> AgentLoopOutput:
+    def to_output(self, extra_fields: Fields) -> AgentLoopOutput:
         """Returns the trajectory as the output of an agent loop."""
         response_start = len(self.prompt_ids) - len(self.response_mask)
         return AgentLoopOutput(
@@ -98,7 +98,12 @@ class AgentData:
             response_logprobs=self.response_logprobs,
             versions=self.versions,
             num_turns=self.assistant_turns + self.user_turns + 1,
-            metrics=metrics,
+            metrics=AgentLoopMetrics(
+                self.seconds["model"],
+                self.seconds["tools"],
+                later_prompt_tokens=self.later_turn_tokens["prompt"],
+                later_cached_tokens=self.later_turn_tokens["cached"],
+            ),
             stop_reason=self.stop_reason,
             routed_experts=self.routed_experts,
             extra_fields=extra_fields,

@@ -19,7 +19,7 @@ from hone.data.prompts import (
 )
 from hone.text import clean_text, clean_values, described
 from hone.tokenizer import Tokenizer
-from hone.types import Settings
+from hone.types import Fields, Settings
 
 _PLACEHOLDER = "QZ7assistantturnQZ7"
 """Stands for the model's turn while a template renders the messages after it."""
@@ -27,13 +27,17 @@ _TRUNCATED = "(truncated)"
 _TRUNCATION_ATTEMPTS = 8
 """Truncated text may tokenise to more ids, so truncation is repeated at most this often."""
 _QUESTION: Message = {"role": "user", "content": "What is 2+2?"}
-_CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+_CALL: Fields = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "add", "arguments": {"a": 2}},
+}
 _ASSISTANT_TURNS = {
     "a plain turn": "It is 4.",
     "a turn that thinks": "<think>\nTwo and two.\n</think>\n\nIt is 4.",
 }
 _REPLIES: dict[str, Message] = {
-    "tool": {"role": "tool", "content": "4", "tool_call_id": "call00000"},
+    "tool": {"role": "tool", "content": "4", "name": "add", "tool_call_id": "call00000"},
     "user": {"role": "user", "content": "Are you sure?"},
 }
 
@@ -56,9 +60,10 @@ def observation_ids(
         return _encode(
             "".join(_format_without_template(message) for message in messages), tokenizer
         )
-    text = clean_text(_render_after_assistant(messages, tokenizer, template_kwargs))
     end_text = tokenizer.decode([last_token], skip_special_tokens=False)
     is_special = not tokenizer.decode([last_token], skip_special_tokens=True)
+    end_token = end_text if is_special else None
+    text = clean_text(_render_after_assistant(messages, tokenizer, template_kwargs, end_token))
     if not is_special and not (len(end_text.strip()) > 1 and text.startswith(end_text)):
         return _encode(text, tokenizer)
     text = text.removeprefix(end_text)
@@ -72,9 +77,15 @@ def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def _render_after_assistant(
-    messages: Sequence[Message], tokenizer: Tokenizer, kwargs: Settings
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    kwargs: Settings,
+    end_token: str | None = None,
 ) -> str:
-    """Returns the template's text after an assistant turn, from its end token on."""
+    """Returns the template's text after an assistant turn, from its end token on.
+
+    `end_token` is the special token that the model ended its turn with, if any.
+    """
     turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
 
     def render_text(turns: Sequence[Message], generate: bool) -> str:
@@ -87,11 +98,15 @@ def _render_after_assistant(
         except BrokenTemplate:
             raise
         except Exception:  # the template may require the tool call before its answer
-            call_turn = [{"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+            calls = [_call_of(message) for message in messages]
+            call_turn = {"role": "assistant", "content": "", "tool_calls": calls}
             answers = [{"tool_call_id": _CALL["id"], **message} for message in messages]
-            before, after = render_text(call_turn, False), render_text([*call_turn, *answers], True)
+            before = render_text([call_turn], False)
+            after = render_text([call_turn, *answers], True)
             if not after.startswith(before):
                 raise
+            if end_token is not None and before.endswith(end_token):
+                return end_token + after[len(before) :]
             text = render_text([turn], False) + after[len(before) :]
     except BrokenTemplate:
         raise
@@ -109,14 +124,19 @@ def _render_after_assistant(
     return following_text
 
 
+def _call_of(answer: Message) -> Fields:
+    """Returns a call to which the answer belongs; a template may render its name and id."""
+    function = {"name": answer.get("name", "add"), "arguments": {"a": 2}}
+    return _CALL | {"id": answer.get("tool_call_id", _CALL["id"]), "function": function}
+
+
 def _remove_placeholder(message: Message) -> Message:
     """Removes the placeholder from a message, because only the text after the last one is used."""
-    content = message.get("content")
-    if not isinstance(content, str):
-        return message
-    while _PLACEHOLDER in content:
-        content = content.replace(_PLACEHOLDER, "")
-    return {**message, "content": content}
+    cleaned = dict(message)
+    for key, value in cleaned.items():
+        while isinstance(value, str) and _PLACEHOLDER in value:
+            value = cleaned[key] = value.replace(_PLACEHOLDER, "")
+    return cleaned
 
 
 def _format_without_template(message: Message) -> str:

@@ -6,8 +6,8 @@ the model scores the response.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +64,7 @@ class PairDataset(EncodedDataset):
                 raise PromptError(f"column {key!r} is missing or empty; the row has {columns}")
         prompt = row.get(config.prompt_key)
         if prompt is None and row.get("conversations") is not None:
-            prompt = [_as_message(turn) for turn in row["conversations"]]
+            prompt = _as_turns(row["conversations"])
         if prompt is None:
             prompt, chosen_text = _split_dialogue(chosen)
             rejected_prompt, rejected_text = _split_dialogue(rejected)
@@ -74,7 +74,7 @@ class PairDataset(EncodedDataset):
             chosen_text, rejected_text = _response_text(chosen), _response_text(rejected)
             prompt = prompt if isinstance(prompt, str) else as_messages(prompt)
         margin = row.get(config.margin_key)
-        if margin is not None and (isinstance(margin, bool) or not _is_finite_number(margin)):
+        if margin is not None and not _is_finite_number(margin):
             raise PromptError(f"column {config.margin_key!r} must be a number, got {shown(margin)}")
         return Pair(prompt, chosen_text, rejected_text, float(margin or 0.0))
 
@@ -141,13 +141,23 @@ def _response_text(value: Any) -> str:
     return value
 
 
+def _as_turns(value: Any) -> list[Message]:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, (list, tuple)) or not value:
+        raise PromptError(f"a dialogue must be a non-empty list of turns, got {shown(value)}")
+    return [_as_message(turn) for turn in value]
+
+
 def _as_message(turn: object) -> Message:
     """Converts a turn with {role, content} or {from, value} to a message."""
     if not isinstance(turn, Mapping):
         raise PromptError(f"a turn must be an object with role and content, got {shown(turn)}")
-    if "from" not in turn:
-        return as_messages([dict(turn)])[0]
-    return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value")}
+    speaker = turn.get("from")
+    if speaker is not None:
+        role = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+        turn = {"role": role, "content": turn.get("value")}
+    return as_messages([dict(turn)])[0]
 
 
 def _split_dialogue(value: Any) -> tuple[list[Message], str]:
@@ -156,7 +166,7 @@ def _split_dialogue(value: Any) -> tuple[list[Message], str]:
     A dialogue is a list of messages, or text with "\\n\\nHuman:" and "\\n\\nAssistant:".
     """
     if not isinstance(value, str):
-        messages = [_as_message(turn) for turn in as_messages(value)]
+        messages = _as_turns(value)
     else:
         intro, *parts = _TURN_START.split(value)
         pairs = zip(parts[::2], parts[1::2], strict=True)
@@ -172,4 +182,6 @@ def _split_dialogue(value: Any) -> tuple[list[Message], str]:
 
 
 def _is_finite_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= sys.float_info.max

@@ -87,7 +87,9 @@ def split_steps(
     for index in range(last_index + 1):
         text += texts[index]
         policy_text = policy_text + texts[index] if is_policy_token[index] else ""
-        before, *after = policy_text.split(separator)
+        # A separator that this token does not complete ended an earlier step.
+        has_separator = separator in policy_text[-len(separator) - len(texts[index]) :]
+        before, *after = policy_text.split(separator) if has_separator else [policy_text]
         rest = after[-1] if after else ""
         if index == last_index and rest:  # the last token has text after the separator
             steps.append((index, text))

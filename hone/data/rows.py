@@ -108,6 +108,7 @@ class FileRows:
         table = self.content.select([name for name in columns or names if name in names])
         if not table.column_names:
             yield from ({} for _ in range(len(self)))
+            return
         for batch in table.to_batches(max_chunksize=1024):
             yield from batch.to_pylist()
 

@@ -135,7 +135,7 @@ class MultiTurnSFTDataset(SFTDataset):
             if flaw := find_flaw(tools):
                 raise PromptError(f"column {key!r} {flaw}")
         elif tools is not None:
-            tools = remove_nulls(tools if isinstance(tools, list) else tools.tolist())
+            tools = remove_nulls(tools.tolist() if hasattr(tools, "tolist") else tools)
         is_list = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
         if tools is not None and not is_list:
             raise PromptError(f"column {key!r} must be a list of tool schemas, got {tools!r:.100}")

@@ -29,10 +29,11 @@ def parse_row_numbers(text: str, count: int) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if match is None:
             raise DataError(f"--rows {text}: write numbers and ranges, as in 0,3-5")
-        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
-    missing = [number for number in numbers if number >= count]
-    if missing:
-        raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, not {missing[0]}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last >= count:
+            missing = max(first, count)
+            raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, not {missing}")
+        numbers += range(first, last + 1)
     return numbers
 
 
@@ -55,7 +56,7 @@ def show_file(
         try:
             format_row = _supervised_lines if kind.is_supervised else _prompt_lines
             lines = [*format_row(row, kind, tokenizer, tools)]
-        except PromptError as error:
+        except (PromptError, DataError) as error:
             lines = [f"cannot be shown: {error}"]
         blocks.append("\n".join([f"== {file.where(number)}", *lines]))
     return "\n\n".join(blocks)
@@ -94,7 +95,7 @@ def _supervised_lines(
         yield from _message_lines(row[key])
         yield from _other_columns(row, key)
         return
-    config = replace(SFTDataConfig(), prompt_key=key, max_length=1 << 20)
+    config = replace(SFTDataConfig(), prompt_key=key, max_length=1 << 20, on_bad_row="skip")
     if response_key is not None:
         config = replace(config, response_key=response_key)
     dataset_class = MultiTurnSFTDataset if key == MESSAGES_COLUMN else SFTDataset

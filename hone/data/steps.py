@@ -258,9 +258,9 @@ def _parse_rating(rating: object, config: StepDataConfig) -> float | None:
     if rating is None:
         return None
     labels = {-1.0: 0.0, 0.0: config.neutral_label, 1.0: 1.0}
-    if not isinstance(rating, (int, float)) or float(rating) not in labels:
+    if not isinstance(rating, (int, float)) or rating not in labels:
         raise PromptError(f"'rating' must be -1, 0, 1 or null, got {shown(rating)}")
-    return labels[float(rating)]
+    return labels[rating]
 
 
 def _parse_math_shepherd(row: Row, config: StepDataConfig) -> Solution:

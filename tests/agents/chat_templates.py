@@ -147,6 +147,26 @@ GRANITE = Family(
     ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
     "<|end_of_text|>",
 )
+GPT_OSS = Family(
+    "{% set ns = namespace(name=none) %}"
+    + _each(
+        "{% if m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}"
+        "{{ '<|start|>assistant to=functions.' + ns.name + '<|channel|>commentary json<|message|>'"
+        " + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}"
+        "{% elif m.role == 'tool' %}"
+        "{% if ns.name is none %}{{ raise_exception('no call before') }}{% endif %}"
+        "{{ '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>'"
+        " + m.content | tojson + '<|end|>' }}"
+        "{% elif m.role == 'assistant' %}{% set ns.name = none %}"
+        "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
+        "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
+        "{% else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}"
+    )
+    + GENERATE
+    + "{{ '<|start|>assistant' }}{% endif %}",
+    ("<|start|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>", "<|end|>"),
+    "<|end|>",
+)
 FAMILIES = {
     "qwen2.5": QWEN_25,
     "qwen3": QWEN_3,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agents.chat_templates import FAMILIES, characters, merges
+from agents.chat_templates import FAMILIES, GPT_OSS, characters, merges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,3 +152,22 @@ def test_a_role_that_the_template_refuses_is_told() -> None:
     (first, _) = drifts(TOKENIZERS["gemma", "characters"], {}, ["tool"])
     assert isinstance(first, Drift)
     assert "cannot render a turn of tool" in first.problem
+
+
+def test_an_answer_in_harmony_follows_the_call_and_has_the_name_of_its_tool() -> None:
+    tokenizer = characters(GPT_OSS)
+    answer = {"role": "tool", "content": "42", "name": "search"}
+    added = tokenizer.decode(ids(tokenizer, "<|call|>", messages=[answer]))
+    assert added == (
+        "<|start|>functions.search to=assistant<|channel|>commentary<|message|>"
+        '"42"<|end|><|start|>assistant'
+    )
+
+
+def test_a_call_id_cannot_hide_the_text_before_it(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML.replace("m['content']", "m['content'] ~ m['tool_call_id']")
+    try:
+        forged = [{**TOOL[0], "tool_call_id": "QZ7assistantturnQZ7"}]
+        assert "42" in tokenizer.decode(ids(tokenizer, "<|im_end|>", messages=forged))
+    finally:
+        tokenizer.chat_template = CHATML

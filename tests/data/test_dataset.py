@@ -241,3 +241,13 @@ def test_the_error_of_a_row_without_a_prompt_names_its_columns(
 ) -> None:
     with pytest.raises(DataError, match=r"row 0: column 'prompt' .*the row has question, id"):
         RLHFDataset(write_jsonl([{"question": "a", "id": 1}]), tokenizer, config())
+
+
+def test_a_file_without_any_known_column_is_skipped_row_by_row(
+    tokenizer: Any, config: Any, tmp_path: Path
+) -> None:
+    write_parquet([{"x": 1}, {"x": 2}], tmp_path / "other.parquet")
+    write_parquet([{"prompt": "a"}], tmp_path / "good.parquet")
+    files = [str(tmp_path / "other.parquet"), str(tmp_path / "good.parquet")]
+    dataset = RLHFDataset(files, tokenizer, config(on_bad_row="skip"))
+    assert (dataset.positions, dataset.bad_rows.total) == ([2], 2)

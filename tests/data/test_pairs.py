@@ -104,3 +104,27 @@ def test_repeated_and_contradicting_pairs_are_left_out_where_asked(tokenizer: An
     assert len(dataset(tokenizer, *rows)) == 3
     filtered = dataset(tokenizer, *rows, drop_duplicates=True, on_bad_row="skip")
     assert filtered.bad_rows.counts == {"duplicate": 1, "contradiction": 1}
+
+
+def test_two_dialogues_with_from_and_value_are_a_pair(tokenizer: Any) -> None:
+    human = {"from": "human", "value": "1+1="}
+    row = {
+        key: [human, {"from": "gpt", "value": text}]
+        for key, text in (("chosen", "2"), ("rejected", "3"))
+    }
+    assert dataset(tokenizer, row)[0] == dataset(tokenizer, PLAIN)[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": None, "conversations": 5},
+        {"prompt": None, "conversations": []},
+        {"prompt": None, "conversations": [{"from": ["human"], "value": "1+1="}]},
+        {"prompt": None, "conversations": [{"from": "human"}]},
+        {"margin": 10**400},
+    ],
+)
+def test_an_odd_value_is_a_bad_row(tokenizer: Any, changes: dict[str, Any]) -> None:
+    data = dataset(tokenizer, PLAIN, {**PLAIN, **changes}, on_bad_row="skip")
+    assert (len(data), data.bad_rows.total) == (1, 1)

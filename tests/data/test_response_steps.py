@@ -103,3 +103,23 @@ def test_a_shared_cache_does_not_change_the_texts() -> None:
     for text in ("so a", " so", "a so 😀 so"):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert cached(ids) == TokenTextSplitter(tokenizer)(ids)
+
+
+@given(st.lists(st.tuples(st.text("a\n", max_size=5), st.booleans()), max_size=12))
+def test_steps_are_those_of_splitting_the_whole_text_after_each_token(
+    tokens: list[tuple[str, bool]],
+) -> None:
+    texts, policy = [text for text, _ in tokens], [is_policy for _, is_policy in tokens]
+    expected, text, policy_text = [], "", ""
+    last = max((i for i, is_policy in enumerate(policy) if is_policy), default=-1)
+    for i in range(last + 1):
+        text += texts[i]
+        policy_text = policy_text + texts[i] if policy[i] else ""
+        before, *after = policy_text.split("\n\n")
+        rest = after[-1] if after else ""
+        if i == last and rest:
+            expected.append((i, text))
+        elif i == last or after:
+            expected.append((i, text[: len(text) - len(policy_text)] + before))
+            text = policy_text = rest
+    assert split_steps(texts, policy, "\n\n") == expected

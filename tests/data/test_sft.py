@@ -314,3 +314,12 @@ def test_the_loader_serves_supervised_rows_too(
     batches = list(loader.first_epoch())
     assert [len(batch["input_ids"]) for batch in batches] == [2, 2, 1]
     assert len({uid for batch in batches for uid in batch["uid"]}) == 5
+
+
+@pytest.mark.parametrize("tools", [{"type": "function"}, 5, True])
+def test_tools_that_are_no_list_are_a_bad_row(tokenizer: Any, tools: object) -> None:
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    rows = [{"messages": messages}, {"messages": messages, "tools": tools}]
+    data = MultiTurnSFTDataset(None, tokenizer, sft_config(on_bad_row="skip"), rows=rows)
+    assert (len(data), data.bad_rows.total) == (1, 1)
+    assert "must be a list of tool schemas" in data.bad_rows.examples[0]

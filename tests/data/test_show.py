@@ -71,3 +71,15 @@ def test_rows_are_chosen_by_number() -> None:
         parse_row_numbers("first", 6)
     with pytest.raises(DataError, match="the file has rows 0 to 5, not 6"):
         parse_row_numbers("4-6", 6)
+
+
+def test_a_row_that_cannot_be_trained_on_does_not_hide_the_others(
+    write_jsonl: Callable[..., str], tokenizer: Any
+) -> None:
+    question, answer = ({"role": role, "content": "a"} for role in ("user", "assistant"))
+    rows = [{"messages": [question]}, {"messages": [question, answer]}]
+    text = show_file(write_jsonl(rows), tokenizer=tokenizer)
+    assert "column 'messages' has no assistant turn, so nothing to learn\n\n==" in text
+    assert "learnt | a<|im_end|>" in text
+    with pytest.raises(DataError, match="rows 0 to 1, not 2"):
+        parse_row_numbers("0-99999999999999999999", 2)

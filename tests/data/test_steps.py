@@ -190,3 +190,9 @@ def test_the_public_files_are_read_whole(name: str, tmp_path: Path, tokenizer: A
     rows.encode_all()
     assert len(rows) > 200
     assert set(rows.bad_rows.counts) <= {"no rating"}
+
+
+def test_a_rating_too_large_for_a_float_is_a_bad_row(tokenizer: Any) -> None:
+    row = {"instruction": "i", "responses": ["a"], "next_response": "b", "rating": 10**400}
+    with pytest.raises(DataError, match="'rating' must be -1, 0, 1 or null"):
+        dataset(tokenizer, row)

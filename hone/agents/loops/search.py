@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from hone.agents.agent_data import AgentData
-from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from hone.agents.contract import AgentLoopBase, AgentLoopOutput
 from hone.data.prompts import truncate
 from hone.retrieval.client import RetrievalClient, RetrievalFailed, retrieve
 from hone.rollout.contract import TokenOutput
@@ -180,9 +180,8 @@ class SearchAgentLoop(AgentLoopBase):
             multi_turn.max_assistant_turns,
             multi_turn.max_observation_tokens,
         ).run(agent_data, generate)
-        metrics = AgentLoopMetrics(agent_data.seconds["model"], agent_data.seconds["tools"])
         columns = counts.columns(agent_data.assistant_turns)
-        return agent_data.to_output(metrics, {"turn_spans": agent_data.turn_spans, **columns})
+        return agent_data.to_output({"turn_spans": agent_data.turn_spans, **columns})
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from hone.agents.agent_data import AgentData, AgentState
-from hone.agents.contract import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from hone.agents.contract import AgentLoopBase, AgentLoopOutput
 from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.environment import EnvironmentInteraction
 from hone.agents.interactions.listing import initialize_interactions_from_config
@@ -141,12 +141,6 @@ class ToolAgentLoop(AgentLoopBase):
             if interaction is not None and (score := await interaction.score()) is not None:
                 scores[interaction.name] = score
         record = tool_session.record
-        metrics = AgentLoopMetrics(
-            agent_data.seconds["model"],
-            agent_data.seconds["tools"],
-            later_prompt_tokens=agent_data.later_turn_tokens["prompt"],
-            later_cached_tokens=agent_data.later_turn_tokens["cached"],
-        )
         extra_fields = agent_data.extra_fields | {
             "tool_outputs": record.outputs,
             "tool_rewards": agent_data.tool_rewards,
@@ -158,7 +152,7 @@ class ToolAgentLoop(AgentLoopBase):
             "reward_scores": scores,
             "turn_spans": agent_data.turn_spans,
         }
-        return agent_data.to_output(metrics, extra_fields)
+        return agent_data.to_output(extra_fields)
 
     def whole_prompt(
         self, prompt: str | list[Message], tool_config: Settings | None = None
@@ -376,8 +370,9 @@ def _add_instructions(prompt: str | list[Message], text: str) -> str | list[Mess
 
 
 def _tool_message(call: ToolCall, answer: str) -> Message:
-    message: Message = {"role": "tool", "content": answer}
-    return message if call.tool_call_id is None else message | {"tool_call_id": call.tool_call_id}
+    optional = {"name": call.name, "tool_call_id": call.tool_call_id}
+    present = {key: value for key, value in optional.items() if value}
+    return {"role": "tool", "content": answer, **present}
 
 
 @functools.cache

@@ -15,6 +15,8 @@ from hone.types import JsonObject, JsonValue
 
 MAX_CALL_CHARS = 65_536
 """Maximum length of a call; a longer call gets an `error` and is not parsed."""
+STRING_TYPES = ("string", ["string", "null"], ["null", "string"])
+"""The types in JSON schemas of parameters that are text; an argument `1999` is then not a number."""
 P = TypeVar("P", bound="type[ToolParser]")
 Schemas = Sequence[OpenAIFunctionToolSchema]
 
@@ -196,7 +198,7 @@ def parse_value(text: str, json_type: JsonValue = None) -> JsonValue:
     """Parses an argument: JSON if possible, unless the schema's `json_type` is a string."""
     if text.lower() == "null":
         return None
-    if json_type == "string":
+    if json_type in STRING_TYPES:
         return text
     if json_type == "boolean":
         return text.lower() == "true"

@@ -17,7 +17,8 @@ from hone.agents.parsers.contract import (
 )
 
 _DECODER = json.JSONDecoder()
-_SEPARATOR = re.compile(r"[\s;,]*")
+_SEPARATOR = re.compile(r"(?:[\s;,]|<\|python_tag\|>)*")
+_KIMI_ID = re.compile(r"(?:functions\.|call[-_])?(.+?)(?:[-_:]\d+)?")
 
 
 class HermesToolParser(DelimitedParser):
@@ -69,11 +70,11 @@ class KimiToolParser(DelimitedParser):
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
         call_id, _, arguments = body.partition("<|tool_call_argument_begin|>")
         call_id = call_id.strip()
-        names = [tool.function.name for tool in tools]
-        matches = [name for name in names if name in call_id]
         name = call_id.removeprefix("functions.").partition(":")[0]
-        if matches and call_id not in names:  # `functions.add:0` and `call-add-0` are `add`
-            name = max(matches, key=len)
+        names = [tool.function.name for tool in tools]
+        match = _KIMI_ID.fullmatch(call_id)
+        if name not in names and match and match[1] in names:  # for example `call-add-0`
+            name = match[1]
         return [as_tool_call(name, arguments.strip(), call_id)]
 
 
@@ -106,10 +107,13 @@ class Llama3JsonToolParser(ToolParser):
     prefix = "<|python_tag|>"
 
     def content(self, text: str) -> str:
-        return text.partition(self.prefix)[0] if self.prefix in text else ""
+        before, prefix, _ = text.partition(self.prefix)
+        return before if prefix and not before.lstrip().startswith("{") else ""
 
     def calls(self, text: str) -> list[ToolCall]:
-        _, prefix, body = text.rpartition(self.prefix)
+        before, prefix, body = text.partition(self.prefix)
+        if before.lstrip().startswith("{"):  # a later prefix is part of an argument
+            prefix, body = "", text
         calls = [parse_call(piece) for piece in _json_objects(body.lstrip())]
         if prefix:
             return calls or [bad_call('a call is a JSON object {"name": …, "parameters": {…}}')]
@@ -128,11 +132,12 @@ class MistralToolParser(ToolParser):
         calls: list[ToolCall] = []
         for call_text in text.split(self.prefix)[1:]:
             name, separator, arguments = call_text.partition("[ARGS]")
-            body = (arguments if separator else call_text).lstrip()
+            has_name = bool(separator) and "{" not in name
+            body = (arguments if has_name else call_text).lstrip()
             pieces = list(_json_objects(body.removeprefix("[").lstrip()))
             if not pieces:
                 calls.append(bad_call('calls are a JSON list [{"name": …, "arguments": {…}}]'))
-            elif separator:
+            elif has_name:
                 calls.append(as_tool_call(name.partition("[CALL_ID]")[0].strip(), pieces[0]))
             else:
                 calls += [parse_call(piece) for piece in pieces]

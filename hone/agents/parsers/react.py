@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from hone.agents.parsers.contract import (
+    STRING_TYPES,
     Schemas,
     ToolCall,
     ToolParser,
@@ -61,12 +62,15 @@ class ReactToolParser(ToolParser):
             return [bad_call(f"write the name of a tool after {ACTION}")]
         if argument_text.startswith("{"):
             return [as_tool_call(name, argument_text)]
-        first_parameter = next(iter(parameter_schemas(name, tools)), None)
-        if not argument_text or first_parameter is None:
+        parameters = parameter_schemas(name, tools)
+        if not argument_text or not parameters:
             return [ToolCall(name, {})]
+        first_parameter, schema = next(iter(parameters.items()))
         try:
             value = read_json(argument_text, strict=True)
         except BadText:
+            value = argument_text
+        if schema.get("type") in STRING_TYPES and not isinstance(value, str):
             value = argument_text
         return [ToolCall(name, {first_parameter: value})]
 

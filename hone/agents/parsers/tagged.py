@@ -60,13 +60,23 @@ def _parse_qwen3_call(body: str, tools: Schemas) -> ToolCall:
 
 
 class GLMToolParser(_TaggedParser):
-    """Named `glm`: a value that is valid JSON is parsed as JSON."""
+    """Named `glm`: a value that is valid JSON is parsed as JSON, unless the schema has a string."""
 
     stop_tokens = ("<|observation|>",)
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        keys = texts_between(body, "<arg_key>", "</arg_key>")
-        values = texts_between(body, "<arg_value>", "</arg_value>")
-        pairs = zip(keys, values, strict=False)
-        arguments = {key.strip(): parse_value(value.strip()) for key, value in pairs}
-        return [ToolCall(body.partition("<arg_key>")[0].strip(), arguments)]
+        name = body.partition("<arg_key>")[0].strip()
+        schemas = parameter_schemas(name, tools)
+        arguments = {}
+        for pair in texts_between(body, "<arg_key>", "</arg_value>"):
+            key, separator, value = pair.partition("</arg_key>")
+            value_start = value.lstrip()
+            if not separator or not value_start.startswith("<arg_value>"):
+                return [
+                    bad_call("an argument is <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
+                ]
+            json_type = schemas.get(key.strip(), {}).get("type")
+            arguments[key.strip()] = parse_value(
+                value_start.removeprefix("<arg_value>").strip(), json_type
+            )
+        return [ToolCall(name, arguments)]

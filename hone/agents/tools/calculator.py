@@ -30,4 +30,5 @@ class CalculatorTool(BaseTool):
             value = evaluate_compat(text)
         except ExpressionError as error:
             return ToolResponse(text=f"this is not arithmetic: {error}"), 0.0, {"status": "refused"}
-        return ToolResponse(text=f"{value:.12g}"), 0.0, {"status": "ok"}
+        answer = str(value) if isinstance(value, int) else f"{value:.12g}"
+        return ToolResponse(text=answer), 0.0, {"status": "ok"}

@@ -48,6 +48,7 @@ except Exception as error:
 
 
 class CodeInterpreterTool(BaseTool):
+    default_name = "code_interpreter"
     default_stateful = True
 
     def __init__(
@@ -55,12 +56,13 @@ class CodeInterpreterTool(BaseTool):
     ) -> None:
         self._is_stateful = bool(config.get("stateful", self.default_stateful))
         super().__init__(config, tool_schema)
-        self._cells: dict[str, list[str]] = {}
+        self._cells: dict[str, dict[object, str]] = {}
+        """Trajectory -> its cells in call order; calls of one turn run concurrently."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         persistence = " Variables stay between calls." if self._is_stateful else ""
         return function_schema(
-            "code_interpreter",
+            self.default_name,
             f"Run Python code and read what it printed.{persistence}",
             code={"type": "string", "description": "Python code; print what you want to see"},
         )
@@ -69,15 +71,28 @@ class CodeInterpreterTool(BaseTool):
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Fields]:
         code = str(next(iter(parameters.values()), ""))
-        program = code
-        if self._is_stateful:
-            program = _PROGRAM.format(earlier=self._cells.get(instance_id, []), code=code)
-        result = await run_in_thread(self.run, code=program)
-        if result.status in (Status.OK, Status.ERROR):
-            self._cells.setdefault(instance_id, []).append(code)
+        result = await (
+            self._run_cell(instance_id, code)
+            if self._is_stateful
+            else run_in_thread(self.run, code=code)
+        )
         text = "\n".join(part for part in (result.stdout, result.stderr) if part)
         status = str(result.status.value)
         return ToolResponse(text=text or f"({status}, nothing printed)"), 0.0, {"status": status}
+
+    async def _run_cell(self, instance_id: str, code: str) -> SandboxResult:
+        """Runs a cell after the earlier cells, and keeps it for later ones if it ended in time."""
+        cells = self._cells.setdefault(instance_id, {})
+        program = _PROGRAM.format(earlier=list(cells.values()), code=code)
+        key, is_kept = object(), False
+        cells[key] = code
+        try:
+            result = await run_in_thread(self.run, code=program)
+            is_kept = result.status in (Status.OK, Status.ERROR)
+        finally:
+            if not is_kept:
+                del cells[key]
+        return result
 
     async def release(self, instance_id: str, **kwargs: JsonValue) -> None:
         self._cells.pop(instance_id, None)
@@ -88,6 +103,12 @@ class CodeInterpreterTool(BaseTool):
             name: self.config[name] for name in ("timeout_s", "memory_mb") if name in self.config
         }
         return run_python(code, **limits)
+
+
+class PythonTool(CodeInterpreterTool):
+    """The tool under the name `python`."""
+
+    default_name = "python"
 
 
 class SandboxFusionTool(CodeInterpreterTool):

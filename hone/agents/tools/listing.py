@@ -27,7 +27,7 @@ BUILT_IN_CLASSES = {
     "calculator": "hone.agents.tools.calculator.CalculatorTool",
     "calc_gsm8k_reward": "hone.agents.tools.gsm8k.Gsm8kTool",
     "code_interpreter": "hone.agents.tools.code_interpreter.CodeInterpreterTool",
-    "python": "hone.agents.tools.code_interpreter.CodeInterpreterTool",
+    "python": "hone.agents.tools.code_interpreter.PythonTool",
     "search": "hone.agents.tools.search.SearchTool",
 }
 """Classes of the built-in tools, for entries without a `class_name`."""

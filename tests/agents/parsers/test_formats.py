@@ -217,3 +217,64 @@ def test_react_reads_the_action_of_a_line_and_none_inside_its_input() -> None:
     text = 'Action: search\nAction Input: {"query": "Affirmative Action: history"}'
     (call,) = parser.calls(text)
     assert (call.name, call.arguments) == ("search", {"query": "Affirmative Action: history"})
+
+
+@pytest.mark.parametrize(
+    ("call_id", "name"),
+    [("functions.add_user:0", "add_user"), ("functions.sum:1", "sum"), ("call-add-0", "add")],
+)
+def test_kimi_runs_no_tool_but_the_one_that_the_call_names(call_id: str, name: str) -> None:
+    function = OpenAIFunctionToolSchema.model_validate({"function": {"name": "function"}})
+    parser = ToolParser.get_tool_parser("kimi", None)
+    text = KIMI.replace("functions.add:0", call_id)
+    assert [c.name for c in parser.calls_with_schemas([ADD, function], text)] == [name]
+
+
+def test_glm_takes_strings_as_they_are_and_refuses_a_key_without_a_value() -> None:
+    parser = ToolParser.get_tool_parser("glm", None)
+    digits = GLM.replace("two", "02134")
+    (call,) = parser.calls_with_schemas([ADD], digits)
+    assert call.arguments == {"a": 1, "b": "02134"}
+    (call,) = parser.calls_with_schemas([ADD], GLM.replace("<arg_value>1</arg_value>", ""))
+    assert call.error
+    assert not call.arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "arguments"),
+    [
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "add", "arguments": {"b": "[ARGS]{}"}}]',
+            {"b": "[ARGS]{}"},
+        ),
+        (
+            "llama3_json",
+            '{"name": "add", "parameters": {"b": "<|python_tag|>"}}',
+            {"b": "<|python_tag|>"},
+        ),
+        (
+            "llama3_json",
+            '<|python_tag|>{"name": "add", "parameters": {"b": "<|python_tag|>"}}',
+            {"b": "<|python_tag|>"},
+        ),
+    ],
+)
+def test_a_mark_of_the_format_inside_an_argument_is_text(
+    name: str, text: str, arguments: dict[str, str]
+) -> None:
+    (call,) = ToolParser.get_tool_parser(name, character_tokenizer()).calls(text)
+    assert (call.name, call.arguments) == ("add", arguments)
+
+
+@pytest.mark.parametrize("json_type", ["string", ["string", "null"]])
+def test_digits_stay_text_where_the_schema_has_a_string(json_type: object) -> None:
+    schema = OpenAIFunctionToolSchema.model_validate(
+        {"function": {"name": "find", "parameters": {"properties": {"year": {"type": json_type}}}}}
+    )
+    text = "<tool_call><function=find><parameter=year>1999</parameter></function></tool_call>"
+    (call,) = ToolParser.get_tool_parser("qwen3_coder", None).calls_with_schemas([schema], text)
+    assert call.arguments == {"year": "1999"}
+    react = ToolParser.get_tool_parser("react", None)
+    (call,) = react.calls_with_schemas([schema], "Action: find\nAction Input: 1999")
+    assert call.arguments == {"year": "1999"}

@@ -15,6 +15,7 @@ from hone.agents.tools.calculator import CalculatorTool
         ("23 * 45 + 67", "1102"),
         ("1 / 8", "0.125"),
         ("2 ** 10", "1024"),
+        ("123456789 * 987654321", "121932631112635269"),
         ("__import__('os')", "this is not arithmetic"),
         ("9 ** 9 ** 9", "this is not arithmetic"),
         ("1 / 0", "this is not arithmetic"),

@@ -12,6 +12,7 @@ import pytest
 from hone.agents.tools.code_interpreter import CodeInterpreterTool, SandboxFusionTool
 from hone.agents.tools.contract import ToolError
 from hone.sandbox import SandboxUnavailable
+from hone.sandbox.result import SandboxResult, Status
 
 
 def run(code: str) -> str:
@@ -96,3 +97,42 @@ def test_the_model_reads_that_variables_stay_only_if_they_do() -> None:
     assert "Variables stay" not in description(CodeInterpreterTool({"stateful": False}))
     service = {"sandbox_fusion_url": "http://localhost:1/run_code"}
     assert "Variables stay" not in description(SandboxFusionTool(service))
+
+
+def test_cells_of_one_turn_are_kept_in_call_order_whichever_ends_first() -> None:
+    first_may_end = threading.Event()
+    programs: list[str] = []
+
+    class Recorder(CodeInterpreterTool):
+        def run(self, code: str) -> SandboxResult:
+            programs.append(code)
+            if "run('slow = 1')" in code:
+                first_may_end.wait(10)
+            else:
+                first_may_end.set()
+            return SandboxResult(Status.OK, 0, "", "", 0.0)
+
+    async def turns() -> None:
+        tool = Recorder({})
+        await asyncio.gather(
+            tool.execute("i", {"code": "slow = 1"}), tool.execute("i", {"code": "fast = 2"})
+        )
+        await tool.execute("i", {"code": "3"})
+
+    asyncio.run(turns())
+    assert "['slow = 1', 'fast = 2']" in programs[-1]
+
+
+def test_a_cell_that_did_not_end_is_not_run_again() -> None:
+    programs: list[str] = []
+
+    class Timeout(CodeInterpreterTool):
+        def run(self, code: str) -> SandboxResult:
+            programs.append(code)
+            status = Status.TIMEOUT if len(programs) == 1 else Status.OK
+            return SandboxResult(status, None, "", "", 0.0)
+
+    tool = Timeout({})
+    for code in ("while True: pass", "1"):
+        asyncio.run(tool.execute("i", {"code": code}))
+    assert "while True" not in programs[-1]

@@ -254,3 +254,8 @@ def test_a_call_of_verls_schemas_is_read_from_its_text() -> None:
     assert read(good) == (OpenAIFunctionCallSchema("f", {"a": 1}), False)
     assert read(bad) == (OpenAIFunctionCallSchema("f", {}), True)
     assert OpenAIFunctionToolCall(id="1", function=read(good)[0]).type == "function"
+
+
+def test_the_python_tool_is_called_python_without_a_description_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "tools.yaml", "tools:\n - name: python\n - name: code_interpreter\n")
+    assert [tool.name for tool in load_all_tools(path, None)] == ["python", "code_interpreter"]
