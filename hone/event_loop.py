@@ -159,13 +159,13 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def raised_by_signal(error: BaseException) -> bool:
-    """Whether a handler of SIGINT or SIGTERM raised the error, rather than the interrupted code."""
+    """Whether a handler of SIGINT, SIGTERM or a timer raised the error, not the interrupted code."""
     if threading.current_thread() is not threading.main_thread():
         return False  # Python runs signal handlers in the main thread
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         handler = signal.getsignal(signal_number)
         if handler is signal.default_int_handler:
             if isinstance(error, KeyboardInterrupt):  # the default handler is in C and has no frame

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from hone.retrieval.contract import Hit, Index
 from hone.retrieval.corpus import Corpus
+from hone.text import clean_text
 from hone.types import JsonObject, JsonValue
 
 _MAX_BODY_BYTES = 16 << 20
@@ -68,6 +69,8 @@ class Service:
                 results = await loop.run_in_executor(
                     self._executor, self._index.search, queries, max_topk
                 )
+                if len(results) != len(queries):
+                    raise RuntimeError(f"{len(queries)} queries got {len(results)} results")
             except Exception as error:
                 for _, _, future in batch:
                     if not future.done():
@@ -130,4 +133,4 @@ def _parse_request(body: bytes, default_topk: int) -> _Request:
     return_scores = fields.get("return_scores", False)
     if not isinstance(return_scores, bool):
         raise ValueError("return_scores must be true or false")
-    return _Request(list(queries), topk, return_scores)
+    return _Request(list(map(clean_text, queries)), topk, return_scores)

@@ -52,8 +52,11 @@ def _call_with_timer(function: Callable[[], T], timeout_s: float) -> T:
     )
     start_s = time.monotonic()
     try:
-        return function()
-    finally:
+        try:
+            return function()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    finally:  # again, because the signal may have interrupted the first `finally`
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, outer_handler)
         if outer_remaining_s:

@@ -223,20 +223,20 @@ class Judge:
 
 
 def _grade_in_json(text: str) -> float | None:
-    """Returns the value of `score` in the last JSON object that has this key."""
-    decoder, end = json.JSONDecoder(), len(text)
+    """Returns `score` of the last JSON object that has this key and is in no such object itself."""
+    decoder, start = json.JSONDecoder(), len(text)
+    score, score_end = None, -1
     for _ in range(_MAX_GRADE_POSITIONS):
-        end = text.rfind("{", 0, end)
-        if end < 0:
-            return None
+        start = text.rfind("{", 0, start)
+        if start < 0:
+            break
         try:
-            value, _ = decoder.raw_decode(text, end)
+            value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
-        if isinstance(value, dict) and "score" in value:
-            score = value["score"]
-            return None if isinstance(score, bool | list | dict) else _parse_number(score)
-    return None
+        if "score" in value and end > score_end:  # the last object, or one that contains it
+            score, score_end = value["score"], end
+    return None if isinstance(score, bool | list | dict) else _parse_number(score)
 
 
 def _parse_number(value: Any) -> float | None:

@@ -15,6 +15,7 @@ from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
 from hone.rewards.ground_truth import INVALID_PREDICTION, to_python
 from hone.rewards.places import describe, error_location, unwrap_function
 from hone.rewards.scores import symbolic, table
+from hone.text import shown
 from hone.types import Fields, Function, JsonObject, JsonValue, Settings
 
 Comparisons = dict[symbolic.Pair, bool | Failed]
@@ -76,13 +77,13 @@ def read_result(result: Any) -> Scored | Failed:
             return Failed("bad_return", "an empty sequence")
         value = result[0]
     if isinstance(value, (str, bytes)):
-        return Failed("bad_return", f"text ({value!r:.80}), not a number")
+        return Failed("bad_return", f"text ({shown(value)}), not a number")
     try:
         score = float(value)
-    except (TypeError, ValueError):
-        return Failed("bad_return", f"{value!r:.80} of type {type(value).__name__}, not a number")
     except OverflowError:
         return Failed("inf", "the score is larger than any float")
+    except Exception:  # a user's object may raise anything
+        return Failed("bad_return", f"{shown(value)} of type {type(value).__name__}, not a number")
     if math.isnan(score):
         return Failed("nan", "the score is NaN")
     if math.isinf(score):

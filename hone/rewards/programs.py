@@ -57,11 +57,11 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """`function`, or that method of `Solution`, must return `expected` for `arguments`."""
+    """`function`, or that method of `Solution`, must return one of `expected` for `arguments`."""
 
     function: str
     arguments: list[JsonValue]
-    expected: JsonValue
+    expected: list[JsonValue]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _parse_test_mapping(content: JsonObject) -> list[Test]:
     pairs = zip(inputs, outputs, strict=True)
     if name:
         return [
-            CallTest(str(name), _parse_arguments(item), _expected_value(value))
+            CallTest(str(name), _parse_arguments(item), _expected_values(value))
             for item, value in pairs
         ]
     return [StdinTest(_join_lines(item), _join_lines(value)) for item, value in pairs]
@@ -159,14 +159,15 @@ def _parse_arguments(item: JsonValue) -> list[JsonValue]:
     return item if isinstance(item, list) else [item]
 
 
-def _expected_value(value: JsonValue) -> JsonValue:
-    """Returns the expected value, which benchmarks wrap in a list or write as JSON."""
+def _expected_values(value: JsonValue) -> list[JsonValue]:
+    """Returns the values that a call may return; benchmarks write JSON, or put a value in a list."""
     if isinstance(value, str):
         try:
-            return json.loads(value)
+            return [json.loads(value)]
         except ValueError:
-            return value
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+            return [value]
+    # A list of one item is the value itself, or contains it: verl accepts both.
+    return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
 
 
 def _join_lines(value: JsonValue) -> str:
@@ -186,7 +187,7 @@ def passes(code: str, test: Test, limits: Limits) -> bool:
     # Only the end of `_hone_call` can print the secret on the last line.
     *_, last_line = ["", *(output or "").rstrip().splitlines()]
     answer = last_line.removeprefix(secret)
-    return answer != last_line and is_equal_json(answer, test.expected)
+    return answer != last_line and any(is_equal_json(answer, value) for value in test.expected)
 
 
 _CALL_SOURCE = """

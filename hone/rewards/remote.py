@@ -81,9 +81,10 @@ class AnswerCache:
         if self._is_off:
             return
         if self._folder is not None:
-            file = self._file(key)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write_text(file, json.dumps({"answer": answer}))
+            try:
+                atomic_write_text(self._file(key), json.dumps({"answer": answer}))
+            except OSError as error:  # the answer is asked for again
+                _warn_once(f"the cache {self._folder} cannot be written: {error.strerror}")
             return
         if len(self._memory) >= MAX_CACHED_ANSWERS:
             del self._memory[next(iter(self._memory))]
@@ -220,6 +221,11 @@ class ScoringServer:
         metrics = {f"reward/server/{name}": float(n) for name, n in sorted(self.counts.items())}
         self.counts.clear()
         return metrics
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
 
 
 def cache_key(*parts: JsonValue) -> str:

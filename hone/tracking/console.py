@@ -79,11 +79,12 @@ class Screen:
     def line(self, text: str) -> None:
         """Writes one line of plain text, unwrapped and uncoloured, above the live region if any."""
         text = printable(text, self.console.encoding)
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            self.console.file.write(text + "\n")
-            self.console.file.flush()
+        with self._lock:  # another thread may end the live region
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                self.console.file.write(text + "\n")
+                self.console.file.flush()
 
     def print(self, *renderables: RenderableType) -> None:
         """Writes tables, panels and text, above the live region if any."""

@@ -57,7 +57,7 @@ class MetricsFile:
         self.path = Path(path)
 
     def append(self, metrics: Mapping[str, Number | Scalar], step: int) -> None:
-        """Appends one line, without buffering."""
+        """Appends one line and hands it to the operating system."""
         numbers = as_numbers(metrics)
         if STEP_KEY in numbers and numbers.pop(STEP_KEY) != step:
             raise ValueError(
@@ -66,7 +66,8 @@ class MetricsFile:
         line = (encode_line(numbers, step) + "\n").encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with open(self.path, "ab", buffering=0) as file:
+            # Closing a buffered file writes all bytes or raises; one raw write may write some.
+            with open(self.path, "ab") as file:
                 # Start a new line after the partial line of a killed writer.
                 file.write(b"\n" + line if self._ends_mid_line() else line)
         except OSError as error:

@@ -160,13 +160,15 @@ def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], li
     worst: dict[int, Rank] = {}
     for file_index, (step, path) in enumerate(files):
         table = _read_columns(path, ("score", "prompt_text", "uid"), notes)
-        scores = _parse_scores(table.get("score", []), path, notes)
+        if "score" not in table:
+            continue
+        scores = _parse_scores(table["score"], path, notes)
         # Prompts are compared by their text, because a `uid` changes with every epoch.
         prompts = table.get("prompt_text") or table.get("uid") or [None] * len(scores)
         for row_index, (score, prompt) in enumerate(zip(scores, prompts, strict=True)):
             if score is None or not math.isfinite(score):
                 continue
-            key = hash((file_index, row_index) if prompt is None else prompt)
+            key = hash((file_index, row_index) if prompt is None else str(prompt))
             for ranks, sign in ((best, -1), (worst, 1)):
                 rank = (sign * score, -step, row_index, file_index)
                 ranks[key] = min(ranks.get(key, rank), rank)

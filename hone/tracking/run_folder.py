@@ -73,7 +73,8 @@ class RunFolder:
             self.config_file.exists()
             and (old_bytes := self.config_file.read_bytes()) != text.encode()
         ):
-            number = len(list(self.path.glob("config.*.yaml"))) + 1
+            earlier = _list_numbered(self.path, r"config\.(\d+)\.yaml")
+            number = earlier[-1][0] + 1 if earlier else 1
             atomic_write_bytes(self.path / f"config.{number}.yaml", old_bytes)
         atomic_write_text(self.config_file, text)
         if origins is not None:

@@ -119,3 +119,30 @@ def test_the_service_answers_after_a_failed_search(tmp_path) -> None:
 
     failed, (status, _) = asyncio.run(_with_service(tmp_path, SubstringIndex(), ask))
     assert (failed, status) == (500, 200)
+
+
+def test_an_index_with_too_few_results_stops_no_later_search(tmp_path) -> None:
+    class ShortIndex(SubstringIndex):
+        def search(self, queries, topk):
+            return super().search(queries, topk) if "owl" in queries else []
+
+    async def ask(session):
+        async with session.post("/retrieve", json={"queries": ["x"]}) as failed:
+            status = failed.status
+        return status, await asyncio.wait_for(_post(session, {"queries": ["owl"]}), 5)
+
+    failed, (status, _) = asyncio.run(_with_service(tmp_path, ShortIndex(), ask))
+    assert (failed, status) == (500, 200)
+
+
+def test_a_lone_surrogate_reaches_no_index(tmp_path) -> None:
+    queries = []
+
+    class Recorder(SubstringIndex):
+        def search(self, texts, topk):
+            queries.extend(texts)
+            return super().search(texts, topk)
+
+    body = {"queries": ["a\ud800"]}
+    assert asyncio.run(_with_service(tmp_path, Recorder(), lambda s: _post(s, body)))[0] == 200
+    assert queries == ["a?"]

@@ -75,3 +75,21 @@ def test_handler_and_timer_are_restored() -> None:
         assert signal.getsignal(signal.SIGALRM) is handler
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_a_signal_that_comes_as_the_call_ends_leaves_no_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handler, setitimer = signal.getsignal(signal.SIGALRM), signal.setitimer
+    signals = [DeadlineExceeded()]
+
+    def interrupted(timer: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        if seconds == 0 and signals:
+            raise signals.pop()
+        return setitimer(timer, seconds, interval)
+
+    monkeypatch.setattr(signal, "setitimer", interrupted)
+    with pytest.raises(DeadlineExceeded):
+        call_with_deadline(lambda: None, 30_000)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] < 20_000  # that of the tests, if any
+    assert signal.getsignal(signal.SIGALRM) is handler

@@ -74,7 +74,9 @@ def test_the_last_grade_within_the_range_counts(text: str, score: float | None) 
     [
         ('{"why": "good", "score": 9}', 0.9),
         ('```json\n{"score": "4"}\n```', 0.4),
-        ('{"score": 1} then {"score": 2, "part": {"score": 5}}', 0.5),
+        ('{"score": 1} then {"score": 2, "part": {"score": 5}}', 0.2),
+        ('{"score": 7, "parts": [{"score": 9}, {"score": 3}, {}]} {}', 0.7),
+        ('{"why": "as {\\"score\\": 10} says", "score": 4}', 0.4),
         ('{"score": true}', None),
         ('{"score": [1]}', None),
         ('{"score": NaN}', None),

@@ -96,3 +96,16 @@ def test_a_number_too_large_for_a_float_is_a_failure() -> None:
     result = read_result(10**400)
     assert isinstance(result, Failed)
     assert result.reason == "inf"
+
+
+def test_an_object_that_raises_anything_is_a_bad_return() -> None:
+    class Odd:
+        def __float__(self) -> float:
+            raise RuntimeError("no number")
+
+        def __repr__(self) -> str:
+            raise RuntimeError("no text")
+
+    result = read_result({"score": Odd()})
+    assert isinstance(result, Failed)
+    assert result.reason == "bad_return"

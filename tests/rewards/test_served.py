@@ -212,6 +212,9 @@ def test_scores_are_cached_by_model_and_text_in_memory_and_in_a_folder(
         file.write_text('{"answer": ')  # an incomplete file is ignored
     assert scores(classifier(server, cache=folder), "a") == [5]
     assert len(server.bodies) == count + 2
+    (tmp_path / "file").touch()
+    assert scores(classifier(server, cache=str(tmp_path / "file")), "c") == [5]  # no folder
+    count += 1
     scores(uncached := classifier(server, cache=None), "a")
     scores(uncached, "a")
     assert len(server.bodies) == count + 4

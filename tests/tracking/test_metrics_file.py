@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +167,15 @@ def test_an_invalid_nonfinite_entry_leaves_the_value_null(note: object) -> None:
 def test_missing_metrics_are_an_error_with_advice(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="name a run folder"):
         read_metrics(tmp_path)
+
+
+def test_a_line_that_is_written_in_part_is_an_error(tmp_path: Path) -> None:
+    file = make(tmp_path, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file.path.write_bytes(file.path.read_bytes() + b"\n" * (1 << 20))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.path.stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match="cannot append step 2"):
+            file.append({"loss": 1.0}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -165,6 +165,9 @@ def test_missing_columns_are_empty(make_run: MakeRun, write_parquet: Any) -> Non
     run = load_run(folder.path, "r")
     assert [s.score for s in run.best] == [1.0, 1.0, 0.5, 0.5]
     assert run.best[0].prompt == ""
+    write_parquet(folder.rollouts / "step_2.parquet", [{"prompt_text": ["a"]}])
+    write_parquet(folder.rollouts / "step_1.parquet", [{"prompt_text": ["a"], "score": 1.0}])
+    assert [s.score for s in load_run(folder.path, "r").best] == [1.0]
 
 
 def test_samples_are_read_from_the_folder_of_the_config(

@@ -47,6 +47,10 @@ def test_a_changed_config_keeps_the_earlier_ones(tmp_path: Path) -> None:
         "config.2.yaml": "lr: 2\n",
         "config.yaml": "lr: 3\n",
     }
+    (tmp_path / "config.1.yaml").unlink()
+    run.write_config({"lr": 4})
+    assert {p.name for p in tmp_path.iterdir()} == {"config.2.yaml", "config.3.yaml", "config.yaml"}
+    assert (tmp_path / "config.2.yaml").read_text() == "lr: 2\n"
 
 
 def test_checkpoints_are_listed_by_number_not_by_name(tmp_path: Path) -> None:

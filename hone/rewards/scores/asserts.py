@@ -23,7 +23,8 @@ def compute_score(
 ) -> float:
     """Returns 1.0 if every assertion holds, else 0.0."""
     limits = Limits(timeout_s, memory_limit_mb, sandbox_fusion_url)
-    tests = read_tests(ground_truth or _benchmark_assertions(extra_info or {}), extra_info)
+    own_tests = truth.to_python(ground_truth)
+    tests = read_tests(own_tests or _benchmark_assertions(extra_info or {}), extra_info)
     sources = [test.source for test in tests if isinstance(test, SourceTest)]
     combined_tests = [SourceTest("\n".join(sources))] if len(sources) > 1 else tests
     code = extract_code(solution_str)

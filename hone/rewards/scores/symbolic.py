@@ -55,6 +55,8 @@ _COUNTING_OPERATOR = re.compile(
     r"!|\\(?:binom|[dt]binom|sum|prod|int|lim|factorial|Gamma|zeta)(?![a-zA-Z])"
 )
 
+_SKIPPED = Failed("skipped", "the budget is spent")
+"""The result of a comparison that was not made; the next batch makes it."""
 _lock = threading.Lock()
 _pool: DeadlinePool[bool | None] | None = None
 _num_processes: int | None = None
@@ -105,7 +107,7 @@ def recording_pairs() -> Iterator[list[Pair]]:
 
 def compare_all(pairs: Iterable[Pair]) -> None:
     """Runs the uncached comparisons in parallel; repeats those that time out with more CPU time."""
-    uncached = [pair for pair in dict.fromkeys(pairs) if pair not in _cache]
+    uncached = [pair for pair in dict.fromkeys(pairs) if _cache.get(pair, _SKIPPED) == _SKIPPED]
     size_problems = {pair: size_problem(pair[0]) or size_problem(pair[1]) for pair in uncached}
     items = size_problems.items()
     add_to_cache({pair: Failed("refused", problem) for pair, problem in items if problem})
@@ -162,7 +164,7 @@ def _compare_within_budget(pairs: Sequence[Pair], cpu_s: float) -> list[bool | F
     for start in range(0, len(pairs), 2 * MAX_PROCESSES):
         chunk = pairs[start : start + 2 * MAX_PROCESSES]
         if sum(isinstance(r, Failed) and r.reason == "crash" for r in results) >= MAX_CRASHES:
-            results += [Failed("skipped", "the budget is spent")] * len(chunk)
+            results += [_SKIPPED] * len(chunk)
         else:
             results += _compare_in_pool(chunk, cpu_s)
     add_to_cache(dict(zip(pairs, results, strict=True)))

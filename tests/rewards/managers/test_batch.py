@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -87,3 +88,16 @@ def test_without_a_scorer_the_table_is_used_row_by_row(
 ) -> None:
     data = make_batch(["#### 1", "Answer: 4"], ["openai/gsm8k", "math_dapo"], ["1", "4"])
     assert BatchRewardManager(tokenizer, 0)(data).sum(1).tolist() == [1.0, 1.0]
+
+
+def test_a_coroutine_that_waits_for_ever_fails_at_the_deadline(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    async def score(solution_strs: list[str]) -> list[float]:
+        await asyncio.sleep(30)
+        return [1.0]
+
+    manager = BatchRewardManager(tokenizer, 0, score, policy=FailurePolicy("score", -1.0, 0.1))
+    manager.is_first_batch = False
+    assert manager(make_batch(["a"])).sum().item() == -1.0
+    assert manager.failures == {"timeout": 1}

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hone.rewards.ground_truth import GroundTruthError
@@ -40,6 +41,7 @@ def test_all_assertions_must_hold(code: str, score: float) -> None:
     [
         ("\n".join(TESTS), None),
         ({"functional": "\n".join(TESTS)}, None),
+        (np.array(TESTS), None),
         ({"functional": "__CODE__\nassert f(1) == 2"}, None),
         (None, {"test_list": TESTS, "test_imports": ["import math"]}),
         (None, {"test": "def check(g):\n    assert g(1) == 2", "entry_point": "f"}),

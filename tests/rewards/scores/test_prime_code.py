@@ -56,6 +56,12 @@ def test_functions_and_methods_are_called() -> None:
     assert prime_code.compute_score(block("def add(a, b): return a * b"), truth)[0] == 0.0
 
 
+def test_a_call_may_return_a_list_of_one_item() -> None:
+    truth = {"fn_name": "last", "inputs": [[[1, 2]]], "outputs": [[2]]}
+    assert prime_code.compute_score(block("def last(x): return x[-1:]"), truth)[0] == 1.0
+    assert prime_code.compute_score(block("def last(x): return x"), truth)[0] == 0.0
+
+
 @pytest.mark.parametrize(
     "code",
     ["syntax error(", "raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)", "x = []"],

@@ -208,3 +208,16 @@ def test_a_slow_comparison_is_interrupted_and_its_process_continues(
     finally:
         assert symbolic._pool is not None
         symbolic._pool.close()
+
+
+def test_a_comparison_that_a_batch_skipped_is_made_by_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_recorder(monkeypatch, "crash")
+    pairs = [(f"x^{{{i}}}", "y") for i in range(2, 42)]
+    symbolic.compare_all(pairs)
+    assert symbolic.symbolically_equal(*pairs[-1]) is False
+    monkeypatch.setattr(symbolic, "_compare_in_pool", lambda pairs, cpu_s: [True] * len(pairs))
+    symbolic.compare_all(pairs)
+    assert symbolic.symbolically_equal(*pairs[-1]) is True
+    assert symbolic.symbolically_equal(*pairs[0]) is False  # its process crashed
