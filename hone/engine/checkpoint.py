@@ -38,7 +38,7 @@ _STRICT = StateDictOptions(strict=True)
 _CHECKSUM_RTOL = 1e-9
 """Relative tolerance of the checksum, whose order of summation depends on the number of ranks."""
 _KERNEL_SETTINGS = {"capturable", "differentiable", "foreach", "fused"}
-"""Optimizer settings that depend on the device and layout; loading keeps this run's values."""
+"""Optimizer settings that depend on the device and layout."""
 
 EntryShapes = dict[str, tuple[int, ...] | None]
 """The shape of each entry of a state by its dotted name; None for an entry that is not a tensor."""
@@ -99,10 +99,12 @@ def load_checkpoint(
         return
     if "moments" in state:
         saved_groups = state["moments"]["param_groups"]
+        # The settings of this run apply; other values in a group may be state of the optimizer.
+        settings = _KERNEL_SETTINGS | optimizer.configured_settings
         for saved_group, group in zip(
             saved_groups, optimizer.torch_optimizer.param_groups, strict=True
         ):
-            saved_group.update({name: group[name] for name in _KERNEL_SETTINGS & group.keys()})
+            saved_group.update({name: group[name] for name in settings & group.keys()})
         set_optimizer_state_dict(
             optimizer.masters, optimizer.torch_optimizer, state["moments"], options=_STRICT
         )

@@ -103,6 +103,11 @@ class Optimizer:
     def lr(self) -> float:
         return self._config.lr * lr_factor(self.schedule_step, self._total_steps, self._config)
 
+    @property
+    def configured_settings(self) -> set[str]:
+        """The names of the settings that the config sets, without the learning rate."""
+        return {"weight_decay", "betas", *(self._config.override_optimizer_config or {})}
+
     def advance_schedule(self) -> None:
         """Advances the schedule by one training step; a training step may have several updates."""
         self.schedule_step += 1

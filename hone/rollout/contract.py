@@ -66,6 +66,12 @@ class Sampling:
         ):
             if not is_valid:
                 raise ValueError(f"sampling: {name}={getattr(self, name)} must be {rule}")
+        # Other processes get the values as JSON, which has no numbers of numpy.
+        for name in ("max_tokens", "seed", "top_k"):
+            object.__setattr__(self, name, int(getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, self.stop_token_ids)))
 
     @property
     def truncates(self) -> bool:

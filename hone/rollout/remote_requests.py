@@ -14,7 +14,7 @@ import threading
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -107,11 +107,16 @@ class RemoteEngine(RequestEngine):
     async def _decode_request(self, request: Request) -> TokenOutput:
         request.future = asyncio.get_running_loop().create_future()
         serve_future = self._submit(self._serve(request))
+        futures: set[asyncio.Future[Any]] = {serve_future, request.awaited_future}
         try:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+            if not request.awaited_future.done():  # `close` has cancelled `_serve` before its start
+                await serve_future
             return await request.awaited_future
         finally:
             request.cancelled = True
-            serve_future.cancel()
+            for future in futures:
+                future.cancel()
 
     def _submit(self, coroutine: Coroutine[None, None, T]) -> asyncio.Future[T]:
         """Runs a coroutine in the engine's event loop; returns a future of the caller's event loop."""

@@ -216,7 +216,8 @@ class RequestEngine:
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
         check_text_only(request_id, multi_modal_data, self.name)
-        request = Request(list(prompt_ids), sampling, request_id, on_tokens=on_tokens)
+        # The ids may be numbers of numpy, which other processes cannot get as JSON.
+        request = Request([int(i) for i in prompt_ids], sampling, request_id, on_tokens=on_tokens)
         self._rules.check(request)
         self._check_sampling(sampling, request_id)
         return await self._decode_request(request)

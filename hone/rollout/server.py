@@ -9,15 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,7 +20,7 @@ from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.http_server import HttpServer, ServerLost
 from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
-from hone.rollout.server_routing import Router
+from hone.rollout.routing import Router
 from hone.rollout.server_weights import WeightFolder, split_into_buckets
 from hone.rollout.weights import check_name_and_shape
 
@@ -82,7 +74,7 @@ class ServerRollout(RemoteEngine):
         self._weights_released = False
         """Whether the memory of the weights was released and their values have not been restored."""
         self._wake_lock = asyncio.Lock()
-        self._route = Router(self._servers).route
+        self._route = Router(self._servers, lambda server: server.healthy).route
         self._warnings: set[str] = set()
         self.traits = Traits(decodes_with_module=False, adapters=adapters)
         super().__init__(rules)
@@ -242,6 +234,7 @@ class ServerRollout(RemoteEngine):
                 raise result
 
     async def _remote_begin(self) -> None:
+        await self._close_group()  # of an update that has failed
         for server in self._servers:
             if server.recovery is not None and not server.recovery.done():
                 await self._start_recovery(server)
@@ -252,7 +245,9 @@ class ServerRollout(RemoteEngine):
         self._folder.begin()
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for tensors in split_into_buckets(self._check_names(weights), self._bucket_bytes):
+        for tensors in split_into_buckets(weights, self._bucket_bytes):
+            for name, tensor in tensors.items():
+                check_name_and_shape(name, tensor, self._parameters)
             self._loaded_names |= set(tensors)
             bucket = self._to_checkpoint(tensors)
             if self._keeps_weights:
@@ -261,11 +256,6 @@ class ServerRollout(RemoteEngine):
                 await self._submit(self._broadcast(bucket))
             elif self._sends_tensors:
                 await self._submit(self._send_to_servers(bucket))
-
-    def _check_names(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in weights:
-            check_name_and_shape(name, tensor, self._parameters)
-            yield name, tensor
 
     async def _broadcast(self, bucket: Mapping[str, Tensor]) -> None:
         """Broadcasts a bucket in the group of this update; if that fails, `commit` publishes the folder."""
@@ -283,6 +273,11 @@ class ServerRollout(RemoteEngine):
             log.warning("%s; the servers load the weights from the folder instead", error)
             self._stale_servers |= set(self._servers)
 
+    async def _close_group(self) -> None:
+        if self._group is not None:
+            group, self._group = self._group, None
+            await group.close()
+
     async def _send_to_servers(self, bucket: Mapping[str, Tensor]) -> None:
         async def send(server: HttpServer) -> None:
             try:
@@ -297,9 +292,7 @@ class ServerRollout(RemoteEngine):
         )
 
     async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
-        if self._group is not None:
-            group, self._group = self._group, None
-            await group.close()
+        await self._close_group()
         if has_new_weights:
             self._check_all_loaded()
             if self._keeps_weights:

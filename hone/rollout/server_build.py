@@ -103,11 +103,13 @@ def _check_no_experts(spec: RolloutSpec) -> None:
 
 
 def server_urls(spec: RolloutSpec) -> list[str]:
-    """Returns the URLs of this rank's servers; ranks share no server, because each updates its own."""
+    """Returns the URLs of this rank's servers; ranks share servers only if they do not update them."""
     urls = [url.rstrip("/").removesuffix("/v1") for url in spec.config.server.urls]
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise RolloutError(f"rollout.server.urls: {url!r} must begin with http:// or https://")
+    if not receives_weights(spec):
+        return urls
     if len(urls) < spec.world_size:
         raise RolloutError(
             f"rollout.server.urls has {len(urls)} servers for {spec.world_size} rollout workers; each worker "

@@ -52,6 +52,8 @@ class WeightFolder:
         self.current_checkpoint: Path | None = None
         self._update_checkpoint: Path | None = None
         self._weight_map: dict[str, str] = {}
+        """The file of each tensor of the current checkpoint."""
+        self._update_map: dict[str, str] = {}
 
     def begin(self) -> None:
         """Creates an empty checkpoint for an update; deletes that of an update without `commit`."""
@@ -59,16 +61,16 @@ class WeightFolder:
             shutil.rmtree(self._update_checkpoint, ignore_errors=True)
         self._update_checkpoint = Path(tempfile.mkdtemp(prefix="update-", dir=self.root))
         self._update_checkpoint.chmod(0o755)
-        self._weight_map = {}
+        self._update_map = {}
 
     def add(self, bucket: Mapping[str, Tensor]) -> None:
         assert self._update_checkpoint is not None, "call begin() first"
-        file_name = f"model-{len(set(self._weight_map.values())) + 1:05}.safetensors"
+        file_name = f"model-{len(set(self._update_map.values())) + 1:05}.safetensors"
         self._save(
             {name: tensor.detach().cpu() for name, tensor in bucket.items()},
             self._update_checkpoint / file_name,
         )
-        self._weight_map |= dict.fromkeys(bucket, file_name)
+        self._update_map |= dict.fromkeys(bucket, file_name)
 
     def _save(self, bucket: Mapping[str, Tensor], file: Path) -> None:
         tensors = {name: tensor.contiguous() for name, tensor in bucket.items()}
@@ -86,11 +88,12 @@ class WeightFolder:
         if self.current_checkpoint is not None:
             shutil.rmtree(self.current_checkpoint, ignore_errors=True)
         self.current_checkpoint, self._update_checkpoint = self._update_checkpoint, None
+        self._weight_map = self._update_map
         return self.current_checkpoint
 
     def _finish_checkpoint(self, folder: Path) -> None:
         """Writes the files that a checkpoint has besides the added tensors."""
-        index = {"metadata": {}, "weight_map": self._weight_map}
+        index = {"metadata": {}, "weight_map": self._update_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         for file in self._model_folder.glob("*.json"):
             if not file.name.endswith("index.json"):

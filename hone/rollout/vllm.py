@@ -1,6 +1,6 @@
 """vLLM as a rollout engine (`rollout.name=vllm`), in processes with their own Python interpreter.
 
-Requests go to one of `data_parallel_size` processes by trajectory, prompt and load. Weights are sent in
+Requests go to one of `data_parallel_size` processes by trajectory, prefix and load. Weights are sent in
 buckets of shared memory: a memory file, or GPU memory by CUDA IPC. vLLM's first worker broadcasts them to
 workers on other machines. A process that dies is restarted with the current weights, and its requests
 continue after the tokens that were received.
@@ -11,15 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 import torch
@@ -28,6 +20,7 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
+from hone.rollout.routing import Router
 from hone.rollout.vllm_buckets import fill_buckets
 from hone.rollout.vllm_experts import split_experts
 from hone.rollout.vllm_process import EngineProcess
@@ -41,10 +34,6 @@ _MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this one."""
 _MAX_STARTS = 3
 """Maximum number of consecutive starts of a process that samples no token."""
-_MAX_ROUTES = 4096
-"""Maximum number of recent trajectories and prompts whose process is remembered."""
-_MAX_IMBALANCE = 8
-"""A known prompt goes to the least loaded process if its own has over this many streams more."""
 
 
 class VLLMRollout(RemoteEngine):
@@ -79,8 +68,8 @@ class VLLMRollout(RemoteEngine):
         self._closing = False
         self._current_sleep_level: int | None = None  # None while awake
         self._request_keys = count()
-        self._index_by_route: OrderedDict[object, int] = OrderedDict()
-        self._num_routed = [0] * len(self._processes)  # requests by process
+        self._router = Router(self._processes)
+        self._route = self._router.route
         self._restart_lock, self._wake_lock = asyncio.Lock(), asyncio.Lock()
         super().__init__(rules)
 
@@ -111,7 +100,7 @@ class VLLMRollout(RemoteEngine):
     ) -> AsyncGenerator[Chunk, None]:
         if self._current_sleep_level is not None:
             await self._remote_wake_up()
-        process = self._processes[self._route(request)]
+        process = self._route(request)
         key = str(next(self._request_keys))
         queue = process.open_stream(key)
         finished = False
@@ -145,30 +134,6 @@ class VLLMRollout(RemoteEngine):
             "extra_args": {"hone_seed": sampling.seed},
             "stop_token_ids": [*eos_ids, *sampling.stop_token_ids],
         }
-
-    def _route(self, request: Request) -> int:
-        """Returns the index of the process for a request.
-
-        A known trajectory returns to its process, and so does a known prompt unless the process is
-        overloaded. Other requests go to the process with the fewest streams, then the fewest requests.
-        """
-        num_streams = [process.num_streams for process in self._processes]
-        prompt_hash = hash(tuple(request.prompt_ids))
-        least_loaded = min(
-            range(len(num_streams)), key=lambda i: (num_streams[i], self._num_routed[i])
-        )
-        index = self._index_by_route.get(request.request_id)
-        if index is None:
-            index = self._index_by_route.get(prompt_hash, least_loaded)
-            if num_streams[index] > num_streams[least_loaded] + _MAX_IMBALANCE:
-                index = least_loaded
-        self._num_routed[index] += 1
-        for route in (request.request_id, prompt_hash):
-            self._index_by_route[route] = index
-            self._index_by_route.move_to_end(route)
-        while len(self._index_by_route) > _MAX_ROUTES:
-            self._index_by_route.popitem(last=False)
-        return index
 
     # -- control --------------------------------------------------------------------------------
 

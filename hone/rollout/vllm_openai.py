@@ -60,6 +60,10 @@ class VLLMServer(HttpServer):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
+            # Otherwise the server takes these from the generation_config.json of the model.
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             **sampling,
         }
 

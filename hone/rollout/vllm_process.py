@@ -197,11 +197,16 @@ class EngineProcess:
         await asyncio.gather(*(queue.join() for queue in self._streams.values()))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        try:
             while True:
                 (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                 self._handle_frame(json.loads(await reader.readexactly(length)))
-        self._on_exit()
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except Exception:
+            log.exception("%s sent a frame that hone cannot read; it is killed", self._name)
+        finally:
+            self._on_exit()
 
     def _handle_frame(self, frame: Fields) -> None:
         if "tokens" in frame:
@@ -230,6 +235,8 @@ class EngineProcess:
         """Kills the process if it does not answer, or if a command or step does not end."""
         while True:
             await asyncio.sleep(_PING_INTERVAL_S)
+            if not self.alive:
+                return
             self._pong = asyncio.get_running_loop().create_future()
             self.send("ping")
             try:

@@ -102,6 +102,8 @@ def build_engine(
             device=device,
             tokenizer=tokenizer,
             eos_ids=tuple(eos_token_ids),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
             current_weights=(lambda: merged_weights(policy.lm))
             if model.lora_adapter_path
             else None,

@@ -75,6 +75,20 @@ def test_a_checkpoint_of_a_fused_optimizer_loads_into_an_unfused_one(tmp_path):
     assert train(other) == pytest.approx(train(engine), rel=1e-6)
 
 
+def test_a_resumed_run_has_the_optimizer_settings_of_its_own_config(tmp_path):
+    """As with lr, a changed setting takes effect; torch would silently keep those of the checkpoint."""
+    engine = make_engine(policy(), OptimConfig(lr=1e-2, weight_decay=0.5))
+    train(engine)
+    engine.save(tmp_path, CONTENTS)
+    changes = OptimConfig(
+        lr=1e-2, weight_decay=0.0, betas=(0.5, 0.6), override_optimizer_config={"eps": 1e-3}
+    )
+    other = make_engine(policy(), changes)
+    other.load(tmp_path)
+    (group,) = other.optimizer.torch_optimizer.param_groups
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.0, (0.5, 0.6), 1e-3)
+
+
 @pytest.mark.filterwarnings("error:torch.distributed is disabled:UserWarning")
 def test_one_process_saves_and_loads_without_a_warning(tmp_path):
     engine = make_engine(policy(), ADAM)

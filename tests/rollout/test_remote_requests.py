@@ -212,3 +212,16 @@ def test_an_abort_between_a_loss_and_its_recovery_waits_for_no_recovery() -> Non
     assert out.stop_reason is StopReason.ABORT
     assert out.token_ids == [5]
     assert engine.recovered == 0
+
+
+def test_a_request_that_close_cancels_before_its_start_does_not_wait_for_ever() -> None:
+    class Closes(Counting):
+        async def _serve(self, request: Request) -> None:
+            self._closed = True
+            raise asyncio.CancelledError
+
+    async def ask() -> None:
+        with pytest.raises(RolloutError, match="is closed"):
+            await asyncio.wait_for(Closes().generate([1], FIVE, "late"), 5)
+
+    asyncio.run(ask())

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from hone.rollout.contract import RolloutError, Sampling, StopReason
 from hone.rollout.http_server import Timeouts
@@ -285,7 +288,9 @@ def test_a_commit_without_load_after_sleep_brings_the_weights_back(
             await engine.sleep()
             await engine.begin_update()
             await engine.wake_up()
+            calls = len(servers[0].calls)
             await engine.commit(2)
+            assert "/get_weights_by_name" in servers[0].calls[calls:], "nothing was checked"
             after = await engine.generate(PROMPT, SHORT, "after")
             assert after.token_ids == before.token_ids
             assert after.versions == [2] * SHORT.max_tokens
@@ -373,6 +378,60 @@ def test_closing_ends_a_call_that_waits_for_a_lost_server(
             with pytest.raises(RolloutError, match="is closed"):
                 await asyncio.wait_for(call, 30)
             servers[0].dead = False
+
+    asyncio.run(scenario())
+
+
+def test_an_update_after_a_failed_broadcast_opens_a_new_group(
+    servers: list[ContractServer],
+) -> None:
+    """Without a copy of the weights, a failed broadcast fails the update; its group is of no more use."""
+    groups: list[Any] = []
+
+    class Group:
+        def __init__(self) -> None:
+            self.log: list[str] = []
+            groups.append(self)
+
+        async def open(self) -> None:
+            self.log.append("open")
+
+        async def send(self, bucket: object) -> None:
+            self.log.append("send")
+            if len(groups) == 1:
+                raise RolloutError("a server left")
+
+        async def close(self) -> None:
+            self.log.append("close")
+
+    async def scenario() -> None:
+        make_group: Any = Group
+        async with open_engine(servers, make_group=make_group, keep_weights=False) as engine:
+            with pytest.raises(RolloutError, match="a server left"):
+                await updated(engine, 1)
+            await updated(engine, 2)
+            assert [group.log for group in groups] == [["open", "send", "close"]] * 2
+
+    asyncio.run(scenario())
+
+
+def test_numbers_of_numpy_and_torch_are_sent_as_numbers(servers: list[ContractServer]) -> None:
+    """An agent loop may compute them; the in-process engines accept them."""
+
+    async def scenario() -> None:
+        async with open_engine(servers) as engine:
+            plain = Sampling(4, 1.0, 3, top_p=0.5, stop_token_ids=(7,))
+            computed = Sampling(
+                np.int64(4),  # type: ignore[arg-type]
+                np.float32(1.0),  # type: ignore[arg-type]
+                np.int64(3),  # type: ignore[arg-type]
+                top_p=np.float32(0.5),  # type: ignore[arg-type]
+                stop_token_ids=tuple(np.array([7])),
+            )
+            expected = await engine.generate(PROMPT, plain, "plain")
+            for prompt in (np.array(PROMPT), torch.tensor(PROMPT)):
+                out = await engine.generate(prompt, computed, "computed")  # type: ignore[arg-type]
+                assert out.token_ids == expected.token_ids
 
     asyncio.run(scenario())
 

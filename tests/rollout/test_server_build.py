@@ -43,6 +43,16 @@ def test_each_rollout_worker_has_servers_of_its_own() -> None:
         server_urls(replace(spec, config=wrong))
 
 
+def test_ranks_that_generate_share_servers_unless_each_loads_an_adapter_into_its_own() -> None:
+    urls = ["http://a:1", "http://b:2"]
+    config = load_config(
+        [f"rollout.server.urls=[{','.join(urls)}]"], config_name="generation"
+    ).rollout
+    spec = replace(spec_of("hf"), config=config, rank=1, world_size=2)
+    assert server_urls(spec) == urls
+    assert server_urls(replace(spec, current_weights=list)) == urls[1:]
+
+
 def test_vllm_servers_refuse_to_train_mixtures_of_experts_before_anything_starts(
     tmp_path: Path,
 ) -> None:

@@ -55,6 +55,7 @@ def test_an_update_that_is_begun_again_leaves_the_last_weights(tmp_path: Path) -
     folder.begin()
     assert folder.current_checkpoint == first
     assert [shard["a"].tolist() for shard in folder.shards()] == [[1.0, 1.0]]
+    assert [(name, x.tolist()) for name, x in folder.sample_weights(1)] == [("a", [1.0, 1.0])]
     folder.add({"a": torch.full((2,), 3.0)})
     second = folder.commit()
     assert not first.exists()

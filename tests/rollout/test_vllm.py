@@ -6,6 +6,7 @@ The contract runs over vLLM itself (`make test-vllm`); deaths, routes and update
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -368,17 +369,18 @@ def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None
         loads.append(tuple(p.num_streams for p in engine._processes))  # type: ignore[arg-type]
         open_gate(tmp_path)
         await asyncio.gather(*groups)
-        where = {
-            key: index for key, index in engine._index_by_route.items() if isinstance(key, str)
-        }
+        targets = engine._router.target_by_route
+        where = {key: process.pid for key, process in targets.items() if isinstance(key, str)}
         await turn([1, 5, 5], "2-0")  # a later turn
         assert loads == [(4, 4)]
         for g in (1, 2):
             assert len({where[f"{g}-{i}"] for i in range(4)}) == 1
-        assert engine._index_by_route["2-0"] == where["2-0"]
+        assert targets["2-0"].pid == where["2-0"]
         await asyncio.gather(*(turn([9], f"9-{i}") for i in range(24)))
-        spread = [engine._index_by_route[f"9-{i}"] for i in range(24)]
-        assert min(spread.count(0), spread.count(1)) >= 4, "one prompt filled one process"
+        spread = Counter(targets[f"9-{i}"].pid for i in range(24))
+        assert min(spread[process.pid] for process in engine._processes) >= 4, (
+            "one prompt filled one process"
+        )
 
     with_engine(tmp_path, work, processes=2, environment=gated(tmp_path))
 

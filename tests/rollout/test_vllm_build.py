@@ -173,11 +173,11 @@ def test_a_run_over_two_engines_that_are_killed_reaches_its_end_and_agrees_with_
 
     def killing(self: VLLMRollout, request: Any, chunk: Any) -> None:
         append(self, request, chunk)
-        index = self._index_by_route[request.request_id]
-        engines.setdefault(request.request_id, set()).add(index)
+        process = self._router.target_by_route[request.request_id]
+        engines.setdefault(request.request_id, set()).add(self._processes.index(process))
         if self.version == len(kills) + 1 <= KILLS and request.stop_reason is None:
-            kills.append(self._processes[index].pid)
-            self._processes[index].kill()
+            kills.append(process.pid)
+            process.kill()
 
     async def killed_after_its_commit(self: EngineProcess, verb: str, **arguments: object) -> Any:
         result = await call(self, verb, **arguments)

@@ -14,7 +14,7 @@ import torch
 from hone.models.tiny import save_pretrained
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.http_server import ServerLost, Timeouts
-from hone.rollout.requests import RequestRules
+from hone.rollout.requests import Request, RequestRules
 from hone.rollout.server import ServerRollout
 from hone.rollout.server_weights import WeightFolder
 from hone.rollout.vllm_openai import VLLMServer
@@ -92,6 +92,27 @@ def test_a_server_that_cannot_be_updated_is_refused_for_training(
 def test_other_servers_train() -> None:
     server(has_dev_routes=True, device_type="cpu").check_updates_supported()
     server(has_dev_routes=True, device_type="cuda", tied_embeddings=True).check_updates_supported()
+
+
+def test_a_request_sets_every_parameter_for_which_vllm_has_a_default_of_the_model() -> None:
+    """By default vLLM takes them from generation_config.json; Qwen2.5 has a repetition penalty there."""
+    bodies: list[Any] = []
+
+    class Records(VLLMServer):
+        async def events(self, path: str, body: Any) -> Any:
+            bodies.append(body)
+            yield choice(finish_reason="length")
+
+    async def stream() -> None:
+        running = Records("http://gpu:8000", Timeouts(1.0, 1.0))
+        request = Request([1], Sampling(1, 1.0, 0), "one")
+        assert [c.finished async for c in running.stream(request, request.sampling)] == [True]
+
+    asyncio.run(stream())
+    body = bodies[0]
+    neutral = {"top_k": -1, "top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "max_tokens": 1}
+    neutral |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert {name: body.get(name) for name in neutral} == neutral
 
 
 class RestartedServer(VLLMServer):

@@ -136,6 +136,20 @@ def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
         assert "RuntimeError: the kernel failed" in reason
 
 
+def test_an_error_in_the_reader_fails_streams_and_calls_instead_of_leaving_them_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(process: EngineProcess) -> None:
+        await started(process)
+        queue = process.open_stream("k")
+        monkeypatch.setattr(process, "_handle_frame", lambda frame: frame["no such entry"])
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(process.call("pause"), 30)
+        assert isinstance(await queue.get(), EngineDied)
+
+    with_process(tmp_path, work)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None])
 def test_no_process_outlives_its_parent(tmp_path: Path, end: signal.Signals | None) -> None:

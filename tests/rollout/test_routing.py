@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from hone.rollout.server_routing import Router
+from hone.rollout.routing import Router
 
 
 def request(name: str, *prompt: int) -> Any:
@@ -15,7 +15,7 @@ def request(name: str, *prompt: int) -> Any:
 def test_trajectories_stay_prefixes_meet_and_busy_or_lost_servers_are_left() -> None:
     first, second = (SimpleNamespace(healthy=True, num_streams=0) for _ in range(2))
     servers: list[Any] = [first, second]
-    router = Router(servers)
+    router: Router[Any] = Router(servers, lambda server: server.healthy)
     assert router.route(request("a", 1)) is first
     first.num_streams = 1
     assert router.route(request("b", 2)) is second

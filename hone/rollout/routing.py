@@ -1,0 +1,62 @@
+"""Routes requests to servers or engine processes by trajectory, prefix and load."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from hone.rollout.requests import Request
+
+_PREFIX_TOKENS = 256
+"""Requests whose first tokens are equal, up to this number, go to the same target."""
+_MAX_IMBALANCE = 8
+"""A known prefix goes to the least loaded target if its own has over this many streams more."""
+_MAX_ROUTES = 8192
+"""Maximum number of recent trajectories and prefixes whose target is remembered."""
+
+
+class Target(Protocol):
+    """A server or engine process that decodes requests."""
+
+    @property
+    def num_streams(self) -> int: ...
+
+
+T = TypeVar("T", bound=Target)
+
+
+class Router(Generic[T]):
+    """Routes recent trajectories and prefixes to the target whose KV cache has them."""
+
+    def __init__(
+        self, targets: Sequence[T], is_healthy: Callable[[T], bool] = lambda target: True
+    ) -> None:
+        self._targets, self._is_healthy = list(targets), is_healthy
+        self._num_routed: Counter[int] = Counter()  # requests by id(target)
+        self.target_by_route: OrderedDict[object, T] = OrderedDict()
+
+    def route(self, request: Request) -> T:
+        """Returns the target of a request.
+
+        A known trajectory returns to its target, and so does a known prefix unless the target is
+        overloaded. Other requests go to the target with the fewest streams, then the fewest requests.
+        """
+        healthy_targets = [t for t in self._targets if self._is_healthy(t)] or self._targets
+        least_loaded = min(healthy_targets, key=lambda t: (t.num_streams, self._num_routed[id(t)]))
+        trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX_TOKENS])
+        target = self.target_by_route.get(trajectory)
+        if target not in healthy_targets:
+            target = self.target_by_route.get(prefix)
+            if (
+                target not in healthy_targets
+                or target.num_streams > least_loaded.num_streams + _MAX_IMBALANCE
+            ):
+                target = least_loaded
+        self._num_routed[id(target)] += 1
+        for route in (trajectory, prefix):
+            self.target_by_route[route] = target
+            self.target_by_route.move_to_end(route)
+        while len(self.target_by_route) > _MAX_ROUTES:
+            self.target_by_route.popitem(last=False)
+        return target
