@@ -244,9 +244,7 @@ class RemoteEngine(RequestEngine):
                 f"request {request_id}: the server sent {len(chunk.token_ids)} tokens with "
                 f"{len(chunk.log_probs)} log-probs"
             )
-        for num_appended, (token, log_prob) in enumerate(
-            zip(chunk.token_ids, chunk.log_probs, strict=True), 1
-        ):
+        for token, log_prob in zip(chunk.token_ids, chunk.log_probs, strict=True):
             if type(token) is not int or not 0 <= token < (vocab_size or math.inf):
                 raise RolloutError(
                     f"request {request_id}: the server sent token id {token!r}, but the model has ids 0 to "
@@ -260,9 +258,7 @@ class RemoteEngine(RequestEngine):
             request.append(token, min(float(log_prob), 0.0), self.version)
             request.stop_reason = self._rules.stop_reason(request)
             if request.stop_reason is not None:
-                if num_appended < len(chunk.token_ids):
-                    log.debug("request %s: tokens after its end are dropped", request_id)
-                break
+                break  # the server may have sent tokens after the end
         if request.cached_tokens is None:
             request.cached_tokens = chunk.cached_tokens
 
@@ -274,9 +270,8 @@ class RemoteEngine(RequestEngine):
     async def _abort(self, request_ids: Collection[str] | None, *, include_deferred: bool) -> None:
         for entry in list(self._running.values()):
             request = entry.request
-            if request_ids is not None and request.request_id not in request_ids:
-                continue
-            if include_deferred or not entry.deferred:
+            is_selected = request_ids is None or request.request_id in request_ids
+            if is_selected and (include_deferred or not entry.deferred):
                 request.stop_reason = request.stop_reason or StopReason.ABORT
                 if entry.task is not None:
                     entry.task.cancel()
