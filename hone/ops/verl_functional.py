@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hone.ops.groups import Groups, factorise
-from hone.ops.masked import masked_mean, masked_sum, masked_var, masked_whiten
+from hone.ops.masked import masked_var, masked_whiten, zero_outside_mask
 from hone.ops.verl_distributed import (
     allgather_dict_tensors,
     broadcast_dict_tensor,
@@ -36,14 +36,22 @@ __all__ = [
     "broadcast_dict_tensor",
     "distributed_masked_mean",
     "distributed_mean_max_min_std",
-    "masked_mean",
-    "masked_sum",
     "masked_var",
     "masked_whiten",
     "split_dict_tensor_into_batches",
 ]
 
 _INTEGER_TOLERANCE = 1e-6
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Returns the sum of `values`, weighted by the mask; values with weight 0 may be NaN."""
+    return (zero_outside_mask(values, mask) * mask).sum(axis)
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Returns the mean of `values`, weighted by the mask; 0 if all weights are 0."""
+    return masked_sum(values, mask, axis) / (mask.expand_as(values).sum(axis) + 1e-8)
 
 
 def gather_from_labels(data: Tensor, label: Tensor) -> Tensor:
@@ -87,7 +95,7 @@ def calculate_sum_pi_squared_from_logits(logits: Tensor) -> Tensor:
 
 def clip_by_value(x: Tensor, tensor_min: Tensor, tensor_max: Tensor) -> Tensor:
     """Clips `x` to the range between two tensors."""
-    return torch.minimum(torch.maximum(x, tensor_min), tensor_max)
+    return torch.maximum(torch.minimum(x, tensor_max), tensor_min)
 
 
 def compute_grad_norm(model: nn.Module) -> float:
@@ -242,21 +250,28 @@ def get_constant_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
     """Returns a schedule with linear warm-up from 0, then a constant rate."""
-    return LambdaLR(optimizer, lambda n: min(1.0, n / max(1, num_warmup_steps)), last_epoch)
+
+    def lr_factor(step: int) -> float:
+        return step / num_warmup_steps if step < num_warmup_steps else 1.0
+
+    return LambdaLR(optimizer, lr_factor, last_epoch)
 
 
 def get_cosine_schedule_with_warmup(
     optimizer: Optimizer,
     num_warmup_steps: int,
     num_training_steps: int,
-    min_lr_ratio: float = 0.0,
+    min_lr_ratio: float | None = 0.0,
     num_cycles: float = 0.5,
     last_epoch: int = -1,
     init_lr_ratio: float | None = None,
     zero_indexed_step: bool = True,
 ) -> LambdaLR:
-    """Returns a schedule with linear warm-up, then cosine decay to `min_lr_ratio`."""
-    start_factor = min_lr_ratio if init_lr_ratio is None else init_lr_ratio
+    """Returns a schedule with linear warm-up from `init_lr_ratio`, then cosine decay.
+
+    A ratio of None is 0.
+    """
+    start_factor, min_lr_ratio = init_lr_ratio or 0.0, min_lr_ratio or 0.0
     decay_steps = max(1, num_training_steps - num_warmup_steps)
 
     def lr_factor(step: int) -> float:

@@ -32,30 +32,36 @@ class BroadcastSender:
         transport = "nccl" if device.type == "cuda" else "gloo"
         endpoint = f"{host}:{self._store.port}"
         self.address = StreamAddress(transport, endpoint, token, num_receivers)
+        self._group: Any = None
+        """The process group; dropped by `close`, so that receivers that wait get an error at once."""
 
     def send(self, buckets: Iterable[Bucket]) -> int:
         """Sends all buckets to all receivers; returns the number of bytes."""
         with _wrap_errors():
-            group = _join_group(self._store, self.address, 0, self._timeout)
-            total_bytes = 0
-            for bucket in buckets:
-                data = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
-                bucket.write_to(data)
-                header = torch.frombuffer(
-                    bytearray(serialize_pieces(bucket.pieces)), dtype=torch.uint8
-                )
-                sizes = torch.tensor([len(header), len(data)], device=self._device)
-                for message in (sizes, header.to(self._device), data):
-                    group.broadcast(message, 0).wait()
-                total_bytes += sum(piece.size for piece in bucket.pieces)
-            group.broadcast(torch.tensor([0, 0], device=self._device), 0).wait()
+            self._group = _join_group(self._store, self.address, 0, self._timeout)
+        total_bytes = 0
+        for bucket in buckets:
+            self._broadcast(bucket)
+            total_bytes += sum(piece.size for piece in bucket.pieces)
+        with _wrap_errors():
+            self._group.broadcast(torch.tensor([0, 0], device=self._device), 0).wait()
             # A receiver must be done before the group is destroyed.
             for rank in range(1, self._num_receivers + 1):
                 self._store.wait([_done_key(self.address, rank)], self._timeout)
-            return total_bytes
+        return total_bytes
 
     def close(self) -> None:
+        self._group = None
         del self._store
+
+    def _broadcast(self, bucket: Bucket) -> None:
+        with _wrap_errors():
+            data = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
+            bucket.write_to(data)
+            header = torch.frombuffer(bytearray(serialize_pieces(bucket.pieces)), dtype=torch.uint8)
+            sizes = torch.tensor([len(header), len(data)], device=self._device)
+            for message in (sizes, header.to(self._device), data):
+                self._group.broadcast(message, 0).wait()
 
 
 def receive_broadcasts(
@@ -80,7 +86,8 @@ def receive_broadcasts(
         if not len(header):
             break
         yield deserialize_pieces(bytes(header.cpu().tolist())), data
-    store.set(_done_key(address, rank), "")
+    with _wrap_errors():
+        store.set(_done_key(address, rank), "")
 
 
 def _done_key(address: StreamAddress, rank: int) -> str:
@@ -116,7 +123,6 @@ def _wrap_errors() -> Iterator[None]:
     """Raises torch's errors as WeightStreamBroken."""
     try:
         yield
-    except WeightStreamBroken:
-        raise
     except (RuntimeError, dist.DistError) as error:
-        raise WeightStreamBroken(f"weights: the broadcast failed: {error}") from error
+        first_line, _, _ = str(error).partition("\n")  # a stack of C++ frames follows
+        raise WeightStreamBroken(f"weights: the broadcast failed: {first_line}") from error

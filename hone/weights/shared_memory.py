@@ -52,6 +52,17 @@ class _Connection:
             (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
             return self._read_exactly(length)
 
+    def send_descriptor(self, descriptor: int) -> None:
+        with self._wrap_errors():
+            socket.send_fds(self.socket, [_DESCRIPTOR_MESSAGE], [descriptor])
+
+    def receive_descriptor(self) -> int:
+        with self._wrap_errors():
+            _, descriptors, _, _ = socket.recv_fds(self.socket, len(_DESCRIPTOR_MESSAGE), 1)
+            if not descriptors:
+                raise ConnectionResetError("end of stream")
+            return descriptors[0]
+
     def _read_exactly(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
@@ -180,7 +191,7 @@ class SharedMemorySender:
             self._connections.append(connection)
             connection.send(json.dumps(handshake).encode())
             if descriptor is not None:
-                socket.send_fds(client, [_DESCRIPTOR_MESSAGE], [descriptor])
+                connection.send_descriptor(descriptor)
 
     def _send_to_receivers(self, message: bytes) -> None:
         for connection in self._connections:
@@ -212,11 +223,11 @@ def receive_buckets(
         if "cuda" in handshake:
             memory = _open_cuda_handle(handshake["cuda"])
         else:
-            _, descriptors, _, _ = socket.recv_fds(client, len(_DESCRIPTOR_MESSAGE), 1)
+            descriptor = connection.receive_descriptor()
             try:
-                mapping = mmap.mmap(descriptors[0], _NUM_BUFFERS * bucket_bytes)
+                mapping = mmap.mmap(descriptor, _NUM_BUFFERS * bucket_bytes)
             finally:
-                os.close(descriptors[0])
+                os.close(descriptor)
             memory = torch.frombuffer(mapping, dtype=torch.uint8)
         num_buckets = 0
         while (message := connection.receive()) != _END_MESSAGE:

@@ -64,9 +64,9 @@ def test_a_random_mask_is_one_run_of_the_asked_length() -> None:
 
 
 def test_schedules_start_low_and_end_at_the_floor() -> None:
-    def rates(make: object, **kwargs: float) -> list[float]:
+    def rates(make: object, warmup: int, **kwargs: float | None) -> list[float]:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        schedule = make(optimizer, 2, **kwargs)  # type: ignore[operator]
+        schedule = make(optimizer, warmup, **kwargs)  # type: ignore[operator]
         got = []
         for _ in range(5):
             got.append(schedule.get_last_lr()[0])
@@ -74,9 +74,29 @@ def test_schedules_start_low_and_end_at_the_floor() -> None:
             schedule.step()
         return got
 
-    assert rates(F.get_constant_schedule_with_warmup) == [0.0, 0.5, 1.0, 1.0, 1.0]
-    cosine = rates(F.get_cosine_schedule_with_warmup, num_training_steps=5, min_lr_ratio=0.1)
-    assert cosine == pytest.approx([0.1, 0.55, 1.0, 0.775, 0.325])
+    assert rates(F.get_constant_schedule_with_warmup, 2) == [0.0, 0.5, 1.0, 1.0, 1.0]
+    assert rates(F.get_constant_schedule_with_warmup, 0) == [1.0] * 5
+    cosine = F.get_cosine_schedule_with_warmup
+    decay = [1.0, 0.775, 0.325]
+    floor = rates(cosine, 2, num_training_steps=5, min_lr_ratio=0.1)
+    assert floor == pytest.approx([0.0, 0.5, *decay])
+    start = rates(cosine, 2, num_training_steps=5, min_lr_ratio=0.1, init_lr_ratio=0.1)
+    assert start == pytest.approx([0.1, 0.55, *decay])
+    no_floor = rates(cosine, 0, num_training_steps=4, min_lr_ratio=None)
+    assert no_floor[::2] == pytest.approx([1.0, 0.5, 0.0])
+
+
+def test_a_mask_of_numbers_weighs_the_values() -> None:
+    values, weights = torch.tensor([[1.0, 3.0, torch.nan]]), torch.tensor([[0.25, 0.5, 0.0]])
+    assert F.masked_sum(values, weights).item() == pytest.approx(1.75)
+    assert F.masked_mean(values, weights, 1).tolist() == pytest.approx([1.75 / 0.75])
+    assert F.masked_mean(values, weights.bool()).item() == pytest.approx(2.0)
+    assert F.masked_mean(values, torch.zeros(1, 3)).item() == 0.0
+
+
+def test_the_lower_bound_wins_where_the_bounds_cross() -> None:
+    clipped = F.clip_by_value(torch.tensor([0.0, 9.0]), torch.tensor(2.0), torch.tensor(1.0))
+    assert clipped.tolist() == [2.0, 2.0]
 
 
 def test_groups_by_any_label() -> None:

@@ -222,7 +222,7 @@ class PauseForgetsKeys(NativeRollout):
     async def pause(self, keep: bool = False) -> None:
         await super().pause(keep)
         self._core.cache.free()
-        self._core.cache.reserve(1024)  # type: ignore[attr-defined]
+        self._core.cache.reserve(1024, 0)  # type: ignore[attr-defined]
 
 
 class ResumeDropsWhatWasHeld(NativeRollout):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hone.weights.contract import StreamAddress, WeightStreamBroken
+from hone.weights.shared_memory import _Connection
 from hone.weights.streamed import Location, choose_transport, open_sender, receive, send
 
 CPU = torch.device("cpu")
@@ -90,18 +92,38 @@ def test_received_tensors_are_copies_of_the_reused_window():
         assert equal(dict(result.result()), weights())
 
 
-def test_a_sender_that_fails_midway_raises_in_the_receiver():
+@pytest.mark.parametrize(
+    ("transport", "broken"),
+    [("memory_file", "the trainer closed the connection"), ("gloo", r"the broadcast failed: .*$")],
+)
+def test_a_sender_that_fails_midway_raises_in_the_receiver(transport, broken):
     def failing() -> Iterator[tuple[str, Tensor]]:
         yield from list(weights().items())[:3]
         raise RuntimeError("the gather failed")
 
-    sender = open_test_sender("memory_file", 1)
+    sender = open_test_sender(transport, 1)
     with ThreadPoolExecutor(1) as pool:
         result = pool.submit(lambda: list(receive(sender.address, 0, CPU, 20.0)))
-        with pytest.raises(RuntimeError, match="the gather failed"):
+        with pytest.raises(RuntimeError, match=r"^the gather failed"):
             send(sender, failing(), 300)
-        with pytest.raises(WeightStreamBroken, match="the trainer closed the connection"):
+        with pytest.raises(WeightStreamBroken, match=broken):
             result.result()
+
+
+def test_a_sender_that_leaves_before_it_shares_its_memory_raises_in_the_receiver(tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen(1)
+        address = StreamAddress("memory_file", str(tmp_path / "socket"), "token", 1)
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(lambda: list(receive(address, 0, CPU, 20.0)))
+            client, _ = listener.accept()
+            connection = _Connection(client, "the receiver")
+            connection.receive()
+            connection.send(b'{"bucket_bytes": 300}')
+            client.close()
+            with pytest.raises(WeightStreamBroken, match="the trainer closed the connection"):
+                result.result()
 
 
 def test_a_receiver_that_disconnects_raises_in_the_sender():

@@ -19,6 +19,7 @@ from hone.ops.attention import (
     softmax_with_sinks,
 )
 from hone.ops.segments import Padding
+from hone.rollout.native.paged_cache import zeros
 
 _CAPACITY_MULTIPLE = 64
 """The capacity of a slot is a multiple of this many tokens, so that allocations are rare."""
@@ -46,21 +47,21 @@ class SlotCache:
         self._kv: list[list[Tensor]] = [[] for _ in range(self._num_layers)]
         """Keys and values per layer, [slots, KV, capacity, D]; empty before its first tokens."""
 
-    def reserve(self, num_tokens: int) -> None:
-        """Grows the slots to at least `num_tokens` tokens; their contents are copied."""
+    def reserve(self, num_tokens: int, num_used_slots: int) -> None:
+        """Grows the slots to at least `num_tokens` tokens; the contents of used slots are copied."""
         if num_tokens <= self._capacity:
             return
         self._capacity = _round_up(max(num_tokens, self._capacity * 3 // 2), _CAPACITY_MULTIPLE)
         for kv in self._kv:
             for i, old in enumerate(kv):
-                kv[i] = old.new_zeros(*old.shape[:2], self._capacity, old.shape[3])
-                kv[i][:, :, : old.shape[2]] = old
+                kv[i] = zeros((*old.shape[:2], self._capacity, old.shape[3]), old.dtype, old.device)
+                kv[i][:num_used_slots, :, : old.shape[2]] = old[:num_used_slots]
 
     def layer(self, index: int, new_keys: Tensor) -> list[Tensor]:
         """Returns keys and values of one layer; the first `new_keys` [N, KV, D] allocate them."""
         if not self._kv[index]:
             shape = (self._num_slots, new_keys.shape[1], self._capacity, new_keys.shape[2])
-            self._kv[index] = [new_keys.new_zeros(shape), new_keys.new_zeros(shape)]
+            self._kv[index] = [zeros(shape, new_keys.dtype, new_keys.device) for _ in "kv"]
         return self._kv[index]
 
     def copy(self, source: int, target: int, length: int) -> None:

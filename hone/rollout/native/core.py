@@ -151,7 +151,7 @@ class NativeCore:
     def _layout(self, slots: list[int], lengths: list[int]) -> tuple[Tensor, Layout]:
         """Returns positions and layout: the running sequences, then the new prompts in `slots`."""
         running_positions = torch.tensor([r.length - 1 for r in self._running], dtype=torch.int64)
-        self.cache.reserve(max([*lengths, *(r.length for r in self._running)]))
+        self.cache.reserve(max([*lengths, *(r.length for r in self._running)]), len(self._running))
         decode = DecodeLayout(self.cache, running_positions) if self._running else None
         if decode is not None and not slots and len(running_positions) % self.row_multiple == 0:
             return running_positions, decode

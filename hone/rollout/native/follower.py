@@ -58,12 +58,12 @@ class FollowerRollout(RequestEngine):
     async def begin_update(self) -> None:
         with self._condition:
             self._raise_if_stopped()
-            self._updates_begun += 1
-            while self._updates_announced < self._updates_begun:
+            while self._updates_announced == self._updates_begun:
                 if self._is_driven and not self._update_pending:  # `drive` receives the commands
                     self._wait_for_announcement()
                 else:
                     self._execute_all(self._receive())
+            self._updates_begun += 1
             if self._update_error is not None:
                 error, self._update_error = self._update_error, None
                 self._updates_ended = self._updates_announced

@@ -7,6 +7,8 @@ of the same prompt.
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from array import array
 from collections import OrderedDict
@@ -213,8 +215,8 @@ class PagedCache:
         shape = (self.num_layers, 2, self.num_blocks, self.kv_heads, self.block_size, self.head_dim)
         try:
             # Zeros, because a masked key has weight 0, and 0 times uninitialized memory may be NaN.
-            self._memory = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        except torch.OutOfMemoryError as error:
+            self._memory = zeros(shape, self._dtype, self._device)
+        except (torch.OutOfMemoryError, OSError) as error:
             raise RolloutError(
                 f"out of memory for a key-value cache of {self.num_blocks} blocks; lower "
                 "rollout.gpu_memory_utilization or rollout.max_num_seqs"
@@ -261,10 +263,17 @@ class PagedCache:
         self._memory[:, :, target] = self._memory[:, :, source]
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns zeros; on a CPU, they take memory only once they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 def _usable_bytes(fraction: float, device: torch.device) -> float:
-    if (
-        device.type != "cuda"
-    ):  # memory counts only once it is written, so what is free does not matter
+    if device.type != "cuda":  # `zeros` takes no memory yet, so what is free does not matter
         return fraction * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     unused_reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any, TypeAlias
 
 import torch
@@ -72,7 +73,7 @@ class Peers:
 
     def send(self, commands: list[Command]) -> None:
         """Sends commands to every other rank and waits until all ranks have received them."""
-        text = json.dumps(commands).encode()
+        text = json.dumps(commands, default=methodcaller("item")).encode()  # of numpy numbers
         message = len(text).to_bytes(_LENGTH_BYTES, "big") + text
         head, rest = (
             message[:_FIRST_MESSAGE_BYTES].ljust(_FIRST_MESSAGE_BYTES, b"\0"),
@@ -95,18 +96,17 @@ class Peers:
     def fail(self, error: BaseException) -> BaseException:
         """Closes the groups after an error and returns the error to raise.
 
-        If another rank was lost, the returned error has the cause that the lost rank recorded.
+        If another rank was lost, the returned error has the cause that the lost rank recorded, if
+        it recorded one.
         """
-        if not isinstance(error, PeerLost):
-            failed = f"rank {self.rank} of {self.size} tensor-parallel ranks failed"
-            self.store.compare_set(_CAUSE_KEY, "", f"{failed}: {type(error).__name__}: {error}")
-            self.close()
-            return error
-        try:
-            self.store.wait([_CAUSE_KEY], timedelta(seconds=min(_CAUSE_TIMEOUT_S, self.timeout_s)))
-            error = RolloutError(self.store.get(_CAUSE_KEY).decode())
-        except (RuntimeError, dist.DistError):
-            pass  # the other rank recorded no cause
+        with suppress(RuntimeError, dist.DistError):  # the rank with the store may have gone
+            if isinstance(error, PeerLost):
+                timeout = timedelta(seconds=min(_CAUSE_TIMEOUT_S, self.timeout_s))
+                self.store.wait([_CAUSE_KEY], timeout)
+                error = RolloutError(self.store.get(_CAUSE_KEY).decode())
+            else:
+                failed = f"rank {self.rank} of {self.size} tensor-parallel ranks failed"
+                self.store.compare_set(_CAUSE_KEY, "", f"{failed}: {type(error).__name__}: {error}")
         self.close()
         return error
 

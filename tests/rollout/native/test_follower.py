@@ -12,6 +12,7 @@ import torch
 from hone.agents.loop_thread import run_with_engine
 from hone.rollout.contract import RolloutError, Sampling
 
+from ..engine_contract import driving
 from ..models import policy
 from .slot import Slot, SlotRollout
 
@@ -66,3 +67,22 @@ def test_requests_go_to_the_first_rank() -> None:
     slot = Slot(policy())
     with pytest.raises(RolloutError, match="send requests to rank 0"):
         asyncio.run(slot.followers[0].generate([3], LONG, "a"))
+
+
+def test_a_rank_that_was_too_early_for_an_update_begins_the_next() -> None:
+    slot = Slot(policy())
+    (follower,) = slot.followers
+    slot.follow()
+    slot.peers[1].timeout_s = 0.05
+    with driving(slot.leader):
+        time.sleep(0.1)
+        with pytest.raises(RolloutError, match=r"rank 0 began no update within 0\.05 s"):
+            asyncio.run(follower.begin_update())
+        slot.peers[1].timeout_s = 20.0
+        asyncio.run(slot.leader.begin_update())
+        asyncio.run(follower.begin_update())
+        asyncio.run(follower.commit(1))
+        asyncio.run(slot.leader.commit(1))
+    slot.leader.release()
+    slot.join()
+    assert not slot.errors

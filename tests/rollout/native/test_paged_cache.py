@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import random
+import resource
+from pathlib import Path
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hone.rollout.native.cache import SlotCache
 from hone.rollout.native.paged_cache import NULL_BLOCK, BlockPool, PagedCache
+
+CPU = torch.device("cpu")
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
 
 
 def test_the_spare_block_is_never_handed_out() -> None:
@@ -149,3 +159,21 @@ def test_copied_blocks_are_equal_in_every_layer() -> None:
             assert torch.equal(part[1], part[3])
             assert torch.equal(part[1], part[4])
             assert not torch.equal(part[1], part[2])
+
+
+def test_a_cache_takes_no_memory_before_keys_are_written() -> None:
+    before = resident_mib()
+    paged = PagedCache(
+        num_layers=1, kv_heads=2, head_dim=64, num_blocks=4096, block_size=16,
+        dtype=torch.bfloat16, device=CPU,
+    )  # fmt: skip
+    paged.reserve()
+    slots = SlotCache(num_layers=1, num_slots=256)
+    key = torch.ones(1, 2, 64)
+    for length in (256, 400):
+        slots.reserve(length, num_used_slots=1)
+        for tensor in slots.layer(0, key):
+            tensor[0, :, :200] = 1
+    assert paged.nbytes + slots.nbytes > 100 * 2**20
+    assert resident_mib() - before < 30
+    assert all(bool((t[0, :, :200] == 1).all()) and not t[1:].any() for t in slots.layer(0, key))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
-from hone.rollout.native.peers import Command, PeerLost
+from hone.rollout.native.peers import Command, PeerLost, Peers
 
 from ..engine_contract import driving
 from ..models import policy
@@ -40,3 +41,23 @@ def test_commands_of_any_length_arrive_in_order() -> None:
 
     assert on_ranks(3, work) == [sent] * 3
     assert on_ranks(3, lambda rank: peers[rank].min_over_ranks(5 - rank)) == [3] * 3
+
+
+def test_numpy_numbers_arrive_as_python_numbers() -> None:
+    peers = peers_of(2)
+    command: Command = {"do": "add", "prompt": list(np.array([3, 4])), "top_p": np.float32(0.5)}
+
+    def work(rank: int) -> list[Command]:
+        return peers[1].receive() if rank else peers[0].send([command]) or []
+
+    assert on_ranks(2, work)[1] == [{"do": "add", "prompt": [3, 4], "top_p": 0.5}]
+
+
+def test_a_rank_that_fails_after_the_store_has_gone_raises_its_own_error() -> None:
+    class GoneStore:
+        def compare_set(self, *arguments: str) -> None:
+            raise RuntimeError("the remote server has shut down")
+
+    peers = Peers(1, 2, None, None, GoneStore(), 1.0)  # type: ignore[arg-type]
+    error = ValueError("a token id past the vocabulary")
+    assert peers.fail(error) is error
