@@ -90,8 +90,9 @@ class LLM:
         """
         if not self._close.alive:
             raise GenerationError("this LLM is closed; create a new one")
-        if n < 1:
-            raise GenerationError(f"n={n}; use 1 or more")
+        for name, value in (("n", n), ("max_tokens", max_tokens)):
+            if value is not None and value < 1:
+                raise GenerationError(f"{name}={value}; use 1 or more")
         params = training_sampling(self.config.rollout) | sampling
         if temperature is not None:
             params["temperature"] = temperature

@@ -75,15 +75,21 @@ def reads_prompt(parts: Sequence[RewardPart]) -> bool:
     return any({"prompt", "completions"} & set(part.parameters) for part in parts)
 
 
-def as_score_function(parts: Sequence[RewardPart], columns: Collection[str]) -> Function:
-    """Returns one score function with verl's signature; `columns` are the keys of `extra_info`."""
+def as_score_function(
+    parts: Sequence[RewardPart], columns: Collection[str], answer_columns: Collection[str] = ()
+) -> Function:
+    """Returns one score function with verl's signature; `columns` are the keys of `extra_info`.
+
+    Those of `answer_columns` are passed from there, although they are also names of the answer.
+    """
     calls = [_reward_call(part, columns) for part in parts]
 
     def call_all(
         data_source: str, response: str, answer: JsonValue, extra_info: Fields
     ) -> list[Result]:
         row = {**extra_info, "data_source": data_source, "extra_info": extra_info}
-        row |= dict.fromkeys(RESPONSE_NAMES, response) | dict.fromkeys(ANSWER_NAMES, answer)
+        row |= dict.fromkeys(RESPONSE_NAMES, response)
+        row |= {name: answer for name in ANSWER_NAMES if name not in answer_columns}
         return [call(row) for call in calls]
 
     def score(

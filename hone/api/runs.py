@@ -18,6 +18,7 @@ from typing import TypeAlias, Union
 from hone.api.llm import LLM
 from hone.api.reward import Reward, as_score_function, reads_prompt, reward_parts
 from hone.api.rows import (
+    ANSWER_COLUMNS,
     MESSAGES_COLUMN,
     Data,
     as_rows,
@@ -230,12 +231,16 @@ class _RunScorer:
         ]
         is_single_rule = len(parts) == 1 and isinstance(parts[0].scorer, str)
         if not is_single_rule or any(row["data_source"] != default_source for row in rows):
-            self._build_function(set().union(*(row["extra_info"] for row in rows)))
+            columns = set().union(*(row["extra_info"] for row in rows))
+            answers = [name for name in ANSWER_COLUMNS if all(name in row for row in user_rows)]
+            self._build_function(columns, answers[1:])  # the first is the ground truth
         return [write_rows(rows, folder, name)]
 
-    def _build_function(self, columns: Collection[str]) -> None:
+    def _build_function(
+        self, columns: Collection[str], answer_columns: Collection[str] = ()
+    ) -> None:
         if self._parts and self.score_function is None:
-            self.score_function = as_score_function(self._parts, columns)
+            self.score_function = as_score_function(self._parts, columns, answer_columns)
 
 
 def _model_path(model: Model) -> str:

@@ -64,6 +64,9 @@ def test_a_stop_string_ends_a_response(llm: hone.LLM) -> None:
 
 
 def test_what_does_not_fit_or_exist_is_refused(llm: hone.LLM, tiny: Path) -> None:
+    for max_tokens in (0, -3):
+        with pytest.raises(GenerationError, match=f"max_tokens={max_tokens}; use 1 or more"):
+            llm.generate("ab", max_tokens=max_tokens)
     with pytest.raises(GenerationError, match=r"70 tokens and max_tokens=1 do not fit.*64"):
         llm.generate([5] * 70)
     with pytest.raises(GenerationError, match="max_tokens=100 do not fit"):

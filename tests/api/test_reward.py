@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hone.api.reward import as_score_function, reads_prompt, reward_parts
+from hone.api.runs import _RunScorer
 from hone.rewards.calling import ROW_ARGUMENTS, ScorerSignatureError, check_signature
 from hone.rewards.failures import RewardError, SetupError
 
@@ -41,6 +43,21 @@ def score(reward: Any, text: str = "2", answer: Any = "2", extra: dict[str, Any]
 )  # fmt: skip
 def test_a_function_is_given_what_its_parameters_name(function: Any) -> None:
     assert score(function) == 1
+
+
+def test_a_row_with_several_answer_columns_keeps_them_apart(tmp_path: Path) -> None:
+    row = {"question": "6*7=", "answer": "42", "solution": "6 times 7 is 42"}
+    calls: list[Any] = []
+
+    def reward(completion: str, answer: str, solution: str, ground_truth: str) -> float:
+        calls.append((completion, answer, solution, ground_truth))
+        return 1.0
+
+    scorer = _RunScorer(reward)
+    scorer.write_data([row], tmp_path, "rows")
+    assert scorer.score_function is not None
+    assert scorer.score_function("python", "x", "42", {"solution": row["solution"]}) == 1
+    assert calls == [("x", "42", "6 times 7 is 42", "42")]
 
 
 def test_trls_completions_of_a_chat_prompt_are_messages() -> None:

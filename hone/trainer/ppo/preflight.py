@@ -201,20 +201,18 @@ class _Preflight:
 
             ranks, model = config.rollout_ranks, config.actor_rollout_ref.model
             self._attempt(partial(check_sharding, size, ranks, model))
-        reward_model_path = config.reward_model.model.path
-        if (
-            plan is not None
-            and plan.reward_model
-            and reward_model_path
-            and not plan.has_reward_server
-        ):
-            is_judge = plan.reward_model == "judge"
-            self._attempt(lambda: check_model(reward_model_path, is_decoder=is_judge))
-            if plan.reward_model == "orm" and Path(resolve_model_path(reward_model_path)).is_dir():
-                trust_remote_code = config.reward_model.model.trust_remote_code
-                self._attempt(
-                    lambda: classifier_kind(reward_model_path, trust_remote_code=trust_remote_code)
-                )
+        if plan is not None and plan.reward_model and not plan.has_reward_server:
+            self._check_reward_models(plan.reward_model)
+
+    def _check_reward_models(self, reward_model_type: str) -> None:
+        model = self.config.reward_model.model
+        ref_path = model.ref_path if reward_model_type == "prime" else None
+        is_decoder = reward_model_type in ("judge", "prime")
+        for path in filter(None, (model.path, ref_path)):
+            self._attempt(partial(check_model, path, is_decoder=is_decoder))
+            if reward_model_type == "orm" and Path(resolve_model_path(path)).is_dir():
+                trust_remote_code = model.trust_remote_code
+                self._attempt(partial(classifier_kind, path, trust_remote_code=trust_remote_code))
 
     def _create_datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
         """Creates the data sets, by config key; without a tokenizer, prompts are not filtered by length."""
@@ -229,7 +227,8 @@ class _Preflight:
 
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
         """Yields a problem per data set with prompts that exceed `data.max_prompt_length` or the model."""
-        data, max_length = self.config.data, self.facts.max_position_embeddings
+        data, overrides = self.config.data, self.config.actor_rollout_ref.model.override_config
+        max_length = overrides.get("max_position_embeddings", self.facts.max_position_embeddings)
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
                 continue

@@ -38,6 +38,25 @@ def test_a_response_that_exceeds_the_positions_of_the_model_is_refused_with_what
     dry_run(task, tmp_path / "run", f"data.max_response_length={fits}")
 
 
+def test_positions_that_the_user_raises_count(task: Task, tmp_path: Path) -> None:
+    key = "actor_rollout_ref.model.override_config.max_position_embeddings"
+    dry_run(task, tmp_path / "run", "data.max_response_length=10000", f"{key}=20000")
+
+
+def test_every_model_of_prime_is_checked(task: Task, tmp_path: Path) -> None:
+    config = json.loads((task.model / "config.json").read_text())
+    for name, model_type in (("empty", config["model_type"]), ("mamba", "mamba")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": model_type}))
+    for changed in ("path", "ref_path"):
+        for folder, problem in (("empty", "no weights"), ("mamba", "mamba model")):
+            paths = {"path": task.model, "ref_path": task.model, changed: tmp_path / folder}
+            models = [f"reward_model.model.{key}={path}" for key, path in paths.items()]
+            prime = ("algorithm.adv_estimator=rloo", "reward_model.enable=true", *models)
+            with pytest.raises(UnsupportedModel, match=f"{folder} .*{problem}"):
+                dry_run(task, tmp_path / "run", *prime, "reward_model.type=prime")
+
+
 def test_prompts_that_are_truncated_are_not_too_long(task: Task, tmp_path: Path) -> None:
     dry_run(task, tmp_path / "run", "data.max_prompt_length=2", "data.truncation=left")
 
