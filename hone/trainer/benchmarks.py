@@ -35,7 +35,7 @@ BENCHMARKS = (
 RAW_PROMPT_BENCHMARKS = ("countdown", "multiply")
 """Benchmarks whose prompts are raw text, without a chat template."""
 ALTERNATIVE_NAMES = {"minerva": "minerva_math", "2wiki": "2wikimultihopqa"}
-GENERATION_BLOCKS = ("trainer", "data", "model", "rollout", "actor", "ray_kwargs")
+GENERATION_BLOCKS = ("trainer", "data", "model", "rollout", "search", "actor", "ray_kwargs")
 """Overrides of these blocks configure generation; the others configure scoring."""
 
 

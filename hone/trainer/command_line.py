@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import time
@@ -249,6 +250,12 @@ def _check_writable(folder: Path, setting: str) -> None:
         raise ConfigError(f"{setting}: {parent} is a file, so nothing can be written below it")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"{setting}: {parent} cannot be written to; name another place")
+
+
+def path_override(key: str, path: str | Path) -> str:
+    """Returns `key='path'`; Hydra's grammar needs a backslash before a quote and before such backslashes."""
+    text = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(path))
+    return f"{key}='{text}'"
 
 
 def lock_run_folder(folder: str) -> AbstractContextManager[FolderLock | None]:

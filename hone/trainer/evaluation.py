@@ -21,13 +21,15 @@ from hone.ops.at_n import best_at, majority_at, sizes
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
 from hone.rewards.failures import Failed, FailurePolicy, Scored
+from hone.rewards.ground_truth import decode_json
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.outcome import Response, vote_of
 from hone.rewards.scores.latex import boxed_answer
 from hone.rewards.transcript import policy_transcript_info
+from hone.text import shown
 from hone.tracking import progress
-from hone.types import Function, Row
+from hone.types import Function, JsonValue, Row
 
 TOTAL_NAME = "all"
 """The name of the total over several data sources."""
@@ -150,15 +152,27 @@ def _responses(row: Row, location: str, config: EvaluationConfig) -> list[Respon
             raise DataError(
                 f"{location} has no column {data[key]!r} (data.{key}); it has {', '.join(row)}"
             )
-    texts = row[data.response_key]
-    texts = [texts] if isinstance(texts, str) else list(texts)
-    if not texts:
-        raise DataError(f"{location} has no response in {data.response_key!r}")
-    reward_model = dict(row[data.reward_model_key])
+    texts = response_texts(row[data.response_key], f"{location}, column {data.response_key!r}")
+    reward_model: Any = decode_json(row[data.reward_model_key])
+    extra_info: Any = decode_json(row.get("extra_info")) or {}
+    for key, value in ((data.reward_model_key, reward_model), ("extra_info", extra_info)):
+        if not isinstance(value, Mapping):
+            raise DataError(f"{location}, column {key!r} must be an object, got {shown(value)}")
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
-    extra.update(row.get("extra_info") or {})
+    extra.update(extra_info)
     source, truth = str(row[data.data_source_key]), reward_model.get("ground_truth")
     return [Response(source, text, truth, extra | policy_transcript_info(text)) for text in texts]
+
+
+def response_texts(value: JsonValue, location: str) -> list[str]:
+    """Returns the responses of a row, which are one text or a list of texts."""
+    values = value if isinstance(value, list) else [value]
+    texts = [text for text in values if isinstance(text, str)]
+    if len(texts) < len(values):
+        raise DataError(f"{location} must be text or a list of texts, got {shown(value)}")
+    if not texts:
+        raise DataError(f"{location} has no response")
+    return texts
 
 
 def _score_responses(

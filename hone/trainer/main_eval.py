@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from hone.trainer.command_line import (
     check_output_file,
     check_output_folder,
     compose_arguments,
+    path_override,
     print_starting_values_and_notes,
     require_keys,
     run_module,
@@ -33,7 +35,7 @@ NO_INTERVAL = "–"
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, overrides = _build_parser().parse_known_args(arguments)
-    if options.bench or options.model:
+    if options.bench or options.model or options.data or options.out:
         run_benchmarks(options, overrides)
         return
     composed = compose_arguments(overrides, schema="evaluation", program="hone eval")
@@ -51,15 +53,15 @@ def _build_parser() -> argparse.ArgumentParser:
         "[key=value …]",
         allow_abbrev=False,
         description="Score a file of responses (key=value overrides of the evaluation tree), or "
-        "generate and score a benchmark. With --bench, overrides of trainer, data, model and "
-        "rollout configure generation.",
+        "generate and score a benchmark. With --bench, overrides of trainer, data, model, rollout "
+        "and search configure generation.",
         epilog="`hone config show --tree evaluation` lists the keys.",
     )
     bench_help = f"benchmark, may be repeated: {', '.join(BENCHMARKS)}"
     parser.add_argument("--model", help="model folder or training checkpoint")
     parser.add_argument("--bench", action="append", default=[], metavar="NAME", help=bench_help)
     parser.add_argument("--data", metavar="DIR", help="folder with the benchmarks' files")
-    parser.add_argument("--out", metavar="DIR", default="eval", help="folder to write to")
+    parser.add_argument("--out", metavar="DIR", help="folder to write to (eval)")
     return parser
 
 
@@ -104,22 +106,27 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
             "hone eval --bench starts its own ranks: run it without torchrun, with "
             "trainer.n_gpus_per_node=N"
         )
-    check_output_folder(options.out, "--out")
-    out = Path(options.out).expanduser()
+    out = Path(options.out or "eval").expanduser()
+    check_output_folder(str(out), "--out")
     generation_overrides, scoring_overrides = split_overrides(overrides)
-    with lock_folder(options.out):
-        for bench in options.bench:
-            file = benchmark_file(bench, Path(options.data).expanduser(), out / "data")
+    load_config(scoring_overrides, config_name="evaluation")  # generation may take hours
+    with lock_folder(out):
+        data = Path(options.data).expanduser()
+        files = {bench: benchmark_file(bench, data, out / "data") for bench in options.bench}
+        for bench, file in files.items():
             responses = out / f"{bench}.parquet"
             defaults = ["data.n_samples=1", "rollout.do_sample=false", "data.overwrite=true"]
             defaults += ["data.prompt_format=raw"] if bench in RAW_PROMPT_BENCHMARKS else []
-            file_overrides = [f"data.path={file}", f"data.output_path={responses}"]
+            paths = {"data.path": file, "data.output_path": responses, "model.path": options.model}
             generate(
-                [*defaults, *generation_overrides, *file_overrides, f"model.path={options.model}"]
+                [*defaults, *generation_overrides, *itertools.starmap(path_override, paths.items())]
             )
-            json_path, plot_path = (out / f"{bench}{suffix}" for suffix in (".json", ".png"))
-            output_overrides = [f"output.json_path={json_path}", f"output.plot_path={plot_path}"]
-            settings = [*output_overrides, *scoring_overrides, f"data.path={responses}"]
+            settings = [
+                path_override("output.json_path", out / f"{bench}.json"),
+                path_override("output.plot_path", out / f"{bench}.png"),
+                *scoring_overrides,
+                path_override("data.path", responses),
+            ]
             run(load_config(settings, config_name="evaluation"), title=bench)
 
 

@@ -144,7 +144,9 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
     from hone.data.rows import write_file
 
     with write_file(path) as temporary:
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        temporary.write_text(
+            "".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8"
+        )
     return path
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.config import ConfigError, replace
 from hone.config.sft import PRMConfig, SupervisedConfig
+from hone.data.files import is_non_local
 from hone.trainer.command_line import compose_arguments, require_keys, run_module, run_ranks
 from hone.trainer.main_sft import run_stages
 
@@ -60,11 +61,12 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
         "model.lora_rank": 0,
         "model.lora_adapter_path": None,
     }
+    remote_head_folder = None
+    if trainer.default_hdfs_dir:
+        remote_head_folder = f"{trainer.default_hdfs_dir.rstrip('/')}/{HEAD_FOLDER}"
     if trainer.total_epochs:
         overrides["trainer.default_local_dir"] = str(head_folder)
-        if trainer.default_hdfs_dir:
-            remote_folder = trainer.default_hdfs_dir.rstrip("/")
-            overrides["trainer.default_hdfs_dir"] = f"{remote_folder}/{HEAD_FOLDER}"
+        overrides["trainer.default_hdfs_dir"] = remote_head_folder
     head_config = config
     for key, value in overrides.items():
         head_config = replace(head_config, key, value)
@@ -72,7 +74,7 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
     if head_stage.total_epochs:
         full_config = replace(config, "model.path", str(head_folder))
     if trainer.resume_mode == "resume_path" and trainer.total_epochs and head_stage.total_epochs:
-        if head_folder in Path(trainer.resume_from_path or "").parents:
+        if _is_inside(trainer.resume_from_path or "", (head_folder, remote_head_folder)):
             full_config = replace(full_config, "trainer.resume_mode", "auto")
         else:
             return [(full_config, StepTask())]
@@ -83,6 +85,14 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
     if trainer.total_epochs:
         stage_list.append((full_config, task.next_stage()))
     return stage_list
+
+
+def _is_inside(path: str, folders: tuple[Path, str | None]) -> bool:
+    """Returns whether a checkpoint is in the local or in the remote folder."""
+    local_folder, remote_folder = folders
+    if is_non_local(path):
+        return remote_folder is not None and path.startswith(f"{remote_folder}/")
+    return local_folder.expanduser().resolve() in Path(path).expanduser().resolve().parents
 
 
 if __name__ == "__main__":

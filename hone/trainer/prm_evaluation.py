@@ -17,7 +17,13 @@ from hone.models.from_config import build_tokenizer
 from hone.ops.at_n import sizes
 from hone.tracking import progress
 from hone.trainer import step_scores as metrics
-from hone.trainer.evaluation import bootstrap_estimates, evaluate, extract_answer
+from hone.trainer.command_line import path_override
+from hone.trainer.evaluation import (
+    bootstrap_estimates,
+    evaluate,
+    extract_answer,
+    response_texts,
+)
 from hone.trainer.ranks import Ranks
 from hone.trainer.sft.run import build_engine
 from hone.trainer.sft.tasks import StepTask
@@ -155,11 +161,14 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
     """
     rows = list(read_rows([file], BadRowPolicy("raise", policy_key=None), "--best-of-n").scan())
     if not all("scores" in row for row in rows):
-        rows = evaluate(load_config([f"data.path='{file}'"], config_name="evaluation")).rows
+        settings = [path_override("data.path", file)]
+        rows = evaluate(load_config(settings, config_name="evaluation")).rows
     solutions = []
     for index, row in enumerate(rows):
-        if not row.get("responses") or len(row["responses"]) != len(row["scores"]):
-            raise DataError(f"{file}, row {index}: 'responses' and 'scores' must be equally long")
+        location = f"{file}, row {index}"
+        row["responses"] = response_texts(row.get("responses"), f"{location}, column 'responses'")
+        if len(row["responses"]) != len(row["scores"] or ()):
+            raise DataError(f"{location}: 'responses' and 'scores' must be equally long")
         for text in row["responses"]:
             steps = [step for step in text.split(step_separator) if step.strip()] or ["(empty)"]
             solutions.append(

@@ -18,7 +18,7 @@ from hone.config.convert import show_value
 from hone.config.errors import ConfigError
 from hone.config.keys import get
 from hone.config.sources import parse_override
-from hone.trainer.command_line import compose_arguments
+from hone.trainer.command_line import compose_arguments, path_override
 from hone.trainer.interrupt import signal_exit_code
 from hone.trainer.ranks import run_python
 from hone.types import JsonValue
@@ -85,10 +85,7 @@ def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
     was_stopped = False
     for number, run in enumerate(runs, start=1):
         screen().line(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
-        quoted_paths = {
-            k: v.replace("\\", "\\\\").replace("'", "\\'") for k, v in run.output_paths.items()
-        }
-        output_overrides = [f"{key}='{value}'" for key, value in quoted_paths.items()]
+        output_overrides = [path_override(key, path) for key, path in run.output_paths.items()]
         run.exit_code, was_stopped = run_python(
             [*command, *shared_arguments, *run.overrides, *output_overrides]
         )

@@ -60,7 +60,7 @@ def _threads_of_resumed_run(trainer: Block) -> int | None:
     mode, path = trainer.get("resume_mode", "disable"), trainer.get("resume_from_path", "")
     if mode == "disable":
         return None
-    folder = Path(trainer["default_local_dir"])
+    folder = Path(trainer["default_local_dir"]).expanduser()
     run = RunFolder(folder if mode == "auto" else Path(path or folder).expanduser().parent)
     if mode == "auto" and not run.checkpoints():
         return None

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from hone import cli
+from hone.config.sources import parse_overrides
 from hone.tracking.lock import LOCK_NAME, Holder, _start_time
+from hone.trainer.command_line import path_override
 
 from .runs import Task
 
@@ -99,3 +101,11 @@ def test_a_second_process_leaves_no_trace_in_a_folder_that_is_in_use(
     assert cli.main(["train", *task.overrides(tmp_path / "run")]) == 2
     assert "is in use by" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "path", ["a b", "it's", "a,b", "[x]{y}", "a\\b", "a\\\\b", "a\\'b", "end\\", "a=b", "~/x"]
+)
+def test_an_override_keeps_every_character_of_a_path(path: str) -> None:
+    (setting,) = parse_overrides([path_override("data.path", path)])
+    assert (setting.key, setting.value) == ("data.path", path)

@@ -379,3 +379,28 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 def test_an_unknown_source_is_refused_before_scoring(tmp_path: Path) -> None:
     with pytest.raises(UnknownSourceError, match="poetry"):
         evaluate(evaluation(tmp_path, responses(1, 1, 1, "poetry")))
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("responses", ["1", None]),
+        ("responses", 5),
+        ("responses", []),
+        ("reward_model", "1"),
+        ("extra_info", ["x"]),
+    ],
+)
+def test_a_column_of_another_form_names_the_row(tmp_path: Path, column: str, value: Any) -> None:
+    rows = responses(2, 1, 2)
+    rows[1][column] = value
+    with pytest.raises(DataError, match=rf"responses.jsonl, row 1, column '{column}'"):
+        evaluate(evaluation(tmp_path, rows))
+
+
+def test_a_ground_truth_in_json_text_is_read(tmp_path: Path) -> None:
+    rows = responses(2, 1, 2)
+    for row in rows:
+        row["reward_model"] = json.dumps(row["reward_model"])
+    result = evaluate(evaluation(tmp_path, rows))
+    assert result.sources["arithmetic"].metrics["pass@1"].value == 0.5

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.data.rows import BadRowPolicy, read_rows, write_parquet
+from hone.data.rows import BadRowPolicy, DataError, read_rows, write_parquet
 from hone.tracking.console import screen
 from hone.trainer import command_line, main_eval, main_generation
 
@@ -120,3 +120,38 @@ def test_a_benchmark_under_torchrun_is_refused(
     with pytest.raises(ConfigError, match="without torchrun"):
         bench(tmp_path, "multiply", "multiply/three")
     assert generated == []
+
+
+@pytest.mark.parametrize("options", [["--out", "results"], ["--data", "data"]])
+def test_an_option_of_benchmarks_without_one_is_not_ignored(options: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--model is missing: hone eval --model DIR"):
+        main_eval.main([*options, "data.path=responses.parquet"])
+
+
+def test_a_benchmark_may_be_generated_with_a_search_engine(
+    generated: list[Any], tmp_path: Path
+) -> None:
+    scorer = f"custom_reward_function.path={write_scorer(tmp_path)}"
+    bench(tmp_path, "nq", "nq", "search.url=http://127.0.0.1:1/retrieve", "search.topk=2", scorer)
+    assert (generated[0].search.url, generated[0].search.topk) == ("http://127.0.0.1:1/retrieve", 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["metrics.bootstrap=5"], "bootstrap_samples"),
+        (["--bench", "nothing"], "there is no benchmark"),
+    ],
+)
+def test_a_mistake_in_the_scoring_is_found_before_the_generation(
+    generated: list[Any], tmp_path: Path, overrides: list[str], problem: str
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=problem):
+        bench(tmp_path, "multiply", "multiply/three", *overrides)
+    assert generated == []
+
+
+def test_a_folder_may_have_any_name(generated: list[Any], tmp_path: Path) -> None:
+    folder = tmp_path / "it's {a}, b=[c]"
+    bench(folder, "multiply", "multiply/three")
+    assert (folder / "out" / "multiply.json").is_file()

@@ -272,3 +272,26 @@ def test_each_stage_has_its_own_place_in_a_store(settings: list[str], tmp_path: 
     main_prm.run(config)
     manifests = {name for name in remote_files(store) if name.endswith("manifest.json")}
     assert manifests == {"global_step_4/manifest.json", "head/global_step_3/manifest.json"}
+
+
+@pytest.mark.parametrize(
+    ("place", "num_stages"),
+    [
+        ("run/head/global_step_2", 2),
+        ("HERE/run/head/global_step_2", 2),
+        ("memory://prm/head/global_step_2", 2),
+        ("HERE/run/global_step_2", 1),
+        ("memory://prm/global_step_2", 1),
+    ],
+)
+def test_a_checkpoint_to_resume_belongs_to_the_stage_whose_folder_it_is_in(
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    num_stages: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    resume = ["trainer.resume_mode=resume_path", "trainer.default_hdfs_dir=memory://prm"]
+    path = f"trainer.resume_from_path={place.replace('HERE', str(tmp_path))}"
+    assert len(main_prm.stages(config_of(settings, Path("run"), *resume, path))) == num_stages

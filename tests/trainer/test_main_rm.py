@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from hone import cli
 from hone.config import load_config
-from hone.data.rows import DataError
+from hone.data.rows import DataError, write_parquet
 from hone.models.load import load_classifier, resolve_model_path
 from hone.trainer import main_rm
 from hone.trainer.ranks import launch
@@ -167,7 +168,9 @@ def test_cross_validation_tests_every_pair_once_and_never_on_a_prompt_it_was_tra
     settings: list[str], tmp_path: Path
 ) -> None:
     rows = [*ROWS[:12], *(row | {"chosen": row["chosen"] + "!"} for row in ROWS[:6])]
-    file, out = write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "out.json"
+    rows = [row | {"date": datetime(2025, 1, 1)} for row in rows]
+    file, out = tmp_path / "pairs.parquet", tmp_path / "out.json"
+    write_parquet(rows, file)
     overrides = [f"data.train_files={file}", f"trainer.default_local_dir={tmp_path / 'cv'}"]
     fewer = "trainer.total_training_steps=2"
     assert (

@@ -52,7 +52,8 @@ class SFTRun:
     ) -> None:
         self.ranks, self._origins = ranks, origins
         self._task = task or SupervisedTask()
-        self.folder = RunFolder(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
+        folder = Path(config.trainer.default_local_dir).expanduser()
+        self.folder = RunFolder(folder, config.trainer.default_hdfs_dir)
         self.config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
         set_thread_count(threads)
         data, trainer = config.data, config.trainer

@@ -130,3 +130,13 @@ def test_conversations_under_a_template_without_an_end_token_teach_the_model_to_
     prompt = torch.tensor([tokenizer.encode("u:?\na:", add_special_tokens=False)])
     written = lm.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
     assert tokenizer.decode(written) == "1</s>"
+
+
+def test_a_run_folder_below_the_home_is_there(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    main_sft.run(sft_config(settings, Path("~/run")))
+    assert (tmp_path / "home/run/global_step_1").is_dir()
+    assert not (tmp_path / "~").exists()
