@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from hone.models.families import UnsupportedModel, check_config_supported
 from hone.models.load import ModelNotFound, load_config, resolve_model_path, translate_load_errors
 
-_WEIGHT_FILE_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
+_WEIGHT_FILE_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)

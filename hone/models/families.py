@@ -7,13 +7,18 @@ has its results; a test checks that they agree with this file.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hone.types import Settings
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+log = logging.getLogger(__name__)
 
 FAMILIES = frozenset(
     """
@@ -110,6 +115,27 @@ def check_config_supported(
             raise UnsupportedModel(
                 f"{path} has {name}={config_field(text_config, name)} in its config, which is not supported; "
                 "use a model without it"
+            )
+
+
+def override_fields(config: PreTrainedConfig, values: Settings, path: str) -> None:
+    """Changes fields of a config; `rope_theta` and `rope_scaling`, older names, change `rope_parameters`."""
+    for key, value in values.items():
+        rope = getattr(config, "rope_parameters", None)
+        if key == "attn_implementation":
+            log.warning("override_config.%s=%s: hone's own attention is used", key, value)
+        elif key == "rope_theta" and rope and "rope_theta" in rope:
+            config.rope_parameters = {**rope, key: value}
+        elif key == "rope_scaling" and rope and "rope_theta" in rope:
+            unscaled = {k: rope[k] for k in ("rope_theta", "partial_rotary_factor") if k in rope}
+            scaling = dict(value or {})
+            rope_type = scaling.pop("type", "default")
+            config.rope_parameters = {**unscaled, "rope_type": rope_type, **scaling}
+        elif hasattr(config, key):
+            setattr(config, key, value)
+        else:
+            raise UnsupportedModel(
+                f"override_config has {key!r}, which {type(config).__name__} of {path} does not have"
             )
 
 

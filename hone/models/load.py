@@ -26,6 +26,7 @@ from hone.models.families import (
     check_config_supported,
     check_family_supported,
     logit_softcap_and_scale,
+    override_fields,
 )
 from hone.tracking.manifest import MANIFEST, enclosing_checkpoint, find_damage
 from hone.types import Settings
@@ -218,9 +219,8 @@ def load_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel
     """
     from transformers import AutoModelForCausalLM
 
-    return _load_pretrained(
-        AutoModelForCausalLM, path, _model_config(path, options), options["dtype"]
-    )
+    config = _model_config(path, options)
+    return _load_pretrained(AutoModelForCausalLM, path, config, options["dtype"], new_head=False)
 
 
 def empty_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel:
@@ -276,14 +276,15 @@ def load_classifier(
             f"{path} is a {architecture} with {config.num_labels} labels, but a {task} model with "
             f"{len(labels)} ({', '.join(labels)}) is needed; name such a classifier, or a language model"
         )
-    if "Classification" not in architecture:
+    new_head = "Classification" not in architecture
+    if new_head:
         log.warning(
             "%s (%s) has no classification head; a new one is initialized", path, architecture
         )
     config.id2label, config.label2id = dict(enumerate(labels)), {x: i for i, x in enumerate(labels)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        lm = _load_pretrained(auto_class, path, config, options["dtype"])
+        lm = _load_pretrained(auto_class, path, config, options["dtype"], new_head=new_head)
     if not isinstance(getattr(lm, "score", None), torch.nn.Linear):
         raise UnsupportedModel(f"{path}: a {type(lm).__name__} has no linear head `score`")
     return lm
@@ -313,29 +314,50 @@ def load_step_classifier(
 def _model_config(path: str, options: LoadOptions) -> PreTrainedConfig:
     device = options.get("device")
     config = load_config(path, device=device)
-    for key, value in (options.get("override_config") or {}).items():
-        if not hasattr(config, key):
-            raise UnsupportedModel(
-                f"override_config has {key!r}, which {type(config).__name__} of {path} does not have"
-            )
-        setattr(config, key, value)
+    override_fields(config, options.get("override_config") or {}, path)
     check_config_supported(config, path, device=device)
     _disable_dropout(config)
     return config
 
 
 def _load_pretrained(
-    auto_class: type[_BaseAutoModelClass], path: str, config: PreTrainedConfig, dtype: torch.dtype
+    auto_class: type[_BaseAutoModelClass],
+    path: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    *,
+    new_head: bool,
 ) -> PreTrainedModel:
+    """Loads a model; raises if the weights lack a parameter, unless it is of a new head."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # hone shows its own bars
     attention.register()
     folder = resolve_model_path(path)
     with translate_load_errors(path, folder):
-        return auto_class.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=attention.NAME
+        lm, report = auto_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # transformers' own error does not name the tensor
         )
+    # transformers initializes missing parameters at random and only logs them.
+    missing = sorted(report["missing_keys"])
+    if new_head:
+        missing = [name for name in missing if name.startswith(f"{lm.base_model_prefix}.")]
+    problem = ""
+    if missing:
+        more = f" and {len(missing) - 1} more parameters" if missing[1:] else ""
+        problem = f"its weights lack {missing[0]}{more}"
+    for name, shape, expected_shape in sorted(report["mismatched_keys"]):
+        problem = f"{name} has shape {[*shape]}, but its config asks for {[*expected_shape]}"
+    if problem:
+        raise UnsupportedModel(
+            f"{path} cannot be loaded: {problem}; copy config.json and all weight files of one model"
+        )
+    return lm
 
 
 def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedConfig:

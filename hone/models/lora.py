@@ -103,6 +103,13 @@ def wrap_lora(
             "the adapter changes the LM head, but log-probs are computed from the head's own weight; "
             "leave lm_head out of target_modules"
         )
+    embeddings = peft_model.get_input_embeddings()
+    is_tied = head is not None and lm.config.get_text_config().tie_word_embeddings
+    if is_tied and (hasattr(embeddings, "base_layer") or hasattr(embeddings, "modules_to_save")):
+        raise LoraError(
+            "the adapter changes the embeddings, whose matrix is also that of the LM head, so the merged "
+            "weights would be another policy; leave the embeddings out of target_modules"
+        )
     return peft_model
 
 

@@ -348,6 +348,10 @@ IDLE = [
     (["data.val_files=null", "trainer.test_freq=5"], "there are no data.val_files"),
     ([f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.top_p=0.9"], "greedy"),
     ([f"{ROLLOUT}.val_kwargs.top_p=0.9"], "greedy"),
+    (
+        [f"actor_rollout_ref.model.{x}" for x in ("lora_adapter_path=a", "lora_rank=8")],
+        "has settings of its own",
+    ),
     (["reward_model.server.url=http://127.0.0.1:1"], "reward_model.enable=false"),
 ]
 

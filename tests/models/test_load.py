@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.models import attention
+from hone.models.facts import check_model
 from hone.models.families import UnsupportedModel
 from hone.models.load import (
     ModelNotFound,
@@ -158,6 +160,53 @@ def test_overrides_change_the_config_and_unknown_ones_are_refused(folder):
     assert lm.model.norm.variance_epsilon == 0.5
     with pytest.raises(UnsupportedModel, match="'rms_norm_epss'"):
         load_causal_lm(str(folder), dtype=torch.float32, override_config={"rms_norm_epss": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, r"its weights lack model\.norm\.weight;"),
+        ({"lm_head.weight": None}, r"its weights lack lm_head\.weight;"),
+        ({"model.norm.weight": torch.ones(3)}, r"model\.norm\.weight has shape \[3\]"),
+    ],
+)
+def test_a_parameter_that_is_not_in_the_weights_is_never_random(change, message, tmp_path):
+    tokenizer = character_tokenizer()
+    save_pretrained(tiny_lm(len(tokenizer), hidden=32, tie_embeddings=False), tokenizer, tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {k: v for k, v in (load_file(file) | change).items() if v is not None}
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=message):
+        load_causal_lm(str(tmp_path), dtype=torch.float32)
+
+
+def test_a_folder_with_nothing_but_a_gguf_file_is_refused_before_loading(folder, tmp_path):
+    shutil.copy(folder / "config.json", tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UnsupportedModel, match="no weights"):
+        check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rope", "theta"),
+    [
+        ({"rope_theta": 5.0}, "default", 5.0),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear", 10000.0),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn", 10000.0),
+        ({"rope_theta": 5.0, "rope_scaling": None}, "default", 5.0),
+    ],
+)
+def test_overrides_may_have_the_older_names_of_rotary_positions(folder, overrides, rope, theta):
+    lm = load_causal_lm(str(folder), dtype=torch.float32, override_config=overrides)
+    assert lm.model.rotary_emb.rope_type == rope
+    assert lm.config.rope_parameters["rope_theta"] == theta
+
+
+def test_another_attention_in_the_overrides_runs_with_ours_and_a_warning(folder, caplog):
+    overrides = {"attn_implementation": "flash_attention_2"}
+    lm = load_causal_lm(str(folder), dtype=torch.float32, override_config=overrides)
+    assert lm.config._attn_implementation == attention.NAME
+    assert "hone's own attention" in caplog.text
 
 
 def test_dropout_is_off_in_training_mode_too(tmp_path):

@@ -68,6 +68,13 @@ def test_an_adapter_on_the_head_is_refused():
         wrap_lora(lm, **(SETTINGS | {"target_modules": ("q_proj", "lm_head")}))
 
 
+def test_an_adapter_on_embeddings_that_are_also_the_head_is_refused():
+    with pytest.raises(LoraError, match="leave the embeddings out of target_modules"):
+        lora_policy(target_modules=("embed_tokens",))
+    untied = tiny_lm(VOCABULARY, hidden=32, tie_embeddings=False)
+    assert is_lora(wrap_lora(untied, **(SETTINGS | {"target_modules": ("embed_tokens",)})))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
