@@ -1,21 +1,23 @@
 """Collates trajectories into one batch: prompts padded on the left, responses on the right.
 
-Each rank collates its own rows; `join_ranks` concatenates the batches of the ranks.
+Each rank collates its own rows; `join_ranks` concatenates the batches of the ranks. Each output
+that a loop returns in a list is one row, and the rows of a trajectory are adjacent until dispatch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence, Sized
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hone.agents.contract import AgentLoopOutput
-from hone.agents.output_check import BadTrajectory
-from hone.agents.widths import NOT_RECORDED, pad_to_equal_widths
+from hone.agents.trajectory import BadTrajectory
 from hone.columns import reward_column, write
 from hone.ops.masked import last_true_index
 from hone.protocol import DataProto
@@ -23,6 +25,11 @@ from hone.protocol.rows import fill_object_columns, object_array
 
 LOOP_SCORE_COLUMN = reward_column("agent")
 """The column of the score that a loop returned, on the last policy token."""
+
+NOT_RECORDED = -1
+"""The value of `routed_experts` for tokens that the rollout did not compute."""
+TRAJECTORY_ROW = "trajectory_row"
+"""The column with the row's index in its trajectory (None is 0); absent if no trajectory has several."""
 
 
 def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) -> DataProto:
@@ -195,3 +202,111 @@ def _pad_rows(
     array: np.ndarray = np.full(value_mask.shape, pad_value, dtype)
     array[value_mask] = np.fromiter(chain.from_iterable(rows), dtype, count=int(lengths.sum()))
     return torch.from_numpy(array)
+
+
+def pad_and_concat(batches: Sequence[DataProto]) -> DataProto:
+    """Pads batches to the largest width and concatenates them; padding has attention and mask 0.
+
+    A column that some batches lack is filled with None if an agent loop wrote it, and dropped if a
+    reward function wrote it.
+    """
+    reward_columns = {name for b in batches for name in b.meta_info.get("reward_extra_names", [])}
+    padded = fill_object_columns(pad_to_equal_widths(batches), leave=reward_columns)
+    common_columns = set.intersection(*(set(b.column_names()) for b in padded))
+    selected_batches = [
+        b.select(
+            batch_keys=[n for n in b.batch.keys() if n in common_columns],  # noqa: SIM118
+            non_tensor_batch_keys=[n for n in b.non_tensor_batch if n in common_columns],
+            meta_info_keys=[],
+        )
+        for b in padded
+    ]
+    joined = DataProto.concat(selected_batches)
+    joined.meta_info = dict(batches[-1].meta_info)
+    extra_names = joined.meta_info.get("reward_extra_names", [])
+    joined.meta_info["reward_extra_names"] = [
+        name for name in extra_names if name in common_columns
+    ]
+    loop_columns = {name for b in batches for name in b.meta_info.get("loop_columns", [])}
+    joined.meta_info["loop_columns"] = sorted(loop_columns & common_columns)
+    return joined
+
+
+def pad_to_equal_widths(batches: Sequence[DataProto]) -> list[DataProto]:
+    """Pads the prompts and responses of each batch to the largest widths."""
+    prompt_width = max(b.batch["prompts"].shape[1] for b in batches)
+    response_width = max(b.batch["responses"].shape[1] for b in batches)
+    return [_pad(b, prompt_width, response_width) for b in batches]
+
+
+def _pad(batch: DataProto, prompt_width: int, response_width: int) -> DataProto:
+    left_padding = prompt_width - batch.batch["prompts"].shape[1]
+    right_padding = response_width - batch.batch["responses"].shape[1]
+    if left_padding == 0 and right_padding == 0:
+        return batch
+    tensors: dict[str, Tensor] = {}
+    for name, values in batch.batch.items():
+        if values.dim() < 2:
+            tensors[name] = values
+        elif name == "prompts":
+            tensors[name] = F.pad(values, (left_padding, 0))
+        elif name == "attention_mask":
+            tensors[name] = F.pad(values, (left_padding, right_padding))
+        elif name == "routed_experts":  # [B, P+T, layers, k]
+            tensors[name] = F.pad(
+                values, (0, 0, 0, 0, left_padding, right_padding), value=NOT_RECORDED
+            )
+        else:
+            tensors[name] = F.pad(values, (0, right_padding))
+    return DataProto.from_dict(tensors, batch.non_tensor_batch, dict(batch.meta_info))
+
+
+def repeat_rows_per_output(rows: DataProto, output_rows: Sequence[int]) -> DataProto:
+    """Repeats each row of a group once per output; `output_rows[i]` is the row of output i."""
+    if len(output_rows) == len(rows):
+        return rows
+    counts: Counter[int] = Counter()
+    row_indices = []
+    for row in output_rows:
+        row_indices.append(counts[row])
+        counts[row] += 1
+    repeated = rows.select_idxs([row - output_rows[0] for row in output_rows])
+    write(repeated, TRAJECTORY_ROW, object_array(row_indices))
+    return repeated
+
+
+def trajectory_indices(batch: DataProto) -> Tensor | None:
+    """Returns [B]: the index of each row's trajectory; None if every row is a trajectory."""
+    row_indices = batch.non_tensor_batch.get(TRAJECTORY_ROW)
+    if row_indices is None:
+        return None
+    return torch.tensor([not row_index for row_index in row_indices]).cumsum(0) - 1
+
+
+def last_row_indices(batch: DataProto) -> Tensor | None:
+    """Returns [N]: the index of each trajectory's last row; None if every row is a trajectory."""
+    numbers = trajectory_indices(batch)
+    return None if numbers is None else numbers.bincount().cumsum(0) - 1
+
+
+def is_last_row(batch: DataProto) -> np.ndarray:
+    """Returns [B] bool: whether the row is the last of its trajectory."""
+    last_indices = last_row_indices(batch)
+    mask = np.full(len(batch), last_indices is None)
+    if last_indices is not None:
+        mask[last_indices.numpy()] = True
+    return mask
+
+
+def last_row_values(batch: DataProto, column: np.ndarray) -> np.ndarray:
+    """Returns [N]: the values of a column [B] at the last row of each trajectory."""
+    last_indices = last_row_indices(batch)
+    return column if last_indices is None else column[last_indices.numpy()]
+
+
+def trajectory_totals(batch: DataProto, per_row: Tensor) -> Tensor:
+    """Returns [N]: the sums of `per_row` [B] over the rows of each trajectory."""
+    numbers = trajectory_indices(batch)
+    if numbers is None:
+        return per_row
+    return per_row.new_zeros(len(numbers.bincount())).index_add_(0, numbers, per_row)

@@ -1,4 +1,4 @@
-"""Runs the agent loop of one row, with a seed per trajectory.
+"""Runs the agent loop of one row, with a seed per trajectory, and checks its output.
 
 The seed is derived from (run seed, uid, sample index), so that a row's tokens do not depend on the
 other rows of the batch.
@@ -6,7 +6,8 @@ other rows of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,14 +15,30 @@ import numpy as np
 
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput, ServerManager
 from hone.agents.deadline import run_with_deadline
-from hone.agents.loops.listing import LoopFactory, LoopNames, build_loop
-from hone.agents.output_check import LOOP_METRICS, check_output, metric_values
+from hone.agents.loops.listing import LoopFactory, LoopNames, loop_arguments
+from hone.columns import COLUMNS
 from hone.config import PPOTrainerConfig
+from hone.config.rollout import RolloutConfig, SamplingConfig
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
+from hone.protocol.rows import same
 from hone.rollout.contract import RolloutEngine
+from hone.text import shown
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Row
+
+LOOP_METRICS = ("generate_sequences", "tool_calls", "num_preempted")
+"""Metrics that any loop may return; missing ones are 0."""
+RESERVED_COLUMNS = (
+    *("prompts", "responses", "response_mask", "attention_mask", "input_ids", "position_ids"),
+    *("rollout_log_probs", "rm_scores", "reward/agent", "num_turns", "stop_reason", "versions"),
+    "trajectory_row",
+)
+"""Columns that `collate_outputs` builds from the other fields of an output."""
+
+
+class BadTrajectory(ValueError):
+    """A loop returned an output that cannot be collated."""
 
 
 class AgentLoopFailed(RuntimeError):
@@ -49,6 +66,7 @@ class TrajectoryMaker:
 
     def __post_init__(self) -> None:
         self._loop_names = LoopNames(self.config.actor_rollout_ref.rollout)
+        self._loop_arguments = loop_arguments(self.config, self.tokenizer)
 
     def jobs(self, rows: DataProto) -> list[Job]:
         """Pairs each row with its loop; raises on an unknown loop name."""
@@ -73,7 +91,7 @@ class TrajectoryMaker:
         )
 
         async def run_loop() -> list[AgentLoopOutput]:
-            loop = build_loop(job.factory, self.config, manager, self.tokenizer)
+            loop = job.factory(server_manager=manager, **self._loop_arguments)
             loop.request_id = row["trajectory_id"]
             result: Any = await loop.run(job.sampling_params, **row)
             outputs = list(result) if isinstance(result, list | tuple) and result else [result]
@@ -122,3 +140,103 @@ def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
         cached_tokens = sum(m.later_cached_tokens for m in metrics)
         summary["rollout/prefix_cache_hit/later_turns"] = cached_tokens / prompt_tokens
     return summary
+
+
+def check_output(output: Any, loop_name: str, *, row: Row, vocab_size: int | None) -> None:
+    """Raises BadTrajectory on an invalid output."""
+    if not isinstance(output, AgentLoopOutput):
+        raise BadTrajectory(
+            f"agent loop {loop_name!r} returned {shown(output)}; return an AgentLoopOutput, or a "
+            "list of at least one"
+        )
+    for problem in _problems(output, row, vocab_size):
+        raise BadTrajectory(f"agent loop {loop_name!r} returned {problem}")
+
+
+def metric_values(output: AgentLoopOutput) -> dict[str, float]:
+    """Returns the values of `LOOP_METRICS` by name."""
+    metrics = output.metrics
+    values = vars(metrics) if isinstance(metrics, AgentLoopMetrics) else dict(metrics)
+    return {name: values.get(name, 0.0) for name in LOOP_METRICS}
+
+
+def _problems(output: AgentLoopOutput, row: Row, vocab_size: int | None) -> Iterator[str]:
+    num_tokens = len(output.response_ids)
+    for field in ("response_mask", "response_logprobs", "versions"):
+        value = getattr(output, field)
+        if value is not None and len(value) != num_tokens:
+            yield (f"{num_tokens} response_ids but {len(value)} {field}; give one entry per token")
+    if len(output.prompt_ids) == 0 or num_tokens == 0:
+        yield "an empty prompt or response"
+    mask = list(output.response_mask)
+    if mask.count(0) + mask.count(1) != len(mask):
+        yield "a response_mask with values other than 0, 1"
+    for field, ids in (("prompt_ids", output.prompt_ids), ("response_ids", output.response_ids)):
+        low, high = min(ids), max(ids)
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            valid_ids = "0 and up" if vocab_size is None else f"0 to {vocab_size - 1}"
+            yield f"{field} from {low} to {high}; the model knows {valid_ids}"
+    if (experts := output.routed_experts) is not None and experts.dim() != 3:
+        yield f"routed_experts of shape {tuple(experts.shape)}; give [tokens, layers, k], or None"
+    if output.reward_score is not None and not _is_finite(output.reward_score):
+        yield (
+            f"reward_score={output.reward_score!r}; give a finite number, or None in every loop "
+            "if the reward function scores"
+        )
+    if not isinstance(output.stop_reason, str | None):
+        yield f"stop_reason={shown(output.stop_reason)}; give text or None"
+    if not _is_finite(output.num_turns):
+        yield f"num_turns={shown(output.num_turns)}; give a number"
+    for name, value in metric_values(output).items():
+        if not _is_finite(value):
+            yield f"metrics[{name!r}]={value!r}; give a number, or leave it out"
+    yield from _extra_field_problems(output, row)
+
+
+def _extra_field_problems(output: AgentLoopOutput, row: Row) -> Iterator[str]:
+    """Yields a problem per extra field that changes a column of the row or a reserved column."""
+    for field, value in output.extra_fields.items():
+        column = COLUMNS.get(field)
+        origin = ""
+        if field in row:
+            origin = "" if same(row[field], value) else "a column of the data row"
+        elif field in RESERVED_COLUMNS:
+            origin = "built from the output's other fields"
+        elif column is not None and column.step not in ("generate", "prompts"):
+            origin = f"written by the step {column.step!r}"
+        elif field.startswith("reward/"):
+            origin = "written by the step 'score'"
+        if origin:
+            yield f"extra_fields[{field!r}], but the column {field!r} is {origin}; rename it"
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def training_sampling(rollout: SamplingConfig) -> Fields:
+    """Returns the `sampling_params` of training and of `hone generate`."""
+    return {
+        "temperature": rollout.temperature if rollout.do_sample else 0.0,
+        "top_k": rollout.top_k,
+        "top_p": rollout.top_p,
+        "min_p": rollout.min_p,
+        "stop": (rollout.stop,) if isinstance(rollout.stop, str) else tuple(rollout.stop or ()),
+        "stop_token_ids": tuple(rollout.stop_token_ids or ()),
+        "ignore_eos": rollout.ignore_eos,
+        "max_tokens": rollout.max_tokens_per_turn,
+    }
+
+
+def validation_sampling(rollout: RolloutConfig) -> Fields:
+    """Returns the `sampling_params` of validation: greedy unless `val_kwargs.do_sample`."""
+    val_kwargs = rollout.val_kwargs
+    return training_sampling(rollout) | {
+        "temperature": val_kwargs.temperature if val_kwargs.uses_sampling else 0.0,
+        "top_k": val_kwargs.top_k,
+        "top_p": val_kwargs.top_p,
+        "min_p": val_kwargs.min_p,
+    }

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeGuard
 from transformers import PreTrainedModel
 
 from hone.agents.loop_thread import run_with_engine
-from hone.agents.sampling import training_sampling
+from hone.agents.trajectory import training_sampling
 from hone.api.settings import CallSettings, PathOrName, Value
 from hone.config.generation import GenerationConfig
 from hone.data.loader import row_uid

@@ -28,8 +28,7 @@ from hone.data.prompts import (
     tokenise,
     truncate,
 )
-from hone.data.question_answer import to_verl_schema
-from hone.data.reading import as_data_config, rows_of
+from hone.data.reading import as_data_config, rows_of, to_verl_schema
 from hone.data.rows import (
     BadRowPolicy,
     DataError,

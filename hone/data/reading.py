@@ -1,16 +1,27 @@
-"""Converts the config and in-memory rows that a user passes to `RLHFDataset`, and collates rows."""
+"""Converts what a user passes to `RLHFDataset`: config, rows in memory, PURE's files."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hone.config.data import DataConfig
+from hone.data.rows import DataError, FileRows, RowStore
 from hone.types import Row, Settings
 
 if TYPE_CHECKING:
     from hone.data.loader import Dataset
+
+PURE_PROMPT_KEY = "question"
+"""The `data.prompt_key` of PURE's files, whose rows are {question, answer, data_source?}."""
+PURE_INSTRUCTION = (
+    'Please reason step by step, separate the steps with "\\n\\n", and put the final answer within '
+    "\\boxed{}."
+)
+PURE_DATA_SOURCE = "numina_olympiads"
+"""PURE's data source for rows that have none."""
 
 
 def as_data_config(config: DataConfig | Settings) -> DataConfig:
@@ -31,8 +42,16 @@ def rows_of(data: Dataset) -> list[Row] | None:
         if hasattr(data, method):
             return list(getattr(data, method)())
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
-        return list(data.to_dict("records"))
+        return [
+            {name: None if _is_missing(value) else value for name, value in row.items()}
+            for row in data.to_dict("records")
+        ]
     return None
+
+
+def _is_missing(value: object) -> bool:
+    """Returns whether a value of a DataFrame is missing, which pandas marks with NaN."""
+    return isinstance(value, float) and math.isnan(value)
 
 
 def collate_tensors(data_list: Sequence[Row]) -> dict[str, Any]:
@@ -46,3 +65,31 @@ def collate_tensors(data_list: Sequence[Row]) -> dict[str, Any]:
         if all(isinstance(value, torch.Tensor) for value in values):
             columns[name] = torch.stack(list(values))
     return columns
+
+
+def to_verl_schema(store: RowStore, prompt_key: str) -> RowStore:
+    """Converts the rows of PURE's files to verl's schema; other files stay as they are."""
+    if prompt_key != PURE_PROMPT_KEY:
+        return store
+    return RowStore([_convert_file(file) for file in store.files])
+
+
+def _convert_file(file: FileRows) -> FileRows:
+    first = file[0]
+    if "answer" not in first or "reward_model" in first:
+        return file
+    rows: list[Row] = []
+    for index, row in enumerate(file.scan()):
+        question, answer = row.get(PURE_PROMPT_KEY), row.get("answer")
+        if isinstance(answer, str) and "####" in answer:
+            raise DataError(
+                f"{file.where(index)}: 'answer' is a worked solution of GSM8K, not a final answer; "
+                "convert the file with `hone data prepare gsm8k`"
+            )
+        if isinstance(question, str) and question:
+            question = f"{question}\n\n{PURE_INSTRUCTION}"
+        source = row.get("data_source") or PURE_DATA_SOURCE
+        reward_model = {"style": "rule", "ground_truth": answer}
+        columns = {"data_source": source, "reward_model": reward_model}
+        rows.append({**row, PURE_PROMPT_KEY: question, **columns})
+    return dataclasses.replace(file, content=rows)

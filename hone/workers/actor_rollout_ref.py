@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from hone.agents.collate import add_verl_columns, collate_outputs, join_ranks
-from hone.agents.sampling import training_sampling, validation_sampling
-from hone.agents.trajectory import loop_metrics
+from hone.agents.trajectory import loop_metrics, training_sampling, validation_sampling
 from hone.config.block import Block
 from hone.config.rollout import RolloutConfig
 from hone.controller import Dispatch, Worker, register

@@ -1,4 +1,4 @@
-"""A subclass may override verl's methods of a data set."""
+"""A subclass may override verl's methods of a data set; rows in memory and files of PURE."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from omegaconf import OmegaConf
 
 from hone.data.dataset import RLHFDataset
-from hone.data.reading import collate_tensors
-from hone.data.rows import DataError
+from hone.data.reading import PURE_DATA_SOURCE, PURE_INSTRUCTION, collate_tensors, rows_of
+from hone.data.rows import DataError, write_parquet
 from hone.models.tiny import character_tokenizer
+from hone.rewards.ground_truth import is_missing
+from hone.rewards.scores.table import default_compute_score
 
 TOKENIZER = character_tokenizer()
 ROWS = [
@@ -103,3 +105,46 @@ def test_verls_collate_stacks_tensors_alone() -> None:
     assert batch["ids"].shape == (2, 3)
     assert batch["messages"].shape == batch["n"].shape == (2,)
     assert batch["messages"][1] == [{"a": 2}]
+
+
+def test_a_missing_value_of_a_data_frame_is_none() -> None:
+    class Frame:
+        columns = ("prompt", "agent_name")
+
+        def to_dict(self, orient: str) -> list[dict[str, Any]]:
+            assert orient == "records"
+            return [{"prompt": "a", "agent_name": float("nan")}]
+
+    frame: Any = Frame()
+    assert rows_of(frame) == [{"prompt": "a", "agent_name": None}]
+
+
+def test_pures_rows_have_a_ground_truth_and_the_instruction(
+    tokenizer: Any, config: Any, tmp_path: Path
+) -> None:
+    rows = [
+        {"question": "1+1?", "answer": "\\frac{4}{2}", "data_source": None},
+        {"question": "2+2?", "answer": "null", "data_source": "math"},
+    ]
+    write_parquet(rows, tmp_path / "train.parquet")
+    settings = config(prompt_key="question", prompt_format="raw", max_prompt_length=400)
+    first, second = RLHFDataset(str(tmp_path / "train.parquet"), tokenizer, settings)
+    assert first["raw_prompt"] == f"1+1?\n\n{PURE_INSTRUCTION}"
+    assert (first["data_source"], second["data_source"]) == (PURE_DATA_SOURCE, "math")
+    truth = first["reward_model"]["ground_truth"]
+    assert default_compute_score(PURE_DATA_SOURCE, "so\n\n\\boxed{2}", truth) == 1.0
+    assert default_compute_score(PURE_DATA_SOURCE, "so\n\n\\boxed{3}", truth) == 0.0
+    assert is_missing(second["reward_model"]["ground_truth"])
+
+
+def test_rows_with_a_reward_model_stay_and_worked_solutions_are_refused(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
+) -> None:
+    settings = config(prompt_key="question")
+    row = {"question": "1+1?", "answer": "so 2", "reward_model": {"ground_truth": "2"}}
+    (unchanged,) = RLHFDataset(write_jsonl([row]), tokenizer, settings)
+    assert unchanged["reward_model"] == {"ground_truth": "2"}
+    assert unchanged["raw_prompt"][0]["content"] == "1+1?"
+    raw = {"question": "1+1?", "answer": "so\n#### 2"}
+    with pytest.raises(DataError, match=r"row 0: 'answer' is a worked solution of GSM8K"):
+        RLHFDataset(write_jsonl([raw]), tokenizer, settings)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hone.agents.contract import ServerManager
-from hone.agents.loops.listing import build_loop
+from hone.agents.loops.listing import loop_arguments
 from hone.config import load_config
 from hone.models.tiny import character_tokenizer
 from hone.plugins import load_object
@@ -27,7 +27,7 @@ def test_the_graph_calls_its_tool_and_answers(examples: Path) -> None:
     async def play() -> Any:
         manager = ServerManager(engine, seed=1, max_tokens=400)
         factory = load_object(f"{examples / 'langgraph_agent.py'}:LangGraphAgentLoop")
-        loop = build_loop(factory, config, manager, tokenizer)
+        loop = factory(server_manager=manager, **loop_arguments(config, tokenizer))
         return await loop.run({}, raw_prompt=[{"role": "user", "content": "2+3?"}])
 
     output = asyncio.run(play())

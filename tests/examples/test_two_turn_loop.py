@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.agents.contract import ServerManager
-from hone.agents.loops.listing import build_loop
+from hone.agents.loops.listing import loop_arguments
 from hone.config import load_config
 from hone.engine.engine import Engine
 from hone.models.load import load_tokenizer
@@ -81,7 +81,7 @@ def test_a_second_turn_without_room_is_left_out(examples: Path) -> None:
     async def play() -> Any:
         manager = ServerManager(engine, seed=1, max_tokens=64, max_model_len=20)
         factory = load_object(f"{examples / 'two_turn_loop.py'}:TwoTurnAgentLoop")
-        loop = build_loop(factory, config, manager, tokenizer)
+        loop = factory(server_manager=manager, **loop_arguments(config, tokenizer))
         return await loop.run({}, prompt_ids=[5] * 4)
 
     assert tokenizer.decode(asyncio.run(play()).response_ids) == "x" * 8

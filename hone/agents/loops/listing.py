@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from hone.agents.contract import LOOPS, AgentLoopBase, DictConfigWrap, ServerManager
+from hone.agents.contract import LOOPS, AgentLoopBase, DictConfigWrap
 from hone.config import PPOTrainerConfig
 from hone.config.rollout import RolloutConfig
 from hone.data.create import dataset_class
@@ -21,19 +21,16 @@ from hone.types import Fields
 LoopFactory = Callable[..., AgentLoopBase]
 
 
-def build_loop(
-    factory: LoopFactory, config: PPOTrainerConfig, manager: ServerManager, tokenizer: Tokenizer
-) -> AgentLoopBase:
-    """Creates the loop of one trajectory with verl's keyword arguments."""
-    return factory(
-        trainer_config=DictConfigWrap(config),
-        server_manager=manager,
-        tokenizer=tokenizer,
-        processor=None,
-        dataset_cls=dataset_class(config.data),
-        data_config=DictConfigWrap(config.data),
-        dataset_config=config.data,
-    )
+def loop_arguments(config: PPOTrainerConfig, tokenizer: Tokenizer) -> Fields:
+    """Returns verl's keyword arguments of an agent loop, without its `server_manager`."""
+    return {
+        "trainer_config": DictConfigWrap(config),
+        "tokenizer": tokenizer,
+        "processor": None,
+        "dataset_cls": dataset_class(config.data),
+        "data_config": DictConfigWrap(config.data),
+        "dataset_config": config.data,
+    }
 
 
 class LoopNames:

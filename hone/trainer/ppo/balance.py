@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hone.agents.trajectory_rows import trajectory_indices
+from hone.agents.collate import trajectory_indices
 from hone.columns import write
 from hone.config import ConfigError, PPOTrainerConfig
 from hone.config.checks import batch_size_problems

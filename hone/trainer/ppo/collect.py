@@ -10,8 +10,12 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from hone.agents.trajectory_rows import last_row_values, trajectory_indices, trajectory_totals
-from hone.agents.widths import pad_and_concat
+from hone.agents.collate import (
+    last_row_values,
+    pad_and_concat,
+    trajectory_indices,
+    trajectory_totals,
+)
 from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
 from hone.columns import require
 from hone.config import PPOTrainerConfig

@@ -7,8 +7,12 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from hone.agents.collate import DERIVED_COLUMNS
-from hone.agents.trajectory_rows import last_row_values, trajectory_indices, trajectory_totals
+from hone.agents.collate import (
+    DERIVED_COLUMNS,
+    last_row_values,
+    trajectory_indices,
+    trajectory_totals,
+)
 from hone.algorithms.advantages.estimator import TRAJECTORY_COLUMN, Estimator, Trajectories
 from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import trajectory_indices, trajectory_totals
+from hone.agents.collate import trajectory_indices, trajectory_totals
 from hone.algorithms.implicit_reward import implicit_rewards, ranking_accuracy
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig

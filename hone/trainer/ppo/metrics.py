@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import last_row_values, trajectory_indices, trajectory_totals
+from hone.agents.collate import last_row_values, trajectory_indices, trajectory_totals
 from hone.algorithms.advantages.outcome import outcomes
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.columns import require

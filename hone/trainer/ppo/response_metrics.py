@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hone.agents.trajectory_rows import (
+from hone.agents.collate import (
     last_row_indices,
     trajectory_indices,
     trajectory_totals,

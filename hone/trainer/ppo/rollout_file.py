@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, SupportsInt, TypeVar
 import numpy as np
 from torch import Tensor
 
-from hone.agents.trajectory_rows import trajectory_indices, trajectory_totals
+from hone.agents.collate import trajectory_indices, trajectory_totals
 from hone.columns import REWARD_PREFIX
 from hone.protocol import DataProto
 from hone.text import clean_text, shown

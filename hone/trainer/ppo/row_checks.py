@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hone.agents.contract import AgentLoopBase, ServerManager
-from hone.agents.loops.listing import LoopNames, build_loop
+from hone.agents.loops.listing import LoopNames, loop_arguments
 from hone.agents.loops.tool import ToolAgentLoop
 from hone.agents.observations import Drift, drifts, observation_ids
 from hone.agents.tools.contract import BaseTool, ToolError
@@ -162,7 +162,8 @@ class AgentChecks:
 
     async def _build_loop(self, name: str) -> AgentLoopBase:
         manager = ServerManager(None, seed=0, max_tokens=1)  # type: ignore[arg-type]
-        return build_loop(self.loop_names.factory(name), self.config, manager, self.tokenizer)
+        arguments = loop_arguments(self.config, self.tokenizer)
+        return self.loop_names.factory(name)(server_manager=manager, **arguments)
 
     def warnings(self) -> Iterator[str]:
         """Yields warnings about rows and settings that have no effect."""

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.agents.collate import LOOP_SCORE_COLUMN, trajectory_rewards, turn_rewards
+from hone.agents.collate import is_last_row, last_row_values, trajectory_rewards, turn_rewards
 from hone.agents.contract import LOOPS
 from hone.agents.loops.listing import LoopNames
-from hone.agents.trajectory_rows import is_last_row, last_row_values
 from hone.columns import COLUMNS, REWARD_PREFIX, declared, is_data_column, reward_column, write
 from hone.config import PPOTrainerConfig, replace
 from hone.config.reward import RewardModelConfig
@@ -213,8 +212,8 @@ def _score_parts(
     if model is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
         has_style = np.array([has_model_style(value) for value in styles], dtype=bool)
-    if batch.has_column(LOOP_SCORE_COLUMN):
-        parts[AGENT] = batch.batch[LOOP_SCORE_COLUMN]
+    if batch.has_column(reward_column(AGENT)):
+        parts[AGENT] = batch.batch[reward_column(AGENT)]
     else:
         parts[RULE], extras = _score_rows(batch, is_last & ~has_style, reward_fn)
         _check_extras(extras, reward_fn)

@@ -11,10 +11,9 @@ from typing import TypedDict
 
 import numpy as np
 
-from hone.agents.collate import collate_outputs
+from hone.agents.collate import TRAJECTORY_ROW, collate_outputs, repeat_rows_per_output
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.trajectory import loop_metrics
-from hone.agents.trajectory_rows import TRAJECTORY_ROW, repeat_rows_per_output
 from hone.columns import write
 from hone.controller import WorkerGroup
 from hone.controller.decorator import DEFAULT_MESH

@@ -10,8 +10,7 @@ from typing import SupportsFloat
 import numpy as np
 import torch
 
-from hone.agents.trajectory_rows import last_row_values, trajectory_totals
-from hone.agents.widths import pad_and_concat
+from hone.agents.collate import last_row_values, pad_and_concat, trajectory_totals
 from hone.ops import at_n
 from hone.protocol import DataProto
 from hone.rewards.outcome import vote_of

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hone.agents.trajectory_rows import TRAJECTORY_ROW
+from hone.agents.collate import TRAJECTORY_ROW
 from hone.config import ConfigError, load_config
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array

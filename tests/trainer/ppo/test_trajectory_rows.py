@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.agents.trajectory_rows import TRAJECTORY_ROW
+from hone.agents.collate import TRAJECTORY_ROW
 from hone.protocol import DataProto
 from hone.protocol.padding import split_padded, without_padding
 from hone.trainer.ppo.balance import balance

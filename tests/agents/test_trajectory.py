@@ -1,4 +1,4 @@
-"""Invalid outputs of a loop raise an error that names the loop and the problem."""
+"""Sampling parameters, and the errors of invalid outputs, which name the loop and the problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from hone.agents.contract import AgentLoopOutput
-from hone.agents.output_check import BadTrajectory, check_output, metric_values
+from hone.agents.trajectory import (
+    BadTrajectory,
+    check_output,
+    metric_values,
+    training_sampling,
+    validation_sampling,
+)
+from hone.config import load_config
 
 
 def check(row: dict[str, Any] | None = None, **fields: Any) -> None:
@@ -119,3 +126,15 @@ def test_masks_of_zeros_and_ones_pass_in_any_form(mask: Any) -> None:
 def test_other_masks_are_refused(mask: Any) -> None:
     with pytest.raises(BadTrajectory, match="'mine' returned a response_mask with values other"):
         check(response_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("setting", "stops"),
+    [("'</answer>'", ("</answer>",)), ("['</a>','</b>']", ("</a>", "</b>")), ("[]", ())],
+)
+def test_one_stop_string_is_not_a_list_of_its_characters(
+    setting: str, stops: tuple[str, ...]
+) -> None:
+    rollout = load_config([f"actor_rollout_ref.rollout.stop={setting}"]).actor_rollout_ref.rollout
+    assert training_sampling(rollout)["stop"] == stops
+    assert validation_sampling(rollout)["stop"] == stops
