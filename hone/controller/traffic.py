@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ _NUMBER_BYTES = 8
 _NUMBER_TYPES = (int, float, np.number, type(None))
 _TEXT_TYPES = (str, bytes, bytearray)
 _SEQUENCE_TYPES = (list, tuple)
+_TYPES_SENT_BY_NAME = (type, ModuleType)
 
 
 def payload_bytes(value: Any) -> int:
@@ -28,7 +30,7 @@ def payload_bytes(value: Any) -> int:
     total_bytes, seen_ids = 0, set()
     parts: list[Any] = [value]  # grows in the loop; keeps the parts alive, so that ids are unique
     for part in parts:
-        if isinstance(part, _NUMBER_TYPES) or id(part) in seen_ids:
+        if isinstance(part, _NUMBER_TYPES + _TYPES_SENT_BY_NAME) or id(part) in seen_ids:
             continue
         seen_ids.add(id(part))
         if isinstance(part, _TEXT_TYPES):

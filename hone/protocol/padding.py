@@ -68,25 +68,36 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
     Returns the batch and the number of added rows.
     """
-    if size_divisor < 1:
-        raise ProtocolError(
-            f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more"
-        )
     rows = len(data)
-    if rows == 0:
-        logger.warning("an empty batch cannot be padded to a multiple of %d", size_divisor)
-        return data, 0
-    pad_size = -rows % size_divisor
+    pad_size = padding_size(rows, size_divisor)
     if pad_size == 0:
         return data, 0
     return data.select_idxs(torch.arange(rows + pad_size) % rows), pad_size
 
 
+def padding_size(rows: int, size_divisor: int) -> int:
+    """Returns how many rows to add to get a multiple of `size_divisor` rows."""
+    if size_divisor < 1:
+        raise ProtocolError(
+            f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more"
+        )
+    if rows == 0:
+        logger.warning("an empty batch cannot be padded to a multiple of %d", size_divisor)
+        return 0
+    return -rows % size_divisor
+
+
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drops the last `pad_size` rows."""
-    if pad_size < 0 or pad_size > len(data):
-        raise ProtocolError(f"cannot drop {pad_size} padded rows from a batch of {len(data)} rows")
-    return data if pad_size == 0 else data.slice(0, len(data) - pad_size)
+    rows = unpadded_size(len(data), pad_size)
+    return data if pad_size == 0 else data.slice(0, rows)
+
+
+def unpadded_size(rows: int, pad_size: int) -> int:
+    """Returns how many of the rows remain without the last `pad_size`."""
+    if pad_size < 0 or pad_size > rows:
+        raise ProtocolError(f"cannot drop {pad_size} padded rows from a batch of {rows} rows")
+    return rows - pad_size
 
 
 def split_padded(data: DataProto, parts: int) -> list[DataProto]:

@@ -24,6 +24,7 @@ T = TypeVar("T")
 Column = TypeVar("Column", torch.Tensor, np.ndarray)
 Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
 """Row indices or a boolean mask."""
+_TYPES_WITH_NAN = (float, complex, np.inexact, np.datetime64, np.timedelta64)
 
 
 class ProtocolError(ValueError, AssertionError):
@@ -67,7 +68,7 @@ def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
 
 def build_jagged_tensor(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
     """Builds a jagged tensor whose ragged dimension is `ragged_idx`."""
-    if not rows or ragged_idx is None or rows[0].dim() == 1:
+    if ragged_idx is None or rows[0].dim() == 1:
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
     values = torch.cat(rows, dim=ragged_idx - 1)
     lengths = torch.tensor([row.shape[ragged_idx - 1] for row in rows], device=values.device)
@@ -78,12 +79,25 @@ def build_jagged_tensor(rows: list[torch.Tensor], ragged_idx: int | None) -> tor
 def take_rows(value: Column, index: Index) -> Column:
     """Returns the rows at `index` of a tensor, a TensorDict or an array; a slice gives a view."""
     if isinstance(value, torch.Tensor) and value.is_nested:
-        rows = list(value.unbind())
+        rows, ragged_idx = list(value.unbind()), getattr(value, "_ragged_idx", None)
         selected_rows = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
-        return build_jagged_tensor(selected_rows, getattr(value, "_ragged_idx", None))
+        if not selected_rows and rows:
+            first_row = build_jagged_tensor(rows[:1], ragged_idx)
+            return _without_rows(first_row)
+        return build_jagged_tensor(selected_rows, ragged_idx) if rows else value
     if isinstance(value, np.ndarray) and isinstance(index, torch.Tensor):
         return value[index.numpy()]
     return value[index]
+
+
+def _without_rows(column: torch.Tensor) -> torch.Tensor:
+    """Returns a jagged tensor without rows, of the dtype and the other dimensions of `column`."""
+    ragged_idx = column._ragged_idx  # type: ignore[attr-defined]
+    return torch.nested.nested_tensor_from_jagged(
+        column.values().narrow(ragged_idx - 1, 0, 0),
+        offsets=column.offsets()[:1],  # type: ignore[attr-defined]
+        jagged_dim=ragged_idx,
+    )
 
 
 def take_batch(data: DataProto, index: Index) -> DataProto:
@@ -110,7 +124,7 @@ def cat_rows(values: list[Column]) -> Column:
         return np.concatenate(values, axis=0)
     if isinstance(first, torch.Tensor) and first.is_nested:
         rows = [row for value in values for row in value.unbind()]
-        return build_jagged_tensor(rows, getattr(first, "_ragged_idx", None))
+        return build_jagged_tensor(rows, getattr(first, "_ragged_idx", None)) if rows else first
     return torch.cat(values, dim=0)
 
 
@@ -324,7 +338,7 @@ def same(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = None) -> bo
             return same_type and all(same(x, y, in_progress) for x, y in zip(a, b, strict=True))
     finally:
         in_progress.discard(pair)
-    if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
+    if isinstance(a, _TYPES_WITH_NAN) and isinstance(b, _TYPES_WITH_NAN) and a != a and b != b:
         return True
     return bool(a == b)
 
@@ -347,8 +361,7 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _same_array(a: np.ndarray, b: np.ndarray, in_progress: set[tuple[int, int]]) -> bool:
     if a.shape != b.shape:
         return False
-    if a.dtype.kind == "f" and b.dtype.kind == "f":
-        return bool(np.array_equal(a, b, equal_nan=True))
     if a.dtype != object and b.dtype != object:
-        return bool(np.array_equal(a, b))
+        has_nan = a.dtype.kind == b.dtype.kind and a.dtype.kind in "fcmM"
+        return bool(np.array_equal(a, b, equal_nan=has_nan))
     return all(same(x, y, in_progress) for x, y in zip(a.ravel(), b.ravel(), strict=True))

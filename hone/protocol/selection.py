@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hone.protocol.rows import ProtocolError
+from hone.protocol.rows import ProtocolError, take_rows
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
@@ -105,9 +105,7 @@ def unfold_column_chunks(
 
     def split(name: str, value: Column) -> Column:
         if name not in split_names:
-            if isinstance(value, np.ndarray):
-                return value.repeat(n_split, axis=0)
-            return value.repeat_interleave(n_split, dim=0)
+            return take_rows(value, torch.arange(len(data)).repeat_interleave(n_split))
         if value.ndim < 2 or value.shape[1] % n_split:
             raise ProtocolError(
                 f"column {name!r} of shape {tuple(value.shape)} cannot be split into {n_split} "

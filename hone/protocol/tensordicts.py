@@ -16,10 +16,14 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
+from hone.protocol.padding import padding_size, unpadded_size
 from hone.protocol.rows import (
     ProtocolError,
     build_jagged_tensor,
+    cat_columns,
+    cat_rows,
     iterate_epochs,
+    row_indices,
     same,
     take_rows,
     union_tensor_dict,
@@ -144,28 +148,31 @@ def nested_tensor_from_tensor_list(
 
 def concat_nested_tensors(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenates the rows of several jagged tensors."""
-    rows = [row for tensor in tensors for row in tensor.unbind(0)]
-    return build_jagged_tensor(rows, getattr(tensors[0], "_ragged_idx", None))
+    return cat_rows(list(tensors))
 
 
 def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
     """Concatenates batches along the rows; the result has the metadata of the first."""
-    first = data[0]
-    if not first.batch_size:
+    if not data:
+        raise ProtocolError("nothing to concatenate: the list of batches is empty")
+    if not data[0].batch_size:
         return concat_tensordict_with_none_bsz(data)
+    columns, metadata = zip(*map(_split_metadata, data), strict=True)
+    rows = sum(len(batch) for batch in data)
+    return TensorDict(cat_columns(list(columns), "columns") | metadata[0], batch_size=[rows])
+
+
+def _split_metadata(batch: TensorDict) -> tuple[Fields, dict[str, NonTensorData]]:
+    """Returns the columns and the metadata of a batch."""
     columns: Fields = {}
-    for key in first.keys():  # noqa: SIM118
-        values = [batch.get(key) for batch in data]
-        if isinstance(values[0], NonTensorStack):
-            rows = [row for value in values for row in value.tolist()]
-            columns[key] = _non_tensor_stack(key, rows)
-        elif isinstance(values[0], NonTensorData):
-            columns[key] = NonTensorData(values[0].data)
-        elif values[0].is_nested:
-            columns[key] = concat_nested_tensors(values)
+    metadata = {}
+    for key in batch.keys():  # noqa: SIM118
+        value = batch.get(key)
+        if isinstance(value, NonTensorData):
+            metadata[key] = NonTensorData(value.data)
         else:
-            columns[key] = torch.cat(values, dim=0)
-    return TensorDict(columns, batch_size=[sum(len(batch) for batch in data)])
+            columns[key] = value
+    return columns, metadata
 
 
 def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
@@ -181,17 +188,11 @@ def index_select_tensor_dict(batch: TensorDict | None, indices: Index | slice) -
 
 
 def _select_rows(batch: TensorDict, indices: Index | slice) -> TensorDict:
-    if not isinstance(indices, slice):
-        indices = torch.as_tensor(indices)
-    columns: Fields = {}
-    rows = len(take_rows(np.arange(len(batch)), indices))
-    for key in batch.keys():  # noqa: SIM118
-        value = batch.get(key)
-        if isinstance(value, NonTensorData):
-            columns[key] = NonTensorData(value.data)
-        else:
-            columns[key] = take_rows(value, indices)
-    return TensorDict(columns, batch_size=[rows])
+    index = indices if isinstance(indices, slice) else row_indices(indices, len(batch))
+    columns, metadata = _split_metadata(batch)
+    columns = {key: take_rows(value, index) for key, value in columns.items()}
+    rows = len(take_rows(np.arange(len(batch)), index))
+    return TensorDict(columns | metadata, batch_size=[rows])
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
@@ -266,15 +267,16 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
     Returns the batch and the number of added rows.
     """
     rows = len(data)
-    pad_size = -rows % size_divisor if rows else 0
-    if not pad_size:
+    pad_size = padding_size(rows, size_divisor)
+    if pad_size == 0:
         return data, 0
     return _select_rows(data, torch.arange(rows + pad_size) % rows), pad_size
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     """Drops the last `pad_size` rows."""
-    return _select_rows(data, slice(0, len(data) - pad_size)) if pad_size else data
+    rows = unpadded_size(len(data), pad_size)
+    return data if pad_size == 0 else _select_rows(data, slice(0, rows))
 
 
 def contiguous(data: TensorDict) -> TensorDict:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections import Counter
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -125,11 +126,15 @@ def join_tensordict(
     batch: TensorDict | None, arrays: dict[str, np.ndarray], metadata: Fields, rows: int
 ) -> TensorDict:
     """Inverts `split_tensordict`; without tensors, the batch has `rows` rows."""
-    duplicates = sorted(arrays.keys() & metadata.keys())
-    if duplicates:
-        raise ProtocolError(f"{duplicates} are both object columns and meta_info; rename one")
+    tensors = {} if batch is None else dict(batch.items())
+    names = Counter([*tensors, *arrays, *metadata])
+    if duplicates := sorted(name for name, count in names.items() if count > 1):
+        raise ProtocolError(
+            f"{duplicates} name more than one tensor column, object column or meta_info entry; "
+            "rename one"
+        )
     size = batch.batch_size if batch is not None else [rows]
-    result = TensorDict(dict(batch.items()) if batch is not None else {}, batch_size=size)
+    result = TensorDict(tensors, batch_size=size)
     for key, array in arrays.items():
         result.set(key, NonTensorStack(*[NonTensorData(value) for value in array]))
     for key, value in metadata.items():
@@ -216,8 +221,16 @@ class UnsafeObject(ValueError):
     """A batch contains objects other than plain values, arrays and tensors."""
 
 
-class _RestrictedUnpickler(pickle.Unpickler):
-    """Loads plain values, arrays, tensors and DataProto; raises UnsafeObject for other names."""
+class _RestrictedUnpickler(pickle._Unpickler):
+    """Loads plain values, arrays, tensors and DataProto; raises UnsafeObject for other names.
+
+    It is pickle's Python implementation, because the C implementation cannot check object states.
+    """
+
+    dispatch: ClassVar = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: lambda unpickler: _set_checked_state(unpickler),
+    }
 
     def find_class(self, module: str, name: str) -> Function:
         if (module, name) == ("verl.protocol", "DataProto"):
@@ -238,6 +251,24 @@ def _is_numpy_type(name: str) -> bool:
     value = getattr(np, name, None)
     is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
     return name in ("ndarray", "dtype") or is_scalar_type
+
+
+def _set_checked_state(unpickler: Any) -> None:
+    """Sets the state of an object; refuses functions, classes and malformed dtypes."""
+    if callable(unpickler.stack[-2]):
+        raise UnsafeObject(f"state of {unpickler.stack[-2]!r}")
+    pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
+    dtype = unpickler.stack[-1]
+    # A state can declare object pointers as plain bytes, and numpy would follow the pointers.
+    if isinstance(dtype, np.dtype) and not _is_plain(dtype):
+        raise UnsafeObject("structured or malformed numpy dtype")
+
+
+def _is_plain(dtype: np.dtype) -> bool:
+    """Whether a dtype equals the one that numpy itself builds from its name."""
+    expected = np.dtype(dtype.str)
+    facts = [(d, d.num, d.itemsize, d.alignment, d.flags) for d in (dtype, expected)]
+    return facts[0] == facts[1]
 
 
 def _load_storage(content: bytes) -> torch.UntypedStorage:

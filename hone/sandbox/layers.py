@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ GUARANTEES: dict[str, tuple[str, ...]] = {
     "total_memory": ("cgroup",),
 }
 LAYERS = ("bubblewrap", "rlimits", "seccomp", "landlock", "cgroup")
+_probe_lock = threading.Lock()
 
 _PROBE = """
 import json, os, resource
@@ -57,12 +59,12 @@ class _ProbeResult:
 
 def layers() -> dict[str, LayerState]:
     """Returns the state of every layer on this machine; only the first call runs a probe."""
-    return dict(_probe_machine(None).layers)
+    return dict(_probe(None).layers)
 
 
 def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> Plan:
     """Returns this machine's plan; raises SandboxUnavailable if the minimum is not met."""
-    probe = _probe_machine(interpreter_path)
+    probe = _probe(interpreter_path)
     unknown = sorted(set(minimum) - set(GUARANTEES) - set(LAYERS))
     if unknown:
         names = ", ".join([*GUARANTEES, *LAYERS])
@@ -82,6 +84,11 @@ def _unavailable_error(
 ) -> SandboxUnavailable:
     reasons = "; ".join(f"{name}: {probe.layers[name].detail}" for name in names)
     return SandboxUnavailable(f"sandbox: {problem} ({reasons}). Install: {bubblewrap.INSTALL}")
+
+
+def _probe(interpreter_path: str | None) -> _ProbeResult:
+    with _probe_lock:  # two probes at once would remove each other's trial cgroup
+        return _probe_machine(interpreter_path)
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,6 +6,7 @@ A failure of the service raises an error and is never a result of the program.
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import time
@@ -114,7 +115,7 @@ class SandboxService:
                         raise SandboxServiceError(
                             f"sandbox service {url} refused the request: {reason}", error.code
                         ) from error
-                except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+                except (OSError, http.client.HTTPException) as error:
                     reason = str(error)
         raise SandboxServiceError(
             f"sandbox service {url} gave no answer in {_ATTEMPTS} attempts ({reason});"

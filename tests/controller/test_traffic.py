@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,6 +57,11 @@ def test_numbers_alone_count_nothing_and_everything_else_its_bytes(
     value: object, count: int
 ) -> None:
     assert payload_bytes(value) == count
+
+
+def test_a_module_or_class_in_an_argument_counts_nothing() -> None:
+    argument = SimpleNamespace(module=torch, cls=DataProto, text="abc")
+    assert payload_bytes(argument) == 3
 
 
 def test_a_group_counts_arguments_and_results_by_role_and_method() -> None:

@@ -164,8 +164,11 @@ class TestMaking:
     def test_a_name_that_is_column_and_fact_cannot_become_a_tensordict(self) -> None:
         data = rows(2)
         data.meta_info["uid"] = 1
-        with pytest.raises(ValueError, match="both object columns and meta_info"):
+        with pytest.raises(ValueError, match=r"\['uid'\] name more than one"):
             data.to_tensordict()
+        tensors = DataProto.from_dict({"x": torch.zeros(2)}, meta_info={"x": 1})
+        with pytest.raises(ValueError, match=r"\['x'\] name more than one"):
+            tensors.to_tensordict()
 
 
 class TestLooking:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -56,6 +57,41 @@ def test_rows_are_selected_cut_and_joined() -> None:
     padded, added = tu.pad_to_divisor(data, 2)
     assert (len(padded), added, tu.get(padded, "tag")[-1]) == (4, 1, "a")
     tu.assert_tensordict_eq(tu.unpad(padded, added), data)
+
+
+def test_a_mask_selects_the_rows_of_every_column() -> None:
+    data = batch()
+    tu.assert_tensordict_eq(
+        tu.index_select_tensor_dict(data, torch.tensor([True, True, True])), data
+    )
+    for mask in ([False, True, True], np.array([False, True, True])):
+        picked = tu.index_select_tensor_dict(data, mask)
+        assert picked is not None
+        assert [row.tolist() for row in picked["ids"].unbind()] == [[0, 1, 2, 3], [9, 10, 11, 12]]
+        assert tu.get(picked, "tag") == [["b"], {}]
+    empty = tu.index_select_tensor_dict(data, [])
+    assert empty is not None
+    assert (len(empty), len(empty["ids"].unbind()), tu.get(empty, "tag")) == (0, 0, [])
+
+
+def test_no_column_is_lost_when_batches_are_joined() -> None:
+    data = batch()
+    fewer = data.select("x", "step")
+    for batches in ([data, fewer], [fewer, data]):
+        with pytest.raises(ProtocolError, match=r"\['ids', 'tag'\] are not in both"):
+            tu.concat_tensordict(batches)
+    with pytest.raises(ProtocolError, match="list of batches is empty"):
+        tu.concat_tensordict([])
+    inner = TensorDict({"inner": data.select("x")}, [3])
+    assert len(tu.concat_tensordict([inner, inner])["inner", "x"]) == 6
+
+
+def test_impossible_padding_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="multiple of 0"):
+        tu.pad_to_divisor(batch(), 0)
+    for rows in (-1, 4):
+        with pytest.raises(ProtocolError, match=f"cannot drop {rows} padded rows"):
+            tu.unpad(batch(), rows)
 
 
 def test_a_ragged_dimension_stays_where_rows_are_of_one_length() -> None:

@@ -70,6 +70,10 @@ def test_nan_in_tensors_and_arrays_equals_nan() -> None:
     assert same(
         np.array([math.nan, "x"], dtype=object), np.array([float("nan"), "x"], dtype=object)
     )
+    for make in (lambda: np.float32("nan"), lambda: complex("nan"), lambda: np.datetime64("NaT")):
+        assert same(make(), make())
+        assert same(np.array([make()]), np.array([make()]))
+        assert not same(make(), 1)
 
 
 def test_unions_of_dicts() -> None:

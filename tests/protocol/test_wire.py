@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from hone.protocol import DataProto, serialize_tensordict
+from hone.protocol import DataProto, same, serialize_tensordict, split_padded, without_padding
 from hone.protocol.wire import UnsafeObject, decode_tensor, encode_tensor
 
 DTYPES = [
@@ -141,6 +141,21 @@ def test_jagged_rows_can_be_chosen_and_joined() -> None:
     assert [row.tolist() for row in turned.batch["ids"].unbind()] == [[0], [0, 1, 2]]
 
 
+def test_no_row_of_a_jagged_column_can_be_selected() -> None:
+    jagged = torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(1, 2)], layout=torch.jagged)
+    data = DataProto.from_dict({"ids": jagged, "x": torch.arange(2)})
+    for empty in (data.slice(0, 0), data.repeat(0), data.select_idxs(torch.tensor([False, False]))):
+        assert [len(part) for part in (empty, *empty.split(1))] == [0]
+        assert empty.batch["ids"].values().shape == (0, 2)
+        joined = DataProto.concat([empty, sent(empty)[0], data])
+        assert [len(row) for row in joined.batch["ids"].unbind()] == [3, 1]
+    parts = split_padded(data, 4)
+    assert sum(len(without_padding(part)) for part in parts) == 2
+    data.set_column("pair", torch.ones(2, 2))
+    pieces = data.unfold_column_chunks(2, ["pair"])
+    assert [len(row) for row in pieces.batch["ids"].unbind()] == [3, 3, 1, 1]
+
+
 def test_a_batch_without_tensors_arrives() -> None:
     again, _ = sent(DataProto(meta_info={"a": 1}))
     assert again.batch is None
@@ -204,3 +219,47 @@ def test_code_inside_a_batch_that_verl_saved_does_not_run(
         with pytest.raises((pickle.UnpicklingError, UnsafeObject)):
             DataProto.load_from_disk(path)
         assert not (tmp_path / "ran").exists()
+
+
+class _Reduced:
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+def test_a_file_cannot_declare_bytes_as_object_pointers(tmp_path: Path) -> None:
+    fields = {"f": (np.dtype(object), 0)}
+    forged = _Reduced(np.dtype, ("V8", False, True), (3, "|", None, ("f",), fields, 8, 1, 0))
+    flagged = _Reduced(np.dtype, ("f8", False, True), (3, "<", None, None, None, 8, 8, 63))
+    function, arguments, _ = np.zeros(1).__reduce__()
+    array = _Reduced(function, arguments, (1, (1,), forged, False, b"A" * 8))
+    path = tmp_path / "batch.pkl"
+    for value in (forged, flagged, array):
+        path.write_bytes(pickle.dumps(value))
+        with pytest.raises(UnsafeObject, match="malformed numpy dtype"):
+            DataProto.load_from_disk(path)
+
+
+def test_a_file_cannot_change_a_function(tmp_path: Path) -> None:
+    rebuild = torch._utils._rebuild_tensor_v2
+    path = tmp_path / "batch.pkl"
+    state = (None, {"__defaults__": (1,)})
+    content = pickle.dumps(rebuild, 2)[:-1] + pickle.dumps(state, 2)[2:-1]
+    content += pickle.BUILD + pickle.STOP
+    path.write_bytes(content)
+    with pytest.raises(UnsafeObject, match="state of"):
+        DataProto.load_from_disk(path)
+    assert rebuild.__defaults__ != (1,)
+
+
+def test_arrays_of_every_plain_dtype_are_loaded(tmp_path: Path) -> None:
+    arrays = [np.array(["a", "bcd"]), np.array([b"x"]), np.array(["2026-01-02"], "M8[s]")]
+    arrays += [np.array([1], "m8[ms]"), np.array([True]), np.array([1 + 2j]), np.zeros(2, ">i4")]
+    arrays += [np.array([None, {}], dtype=object), np.zeros(2, "V3"), np.zeros(1, np.float16)]
+    path = tmp_path / "batch.pkl"
+    DataProto(meta_info={"arrays": arrays}).save_to_disk(path)
+    loaded = DataProto.load_from_disk(path).meta_info["arrays"]
+    assert same(loaded, arrays)
+    assert [array.dtype for array in loaded] == [array.dtype for array in arrays]

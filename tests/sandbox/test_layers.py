@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hone.sandbox import (
     Job,
+    LayerState,
     SandboxError,
     SandboxUnavailable,
     Status,
@@ -68,6 +71,20 @@ def test_broken_bubblewrap_fails_closed(tmp_path: Path, monkeypatch: pytest.Monk
             run_python("print('must not run')")
     finally:
         clear_caches()
+
+
+def test_threads_that_ask_first_at_once_get_the_same_layers() -> None:
+    expected, barrier = layers(), threading.Barrier(6)
+
+    def first_use() -> dict[str, LayerState]:
+        barrier.wait()
+        return layers()
+
+    for _ in range(3):
+        clear_caches()
+        with ThreadPoolExecutor(6) as pool:
+            results = [pool.submit(first_use) for _ in range(6)]
+        assert [future.result() for future in results] == [expected] * 6
 
 
 def test_unknown_minimum_is_refused_with_the_known_names() -> None:

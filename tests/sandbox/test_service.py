@@ -40,7 +40,13 @@ def fake_service(reply: Callable[[dict[str, Any]], tuple[int, bytes]]) -> Iterat
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with serve(Handler) as url:
+        yield url
+
+
+@contextmanager
+def serve(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}/run_code"
@@ -102,6 +108,30 @@ def test_the_request_has_the_fields_of_sandbox_fusion() -> None:
             "memory_limit_MB": 64,
         }
     ]
+
+
+def test_an_answer_that_breaks_off_is_an_error_of_the_service(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(service, "_FIRST_PAUSE_S", 0.0)
+    attempts = 0
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            nonlocal attempts
+            attempts += 1
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b'{"status": ')
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with serve(Handler) as url:
+        with pytest.raises(SandboxServiceError, match=r"no answer in 4 attempts.*IncompleteRead"):
+            client(url).run_python("x")
+    assert attempts == 4
 
 
 def test_at_most_max_concurrent_requests_are_sent_at_a_time() -> None:
