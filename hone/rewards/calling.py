@@ -31,6 +31,7 @@ _SERVICE_ARGUMENTS = (
     "concurrent_semaphore",
     "memory_limit_mb",
     "reward_router_address",
+    "reward_model_tokenizer",
 )
 OPTIONAL_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_SERVICE_ARGUMENTS, "score_observations"})
 """Arguments that a scorer gets if it accepts them; other scorers are called without them."""

@@ -28,8 +28,8 @@ from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.model import ModelRewardManager, ModelScorer
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.managers.streaming import RewardManagerBase
-from hone.rewards.scores.table import register_score
+from hone.rewards.managers.streaming import RateLimitedRewardManager, RewardManagerBase
+from hone.rewards.scores.table import default_compute_score, register_score
 from hone.rewards.served import ServedClassifier
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function
@@ -62,10 +62,7 @@ def load_reward_manager(
     cls = _manager_class(config)
     scorer = compute_score or get_custom_reward_fn(config)
     if issubclass(cls, RewardManagerBase):
-        router = _router_address(reward_model.server.url) if reward_model.server.url else None
-        return cls(
-            config=config, tokenizer=tokenizer, compute_score=scorer, reward_router_address=router
-        )
+        return _streaming_manager(cls, config, tokenizer, scorer)
     settings = {**_manager_settings(config), **reward_kwargs}
     is_rule_manager = issubclass(cls, RuleRewardManager)
     accepted_settings = (
@@ -90,6 +87,26 @@ def load_reward_manager(
     if isinstance(manager, RuleRewardManager):
         manager.check_scorer()
     return manager
+
+
+def _streaming_manager(
+    cls: type[RewardManagerBase],
+    config: PPOTrainerConfig,
+    tokenizer: Tokenizer,
+    scorer: Function | None,
+) -> RewardManagerBase:
+    """Returns a manager of verl's reward loop; the options of rules are bound to its scorer."""
+    options, url = _score_options(config, scorer), config.reward_model.server.url
+    if scorer is None and config.reward_model.score_observations:
+        options["score_observations"] = True
+    if scorer is not None and issubclass(cls, RateLimitedRewardManager):
+        check_signature(scorer, ROW_ARGUMENTS, options)
+    return cls(
+        config=config,
+        tokenizer=tokenizer,
+        compute_score=functools.partial(scorer or default_compute_score, **options),
+        reward_router_address=_router_address(url) if url else None,
+    )
 
 
 def load_model_manager(

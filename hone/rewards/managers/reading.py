@@ -14,6 +14,7 @@ import torch
 
 from hone.ops.masked import last_true_index, split_at_response
 from hone.protocol import DataProto
+from hone.rewards.failures import WrongSetting
 from hone.rewards.outcome import Response
 from hone.rewards.transcript import OBSERVATION, POLICY, policy_text
 from hone.tokenizer import Tokenizer
@@ -74,7 +75,7 @@ def read_rows(
     """Returns one row per response; with `score_observations`, the text includes observations."""
     columns = data.non_tensor_batch
     if source_key not in columns:
-        raise KeyError(
+        raise WrongSetting(
             f"the batch has no column {source_key!r} that selects the scorer; it has "
             f"{', '.join(sorted(columns)) or 'none'}. Set data.reward_fn_key to the right column."
         )

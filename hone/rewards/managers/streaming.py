@@ -17,8 +17,8 @@ import torch
 from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
-from hone.rewards.calling import is_async
-from hone.rewards.failures import Failed, RewardError, Scored
+from hone.rewards.calling import accepted_arguments, is_async
+from hone.rewards.failures import Failed, RewardError, Scored, SetupError
 from hone.rewards.managers import registry
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.dapo import overlong_penalty
@@ -90,6 +90,8 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         reward_kwargs = _reward_kwargs(self.config)
         try:
             return await self.run_single(data)
+        except SetupError:
+            raise
         except Exception as error:  # a user's manager may raise anything; the policy applies
             if reward_kwargs.get("on_failure", "raise") != "score":
                 raise
@@ -102,12 +104,15 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         """Returns the score, extra information and token count of the batch's last trajectory."""
         data = data[len(data) - 1 : len(data)]
         ids = valid_response_ids(data)
-        (row,) = read_rows(data, ids, self.tokenizer, "data_source")
-        arguments = row.arguments()
+        source_key = (self.config.get("data") or {}).get("reward_fn_key") or "data_source"
+        observations = bool(_reward_block(self.config).get("score_observations"))
+        (row,) = read_rows(data, ids, self.tokenizer, source_key, score_observations=observations)
+        options: Fields = {}
         if self.reward_router_address is not None:
-            arguments["reward_router_address"] = self.reward_router_address
-            arguments["reward_model_tokenizer"] = self.reward_model_tokenizer
+            options["reward_router_address"] = self.reward_router_address
+            options["reward_model_tokenizer"] = self.reward_model_tokenizer
         function: Function = self.compute_score
+        arguments = accepted_arguments(function, row.arguments(), options)
         if self.is_async_reward_score:
             result = await function(**arguments)
         else:
@@ -175,7 +180,8 @@ class RateLimitedRewardManager(RewardManagerBase):
 
     Settings of the `reward` (or `reward_model`) block: `max_concurrent`, `max_rpm`, `max_tpm` with
     `estimated_tokens_per_request`, `timeout`. All instances of the class share the limits. A failed
-    or late call scores 0, with `error` or `timeout` in its extra information.
+    or late call scores `failure_score` (default 0), with `error` or `timeout` in its extra
+    information, unless `on_failure` is raise.
     """
 
     _max_concurrent: ClassVar[int] = 1
@@ -219,14 +225,22 @@ class RateLimitedRewardManager(RewardManagerBase):
         async with self._current_semaphore():
             try:
                 score, extra, _ = await asyncio.wait_for(self._score(data), self.timeout)
-            except asyncio.TimeoutError:
-                self.failures["timeout"] += 1
-                score, extra = 0.0, {"timeout": True, "acc": 0.0}
+                return _result_dict(score, extra)
+            except SetupError:
+                raise
             except Exception as error:  # a user's score function may raise anything
-                self.failures["exception"] += 1
-                logger.warning("a score function failed and its response scores 0: %r", error)
-                score, extra = 0.0, {"error": str(error), "acc": 0.0}
-        return _result_dict(score, extra)
+                return self._failure_result(error)
+
+    def _failure_result(self, error: Exception) -> Fields:
+        policy, message = _reward_kwargs(self.config), described(error)
+        if policy.get("on_failure") == "raise":
+            raise error
+        reason = "timeout" if isinstance(error, asyncio.TimeoutError) else "exception"
+        self.failures[reason] += 1
+        if self.failures[reason] == 1:
+            logger.warning("a response could not be scored: %s: %s", reason, message)
+        extra = {"timeout": True} if reason == "timeout" else {"error": str(error)}
+        return _result_dict(policy.get("failure_score", 0.0), {**extra, "acc": 0.0})
 
 
 def _result_dict(score: float, extra: Fields) -> Fields:

@@ -13,7 +13,7 @@ import torch
 
 from hone.protocol import DataProto
 from hone.rewards.calling import ScorerSignatureError
-from hone.rewards.failures import FailurePolicy, RewardError
+from hone.rewards.failures import FailurePolicy, RewardError, WrongSetting
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 
@@ -102,7 +102,7 @@ def test_the_scorer_sees_the_response_without_prompt_padding_and_special_tokens(
 def test_the_source_column_is_configurable(tokenizer: Any, make_batch: MakeBatch) -> None:
     data = make_batch(["#### 1"], "unknown", ["1"], kind=["openai/gsm8k"])
     assert NaiveRewardManager(tokenizer, 0, reward_fn_key="kind")(data).sum() == 1.0
-    with pytest.raises(KeyError, match=r"no column 'task'.*data\.reward_fn_key"):
+    with pytest.raises(WrongSetting, match=r"no column 'task'.*data\.reward_fn_key"):
         NaiveRewardManager(tokenizer, 0, reward_fn_key="task")(data)
 
 

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from hone.config import load_config
 from hone.protocol import DataProto
+from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers import streaming
 from hone.rewards.managers.streaming import (
@@ -196,3 +197,57 @@ def test_the_failure_policy_applies_to_a_manager_that_raises(
     assert manager.pop_metrics() == {"reward/failures/exception": 1.0}
     with pytest.raises(RuntimeError, match="cannot"):
         Mine({}, tokenizer, None)(data)
+
+
+def managed(tokenizer: Any, scorer: Any, *settings: str) -> Any:
+    config = load_config(
+        [
+            "actor_rollout_ref.model.path=x",
+            "reward_model.reward_manager=rate_limited",
+            "data.reward_fn_key=task",
+            *settings,
+        ]
+    )
+    return load_reward_manager(config, tokenizer, 0, compute_score=scorer)
+
+
+def test_the_settings_of_rules_reach_a_limited_manager(
+    make_batch: MakeBatch, tokenizer: Any
+) -> None:
+    truth = {"target": 5, "numbers": [2, 3]}
+    data = make_batch(["<answer>2-3</answer>"], truths=[truth], task=["countdown"])
+    settings = ("reward_model.format_score=0.3", "reward_model.server.url=http://127.0.0.1:1")
+    manager = managed(tokenizer, None, *settings)
+    assert manager(data).sum().item() == pytest.approx(0.3)
+    assert manager.pop_metrics() == {}
+
+
+def test_a_limited_manager_passes_the_arguments_that_a_function_names(
+    make_batch: MakeBatch, tokenizer: Any
+) -> None:
+    def length(solution_str: str, weight: float = 1.0) -> float:
+        return weight * len(solution_str)
+
+    data = make_batch(["ab"], masks=["010"], task=["s"])
+    weight = "+reward_model.score_kwargs.weight=2"
+    assert managed(tokenizer, length, weight)(data).sum().item() == 2.0
+    everything = managed(tokenizer, length, weight, "reward_model.score_observations=true")
+    assert everything(data).sum().item() == 4.0
+
+
+def test_the_failure_policy_applies_to_a_limited_manager(
+    make_batch: MakeBatch, tokenizer: Any
+) -> None:
+    def fails(solution_str: str) -> float:
+        raise ValueError("no score")
+
+    data = make_batch(["ab"], task=["s"])
+    score = "reward_model.reward_kwargs.failure_score=-1"
+    assert managed(tokenizer, fails, score)(data).sum().item() == -1.0
+    with pytest.raises(ValueError, match="no score"):
+        managed(tokenizer, fails, "reward_model.reward_kwargs.on_failure=raise")(data)
+
+
+def test_a_limited_manager_refuses_a_function_that_it_cannot_call(tokenizer: Any) -> None:
+    with pytest.raises(ScorerSignatureError, match="cannot be called"):
+        managed(tokenizer, lambda text: 1.0)
