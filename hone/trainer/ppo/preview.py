@@ -14,11 +14,7 @@ from hone.trainer.ppo.trainer import PPOTrainer
 from hone.trainer.threads import uses_gpu
 
 GIB = 2**30
-OPTIMIZER_BYTES_PER_PARAMETER = 12
-"""Bytes per trained parameter: the fp32 master weight and AdamW's two moments."""
 BYTES_16_BIT, BYTES_32_BIT = 2, 4
-CHECKPOINT_BYTES_PER_PARAMETER = 16
-"""Bytes per parameter: master weight, two moments and the Hugging Face export."""
 
 
 class ResourceEstimate:
@@ -26,37 +22,45 @@ class ResourceEstimate:
 
     def __init__(self, config: PPOTrainerConfig, plan: Plan, facts: ModelFacts) -> None:
         self.config, self.plan, self.facts = config, plan, facts
-        num_models = 2 if plan.needs_critic else 1
-        self.checkpoint_bytes = (
-            CHECKPOINT_BYTES_PER_PARAMETER * (facts.parameters or 0) * num_models
-        )
+        self.parameters = facts.parameters or 0
         folder = Path(config.trainer.default_local_dir).expanduser().absolute()
         self._disk_folder = next(p for p in (folder, *folder.parents) if p.exists())
         self.free_bytes = shutil.disk_usage(self._disk_folder).free
+        dtype = config.actor_rollout_ref.actor.fsdp_config.dtype
+        is_auto_16_bit = dtype == "auto" and uses_gpu(config.trainer.device)
+        is_16_bit = is_auto_16_bit or dtype in ("bf16", "bfloat16", "fp16", "float16")
+        self._weight_bytes = BYTES_16_BIT if is_16_bit else BYTES_32_BIT
+        # AdamW's two moments, and the master weights, which fp32 weights do not need.
+        self._optimizer_bytes = (3 if is_16_bit else 2) * BYTES_32_BIT
 
     @property
     def memory_bytes(self) -> int:
         """The bytes per process for weights, gradients and optimizer, without activations and KV cache."""
-        config = self.config
-        dtype = config.actor_rollout_ref.actor.fsdp_config.dtype
-        is_on_gpu = uses_gpu(config.trainer.device)
-        is_16_bit = dtype in ("bf16", "bfloat16", "fp16", "float16") or (
-            dtype == "auto" and is_on_gpu
-        )
-        weight_bytes = BYTES_16_BIT if is_16_bit else BYTES_32_BIT
-        # fp32 weights need no separate master weights.
-        trained_bytes = (
-            2 * weight_bytes + OPTIMIZER_BYTES_PER_PARAMETER - (0 if is_16_bit else BYTES_32_BIT)
-        )
+        config, weight_bytes = self.config, self._weight_bytes
+        trained_bytes = 2 * weight_bytes + self._optimizer_bytes
         uses_lora = config.actor_rollout_ref.model.uses_lora
         actor_bytes = weight_bytes if uses_lora else trained_bytes
         reference_bytes = weight_bytes if self.plan.needs_reference and not uses_lora else 0
         critic_bytes = trained_bytes if self.plan.needs_critic else 0
-        return (
-            (actor_bytes + reference_bytes + critic_bytes)
-            * (self.facts.parameters or 0)
-            // config.world_size
+        all_bytes = actor_bytes + reference_bytes + critic_bytes
+        return all_bytes * self.parameters // config.world_size
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The bytes of a checkpoint's parts; LoRA saves no base weights, except in the actor's export."""
+        policy, critic = self.config.actor_rollout_ref, self.config.critic
+        part_bytes = {"model": self._weight_bytes, "optimizer": self._optimizer_bytes}
+        actor_contents, critic_contents = (
+            role.checkpoint.save_contents for role in (policy.actor, critic)
         )
+        actor_bytes = sum(part_bytes.get(part, 0) for part in actor_contents)
+        export_bytes = self._weight_bytes if "hf_model" in actor_contents else 0
+        total = export_bytes + (0 if policy.model.uses_lora else actor_bytes)
+        if self.plan.needs_critic and critic.model.lora_rank == 0:
+            total += sum(part_bytes.get(part, 0) for part in critic_contents)
+        if self.plan.needs_implicit_rewards:  # the reward model is saved with the actor's settings
+            total += actor_bytes
+        return total * self.parameters
 
     def disk_problems(self) -> Iterator[str]:
         """Yields a problem if the disk has no space for another checkpoint."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hone import cli
+from hone.models.facts import model_facts
 from hone.trainer.ppo import preview
 
 from ..runs import Task
@@ -35,3 +36,20 @@ def test_a_checkpoint_that_the_disk_cannot_hold_is_refused(
     (problem,) = problems_of(task, tmp_path, "trainer.save_freq=-1")
     assert "a checkpoint takes about" in problem
     dry_run(task, tmp_path / "run", "trainer.save_freq=0")
+
+
+def test_a_checkpoint_takes_what_its_parts_take(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = model_facts(str(task.model)).parameters
+    assert parameters is not None
+    usage = type("Usage", (), {"free": 10 * parameters})
+    monkeypatch.setattr(preview.shutil, "disk_usage", lambda place: usage)
+    save = ("trainer.save_freq=-1",)
+    problems_of(task, tmp_path, *save)  # model, two moments and export: 16 bytes per parameter
+    actor = "actor_rollout_ref.actor.checkpoint.save_contents"
+    dry_run(task, tmp_path / "run", *save, f"{actor}=[model,hf_model]")
+    dry_run(task, tmp_path / "run", *save, "actor_rollout_ref.model.lora_rank=4")
+    prime = ("algorithm.adv_estimator=rloo", "reward_model.enable=true", "reward_model.type=prime")
+    model = f"reward_model.model.path={task.model}"
+    problems_of(task, tmp_path, *save, *prime, model, f"{actor}=[model,hf_model]")
