@@ -371,6 +371,8 @@ class Generation:
         }
         if self.config.search.url is not None:
             settings["search"] = asdict(self.config.search)
+        if engine_arguments := rollout.engine_kwargs.get(rollout.name):  # such as quantization
+            settings["engine_kwargs"] = dict(engine_arguments)
         text = json.dumps(settings, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

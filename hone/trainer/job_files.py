@@ -80,6 +80,7 @@ class JobFiles:
         except (OSError, ValueError):
             record = None
         if self.output.is_file() and record == self._job_record(self.output):
+            shutil.rmtree(self.folder, ignore_errors=True)  # a process killed in `write` leaves it
             return True
         if not overwrite:
             raise GenerationError(

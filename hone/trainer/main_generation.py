@@ -13,6 +13,7 @@ from hone.tracking.lock import lock_target
 from hone.trainer.command_line import (
     check_output_file,
     compose_arguments,
+    path_override,
     require_keys,
     run_module,
     run_ranks,
@@ -35,15 +36,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _expand_search_option(arguments: list[str]) -> list[str]:
-    """Replaces `--search URL` with `search.url=URL`."""
-    if "--search" not in arguments:
-        return arguments
-    index = arguments.index("--search")
-    if len(arguments) == index + 1:
+    """Replaces `--search URL` or `--search=URL` with `search.url='URL'`."""
+    words = [
+        word
+        for text in arguments
+        for word in (text.split("=", 1) if text.startswith("--search=") else [text])
+    ]
+    if "--search" not in words:
+        return words
+    index = words.index("--search")
+    if not "".join(words[index + 1 : index + 2]):
         raise ConfigError(
             "--search needs the URL of a retrieval service; `hone serve-retriever` is one"
         )
-    return [*arguments[:index], f"search.url={arguments[index + 1]}", *arguments[index + 2 :]]
+    return [*words[:index], path_override("search.url", words[index + 1]), *words[index + 2 :]]
 
 
 def run(config: GenerationConfig) -> Path:

@@ -23,8 +23,10 @@ _CURVE_METRICS = (
 )
 _RESULT_METRICS = re.compile(r"val-core/.*|val/loss|critic/score/mean|train/loss")
 _SECRET_KEY = re.compile(
-    r"token|secret|passw|key_id|api_key|proxy|env_vars|^ray_kwargs", re.IGNORECASE
+    r"token|secret|passw|credential|authoriz|cookie|headers|key_id|api_key|proxy|env_vars|^ray_kwargs",
+    re.IGNORECASE,
 )
+_URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def write_card(folder: Path, checkpoint: Path, name: str) -> None:
@@ -106,10 +108,10 @@ def _get(config: JsonObject, key: str) -> JsonValue:
 
 
 def _without_folders(value: JsonValue) -> str:
-    """Returns a value with each path reduced to its name, so that no local folder is published."""
+    """Returns a value with each path reduced to its name, and without the user and password of a URL."""
     if isinstance(value, list):
         return ", ".join(map(_without_folders, value)) or "[]"
     if isinstance(value, str) and ("/" in value or "\\" in value) and "://" not in value:
         is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value)) and not Path(value).exists()
         return value if is_hub_name else Path(value).name
-    return show_value(value)
+    return _URL_USER.sub("", show_value(value))

@@ -138,7 +138,7 @@ def _choices(argument: str, override: Override) -> Iterable[str]:
 def _output_paths(
     shared_arguments: Sequence[str], overrides: Sequence[str], schema: str
 ) -> dict[str, str]:
-    arguments = [*shared_arguments, *overrides]
+    arguments = [a for a in (*shared_arguments, *overrides) if not a.startswith("--search=")]
     for flag, num_values in PROGRAM_FLAGS.items():
         if flag in arguments:
             position = arguments.index(flag)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError, load_config, replace
 from hone.data.rows import BadRowPolicy, DataError, read_rows
 from hone.rollout.contract import RolloutError, Sampling, TokenOutput
 from hone.tracking.console import screen
@@ -153,6 +153,33 @@ def test_where_and_how_fast_does_not_make_another_job(settings: list[str], tmp_p
     changes = ["data.batch_size=7", "trainer.n_gpus_per_node=2", f"data.path={tmp_path}/copy.jsonl"]
     (tmp_path / "copy.jsonl").write_bytes((tmp_path / "rows.jsonl").read_bytes())
     assert generation([*settings, *changes]).files.folder == generation(settings).files.folder
+
+
+def test_the_arguments_of_another_engine_decide_its_responses(settings: list[str]) -> None:
+    def folder(*overrides: str) -> Path:
+        config: Any = load_config([*settings, *overrides], config_name="generation")
+        # A name in the settings would become native on a machine without vLLM.
+        return Generation(replace(config, "rollout.name", "vllm"), Ranks()).files.folder
+
+    assert folder("+rollout.engine_kwargs.vllm.quantization=fp8") != folder()
+    assert folder("+rollout.engine_kwargs.sglang.quantization=fp8") == folder()
+
+
+def test_parts_that_a_killed_process_left_beside_its_output_are_deleted(
+    settings: list[str],
+) -> None:
+    job = generation(settings)
+    job.run()
+    job.files.append(0, {"responses": ["stale"]})
+    generation(settings).run()
+    assert not job.files.folder.exists()
+
+
+@pytest.mark.parametrize("option", [["--search", "http://x/a,b"], ["--search=http://x/a,b"]])
+def test_the_url_of_a_search_may_have_commas_and_follow_an_equals_sign(option: list[str]) -> None:
+    (argument,) = main_generation._expand_search_option(option)
+    config: Any = load_config([argument], config_name="generation")
+    assert config.search.url == "http://x/a,b"
 
 
 def test_other_rows_make_another_job(settings: list[str], tmp_path: Path) -> None:

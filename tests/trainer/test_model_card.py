@@ -52,6 +52,15 @@ def test_a_card_names_neither_places_of_the_machine_nor_secrets(tmp_path: Path) 
     assert "trainer.default_local_dir: run" in text
 
 
+def test_a_card_has_no_password_of_a_url_and_no_header(tmp_path: Path) -> None:
+    kwargs = {"url": "https://me:s3cret@judge.example/v1", "headers": ["Bearer s3cret"]}
+    config = CONFIG | {"custom_reward_function": {"reward_kwargs": kwargs}}
+    keys = [f"custom_reward_function.reward_kwargs.{name}" for name in kwargs]
+    text = card_of(tmp_path, config, dict.fromkeys(keys, "command line"))
+    assert "reward_kwargs.url: https://judge.example/v1" in text
+    assert "s3cret" not in text
+
+
 def test_steps_after_the_checkpoint_are_not_its_evaluation(tmp_path: Path) -> None:
     text = card_of(tmp_path, CONFIG, {}, steps=5)
     assert "0.4 (step 2)" in text
