@@ -92,9 +92,10 @@ def build(spec: EngineSpec) -> Engine:
 
 
 def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
-    """Loads the decoder with the head that the spec names, frozen if the spec has no optimizer.
+    """Loads the decoder with the head that the spec names; without an optimizer, it is frozen.
 
-    `device` overrides `spec.device`: a model that will be sharded is loaded on the host.
+    Adapters are never frozen, because `requires_grad` tells them from the base model: a rollout worker
+    without optimizer reads their names here. `device` overrides `spec.device`: a model that will be sharded is loaded on the host.
     """
     device = device or spec.device
     options: LoadOptions = {
@@ -121,7 +122,7 @@ def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
         module.enable_routing()
     if spec.adapters is not None:
         module.lm = init_lora(module.lm, spec.adapters, spec.seed)
-    if spec.optim is None or spec.trained_part == "head":
+    if spec.trained_part == "head" or (spec.optim is None and spec.adapters is None):
         module.requires_grad_(False)
     if spec.trained_part == "head" and isinstance(module, ScoreModel):
         module.head.requires_grad_(True)

@@ -226,5 +226,11 @@ def build_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torc
         {name: value for name, value in optional.items() if name in accepted_arguments}
     )
     arguments.update(overrides)
-    optimizer: torch.optim.Optimizer = cls(parameters, **arguments)
+    try:
+        optimizer: torch.optim.Optimizer = cls(parameters, **arguments)
+    except (TypeError, ValueError) as error:
+        raise PluginError(
+            f"optim.optimizer={config.optimizer} refuses its settings ({error}); correct optim.lr, "
+            "weight_decay, betas or override_optimizer_config"
+        ) from error
     return optimizer

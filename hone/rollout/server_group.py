@@ -35,7 +35,7 @@ class UpdateGroup:
 
     async def open(self) -> None:
         """Creates the group together with all servers."""
-        host = _address_reachable_from(self._servers[0].url)
+        host = _address_reachable_from([server.url for server in self._servers])
         listener = socket.create_server((host, 0))  # torch's default listens on every interface
         self._store = TCPStore(
             host,
@@ -112,8 +112,14 @@ class UpdateGroup:
                 ) from result
 
 
-def _address_reachable_from(url: str) -> str:
-    """Returns the address of this machine that the server can reach; 127.0.0.1 on the same machine."""
+def _address_reachable_from(urls: Sequence[str]) -> str:
+    """Returns the address of this machine that all servers reach; 127.0.0.1 if all are on this machine."""
+    addresses = map(_address_towards, urls)
+    return next((a for a in addresses if not a.startswith("127.")), "127.0.0.1")
+
+
+def _address_towards(url: str) -> str:
+    """Returns the address from which this machine connects to a server."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hone.engine.contract import Mesh
+from hone.config.engine import FSDPConfig
+from hone.engine.build import load_module
+from hone.engine.contract import EngineSpec, Mesh
+from hone.engine.microbatch import MicroBatchRule
 from hone.models.load import load_causal_lm, resolve_model_path
-from hone.models.lora import wrap_lora
+from hone.models.lora import Adapters, adapter_weights, wrap_lora
 from hone.models.policy import PolicyModel
-from hone.models.tiny import character_tokenizer, tiny_lm
+from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking.manifest import write_manifest
 from hone.workers.objectives import PolicyObjective
 from tests.engine import ranks
@@ -110,3 +115,25 @@ def test_in_bfloat16_the_merge_rounds_once(tmp_path):
     tensor = actual[f"{name}.weight"]
     assert tensor.dtype == torch.bfloat16
     torch.testing.assert_close(tensor, expected, rtol=0.01, atol=1e-4)
+
+
+def test_the_adapters_of_a_model_without_an_optimizer_are_known(tmp_path):
+    """A rollout worker in a process of its own loads such a model, to tell vLLM the names of the adapters."""
+    model = save_pretrained(tiny_lm(VOCABULARY), character_tokenizer(), tmp_path)
+    names = {name for name, _ in adapter_weights(ranks.lora_policy().lm)}
+    spec = EngineSpec(
+        "policy",
+        str(model),
+        torch.device("cpu"),
+        torch.float32,
+        FSDPConfig(),
+        lambda slots: MicroBatchRule(1, 1),
+        lambda slots: MicroBatchRule(1, 1),
+        response_width=1,
+        adapters=Adapters(**ranks.LORA),
+    )
+    module = load_module(spec)
+    assert names == {name for name, _ in adapter_weights(module.lm)}
+    assert not module.lm.base_model.model.model.embed_tokens.weight.requires_grad
+    plain = load_module(replace(spec, adapters=None))
+    assert not any(p.requires_grad for p in plain.parameters())

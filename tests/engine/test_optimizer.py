@@ -190,3 +190,13 @@ def test_the_schedule_sets_the_rate_of_the_update():
     cosine = [0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
     assert rates == pytest.approx([0.5, *cosine])
     assert a.item() == pytest.approx(-sum(rates), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"no_such_setting": 1}, "no_such_setting"), ({"eps": -1.0}, "Invalid epsilon")],
+)
+def test_settings_that_the_optimizer_refuses_are_named(settings, message):
+    config = OptimConfig(override_optimizer_config=settings)
+    with pytest.raises(PluginError, match=rf"AdamW refuses its settings \(.*{message}"):
+        make_optimizer([[1.0]], config)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hone.rollout import server_group
 from hone.rollout.build import build_rollout
 
 from .models import policy, trainer_log_probs
@@ -15,6 +16,15 @@ from .opened_servers import PROMPT, SHORT, updated
 from .test_sglang_process import fake, spec
 
 _ = fake
+
+
+def test_the_group_listens_where_servers_of_other_machines_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    addresses = {"http://localhost:1": "127.0.0.1", "http://gpu2:1": "10.0.0.5"}
+    monkeypatch.setattr(server_group, "_address_towards", addresses.__getitem__)
+    assert server_group._address_reachable_from(list(addresses)) == "10.0.0.5"
+    assert server_group._address_reachable_from(["http://localhost:1"]) == "127.0.0.1"
 
 
 @pytest.mark.slow

@@ -170,6 +170,9 @@ def check_model_supported(hf_config: PreTrainedConfig, path: str, megatron: Mega
     if hf_config.model_type == "qwen3_moe":
         divisions.append(("experts", hf_config.num_experts, "expert_model_parallel_size"))
         _check_experts(hf_config, path, megatron)
+    else:
+        width = hf_config.intermediate_size
+        divisions.append(("MLP features", width, "tensor_model_parallel_size"))
     for dimension, count, key in divisions:
         if count % megatron[key]:
             raise UnsupportedModel(

@@ -48,6 +48,12 @@ from hone.models.families import UnsupportedModel
             {"tensor_model_parallel_size": 4},
             "2 key-value heads",
         ),
+        (
+            "llama",
+            {"intermediate_size": 100},
+            {"tensor_model_parallel_size": 8},
+            "100 MLP features, which megatron.tensor_model_parallel_size=8",
+        ),
         ("llama", {"num_hidden_layers": 3}, {"pipeline_model_parallel_size": 2}, "3 layers"),
     ],
 )
