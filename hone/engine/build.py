@@ -94,8 +94,8 @@ def build(spec: EngineSpec) -> Engine:
 def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
     """Loads the decoder with the head that the spec names; without an optimizer, it is frozen.
 
-    Adapters are never frozen, because `requires_grad` tells them from the base model: a rollout worker
-    without optimizer reads their names here. `device` overrides `spec.device`: a model that will be sharded is loaded on the host.
+    Adapters are not frozen, because `requires_grad` tells them from the base model, and vLLM needs their
+    names. `device` overrides `spec.device`: a model that will be sharded is loaded on the host.
     """
     device = device or spec.device
     options: LoadOptions = {
