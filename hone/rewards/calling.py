@@ -1,20 +1,33 @@
-"""Calls a plain or async scorer with the keyword arguments that it accepts.
+"""Calls a plain or async scorer with the arguments that it accepts, until a deadline.
 
-Built-in, user-defined and registered scorers have different signatures; only this file handles
-that. It neither catches the scorer's exceptions nor checks its result.
+Built-in, user-defined and registered scorers have different signatures; only this file knows them.
+It neither catches the scorer's exceptions nor checks its result.
+
+The deadline is soft, because Python cannot kill a running function. In the main thread, a timer
+signal interrupts the call. In other threads, the call runs in a helper thread, which is abandoned at
+the deadline. The prime manager's processes have a hard deadline.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import signal
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import lru_cache, partial
-from typing import Any
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 from hone.event_loop import run_coroutine
 from hone.rewards.failures import SetupError
-from hone.rewards.places import definition_location, describe, unwrap_function
 from hone.types import Fields, Function, Settings
+
+T = TypeVar("T")
 
 ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -35,6 +48,9 @@ _SERVICE_ARGUMENTS = (
 )
 OPTIONAL_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_SERVICE_ARGUMENTS, "score_observations"})
 """Arguments that a scorer gets if it accepts them; other scorers are called without them."""
+
+_PACKAGE_FOLDER = str(Path(__file__).parents[1])
+_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 class ScorerSignatureError(SetupError, TypeError):
@@ -146,3 +162,109 @@ def _signature_hint(names: set[str], arguments: Sequence[str]) -> str:
     if names > set(arguments):
         return ". Arguments of your own come from custom_reward_function.reward_kwargs"
     return ""
+
+
+class DeadlineExceeded(BaseException):
+    """Raised at the deadline; a scorer's `except Exception` does not catch a BaseException."""
+
+
+def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
+    """Returns `function()`, or raises DeadlineExceeded after `timeout_s` seconds."""
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+        return _call_with_timer(function, timeout_s)
+    future: Future[T] = Future()
+
+    def run_function() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # `future.result()` raises it in the caller's thread
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run_function, name="hone-score", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise DeadlineExceeded
+    return future.result()
+
+
+def _call_with_timer(function: Callable[[], T], timeout_s: float) -> T:
+    def on_timer(signal_number: int, frame: FrameType | None) -> None:
+        raise DeadlineExceeded
+
+    outer_handler = signal.signal(signal.SIGALRM, on_timer)
+    # The timer repeats, because a bare `except` in a scorer may catch the first signal.
+    outer_remaining_s, outer_interval_s = signal.setitimer(
+        signal.ITIMER_REAL, timeout_s, max(timeout_s, 1.0)
+    )
+    start_s = time.monotonic()
+    try:
+        try:
+            return function()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    finally:  # again, because the signal may have interrupted the first `finally`
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, outer_handler)
+        if outer_remaining_s:
+            outer_remaining_s = max(outer_remaining_s - (time.monotonic() - start_s), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, outer_remaining_s, outer_interval_s)
+
+
+def describe(function: Function) -> str:
+    """Returns `name of file` for a function from a user's file, else `module.name`."""
+    unwrapped = unwrap_function(function)
+    name = getattr(unwrapped, "__qualname__", type(unwrapped).__qualname__)
+    module = getattr(unwrapped, "__module__", "?")
+    code = _code_of(unwrapped)
+    if code is not None and str(module).startswith(("hone_extern_", "__main__")):
+        return f"{name} of {code.co_filename}"
+    return f"{module}.{name}"
+
+
+def definition_location(function: Function) -> str | None:
+    """Returns `file:line` of the definition, or None if it is not written in Python."""
+    code = _code_of(unwrap_function(function))
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def error_location(error: BaseException, function: Function) -> str | None:
+    """Returns `file:line` of the innermost frame in the user's file, or of the definition."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = _code_of(unwrap_function(function))
+    user_frames = [
+        frame for frame in frames if code is not None and frame.filename == code.co_filename
+    ]
+    if code is None or _is_in_hone(code.co_filename):
+        # The table calls a registered rule, which is in the user's file.
+        outside_frames = [frame for frame in frames if not _is_in_hone(frame.filename)]
+        user_frames = [f for f in outside_frames if not _is_in_library(f.filename)] or frames
+    if not user_frames:
+        return definition_location(function)
+    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
+
+
+def unwrap_function(function: Function) -> Function:
+    """Returns the function inside `partial` and `functools.wraps`."""
+    while True:
+        if isinstance(function, partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
+
+
+def _code_of(function: Function) -> CodeType | None:
+    code = getattr(function, "__code__", None)
+    if code is None and callable(function):
+        code = getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _is_in_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARY_FOLDERS)
+
+
+def _is_in_hone(filename: str) -> bool:
+    return filename.startswith(_PACKAGE_FOLDER)

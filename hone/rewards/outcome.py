@@ -1,6 +1,8 @@
-"""Scores one row, and checks and converts the scorer's result.
+"""Scores one response, and checks and converts the scorer's result.
 
-A scorer's exception becomes a `Failed`; the manager counts it and applies the policy.
+A scorer's exception becomes a `Failed`; the manager counts it and applies the policy. A response has
+segments by author, the policy or observations (the text of tools, searches and users):
+`extra_info["transcript_segments"]` is a list of `{"role": "policy" | "observation", "text": …}`.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hone.rewards.calling import call_scorer
+from hone.rewards.calling import call_scorer, describe, error_location, unwrap_function
 from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
 from hone.rewards.ground_truth import INVALID_PREDICTION, to_python
-from hone.rewards.places import describe, error_location, unwrap_function
 from hone.rewards.scores import symbolic, table
 from hone.text import shown
 from hone.types import Fields, Function, JsonObject, JsonValue, Settings
 
+POLICY, OBSERVATION = "policy", "observation"
+
+Segments = Sequence[Mapping[str, str]]
 Comparisons = dict[symbolic.Pair, bool | Failed]
 
 
@@ -33,6 +37,23 @@ class Response:
     def arguments(self) -> Fields:
         """Returns the scorer's keyword arguments."""
         return dict(vars(self))
+
+
+def policy_text(segments: Segments) -> str:
+    """Returns the policy's text, with a line break in place of each observation."""
+    texts = [segment["text"] for segment in segments if segment["role"] == POLICY]
+    return texts[0] if len(texts) == 1 else "\n".join(text for text in texts if text)
+
+
+def policy_transcript_info(text: str) -> JsonObject:
+    """Returns the `extra_info` of a response without observations."""
+    return {"transcript": text, "transcript_segments": [{"role": POLICY, "text": text}]}
+
+
+def segments_of(solution_str: str, extra_info: Settings | None) -> Segments:
+    """Returns the segments of a row; a row without them has one, the policy's whole text."""
+    segments = (extra_info or {}).get("transcript_segments")
+    return segments if segments else [{"role": POLICY, "text": solution_str}]
 
 
 def score_row(compute_score: Function, row: Response, options: Settings) -> Scored | Failed:
@@ -104,6 +125,8 @@ def precompute_comparisons(
     Returns the comparisons of each row, which another process can use. A user's score function is
     not called, because it may have side effects.
     """
+    if not any(_compares_expressions(compute_score, row) for row in rows):
+        return [{} for _ in rows]
     pairs_by_row: list[list[symbolic.Pair]] = []
     for row in rows:
         pairs_by_row.append([])

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Mapping
 
 from hone.plugins import load_object
+from hone.rewards.calling import describe
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.outcome import Comparisons, Response, score_row
-from hone.rewards.places import describe
 from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, Settings
 

@@ -24,9 +24,8 @@ from hone.rewards.failures import Failed, FailurePolicy, Scored
 from hone.rewards.ground_truth import decode_json
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
-from hone.rewards.outcome import Response, vote_of
+from hone.rewards.outcome import Response, policy_transcript_info, vote_of
 from hone.rewards.scores.latex import boxed_answer
-from hone.rewards.transcript import policy_transcript_info
 from hone.text import shown
 from hone.tracking import progress
 from hone.types import Function, JsonValue, Row

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hone.rewards.calling import BATCH_ARGUMENTS, ROW_ARGUMENTS, call_scorer
-from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
+from hone.rewards.calling import (
+    BATCH_ARGUMENTS,
+    ROW_ARGUMENTS,
+    DeadlineExceeded,
+    call_scorer,
+    call_with_deadline,
+)
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import (

@@ -1,6 +1,6 @@
 """The naive manager: scores rows one by one in this process; an async scorer runs concurrently.
 
-Its deadlines are soft (see `deadline.py`). Use `prime` for a scorer that may hang in C code.
+Its deadlines are soft (see `calling.py`). Use `prime` for a scorer that may hang in C code.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from hone.event_loop import as_exception, run_coroutine
-from hone.rewards.calling import accepted_arguments, is_async
-from hone.rewards.deadline import DeadlineExceeded, call_with_deadline
+from hone.rewards.calling import DeadlineExceeded, accepted_arguments, call_with_deadline, is_async
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import (

@@ -15,8 +15,7 @@ import torch
 from hone.ops.masked import last_true_index, split_at_response
 from hone.protocol import DataProto
 from hone.rewards.failures import WrongSetting
-from hone.rewards.outcome import Response
-from hone.rewards.transcript import OBSERVATION, POLICY, policy_text
+from hone.rewards.outcome import OBSERVATION, POLICY, Response, policy_text
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Settings
 
@@ -103,7 +102,7 @@ def read_rows(
 
 
 def _segments(ids: list[int], is_policy: list[bool], tokenizer: Tokenizer) -> list[dict[str, str]]:
-    """Splits a response into segments by author (see `transcript.py`)."""
+    """Splits a response into segments by author (see `outcome.py`)."""
     segments, start = [], 0
     for is_policy_run, run in groupby(is_policy):
         end = start + len(list(run))

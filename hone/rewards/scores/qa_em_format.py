@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from hone.rewards.outcome import POLICY, Segments, segments_of
 from hone.rewards.scores.qa_em import em_check, extract_solution, golden_answers, normalize_answer
-from hone.rewards.transcript import POLICY, Segments, segments_of
 from hone.types import JsonValue, Settings
 
 _TAGS = ("think", "search", "information", "answer")

@@ -25,12 +25,12 @@ from hone.data.rows import DataError, RowStore
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
+from hone.rewards.calling import unwrap_function
 from hone.rewards.failures import NO_GROUND_TRUTH, RewardError
 from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.blank import BlankRewardManager
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.places import unwrap_function
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
 from hone.tokenizer import Tokenizer

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from hone.rewards.outcome import policy_text
 from hone.rewards.scores import qa_em, qa_em_format
-from hone.rewards.transcript import policy_text
 
 TRUTH = {"target": ["Paris"]}
 FORMAT_SCORES: dict[str, Any] = {
