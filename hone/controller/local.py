@@ -6,6 +6,7 @@ WorkerHost creates and calls the workers of one rank; the Ray controller uses it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import threading
@@ -59,9 +60,13 @@ class WorkerHost:
             else {"": cls_with_init}
         )
         self._workers: dict[str, Worker] = {}
-        for role, member in members.items():
-            with use_placement(replace(placement, role=role) if role else placement):
-                self._workers[role] = member()
+        try:
+            for role, member in members.items():
+                with use_placement(replace(placement, role=role) if role else placement):
+                    self._workers[role] = member()
+        except BaseException:
+            self.close()
+            raise
         for worker in self._workers.values():
             if isinstance(worker, Worker):
                 worker.set_colocated(self._workers)
@@ -99,14 +104,15 @@ class WorkerHost:
         return self._workers[role]
 
     def close(self) -> None:
-        """Closes the workers that have a `close` method and stops the event loop."""
-        try:
-            for worker in self._workers.values():
-                close = getattr(worker, "close", None)
-                if callable(close):
-                    close()
-        finally:
-            self._stop_loop()
+        """Closes the workers that have a `close` method, in order, and stops the event loop."""
+        with contextlib.ExitStack() as stack:  # an error does not keep the others open
+            stack.callback(self._stop_loop)
+            for worker in reversed(self._workers.values()):
+                fused_workers = getattr(worker, "fused_worker_dict", {}).values()
+                parts = [worker] if hasattr(worker, "close") else reversed(fused_workers)
+                for part in parts:
+                    if callable(close := getattr(part, "close", None)):
+                        stack.callback(close)
 
     def _run_coroutine(self, coroutine: Coroutine[None, None, _T]) -> _T:
         # All calls share one event loop: a call may leave tasks that the next call awaits.
@@ -204,18 +210,24 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
         is_real = real_row_mask(padded_inputs[0])
         if len(result) == int(is_real.sum()):
             rows = result  # the worker has already dropped the padding
-        elif len(result) % len(is_real) == 0:
+        elif len(result) % len(is_real) == 0 and not _differ_in_padding(inputs):
             rows = result.select_idxs(is_real.repeat_interleave(len(result) // len(is_real)))
         else:
             raise ValueError(
                 f"a worker got {len(is_real)} rows, {int((~is_real).sum())} of them padding, and returned "
-                f"{len(result)}, so the padded rows are unknown; copy the column {PADDED_ROW!r} to "
-                "the result, or drop padded rows first with hone.protocol.without_padding"
+                f"{len(result)}, so the padded rows are unknown; copy the column {PADDED_ROW!r} of one "
+                "batch to the result, or drop padded rows first with hone.protocol.without_padding"
             )
     if padded_inputs and not torch.stack([real_row_mask(v).any() for v in padded_inputs]).any():
         rows = rows.select()
         rows.meta_info.pop("metrics", None)  # every input row is padding
     return rows
+
+
+def _differ_in_padding(inputs: Sequence[Any]) -> bool:
+    """Whether the rows of a result could be those of batches with different padding."""
+    batches = [value for value in inputs if isinstance(value, DataProto) and len(value)]
+    return len({tuple(real_row_mask(batch).tolist()) for batch in batches}) > 1
 
 
 def _materialize(value: Any) -> Any:

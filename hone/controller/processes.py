@@ -7,7 +7,6 @@ stopped process (SIGSTOP) is unresponsive; a busy one is not.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from contextlib import suppress
 
@@ -15,6 +14,7 @@ STOPPED, ZOMBIE, GONE = "T", "Z", ""
 """Process states: the letters of /proc/PID/stat, and empty for a process that does not exist."""
 MAX_UPDATE_GAP_S = 5.0
 MAX_LOG_LINES = 20
+MAX_LOG_BYTES = 1 << 16
 
 
 def process_state(pid: int) -> str:
@@ -54,16 +54,16 @@ def own_log_files() -> tuple[str, ...]:
     for fd in (2, 1):
         with suppress(OSError):
             targets.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return tuple(target for target in targets if os.path.isabs(target))
+    return tuple(target for target in targets if os.path.isfile(target))
 
 
 def last_lines(paths: Sequence[str]) -> list[str]:
-    """Returns the last MAX_LOG_LINES lines of each existing file, in one list."""
+    """Returns the last MAX_LOG_LINES lines of each readable file, in one list."""
     lines: list[str] = []
     for path in paths:
-        if os.path.exists(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                tail = deque(file, maxlen=MAX_LOG_LINES)
+        with suppress(OSError), open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LOG_BYTES))
+            tail = file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()[-MAX_LOG_LINES:]
             # Ray marks jobs and actors with lines that start with ":".
             lines += [line.rstrip() for line in tail if line.strip() and not line.startswith(":")]
     return lines

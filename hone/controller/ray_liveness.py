@@ -154,17 +154,20 @@ class ClusterWatch:
     def add(self, role: str, workers: Sequence[WorkerProcess], limit_s: float) -> None:
         """Starts watching these processes; `limit_s` is the liveness deadline of the run."""
         self.unresponsive_timer.limit_s = limit_s
+        # Both dicts are replaced, not changed, because other threads iterate over them.
         for worker in workers:
-            self._workers[worker.node_id, worker.pid] = role, worker
+            self._workers = {**self._workers, (worker.node_id, worker.pid): (role, worker)}
             if worker.node_id != self.local_node_id and worker.node_id not in self._nodes:
-                self._nodes[worker.node_id] = RemoteNode(worker.node_id)
+                self._nodes = {**self._nodes, worker.node_id: RemoteNode(worker.node_id)}
 
     def remove(self, workers: Sequence[WorkerProcess]) -> None:
         """Stops watching these processes and removes probes that are no longer needed."""
-        for worker in workers:
-            self._workers.pop((worker.node_id, worker.pid), None)
-        for node_id in self._nodes.keys() - {node_id for node_id, _ in self._workers}:
-            ray.kill(self._nodes.pop(node_id).actor)
+        removed_keys = {(worker.node_id, worker.pid) for worker in workers}
+        self._workers = {k: entry for k, entry in self._workers.items() if k not in removed_keys}
+        nodes, watched_ids = self._nodes, {node_id for node_id, _ in self._workers}
+        self._nodes = {node_id: node for node_id, node in nodes.items() if node_id in watched_ids}
+        for node_id in nodes.keys() - watched_ids:
+            ray.kill(nodes[node_id].actor)
 
     def check_alive(self, waiting_role: str, method: str) -> None:
         """Raises if a watched process, a node or Ray itself has failed.

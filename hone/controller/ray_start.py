@@ -239,9 +239,11 @@ def _listen_on_loopback() -> Iterator[None]:
 def _keep_sigterm_handler() -> Iterator[None]:
     """Restores the program's SIGTERM handler, which `ray.init` replaces."""
     handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if callable(handler) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _log_raylet_messages() -> None:

@@ -157,8 +157,15 @@ class WorkerGroup(Generic[W]):
         mode = spec.dispatch_mode
         split_args, split_kwargs = mode.dispatch_fn(self, *args, **kwargs)
         is_rank_zero_call = mode.rank_zero_only or spec.execute_mode is Execute.RANK_ZERO
+        num_ranks = 1 if is_rank_zero_call else self.world_size
+        for values in (*split_args, *split_kwargs.values()):
+            if len(values) not in (num_ranks, self.world_size):
+                raise ValueError(
+                    f"{mode!r} split an argument of {self.name}.{name} into {len(values)} entries "
+                    f"for {self.world_size} ranks; its dispatch function must return one per rank"
+                )
         handles = []
-        for rank in range(1 if is_rank_zero_call else self.world_size):
+        for rank in range(num_ranks):
             rank_args = tuple(values[rank] for values in split_args)
             rank_kwargs = {key: values[rank] for key, values in split_kwargs.items()}
             handles.append(self._submit(rank, Call(self._role, name, rank_args, rank_kwargs)))

@@ -18,7 +18,9 @@ from hone.controller import (
     ResourcePool,
     Worker,
     create_colocated_worker_cls,
+    create_colocated_worker_raw_cls,
     register,
+    register_dispatch_mode,
 )
 from hone.controller.local import drop_padded_rows
 from hone.controller.worker import Placement, free_port, use_placement
@@ -71,6 +73,55 @@ def test_shutdown_closes_the_worker_once() -> None:
     assert log == ["closed"]
     with pytest.raises(RuntimeError, match="'Closing' was shut down; create a new one"):
         group.loop_thread()
+
+
+class ClosingBadly(Closing):
+    def close(self) -> None:
+        super().close()
+        raise OSError("the server does not end")
+
+
+class Unbuildable(Worker):
+    def __init__(self) -> None:
+        raise ValueError("no model")
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_every_worker_is_closed_also_after_one_that_fails(is_fused: bool) -> None:
+    log: list[str] = []
+    members = {"a": ClassWithInitArgs(ClosingBadly, log), "b": ClassWithInitArgs(Closing, log)}
+    if is_fused:
+        cls = ClassWithInitArgs(create_colocated_worker_raw_cls(members))
+    else:
+        cls = create_colocated_worker_cls(members)
+    with pytest.raises(OSError, match="does not end"):
+        LocalWorkerGroup(None, cls).shutdown()
+    assert log == ["closed", "closed"]
+
+
+def test_workers_are_closed_if_a_later_one_cannot_be_built() -> None:
+    log: list[str] = []
+    members = {"a": ClassWithInitArgs(Closing, log), "b": ClassWithInitArgs(Unbuildable)}
+    with pytest.raises(ValueError, match="no model"):
+        LocalWorkerGroup(None, create_colocated_worker_cls(members))
+    assert log == ["closed"]
+
+
+def test_a_dispatch_function_with_the_wrong_number_of_entries_is_refused() -> None:
+    mode = register_dispatch_mode(
+        "ONE_ENTRY_TOO_MANY",
+        lambda group, value: (([value, value],), {}),
+        lambda group, results: results,
+    )
+
+    class Splits(Worker):
+        @register(dispatch_mode=mode)
+        def take(self, value: int) -> int:
+            return value
+
+    with LocalWorkerGroup(None, ClassWithInitArgs(Splits)) as group:
+        with pytest.raises(ValueError, match="2 entries for 1 ranks"):
+            group.take(1)
 
 
 def test_coroutines_share_one_event_loop_for_the_workers_life() -> None:
@@ -143,6 +194,13 @@ class TestPaddedResults:
     def test_a_result_that_cannot_be_told_apart_is_refused(self) -> None:
         with pytest.raises(ValueError, match="the padded rows are unknown"):
             drop_padded_rows(DataProto.from_dict({"y": torch.zeros(5)}), [self.padded()])
+
+    def test_a_result_of_batches_with_different_padding_is_refused(self) -> None:
+        other = DataProto.from_dict({"z": torch.arange(2)})  # this rank's part of 4 rows
+        with pytest.raises(ValueError, match="the padded rows are unknown"):
+            drop_padded_rows(DataProto.from_dict({"y": torch.zeros(2)}), [self.padded(), other])
+        marked = self.padded().select_idxs([0, 1])
+        assert len(drop_padded_rows(marked, [self.padded(), other])) == 1
 
     def test_a_rank_with_padding_only_measures_nothing(self) -> None:
         empty = split_padded(DataProto.from_dict({"x": torch.arange(1)}), 2)[1]

@@ -21,6 +21,15 @@ def test_the_last_lines_of_every_file_that_is_there(tmp_path: Path) -> None:
     assert found == [f"line {i}" for i in range(100 - MAX_LOG_LINES, 100)] + ["only\ufffd"]
 
 
+def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(1 << 40)  # takes no space, and no process could read it
+        file.seek(0, 2)
+        file.write(b"\nthe last words\n")
+    assert last_lines([str(log), str(tmp_path)])[-1] == "the last words"
+
+
 def test_markers_of_ray_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "log").write_text(":job_id:01\n:actor_name:x\nhello\n")
     assert last_lines([str(tmp_path / "log")]) == ["hello"]

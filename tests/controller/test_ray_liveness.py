@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import signal
@@ -233,6 +234,26 @@ def test_another_cluster_gets_a_watch_of_its_own(
     ray_liveness.watch_workers("actor", (), 20.0)
     assert ray_liveness._watch is not watch
     assert watch.ping.closed
+
+
+def test_workers_may_start_and_end_while_another_thread_waits(
+    watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(ray_liveness.ray, "kill", killed.append)
+    workers = [dataclasses.replace(WORKER, pid=pid, node_id=f"far {pid}") for pid in range(3)]
+    watch.add("actor", workers[:2], 20.0)
+    probes = [node.actor for node in watch._nodes.values()]
+
+    def start_and_end_workers(logs: dict[int, tuple[str, ...]]) -> None:
+        watch.add("critic", workers[2:], 20.0)
+        watch.remove(workers[:1])
+
+    for node in watch._nodes.values():
+        node.poll = start_and_end_workers
+    watch.check_alive("trainer", "step")
+    assert {pid for _, pid in watch._workers} == {1, 2}
+    assert killed == probes[:1]
 
 
 def test_failures_survive_pickling() -> None:
