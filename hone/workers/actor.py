@@ -1,24 +1,33 @@
-"""The actor and reference workers: log-probs of responses, and policy updates."""
+"""The actor and reference workers: log-probs of responses, policy updates, and their GPU utilization."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, register
-from hone.engine.contract import Options
+from hone.engine.contract import ModelFacts, Options
 from hone.models.from_config import build_tokenizer, import_external
 from hone.ops.packing import shared_prompt_lengths
 from hone.protocol import DataProto
 from hone.workers.engine_specs import actor_spec, reference_spec
 from hone.workers.objectives import PolicyObjective
-from hone.workers.roofline import Roofline
 from hone.workers.train import TrainWorker
 
 _GIB = 2**30
+_CEILINGS_BY_DEVICE = {
+    "H200": (790e12, 4.25e12),
+    "H100": (790e12, 3.0e12),
+    "A100": (280e12, 1.7e12),
+    "L40S": (300e12, 0.75e12),
+    "4090": (150e12, 0.9e12),
+}
+"""Dense bf16 FLOP/s and bytes/s that large kernels reach in practice, by part of the device name."""
 
 
 class ActorWorker(TrainWorker):
@@ -125,3 +134,53 @@ class ReferenceWorker(TrainWorker):
     ) -> DataProto:
         outputs = self.engine.infer(data, temperature=self.temperature(temperature))
         return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The GPU utilization of updates (MFU) and of generation (MBU): achieved over attainable throughput.
+
+    MFU counts operations (6 × parameters × tokens, plus attention). MBU counts bytes (the weights once
+    per decode step, every key and value once per token).
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    facts: ModelFacts
+
+    @staticmethod
+    def for_device(facts: ModelFacts, device: torch.device) -> Roofline | None:
+        """Returns the roofline of a model on a device, or None for an unknown device."""
+        if device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(device)
+        ceilings = next((v for part, v in _CEILINGS_BY_DEVICE.items() if part in name), None)
+        return None if ceilings is None else Roofline(*ceilings, facts)
+
+    def mfu(self, lengths: Sequence[int], shared_lengths: Sequence[int], seconds: float) -> float:
+        """Returns the model FLOPs utilization of forward and backward over rows of these lengths.
+
+        `shared_lengths` are the tokens that each row shares with the previous row; they are computed
+        and counted once.
+        """
+        rows = list(zip(lengths, shared_lengths, strict=True))
+        attention_pairs = sum(n * n - shared * shared for n, shared in rows)
+        tokens = sum(n - shared for n, shared in rows)
+        facts = self.facts
+        operations = 6 * facts.parameters * tokens
+        operations += 6 * facts.attention_width * facts.layers * attention_pairs
+        return operations / seconds / self.flops_per_s
+
+    def mbu(
+        self,
+        prompt_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        max_num_seqs: int,
+        seconds: float,
+    ) -> float:
+        """Returns the memory bandwidth utilization of generating responses of these lengths."""
+        decode_steps = max(max(response_lengths), sum(response_lengths) / max_num_seqs)
+        rows = zip(prompt_lengths, response_lengths, strict=True)
+        kv_bytes = sum(n * (p + n / 2) for p, n in rows) * self.facts.kv_bytes_per_token
+        weight_bytes = decode_steps * self.facts.parameter_bytes
+        return (weight_bytes + kv_bytes) / seconds / self.bytes_per_s

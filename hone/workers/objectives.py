@@ -1,10 +1,11 @@
-"""The objective of each role (policy, critic, supervised) and the mini-batches of a step."""
+"""The objectives of policy, critic, supervised and reward-model training, and the mini-batches of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hone.algorithms.advantages.estimator import needed_columns
@@ -171,6 +172,49 @@ class SupervisedObjective(TokenObjective):
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
         loss = agg_loss(-outputs["log_probs"], self.mask(batch), "token-mean")
         return Terms(loss, {"train/loss": loss.detach()})
+
+
+class StepObjective(TokenObjective):
+    """Mean cross-entropy of a process reward model over labelled steps; labels may be probabilities."""
+
+    reads = ("response_mask", "labels")
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+        scores, labels, mask = outputs["scores"], require(batch, "labels"), self.mask(batch)
+        # The score is the difference of two logits, so this is the cross-entropy of their softmax.
+        losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+        loss = agg_loss(losses, mask, "token-mean")
+        is_correct = ((scores.detach() > 0) == (labels > 0.5)).float()
+        return Terms(
+            loss, {"train/loss": loss.detach()}, {"train/accuracy": masked_mean(is_correct, mask)}
+        )
+
+
+class PairObjective(TokenObjective):
+    """Bradley–Terry loss −log σ(chosen − rejected − margin), mean over pairs.
+
+    Rows alternate between the chosen and the rejected response, and each has one scored token.
+    """
+
+    reads = ("response_mask", "margin")
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+        mask = self.mask(batch)
+        if not mask.any():  # padding that only takes part in the collectives
+            loss = gaps = outputs["scores"].sum() * 0.0
+        else:
+            gaps = score_gaps(outputs["scores"], mask)
+            losses = F.softplus(require(batch, "margin")[::2] - gaps).repeat_interleave(2)
+            loss = agg_loss(losses[:, None] * mask, mask, "token-mean")
+        gaps = gaps.detach()
+        means = {"train/accuracy": (gaps > 0).float().mean(), "train/score_gap": gaps.mean()}
+        return Terms(loss, {"train/loss": loss.detach()}, means)
+
+
+def score_gaps(scores: Tensor, mask: Tensor) -> Tensor:  # [B, T], [B, T] -> [B / 2]
+    """Returns the score of the chosen response minus the score of the rejected one, for each pair."""
+    chosen, rejected = (scores * mask).sum(1).view(-1, 2).unbind(1)
+    return chosen - rejected
 
 
 def minibatches(

@@ -30,8 +30,7 @@ from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.ops.packing import pack_rows
 from hone.ops.ulysses import split_rows
 from hone.protocol import DataProto, split_padded
-from hone.workers.objectives import PolicyObjective, ValueObjective
-from hone.workers.reward_objectives import StepObjective
+from hone.workers.objectives import PolicyObjective, StepObjective, ValueObjective
 
 from .batches import VOCABULARY, WIDTH, rows
 from .engines import SGD, actor

@@ -34,11 +34,10 @@ from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.memory import freeze_garbage_collection
 from hone.trainer.ppo.plan import Plan, set_schedule_lengths
 from hone.trainer.ppo.profiling import StepProfiler
-from hone.trainer.ppo.publish import Publisher
 from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
 from hone.trainer.ppo.rollout_writer import RolloutWriter
-from hone.trainer.ppo.source import TrajectorySource, unique_prompts
+from hone.trainer.ppo.source import Publisher, TrajectorySource, unique_prompts
 from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads
 from hone.types import Function

@@ -129,7 +129,7 @@ class StepTask:
     label_tokens: tuple[int, int] | None = None
 
     def __init__(self, trained_part: Literal["all", "head"] = "all") -> None:
-        from hone.workers.reward_objectives import StepObjective
+        from hone.workers.objectives import StepObjective
 
         self.trained_part = trained_part
         self.objective = StepObjective()
@@ -191,7 +191,7 @@ class PairTask:
     sequences_per_row = 2
 
     def __init__(self) -> None:
-        from hone.workers.reward_objectives import PairObjective
+        from hone.workers.objectives import PairObjective
 
         self.objective = PairObjective()
 
@@ -215,7 +215,7 @@ class PairTask:
         return batch
 
     def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
-        from hone.workers.reward_objectives import score_gaps
+        from hone.workers.objectives import score_gaps
 
         gaps = score_gaps(outputs["scores"].double(), batch.batch["response_mask"])
         loss = F.softplus(batch.batch["margin"][::2] - gaps)

@@ -1,16 +1,23 @@
-"""submit starts, take returns groups as they end; what was not taken is reissued with the same seeds."""
+"""submit starts, take returns groups as they end; what was not taken is reissued with the same seeds.
+
+The rollout gets each version of the weights once, and staleness counts publishes, not updates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from hone.config.rollout import CheckpointEngineConfig
 from hone.protocol import DataProto
+from hone.protocol.rows import object_array
+from hone.trainer.ppo.source import Publisher
 
-from ..runs import Task, opened
+from ..runs import Run, Task, opened
 
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 
@@ -97,3 +104,38 @@ def test_what_was_aborted_never_comes(trainer: Any) -> None:
     assert trainer.source.pending == 0
     submitted(trainer)
     assert trainer.source.take().meta_info["group_numbers"] == [4, 5, 6, 7]
+
+
+class Group:
+    """Stands for a worker group: every method returns what the table has under its name."""
+
+    world_size = 1
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = answers
+        self.traffic: Counter[str] = Counter()
+
+    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return self.answers[method.__name__]
+
+    def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return [self.answers[method.__name__]]
+
+
+def test_staleness_counts_publishes_between_a_trajectory_s_tokens_and_the_update() -> None:
+    actor = Group(version=0)
+    rollout = Group(weight_path="shared", announce_weights=0)
+    publisher = Publisher(cast(Any, actor), cast(Any, rollout), CheckpointEngineConfig())
+    for version in (0, 4, 8):  # four updates per publish
+        actor.answers["version"] = version
+        assert publisher.publish() == {"perf/weight_bytes": 0.0}
+    versions = object_array([[4, 4], [0, 4], None])
+    metrics = publisher.staleness(DataProto.from_dict({}, {"versions": versions}))
+    assert metrics["training/off_policy/trajectory_staleness/max"] == 1.0
+    assert metrics["training/off_policy/trajectory_staleness/min"] == 0.0
+    assert metrics["training/off_policy/trajectory_spans/mean"] == pytest.approx(0.5)
+
+
+def test_a_synchronous_run_is_never_stale(train: Callable[..., Run]) -> None:
+    run = train("trainer.total_training_steps=2")
+    assert run.series("training/off_policy/trajectory_staleness/max") == [0.0, 0.0]
