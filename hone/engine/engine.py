@@ -23,8 +23,8 @@ from hone.engine.model_state import ModelState
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
 from hone.ops.counter_rng import fold_seed
+from hone.ops.device import send
 from hone.ops.packing import PackedRows, pack_rows, shared_prompt_lengths
-from hone.ops.transfer import send
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask, without_padding
 
 if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need them

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from hone.config.engine import OptimConfig
-from hone.ops.accumulate import accumulate
 from hone.plugins import PluginError, Table, load_object
 from hone.types import Fields
 
@@ -129,7 +128,7 @@ class Optimizer:
                 master_grads.append(local_shard(master.grad))
                 new_grads.append(local_shard(parameter.grad))
             parameter.grad = None
-        accumulate(master_grads, new_grads)
+        _accumulate(master_grads, new_grads)
 
     def step(self) -> dict[str, float]:
         """Clips the gradients and updates the weights, unless a gradient is not finite.
@@ -195,6 +194,34 @@ class Optimizer:
 
     def _parameters_and_masters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         return zip(self._parameters, self.masters.values(), strict=True)
+
+
+@torch.no_grad()
+def _accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
+    """Adds gradients to float32 sums, on a GPU in one kernel for all tensors.
+
+    Torch adds tensors of different dtypes one by one and without vectorised loads.
+    """
+    if _can_use_kernel(sums, parts):
+        from hone.ops.accumulate_triton import add_all
+
+        add_all(sums, parts)
+    elif sums:
+        torch._foreach_add_(sums, parts)
+
+
+def _can_use_kernel(sums: list[Tensor], parts: list[Tensor]) -> bool:
+    """Returns whether all tensors are suitable for the kernel's vectorised loads."""
+    return len(sums) > 1 and all(
+        a.is_cuda
+        and a.dtype == torch.float32
+        and b.dtype == parts[0].dtype
+        and a.is_contiguous()
+        and b.is_contiguous()
+        and a.data_ptr() % 16 == 0
+        and b.data_ptr() % 16 == 0
+        for a, b in zip(sums, parts, strict=True)
+    )
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ from hone.models.decoder_layer import (
 )
 from hone.ops.decoder_halves import Linear, Norm, add_gated_mlp, rotated_qkv
 from hone.ops.gated import silu_gate
+from hone.ops.logprobs import wide_linear
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate
 from hone.ops.segments import SegmentLayout
-from hone.ops.wide_product import wide_linear
 from hone.types import Function
 
 if TYPE_CHECKING:

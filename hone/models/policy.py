@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from hone.models.attention import forward_options
 from hone.models.families import key_shape, logit_softcap_and_scale
-from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
+from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared, wide_product
 from hone.ops.packing import PackedRows
-from hone.ops.wide_product import wide_product
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,4 +1,4 @@
-"""The GPU kernel for accumulate.py; it reads the addresses of all tensors from device memory."""
+"""The GPU kernel that sums the gradients of engine/optimizer.py; it reads tensor addresses from memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.ops.transfer import send
+from hone.ops.device import send
 
 _BLOCK = 4096
 

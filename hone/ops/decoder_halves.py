@@ -15,9 +15,9 @@ from torch import Tensor
 
 from hone.ops.autograd import Context
 from hone.ops.gated import gate_backward, gate_forward
+from hone.ops.logprobs import wide_product
 from hone.ops.rms_norm import norm_backward, norm_forward
 from hone.ops.rotary import join_gradients, split_and_rotate
-from hone.ops.wide_product import wide_product
 
 
 class Norm(NamedTuple):

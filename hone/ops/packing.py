@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.ops.device import send
 from hone.ops.groups import first_equal_indices
 from hone.ops.masked import split_at_response
 from hone.ops.segments import SegmentLayout
-from hone.ops.transfer import send
 
 
 @dataclass(frozen=True)

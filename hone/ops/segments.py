@@ -15,13 +15,14 @@ from torch import Tensor
 from hone.ops.attention import (
     AttentionOptions,
     as_bias,
+    fits_varlen,
     is_visible,
     padded_attention,
     repeat_heads,
+    varlen_attention,
 )
+from hone.ops.device import send
 from hone.ops.shared_keys import SharedKeys
-from hone.ops.transfer import send
-from hone.ops.varlen import fits_varlen, varlen_attention
 
 _BiasKey = tuple[int | None, torch.dtype]
 

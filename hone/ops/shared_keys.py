@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.autograd import Context
-from hone.ops.transfer import send
+from hone.ops.device import send
 
 
 @dataclass(frozen=True)

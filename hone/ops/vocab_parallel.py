@@ -21,8 +21,8 @@ from hone.ops.logprobs import (
     _chunk_slices,
     _scaled_logits,
     softmax_entropy,
+    wide_product,
 )
-from hone.ops.wide_product import wide_product
 
 
 def shard_start(rows: int, group: Group) -> int:

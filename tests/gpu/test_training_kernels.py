@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from hone.ops import logprobs
-from hone.ops.attention import AttentionOptions
+from hone.ops.attention import AttentionOptions, varlen_attention
+from hone.ops.logprobs import add_product, wide_linear
 from hone.ops.segments import SegmentLayout
 from hone.ops.shared_keys import SharedKeys
-from hone.ops.varlen import varlen_attention
-from hone.ops.wide_product import add_product, wide_linear
 
 from .device import DEVICE, needs_gpu, needs_kernels, relative_error
 

@@ -1,12 +1,20 @@
-"""Attention with soft caps and sinks, against a float64 reference."""
+"""Soft caps and sinks against a float64 reference; the kernel of an installed package, or torch's."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from hone.ops.attention import AttentionOptions, padded_attention
+from hone.ops import attention
+from hone.ops.attention import AttentionOptions, padded_attention, varlen_attention
 from hone.ops.segments import SegmentLayout
 
 HEADS, WIDTH, SCALING = 3, 8, 0.7
@@ -69,3 +77,91 @@ def test_without_a_bias_it_is_causal() -> None:
     out = padded_attention(*padded, None, AttentionOptions(0, SCALING, softcap=2.0))
     expected = naive(q, k, v, torch.ones(6, 6).tril(), 2.0, None)
     torch.testing.assert_close(out[0].transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+LENGTHS = [5, 9]
+
+
+@pytest.fixture(autouse=True)
+def fresh_kernel_choice() -> Iterator[None]:
+    attention._package_kernel.cache_clear()
+    yield
+    attention._package_kernel.cache_clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, capability: int = 9) -> list[str]:
+    """A package with flash-attn's names whose kernel is plain torch."""
+    used: list[str] = []
+
+    def kernel(
+        q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int,
+        max_seqlen_k: int, softmax_scale: float, causal: bool, window_size: Any = (-1, -1),
+    ) -> Any:  # fmt: skip
+        assert causal
+        assert (max_seqlen_q, max_seqlen_k) == (9, 9)
+        used.append(name)
+        pieces = zip(*(x.split(cu_seqlens_q.diff().tolist()) for x in (q, k, v)), strict=True)
+        return torch.cat([dense(*piece, softmax_scale, window_size[0]) for piece in pieces])
+
+    module = ModuleType(name)
+    module.flash_attn_varlen_func = kernel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
+    return used
+
+
+def dense(q: Any, k: Any, v: Any, scaling: float, left: int) -> torch.Tensor:
+    at = torch.arange(len(q))
+    seen = at[:, None] >= at
+    if left >= 0:
+        seen &= at[:, None] - at <= left
+    return F.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        attn_mask=seen, scale=scaling, enable_gqa=True,
+    )[0].transpose(0, 1)  # fmt: skip
+
+
+def attend(window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    q = torch.randn(sum(LENGTHS), 4, 8)
+    k, v = torch.randn(2, sum(LENGTHS), 2, 8)
+    cu = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    left = -1 if window is None else window - 1
+    pieces = zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True)
+    expected = torch.cat([dense(*piece, 0.3, left) for piece in pieces])
+    return varlen_attention(q, k, v, cu, cu, 9, 9, scaling=0.3, window=window), expected
+
+
+@pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_installed_package_attends(
+    monkeypatch: pytest.MonkeyPatch, name: str, window: int | None
+) -> None:
+    used = install(monkeypatch, name)
+    got, expected = attend(window)
+    assert used == [name]
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_package_for_newer_gpus_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = install(monkeypatch, "flash_attn_interface", capability=8)
+    older = install(monkeypatch, "flash_attn", capability=8)
+    attend()
+    assert (newer, older) == ([], ["flash_attn"])
+
+
+def test_a_package_that_does_not_load_is_told_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = install(monkeypatch, "flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("empty"))
+    with caplog.at_level(logging.WARNING):
+        attend()
+    assert used == ["flash_attn"]
+    assert "flash_attn_interface is installed but cannot be used here" in caplog.text
+
+
+def test_without_a_package_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for name, _ in attention._PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert attention._package_kernel() is None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.ops.transfer import send
+from hone.ops.device import send
 
 MAX_STOP_IDS = 8
 """Stop tokens per row that the GPU checks; the host checks requests that have more."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hone.ops.device import send
 from hone.ops.packing import PackedRows
-from hone.ops.transfer import send
 from hone.rollout.native.paged_cache import PagedCache
 
 TILE_ROWS = 64

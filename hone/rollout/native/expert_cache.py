@@ -10,7 +10,7 @@ from torch import Tensor
 from hone.models.attention import Layout
 from hone.models.policy import PolicyModel
 from hone.models.routing import EXPERT_DTYPE, Routing
-from hone.ops.transfer import send
+from hone.ops.device import send
 from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hone.models.decoder_layer import DecoderLayer, NormModule, read_layer, rotary_table
 from hone.models.policy import PolicyModel
 from hone.ops.decoder_halves import Linear, Norm
-from hone.ops.wide_product import wide_product
+from hone.ops.logprobs import wide_product
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 

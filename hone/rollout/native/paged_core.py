@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
+from hone.ops.device import send
 from hone.ops.groups import first_equal_indices
-from hone.ops.transfer import send
 from hone.rollout.native.batch_state import BatchState, HostBatch
 from hone.rollout.native.decode_graph import DecodeStep, graph_sizes
 from hone.rollout.native.decoder import ModuleDecoder
@@ -73,7 +73,7 @@ class PagedCore:
         self.device = next(policy.parameters()).device
         self.policy = policy
         self._exact = exact
-        self._version = 0
+        self.version = 0
         self._kernels = exact.kernels if exact is not None else kernels_for(self.device)
         max_blocks_per_seq = -(-max_model_len // BLOCK_SIZE)
         self.cache = PagedCache.for_policy(
@@ -141,15 +141,6 @@ class PagedCore:
         return ModuleDecoder(self.policy)
 
     # -- methods that engine.py calls ----------------------------------------------------------
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._version = version
-        self.invalidate()
 
     def free_cache(self) -> None:
         self.cache.free()

@@ -16,12 +16,13 @@ from torch import Tensor
 from hone.ops.attention import (
     AttentionOptions,
     as_bias,
+    fits_varlen,
     is_visible,
     padded_attention,
     repeat_heads,
+    varlen_attention,
 )
-from hone.ops.transfer import send
-from hone.ops.varlen import fits_varlen, varlen_attention
+from hone.ops.device import send
 from hone.rollout.native.batch_state import BatchState
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from operator import methodcaller
 from typing import Any, TypeAlias
 
 import torch
@@ -73,7 +72,7 @@ class Peers:
 
     def send(self, commands: list[Command]) -> None:
         """Sends commands to every other rank and waits until all ranks have received them."""
-        text = json.dumps(commands, default=methodcaller("item")).encode()  # of numpy numbers
+        text = json.dumps(commands).encode()
         message = len(text).to_bytes(_LENGTH_BYTES, "big") + text
         head, rest = (
             message[:_FIRST_MESSAGE_BYTES].ljust(_FIRST_MESSAGE_BYTES, b"\0"),

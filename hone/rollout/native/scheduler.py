@@ -134,8 +134,7 @@ class Scheduler:
         if self._waiting:
             return 0
         remaining = 0
-        # After an abort no sequence runs, so there are more counts than sequences.
-        for sequence, count in zip(self.running, counts, strict=False):
+        for sequence, count in zip(self.running, counts, strict=True):
             has_all_blocks = len(sequence.blocks) * BLOCK_SIZE >= sequence.max_length
             if sequence.host_checks_stop or sequence.request.cancelled or not has_all_blocks:
                 return 0

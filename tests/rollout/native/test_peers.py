@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import pytest
 
 from hone.rollout.native.peers import Command, PeerLost, Peers
@@ -41,16 +40,6 @@ def test_commands_of_any_length_arrive_in_order() -> None:
 
     assert on_ranks(3, work) == [sent] * 3
     assert on_ranks(3, lambda rank: peers[rank].min_over_ranks(5 - rank)) == [3] * 3
-
-
-def test_numpy_numbers_arrive_as_python_numbers() -> None:
-    peers = peers_of(2)
-    command: Command = {"do": "add", "prompt": list(np.array([3, 4])), "top_p": np.float32(0.5)}
-
-    def work(rank: int) -> list[Command]:
-        return peers[1].receive() if rank else peers[0].send([command]) or []
-
-    assert on_ranks(2, work)[1] == [{"do": "add", "prompt": [3, 4], "top_p": 0.5}]
 
 
 def test_a_rank_that_fails_after_the_store_has_gone_raises_its_own_error() -> None:

@@ -1,21 +1,31 @@
-"""The engine over ranks: what is refused before loading, and 2,000 seeded requests on two processes."""
+"""The engine over ranks: what is refused before loading, and that its ranks say what one rank says."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
 from hone.controller.worker import free_port
+from hone.models import decoder_layer as layers
 from hone.models.families import UnsupportedModel
-from hone.rollout.contract import RolloutError
+from hone.models.policy import PolicyModel
+from hone.models.tiny import tiny_lm
+from hone.rollout.contract import RolloutError, Sampling
+from hone.rollout.native.engine import Core
 from hone.rollout.native.sharded_build import check_sharding
+from hone.rollout.native.sharded_policy import SHARDED_FAMILIES
+from hone.rollout.requests import Request
 from tests.workers.tasks import config_of, write_model
 
+from ..factories import NativeFactory
+from ..models import policy, prompts
 from .law_ranks import NEAR, REQUESTS, run_rank
+from .slot import cores_of, on_ranks, peers_of, shards_of
 
 
 @pytest.mark.slow
@@ -44,3 +54,56 @@ def test_what_ranks_cannot_share_is_refused_before_weights_are_read(tmp_path: Pa
         check_sharding(3, 4, config)
     with pytest.raises(UnsupportedModel, match="has 4 attention heads"):
         check_sharding(3, 3, config)
+
+
+def decoded(core: Core, samplings: list[Sampling]) -> list[tuple[list[int], list[float]]]:
+    requests = [
+        Request(prompt, sampling, str(i))
+        for i, (prompt, sampling) in enumerate(zip(prompts(len(samplings)), samplings, strict=True))
+    ]
+    for request in requests:
+        core.add(request)
+    while core.busy:
+        core.step(lambda: True)
+    return [(request.token_ids, request.log_probs) for request in requests]
+
+
+def assert_ranks_say_what_one_says(model: PolicyModel, size: int, *, paged: bool = False) -> None:
+    samplings = [Sampling(6, 1.0 if i % 3 else 0.0, i, top_k=-1 if i % 4 else 5) for i in range(12)]
+    one: Any = NativeFactory().build(model)
+    expected = decoded(one._core, samplings)
+    cores = cores_of(shards_of(model, peers_of(size)), paged=paged)
+    for found in on_ranks(size, lambda rank: decoded(cores[rank], samplings)):
+        for (tokens, log_probs), (wanted, numbers) in zip(found, expected, strict=True):
+            assert tokens == wanted
+            assert log_probs == pytest.approx(numbers, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=() if f in ("qwen2", "qwen3", "gemma") else pytest.mark.slow)
+        for f in sorted(SHARDED_FAMILIES)
+    ],
+)
+def test_two_ranks_say_what_one_says(family: str) -> None:
+    if family in layers.FAMILIES or family == "gemma":
+        model = policy(family)
+    else:
+        model = PolicyModel(tiny_lm(25, hidden=32, mlp=48, family=family, seed=1).eval())
+    assert_ranks_say_what_one_says(model, 2)
+    assert_ranks_say_what_one_says(model, 2, paged=True)
+
+
+def test_ranks_repeat_key_heads_pad_the_vocabulary_and_columns_and_add_biases_once() -> None:
+    """Four ranks, two key-value heads, 25 tokens, 50 columns, and a head of its own weights."""
+    lm = tiny_lm(25, hidden=32, mlp=50, seed=1, max_positions=64, tie_embeddings=False).eval()
+    lm.config.pad_token_id = None
+    for layer in lm.model.layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.bias = torch.nn.Parameter(torch.randn(32))
+    assert_ranks_say_what_one_says(PolicyModel(lm), 4)
+    shards = shards_of(PolicyModel(lm), peers_of(4))
+    whole = sum(p.numel() for p in lm.parameters())
+    assert all(sum(p.numel() for p in s.parameters()) < 0.35 * whole for s in shards)
+    assert {s.key_shape for s in shards} == {(1, 8)}
