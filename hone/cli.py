@@ -331,8 +331,7 @@ def _config_check(options: Options, rest: list[str]) -> int:
 
 
 def _export(options: Options, rest: list[str]) -> None:
-    from hone.trainer.export import export, local_target
-    from hone.trainer.hub import check_push, push
+    from hone.trainer.export import check_push, export, local_target, push
 
     if options.push:
         check_push(options.push)
@@ -345,7 +344,9 @@ def _export(options: Options, rest: list[str]) -> None:
             trust_remote_code=options.trust_remote_code,
         )
         if options.push:
-            print_text(f"pushed to {push(out, options.push, private=options.private)}")
+            print_text(
+                f"pushed to {push(out, options.push, private=options.private, out=options.out)}"
+            )
     print_text(f"wrote {options.out}")
 
 

@@ -6,6 +6,7 @@ number of ranks may have written. LoRA is exported merged, or as an adapter.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,8 +60,11 @@ def local_target(out: str) -> Iterator[str]:
         raise ExportError(f"{out} is not empty; name a new folder")
     with TemporaryDirectory() as folder:
         target = Path(folder, out.rstrip("/").rpartition("/")[2])
-        yield str(target)
-        upload(target, out, last="config.json")
+        try:
+            yield str(target)
+        finally:
+            if target.is_dir():  # also after a push that failed
+                upload(target, out, last="config.json")
 
 
 def export(
@@ -213,3 +217,50 @@ def _model_config(source: Path) -> ModelConfig:
         f"{source} has only sharded weights, and no parent folder has the config.yaml of the run, which "
         "names their model; keep the checkpoint in its run folder"
     )
+
+
+def check_push(repo: str) -> None:
+    """Raises an error if the repository's name, the hub's availability or the token prevent a push."""
+    from huggingface_hub import get_token, is_offline_mode
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ExportError(f"--push {repo}: name it NAME or OWNER/NAME ({error})") from None
+    if is_offline_mode():
+        raise ExportError(f"--push {repo}: HF_HUB_OFFLINE is set; unset it to reach the hub")
+    if get_token() is None:
+        raise ExportError(f"--push {repo} needs a token: set HF_TOKEN, or run `hf auth login`")
+
+
+def push(folder: Path, repo: str, *, private: bool = False, out: str | None = None) -> str:
+    """Uploads a folder to a model repository, which is created if needed, and returns the URL.
+
+    `out` is the place in a remote store to which a temporary folder is copied, for the error message.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+    check_push(repo)
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="hone")
+    retry_hint = f"the model is in {folder}, and `hf upload {repo} {folder}` tries again"
+    if out is not None and is_non_local(out):
+        retry_hint = f"the model is in {out}"
+    try:
+        repository = api.create_repo(repo, private=private or None, exist_ok=True)
+        commit_message = "Model exported by hone"
+        api.upload_folder(
+            repo_id=repository.repo_id, folder_path=folder, commit_message=commit_message
+        )
+    except HfHubHTTPError as error:
+        status = f"{error.response.status_code} {error.response.reason_phrase}"
+        raise ExportError(
+            f"--push {repo}: {api.endpoint} answered {status}; {retry_hint}"
+        ) from None
+    except (HTTPError, OSError) as error:
+        raise ExportError(
+            f"--push {repo}: {api.endpoint} cannot be reached ({error}); {retry_hint}"
+        ) from None
+    return str(repository)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from hone.config import PPOTrainerConfig
+from hone.config.trainer import GlobalProfilerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import (
     check_plan,
@@ -16,10 +19,12 @@ from hone.trainer.command_line import (
     require_keys,
     run_module,
 )
-from hone.trainer.nsys import restart_under_nsys
+from hone.trainer.interrupt import runs_command_line_program
 from hone.types import Function
 
 DRY_RUN = "--dry-run"
+NSYS_SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
+"""The environment variable that nsys sets for the programs it runs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,6 +87,28 @@ def run(
                         trainer.fit(origins)
                 finally:
                     trainer.shutdown()
+
+
+def restart_under_nsys(config: GlobalProfilerConfig) -> None:
+    """Restarts this process under nsys if it is configured and installed.
+
+    Only a command-line program is restarted, never a Python program that calls `hone`.
+    """
+    if config.tool != "nsys" or not config.steps or NSYS_SESSION_VARIABLE in os.environ:
+        return
+    if shutil.which("nsys") is None or not runs_command_line_program():
+        reason = (
+            "start your Python program under nsys"
+            if shutil.which("nsys")
+            else "nsys is not on PATH"
+        )
+        screen().line(f"global_profiler.tool=nsys: {reason}; nothing is recorded")
+        return
+    os.makedirs(config.save_path, exist_ok=True)
+    options = {"capture-range": "cudaProfilerApi", "capture-range-end": "repeat"}
+    options |= {"output": f"{config.save_path}/%q{{HOSTNAME}}-%p"} | config.nsys_options
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    os.execvp("nsys", ["nsys", "profile", *arguments, sys.executable, *sys.orig_argv[1:]])
 
 
 def __getattr__(name: str) -> Function:

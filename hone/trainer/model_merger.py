@@ -79,8 +79,7 @@ class BaseModelMerger:
 
     def merge_and_save(self) -> None:
         """Exports `local_dir` to `target_dir`, and uploads the export if `hf_upload_path` is given."""
-        from hone.trainer.export import export, local_target
-        from hone.trainer.hub import check_push, push
+        from hone.trainer.export import check_push, export, local_target, push
 
         config = self.config
         if config.hf_upload_path:
@@ -88,7 +87,7 @@ class BaseModelMerger:
         with local_target(str(config.target_dir)) as target:
             out = export(str(config.local_dir), target, trust_remote_code=config.trust_remote_code)
             if config.hf_upload_path:
-                push(out, config.hf_upload_path, private=config.private)
+                push(out, config.hf_upload_path, private=config.private, out=config.target_dir)
 
     def cleanup(self) -> None:
         """Does nothing, since an export has no process group."""
@@ -169,7 +168,7 @@ class BaseModelMerger:
 
     def upload_to_huggingface(self) -> None:
         """Uploads the target folder to `hf_upload_path`."""
-        from hone.trainer.hub import push
+        from hone.trainer.export import push
 
         folder, name = str(self.config.target_dir), str(self.config.hf_upload_path)
         push(Path(folder), name, private=self.config.private)

@@ -13,9 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from hone import cli
 from hone.config import load_config
 from hone.config.engine import FSDPConfig
 from hone.config.model import ModelConfig
+from hone.data.files import remote_files
 from hone.engine.build import build_engine
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import build_tokenizer
@@ -23,6 +25,7 @@ from hone.models.load import load_causal_lm
 from hone.models.policy import ValueModel
 from hone.models.tiny import character_tokenizer
 from hone.tracking.manifest import MANIFEST, write_manifest
+from hone.trainer import export as module
 from hone.trainer import main_sft
 from hone.trainer.export import ExportError, export, find_model_folder
 
@@ -281,3 +284,22 @@ def test_a_config_that_is_none_is_a_sentence(plain: Path, tmp_path: Path, text: 
     (tmp_path / "run" / "config.yaml").write_text(text)
     with pytest.raises(ExportError, match=r"config\.yaml"):
         export(step, tmp_path / "out")
+
+
+def test_an_export_to_a_store_is_there_although_its_push_failed(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class UnreachableHub:
+        endpoint = "https://hub.example"
+
+        def __init__(self, **options: str) -> None: ...
+
+        def create_repo(self, repo: str, **options: bool) -> None:
+            raise OSError("no route")
+
+    monkeypatch.setattr(module, "check_push", lambda repo: None)
+    monkeypatch.setattr("huggingface_hub.HfApi", UnreachableHub)
+    out = f"memory://{tmp_path.name}/model"
+    assert cli.main(["export", str(plain), out, "--push", "me/model"]) == 2
+    assert f"(no route); the model is in {out}\n" in capsys.readouterr().err
+    assert any(name.endswith("config.json") for name in remote_files(out))

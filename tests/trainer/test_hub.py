@@ -163,7 +163,7 @@ def test_a_push_that_fails_keeps_the_export_and_says_how_to_try_again(hub: Hub, 
 def test_what_cannot_be_pushed_is_refused_before_anything_is_written(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.trainer import hub as module
+    from hone.trainer import export as module
 
     monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: False)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)

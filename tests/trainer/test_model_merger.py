@@ -93,7 +93,7 @@ def test_arguments_become_settings_and_the_config_is_the_checkpoints() -> None:
 def test_an_upload_is_as_private_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Path, str, bool]] = []
     monkeypatch.setattr(
-        "hone.trainer.hub.push",
+        "hone.trainer.export.push",
         lambda folder, name, *, private: calls.append((folder, name, private)),
     )
     for private in (True, False):

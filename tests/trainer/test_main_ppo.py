@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hone.config.trainer import GlobalProfilerConfig
-from hone.trainer import nsys
+from hone.trainer import main_ppo
 
 
 def test_a_program_starts_again_under_nsys(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_a_program_starts_again_under_nsys(tmp_path: Path) -> None:
     program = (
         "from hone.config.trainer import GlobalProfilerConfig as C\n"
         "from hone.trainer.command_line import run_program\n"
-        "from hone.trainer.nsys import restart_under_nsys as again\n"
+        "from hone.trainer.main_ppo import restart_under_nsys as again\n"
         f"config = C('nsys', (1,), {str(tmp_path / 'out')!r}, {{'trace': 'cuda'}})\n"
         "run_program(lambda: again(config))\n"
     )
@@ -42,6 +42,6 @@ def test_without_nsys_or_in_a_callers_process_a_line_says_that_nothing_is_record
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(nsys.shutil, "which", lambda _: nsys_path)
-    nsys.restart_under_nsys(GlobalProfilerConfig("nsys", (1,)))
+    monkeypatch.setattr(main_ppo.shutil, "which", lambda _: nsys_path)
+    main_ppo.restart_under_nsys(GlobalProfilerConfig("nsys", (1,)))
     assert message in capsys.readouterr().out
