@@ -34,7 +34,7 @@ from hone.algorithms.advantages.rloo import rloo
 from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.policy_losses.token_ratio import reinforce
 from hone.algorithms.policy_losses.vanilla import vanilla
-from hone.algorithms.shaping import pf_ppo_rows
+from hone.algorithms.row_selection import pf_ppo_rows
 from hone.plugins import TableView
 from hone.protocol import DataProto
 from hone.types import Settings

@@ -32,9 +32,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     A trailing `+` ("k3+") keeps the value and takes the gradient of k2, which is the unbiased
     gradient of the divergence.
     """
-    straight_through = kl_penalty.endswith("+")
-    value = kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
-    if not straight_through:
+    value = kl_penalty_forward(logprob, ref_logprob, kl_penalty)
+    if not kl_penalty.endswith("+"):
         return value
     gradient = k2(logprob, ref_logprob)
     return value.detach() + gradient - gradient.detach()
@@ -43,30 +42,24 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """Returns the per-token KL estimate with the gradient of its own formula."""
     try:
-        estimator = TABLE.get(kl_penalty)
+        estimator = get_kl_estimator(kl_penalty, "kl_penalty")
     except PluginError as error:
-        raise NotImplementedError(
-            _unknown_estimator_message("kl_penalty", kl_penalty, error)
-        ) from error
+        raise NotImplementedError(str(error)) from error
     return estimator(logprob, ref_logprob)
 
 
 def get_kl_estimator(name: str, key: str) -> KLEstimator:
     """Returns the estimator of a name or of "pkg.mod:object"; error messages contain the config key `key`."""
     try:
-        estimator = TABLE.get(name.removesuffix("+"))
+        return TABLE.get(name.removesuffix("+"))
     except PluginError as error:
-        raise PluginError(_unknown_estimator_message(key, name, error)) from error
-    return estimator
-
-
-def _unknown_estimator_message(key: str, name: str, error: PluginError) -> str:
-    if name == "full":
-        return (
-            f"{key}=full needs the full distribution of each token, which is not stored; "
-            "use k3 (low variance) or k1"
-        )
-    return f"{key}={name}: {error}; each also with a trailing +"
+        message = f"{key}={name}: {error}; each also with a trailing +"
+        if name == "full":
+            message = (
+                f"{key}=full needs the full distribution of each token, which is not stored; "
+                "use k3 (low variance) or k1"
+            )
+        raise PluginError(message) from error
 
 
 def k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:

@@ -207,10 +207,10 @@ class UpdateConfig(MicroBatches):
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     profiler: ProfilerConfig = block(ProfilerConfig)
 
-    def sequences_per_update(self, responses_per_prompt: int | None = None) -> int:
-        """Returns the sequences in one update over all ranks."""
-        n = self.rollout_n if responses_per_prompt is None else responses_per_prompt
-        return self.ppo_mini_batch_size * n
+    @property
+    def sequences_per_update(self) -> int:
+        """The sequences in one update over all ranks."""
+        return self.ppo_mini_batch_size * self.rollout_n
 
 
 class LogProbConfig(MicroBatches):

@@ -71,7 +71,7 @@ class TrainWorker(Worker):
         """
         return minibatches(
             data,
-            rows_per_update=config.sequences_per_update(),
+            rows_per_update=config.sequences_per_update,
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
             num_step_rows=num_step_rows,

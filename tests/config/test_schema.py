@@ -112,9 +112,8 @@ def test_batch_sizes_derive_in_sequences_and_updates() -> None:
         ]
     )
     actor = config.actor_rollout_ref.actor
-    assert actor.sequences_per_update() == 128
-    assert actor.sequences_per_update(4) == 64
-    assert config.critic.sequences_per_update() == 128
+    assert actor.sequences_per_update == 128
+    assert config.critic.sequences_per_update == 128
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ from hone.algorithms.advantages.estimator import (
     Estimator,
     Trajectories,
     VerlForm,
+    outcomes,
+    row_sums,
 )
 from hone.algorithms.advantages.grpo import EPS, group_relative_scores
-from hone.algorithms.advantages.outcome import outcomes, row_sums
 from hone.columns import REWARD_PREFIX
 from hone.types import Settings
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import VerlForm
+from hone.algorithms.advantages.estimator import OutcomeEstimator, Outcomes, VerlForm
 from hone.algorithms.advantages.grpo import EPS
-from hone.algorithms.advantages.outcome import OutcomeEstimator, Outcomes
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import VerlForm
-from hone.algorithms.advantages.outcome import OutcomeEstimator, Outcomes
+from hone.algorithms.advantages.estimator import OutcomeEstimator, Outcomes, VerlForm
 from hone.ops.groups import Groups
 
 EPS = 1e-6

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
-from hone.algorithms.advantages.outcome import checked_labels
+from hone.algorithms.advantages.estimator import (
+    Estimate,
+    Estimator,
+    Trajectories,
+    VerlForm,
+    checked_labels,
+)
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
 from hone.ops.groups import factorise
 from hone.ops.masked import zero_outside_mask

@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
-from hone.algorithms.advantages.outcome import outcomes
+from hone.algorithms.advantages.estimator import (
+    Estimate,
+    Estimator,
+    Trajectories,
+    VerlForm,
+    outcomes,
+)
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
 from hone.ops.masked import masked_whiten
 

@@ -13,8 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
-from hone.algorithms.advantages.outcome import OutcomeEstimator, Outcomes
+from hone.algorithms.advantages.estimator import (
+    Estimate,
+    Estimator,
+    OutcomeEstimator,
+    Outcomes,
+    Trajectories,
+    VerlForm,
+)
 from hone.ops.groups import Labels, factorise, factorise_pairs
 from hone.ops.masked import masked_whiten, zero_outside_mask
 

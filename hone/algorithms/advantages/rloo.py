@@ -7,8 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
-from hone.algorithms.advantages.outcome import Outcomes, outcomes
+from hone.algorithms.advantages.estimator import (
+    Estimate,
+    Estimator,
+    Outcomes,
+    Trajectories,
+    VerlForm,
+    outcomes,
+)
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
 from hone.algorithms.credit import STRICT_MIN, step_lengths, total_min_form_returns
 from hone.ops.masked import zero_outside_mask

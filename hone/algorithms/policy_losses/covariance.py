@@ -10,7 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens, standard_metrics
+from hone.algorithms.policy_losses.policy_loss import (
+    Columns,
+    PolicyLoss,
+    Tokens,
+    bounded_log_ratio,
+    standard_metrics,
+)
 from hone.ops.masked import masked_mean
 
 _SELECTED_COLUMN = "high_covariance"
@@ -27,7 +33,7 @@ def _covariance(tokens: Tokens) -> Tensor:
 def _surrogates(tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Returns PPO's loss without and with the clipped ratio."""
     low, high = tokens.clip_bounds()
-    ratio = tokens.log_ratio.exp()
+    ratio = bounded_log_ratio(tokens).exp()
     return -tokens.advantages * ratio, -tokens.advantages * ratio.clamp(1 - low, 1 + high)
 
 
@@ -82,7 +88,7 @@ def clip_cov_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
 def kl_cov_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     """−A·r, plus ppo_kl_coef·|log-ratio| for the selected tokens."""
     distance = tokens.log_ratio.abs()
-    loss = -tokens.advantages * tokens.log_ratio.exp()
+    loss = -tokens.advantages * bounded_log_ratio(tokens).exp()
     penalty = tokens.setting("policy_loss.ppo_kl_coef") * distance
     loss = loss + torch.where(tokens.prepared[_SELECTED_COLUMN], penalty, 0.0)
     return loss, {**standard_metrics(tokens), "actor/ppo_kl": distance}

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens, standard_metrics
+from hone.algorithms.policy_losses.policy_loss import (
+    Columns,
+    PolicyLoss,
+    Tokens,
+    bounded_log_ratio,
+    standard_metrics,
+)
 from hone.ops.masked import masked_mean
 
 _EXPONENT_CEILING = 10.0
@@ -29,7 +35,7 @@ def geometric_mean_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     """
     low, high = tokens.clip_bounds()
     sign = tokens.advantages.sign()
-    log_ratio = tokens.log_ratio
+    log_ratio = bounded_log_ratio(tokens)
     clipped_log_ratio = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-low, high))
     ratio = masked_mean(clipped_log_ratio, tokens.mask, -1).exp()
     loss = -masked_mean(tokens.advantages, tokens.mask, -1) * ratio

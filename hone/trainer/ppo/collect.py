@@ -16,7 +16,7 @@ from hone.agents.collate import (
     trajectory_indices,
     trajectory_totals,
 )
-from hone.algorithms.filter_groups import interquartile, keep_informative, remove_extreme
+from hone.algorithms.row_selection import interquartile, keep_informative, remove_extreme
 from hone.columns import require
 from hone.config import PPOTrainerConfig
 from hone.data.loader import LoaderState, PromptLoader

@@ -16,7 +16,7 @@ from hone.agents.collate import (
 from hone.algorithms.advantages.estimator import TRAJECTORY_COLUMN, Estimator, Trajectories
 from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
-from hone.algorithms.shaping import pf_ppo_rows
+from hone.algorithms.row_selection import pf_ppo_rows
 from hone.columns import REWARD_PREFIX, require, write
 from hone.config.algorithm import AlgorithmConfig
 from hone.ops.counter_rng import fold_seed

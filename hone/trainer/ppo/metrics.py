@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.agents.collate import last_row_values, trajectory_indices, trajectory_totals
-from hone.algorithms.advantages.outcome import outcomes
+from hone.algorithms.advantages.estimator import outcomes
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.columns import require
 from hone.ops.masked import masked_mean, split_at_response

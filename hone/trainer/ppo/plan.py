@@ -203,9 +203,9 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     for reader in readers:
         problems += [p for c in reader.columns if (p := _missing_column_problem(c, reader, config))]
     columns = frozenset(column for reader in readers for column in reader.columns)
-    rows_per_update = [actor.sequences_per_update()]
+    rows_per_update = [actor.sequences_per_update]
     if "values" in columns:
-        rows_per_update.append(config.critic.sequences_per_update())
+        rows_per_update.append(config.critic.sequences_per_update)
     uses_rollout_log_probs = algorithm.rollout_correction.bypass_mode
     has_reward_server = bool(reward_model_type and model.server.url)
     records_routing = config.actor_rollout_ref.actor.router_replay.mode == "R2"

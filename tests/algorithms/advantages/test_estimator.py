@@ -1,9 +1,12 @@
-"""A user's function as an estimator: it gets what its signature takes, and returns a pair."""
+"""A user's function as an estimator: it gets what its signature takes, and returns a pair; totals of
+trajectories, in batches larger than one block.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +15,8 @@ from hone.algorithms.advantages.estimator import (
     FunctionEstimator,
     Trajectories,
     create_estimator,
+    outcomes,
+    row_sums,
 )
 from hone.plugins import PluginError
 
@@ -70,3 +75,44 @@ def test_an_entry_is_an_estimator_class_one_of_them_or_a_function() -> None:
 def test_an_entry_that_cannot_estimate_is_refused(entry) -> None:
     with pytest.raises(PluginError, match=r"is not an advantage estimator|must define __call__"):
         create_estimator(entry, None)
+
+
+ROWS = 600
+RANDOM = np.random.default_rng(0)
+MASK = torch.from_numpy(RANDOM.uniform(size=(ROWS, 3)) < 0.5)
+REWARDS = torch.from_numpy(RANDOM.normal(size=(ROWS, 3)))
+
+
+def test_sums_cover_every_row_of_a_large_batch():
+    expected = np.where(MASK, REWARDS, 0).sum(1)
+    np.testing.assert_allclose(row_sums(REWARDS, MASK), expected)
+    with_junk = torch.where(MASK, REWARDS, torch.nan)
+    np.testing.assert_allclose(row_sums(with_junk, MASK), expected)
+
+
+def test_a_value_a_trajectory_is_spread_over_every_row_of_a_large_batch():
+    outcome = outcomes("test", REWARDS, MASK, [i % 7 for i in range(ROWS)], None)
+    values = torch.arange(1.0, ROWS + 1).double()
+    np.testing.assert_array_equal(outcome.broadcast(values), values[:, None] * MASK)
+    np.testing.assert_array_equal(outcome.lengths, MASK.sum(1))
+
+
+def test_rows_of_one_trajectory_add_up():
+    outcome = outcomes("test", REWARDS[:4], MASK[:4], list("ppqq"), list("xxxy"))
+    rows = np.where(MASK[:4], REWARDS[:4], 0).sum(1)
+    np.testing.assert_allclose(
+        sorted(outcome.scores), sorted([rows[0] + rows[1], rows[2], rows[3]])
+    )
+    assert len(outcome.groups.ids) == 3
+    totals = np.array([rows[0] + rows[1], rows[0] + rows[1], rows[2], rows[3]])
+    np.testing.assert_allclose(
+        outcome.broadcast(outcome.scores), totals[:, None] * MASK[:4].numpy()
+    )
+
+
+def test_whitening_of_trajectories_is_whitening_of_their_tokens():
+    outcome = outcomes("test", REWARDS, MASK, [0] * ROWS, None)
+    white = outcome.broadcast(outcome.whiten(outcome.scores))
+    values = white[MASK]
+    assert abs(values.mean().item()) < 1e-12
+    np.testing.assert_allclose(values.var().item(), 1, rtol=1e-7)

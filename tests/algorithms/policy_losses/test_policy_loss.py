@@ -174,6 +174,19 @@ def test_an_empty_mask_gives_nothing(name, mode):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("log_ratio", [-1000.0, 1000.0])
+def test_a_ratio_beyond_all_bounds_gives_a_finite_loss_and_gradient(name, log_ratio):
+    b = MiniBatch(5)
+    b.new = b.old.copy()
+    b.new[0, 0] += log_ratio
+    b.mask[0] = True
+    loss, gradient, metrics = call(name, b)
+    assert math.isfinite(loss)
+    assert np.isfinite(gradient).all()
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
     """On-policy every loss must agree: −A at each token, up to its aggregation."""
     b = MiniBatch(8)
