@@ -8,13 +8,15 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hone.retrieval.contract import Index, Progress
 from hone.retrieval.corpus import Corpus, CorpusError, open_corpus
 from hone.tracking.atomic import atomic_write_text
+from hone.tracking.lock import lock_folder
 
 log = logging.getLogger(__name__)
 
@@ -112,13 +114,19 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
     corpus = open_corpus(options.corpus, folder)
     fingerprint = json.dumps(_fingerprint(options, corpus), indent=1) + "\n"
     fingerprint_file = folder / f"{options.index}.json"
-    is_current = fingerprint_file.exists() and fingerprint_file.read_text() == fingerprint
+
+    def build_unless_current(build: Callable[[], None]) -> None:
+        if fingerprint_file.exists() and fingerprint_file.read_text() == fingerprint:
+            return
+        with lock_folder(folder):  # of two servers, one builds
+            fingerprint_file.unlink(missing_ok=True)  # it may name the index that is replaced
+            build()
+            atomic_write_text(fingerprint_file, fingerprint)
+
     if options.index == "bm25":
         from hone.retrieval.bm25 import build_bm25, open_bm25
 
-        if not is_current:
-            build_bm25(corpus, folder / "bm25", progress)
-            atomic_write_text(fingerprint_file, fingerprint)
+        build_unless_current(partial(build_bm25, corpus, folder / "bm25", progress))
         return corpus, open_bm25(folder / "bm25")
     from hone.retrieval.dense import Encoder, build_dense, open_dense
 
@@ -127,9 +135,8 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
         raise CorpusError(f"--index_path {file} does not exist; omit the flag to build an index")
     if file is None:
         file = folder / "dense.faiss"
-        if not is_current:
-            build_dense(corpus, file, encoder, options.kind, options.batch_size, progress)
-            atomic_write_text(fingerprint_file, fingerprint)
+        arguments = corpus, file, encoder, options.kind, options.batch_size, progress
+        build_unless_current(partial(build_dense, *arguments))
     return corpus, open_dense(file, encoder, len(corpus))
 
 

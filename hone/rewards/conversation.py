@@ -25,11 +25,20 @@ _CONTROL_TOKENS = (
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Returns a text prompt, or the joined contents of chat messages."""
+    """Returns a text prompt, or the joined texts of chat messages, without their images."""
     if isinstance(prompt, str):
         return prompt
     contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
-    return "\n\n".join(content for content in contents if isinstance(content, str))
+    return "\n\n".join(filter(None, map(_content_text, contents)))
+
+
+def _content_text(content: Any) -> str:
+    """Returns the text of a message, which may be a list of parts such as texts and images."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else ()
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def has_template(tokenizer: Tokenizer | None) -> bool:

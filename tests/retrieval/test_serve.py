@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+from dataclasses import asdict, replace
 
 import pytest
 
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.retrieval import serve as serve_module
 from hone.retrieval.corpus import CorpusError
 from hone.retrieval.dense import Encoder, encoder_style
 from hone.retrieval.serve import IndexOptions, open_index
 from hone.retrieval.serve import main as serve
+from hone.tracking import lock
+from hone.tracking.lock import FolderLocked, Holder
 from tests.retrieval.passages import TEXTS, no_progress, write_corpus
 
 
@@ -40,6 +46,34 @@ def test_an_index_is_built_again_only_for_a_changed_corpus(tmp_path, encoder, in
     corpus, _ = open_index(options, progress)
     assert activities
     assert len(corpus) == 5
+
+
+def test_an_interrupted_build_is_not_used_for_the_earlier_corpus(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "index"
+    first = IndexOptions(write_corpus(tmp_path), folder=folder)
+    open_index(first, no_progress)
+    (tmp_path / "b.jsonl").write_text('{"contents": "an otter"}\n' * 2)
+    second = IndexOptions(tmp_path / "b.jsonl", folder=folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(serve_module, "atomic_write_text", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            open_index(second, no_progress)
+    _, index = open_index(first, no_progress)
+    assert [len(hits) for hits in index.search(["owl", "otter"], 1)] == [1, 0]
+
+
+def test_two_servers_do_not_build_an_index_at_once(tmp_path) -> None:
+    folder, parent = tmp_path / "index", os.getppid()
+    folder.mkdir()
+    other = replace(Holder.of_this_process(), pid=parent, started=lock._start_time(parent))
+    (folder / lock.LOCK_NAME).write_text(json.dumps(asdict(other)))
+    options = IndexOptions(write_corpus(tmp_path), folder=folder)
+    with pytest.raises(FolderLocked, match=f"in use by .*process {parent}"):
+        open_index(options, no_progress)
+    (folder / lock.LOCK_NAME).unlink()
+    open_index(options, no_progress)
+    (folder / lock.LOCK_NAME).write_text(json.dumps(asdict(other)))
+    open_index(options, no_progress)  # a finished index needs no lock
 
 
 def test_the_dense_index_ranks_a_passage_first_for_its_own_text(tmp_path, encoder) -> None:

@@ -14,6 +14,10 @@ def test_a_prompt_of_messages_becomes_their_joined_contents() -> None:
     assert prompt_text(TURNS) == "be brief\n\n1+1="
     assert prompt_text("1+1=") == "1+1="
     assert prompt_text([{"role": "user", "content": [{"image": 1}]}]) == ""
+    parts = [{"type": "image"}, {"type": "text", "text": "What is"}, {"type": "text", "text": "?"}]
+    assert (
+        prompt_text([*TURNS, {"role": "user", "content": parts}]) == "be brief\n\n1+1=\n\nWhat is?"
+    )
 
 
 def test_the_template_of_the_reward_model_renders_the_conversation() -> None:

@@ -34,7 +34,7 @@ def golden_answers(ground_truth: JsonValue) -> list[str]:
     if isinstance(target, str):
         return [target]
     if isinstance(target, Iterable):
-        return [str(item) for item in target]
+        return [str(item) for item in target if item is not None]
     raise truth.ground_truth_error(
         f"ground_truth must be {{'target': [answers]}}; got {ground_truth!r:.80}"
     )

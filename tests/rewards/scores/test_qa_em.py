@@ -92,3 +92,9 @@ def test_every_reference_answer_of_a_real_set_matches_itself(
         for answer in row["answer"]:
             text = f"<think>…</think><answer>{answer}</answer>"
             assert qa_em.judge(text, {"target": row["answer"]}) == {"score": 1.0, "acc": 1.0}
+
+
+def test_a_null_among_the_reference_answers_is_no_answer() -> None:
+    target = {"target": [None, "Paris"]}
+    assert qa_em.compute_score("<answer>None</answer>", target) == 0.0
+    assert qa_em.compute_score("<answer>Paris</answer>", target) == 1.0
