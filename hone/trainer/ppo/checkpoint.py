@@ -52,6 +52,13 @@ PPO_KEYS = (
 )
 SFT_KEYS = ("optim", "data.train_batch_size", "data.max_length", "data.truncation", "trainer.seed")
 """Keys and blocks whose changes are printed when a run resumes, like `PPO_KEYS`."""
+_USER_NAMED_KEYS = (
+    "custom_reward_function.reward_kwargs.",
+    "data.apply_chat_template_kwargs.",
+    *(f"reward_model.{name}." for name in ("turn_reward_coef", "trajectory_reward_coef")),
+    *(f"reward_model.{name}." for name in ("scores", "score_kwargs", "reward_kwargs.extra")),
+)
+"""Blocks whose keys are names of the user."""
 _DERIVED_KEYS = ("total_training_steps", "input_tokenizer")
 """Keys that are derived from the length of the run or from the model; their changes are not reported."""
 
@@ -283,17 +290,24 @@ def _to_json(value: T) -> JsonValue:
 def changed_settings(
     old_config: Settings, new_config: Settings, keys: tuple[str, ...]
 ) -> list[str]:
-    """Returns `key=new value, before old value` for the first few settings below `keys` that differ."""
+    """Returns `key=new value, before old value` for the first few settings below `keys` that differ.
+
+    A key that only one config has is a change if the user chose its name; others come with new versions.
+    """
     old_values, new_values = dict(flatten(old_config)), dict(flatten(new_config))
     prefixes = tuple(f"{key}." for key in keys)
-    changes = [
-        f"{key}={show_value(new_values[key])}, before {show_value(old_values[key])}"
-        for key in new_values
-        if f"{key}.".startswith(prefixes)
-        and not key.endswith(_DERIVED_KEYS)
-        and key in old_values
-        and _to_lists(old_values[key]) != _to_lists(new_values[key])
-    ]
+    changes = []
+    for key in dict.fromkeys([*new_values, *old_values]):
+        if not f"{key}.".startswith(prefixes) or key.endswith(_DERIVED_KEYS):
+            continue
+        is_in_both = key in old_values and key in new_values
+        if not is_in_both and not key.startswith(_USER_NAMED_KEYS):
+            continue
+        old_value, new_value = old_values.get(key), new_values.get(key)
+        if not is_in_both or _to_lists(old_value) != _to_lists(new_value):
+            new_text = f"={show_value(new_value)}" if key in new_values else " not set"
+            old_text = show_value(old_value) if key in old_values else "not set"
+            changes.append(f"{key}{new_text}, before {old_text}")
     if len(changes) > MAX_CHANGES_SHOWN:
         changes[MAX_CHANGES_SHOWN - 1 :] = [
             f"and {len(changes) - MAX_CHANGES_SHOWN + 1} settings more"

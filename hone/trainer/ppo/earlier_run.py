@@ -39,7 +39,15 @@ class EarlierRun:
         """Yields the reasons why this run cannot resume from the checkpoint."""
         if self.checkpoint is None:
             return
-        has_actor, has_critic = ((self.checkpoint / name).is_dir() for name in ("actor", "critic"))
+        has_actor, has_critic, has_reward_model = (
+            (self.checkpoint / name).is_dir() for name in ("actor", "critic", "reward")
+        )
+        if plan.needs_implicit_rewards and has_actor and not has_reward_model:
+            yield (
+                f"{self.checkpoint} has no reward model: the run that wrote it trained none, but "
+                "reward_model.type=prime needs one; start in another trainer.default_local_dir with its "
+                f"model ({MODEL_KEY}={self.checkpoint})"
+            )
         if plan.needs_critic and has_actor and not has_critic:
             estimator = self._settings.get("algorithm", {}).get("adv_estimator")
             yield (

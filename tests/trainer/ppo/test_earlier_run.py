@@ -89,6 +89,31 @@ def test_many_changes_are_a_few_lines(task: Task) -> None:
     assert changes[-1] == f"and {len(keys) - 5} settings more"
 
 
+def test_options_of_the_users_own_names_are_changes_too(task: Task) -> None:
+    coefficient, option = "reward_model.turn_reward_coef.", "custom_reward_function.reward_kwargs."
+
+    def settings(*overrides: str) -> dict[str, Any]:
+        return config_to_dict(load_config(task.overrides(Path("run"), *overrides)))
+
+    old, new = settings(f"{option}strict=true"), settings(f"{coefficient}search=0.5")
+    assert changed_settings(old, new, PPO_KEYS) == [
+        f"{coefficient}search=0.5, before not set",
+        f"{option}strict not set, before true",
+    ]
+    del old["algorithm"]["gamma"]  # the earlier run was of a version without this key
+    assert len(changed_settings(old, new, PPO_KEYS)) == 2
+
+
+def test_a_run_without_a_trained_reward_model_does_not_go_on_with_one(
+    task: Task, finished_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prime = ("reward_model.enable=true", "reward_model.type=prime", "algorithm.adv_estimator=rloo")
+    model = f"reward_model.model.path={task.model}"
+    assert dry_run(task, finished_run, *prime, model) == 2
+    output = capsys.readouterr().err
+    assert "global_step_2 has no reward model: the run that wrote it trained none" in output
+
+
 def test_a_run_without_a_critic_does_not_go_on_with_one(
     task: Task, finished_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
