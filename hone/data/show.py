@@ -92,7 +92,8 @@ def _supervised_lines(
     """Yields the decoded tokens; the prefix of a line tells whether its tokens are targets."""
     key, response_key = kind.config.prompt_key, kind.response_key
     if tokenizer is None or (key != MESSAGES_COLUMN and response_key is None):
-        yield from _message_lines(row[key])
+        if row.get(key) is not None:  # a pair of two dialogues has no prompt
+            yield from _message_lines(row[key])
         yield from _other_columns(row, key)
         return
     config = replace(SFTDataConfig(), prompt_key=key, max_length=1 << 20, on_bad_row="skip")

@@ -83,3 +83,9 @@ def test_a_row_that_cannot_be_trained_on_does_not_hide_the_others(
     assert "learnt | a<|im_end|>" in text
     with pytest.raises(DataError, match="rows 0 to 1, not 2"):
         parse_row_numbers("0-99999999999999999999", 2)
+
+
+def test_two_dialogues_without_a_prompt_are_shown(write_jsonl: Callable[..., str]) -> None:
+    dialogue = "\n\nHuman: 1+1=\n\nAssistant: "
+    text = show_file(write_jsonl([{"chosen": f"{dialogue}2", "rejected": f"{dialogue}3"}]))
+    assert "rejected: \\n\\nHuman: 1+1=\\n\\nAssistant: 3" in text
