@@ -1,15 +1,17 @@
-"""Runs a coroutine of user code in an event loop that always closes.
+"""Runs user code (agent loops, tools, interactions) in event loops that always close.
 
 `asyncio.run` stops at the first SystemExit of any task, and then waits forever for tasks that
-ignore cancellation and for threads of `asyncio.to_thread`. Code that blocks the loop is not
-handled.
+ignore cancellation and for threads of `asyncio.to_thread`. `run_with_deadline` awaits a coroutine
+with a deadline. Code that blocks its event loop cannot be interrupted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import functools
+import inspect
 import logging
 import signal
 import threading
@@ -17,7 +19,7 @@ from asyncio.tasks import _unregister_task
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from hone.types import Function
 
@@ -26,7 +28,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
-"""Time that the remaining tasks have to clean up before the loop closes without them."""
+"""Default seconds that a cancelled task gets to clean up before it is abandoned."""
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
@@ -228,3 +230,91 @@ def _await_tasks(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[T]]) -
             abandon_task(task)
         elif not task.cancelled():
             task.exception()  # otherwise asyncio logs it as never retrieved
+
+
+class DeadlineExceeded(Exception):
+    """The deadline of `run_with_deadline` passed; a TimeoutError of the work itself stays one."""
+
+
+async def run_with_deadline(
+    work: Coroutine[None, None, T], seconds: float | None, *, grace_s: float | None = None
+) -> T:
+    """Returns the result of the work; raises DeadlineExceeded after `seconds` (None: no deadline).
+
+    A SystemExit of the work becomes an Exception, because it would end the event loop.
+    """
+    task = asyncio.ensure_future(_convert_exits(work))
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    finally:
+        try:
+            if not task.done():
+                await _cancel(task, GRACE_S if grace_s is None else grace_s)
+        finally:
+            if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()  # cancelled before its first step
+    if not done:
+        raise DeadlineExceeded(f"not done after {seconds:g} s")
+    if task.cancelled():  # by the work itself: a cancellation of this function was raised above
+        raise RuntimeError("it cancelled itself (asyncio.CancelledError)")
+    return task.result()
+
+
+async def _convert_exits(work: Coroutine[None, None, T]) -> T:
+    """Awaits the work; turns a SystemExit into a RuntimeError, but not a Ctrl-C."""
+    try:
+        return await work
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        # Closing this coroutine from outside raises GeneratorExit here, not in the work.
+        is_closing = isinstance(error, GeneratorExit) and _raised_by_caller(error)
+        if is_closing or raised_by_signal(error):
+            raise
+        exception = as_exception(error)
+        if exception is error:
+            raise
+        raise exception from error
+
+
+def _raised_by_caller(error: BaseException) -> bool:
+    """Returns whether the catching function itself raised the error, and not a function it called."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
+
+
+async def _cancel(task: asyncio.Future[T], grace_s: float) -> None:
+    """Cancels a task; abandons it after `grace_s`, or closing the event loop would wait for it."""
+    task.cancel()
+    try:
+        await asyncio.wait({task}, timeout=grace_s)
+    finally:  # this wait may itself be cancelled
+        if not task.done():
+            abandon_task(task)
+        elif not task.cancelled():
+            task.exception()  # otherwise asyncio logs that the exception was never retrieved
+
+
+async def run_in_thread(function: Callable[..., T], **arguments: Any) -> T:
+    """Calls a blocking function in a daemon thread that is not joined at exit.
+
+    asyncio.to_thread is not used, because closing its event loop waits for every thread it started.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def resolve(setter: Callable[[Any], None], value: Any) -> None:
+        if not future.done():
+            setter(value)
+
+    def run() -> None:
+        setter: Callable[[Any], None] = future.set_result
+        value: Any
+        try:
+            value = function(**arguments)
+        except BaseException as error:
+            setter, value = future.set_exception, as_exception(error)
+        with contextlib.suppress(RuntimeError):  # the event loop is already closed
+            loop.call_soon_threadsafe(resolve, setter, value)
+
+    threading.Thread(target=run, name="hone-tool", daemon=True).start()
+    return await future

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
-from hone.agents.deadline import run_with_deadline
 from hone.agents.loops.single_turn import SingleTurnAgentLoop
 from hone.agents.runner import LoopRunner
 from hone.agents.trajectory import AgentLoopFailed
+from hone.event_loop import run_with_deadline
 from hone.ops.counter_rng import fold_seed
 from hone.plugins import PluginError
 from hone.protocol import DataProto

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
-from hone.agents.deadline import run_in_thread
 from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.agents.tools.answers import to_tool_response
 from hone.agents.tools.contract import ToolError
+from hone.event_loop import run_in_thread
 from hone.types import Fields, Function, JsonValue, Row, Settings
 
 _TEXT_FIELDS = ("text", "message", "prompt", "content", "output", "echoed_message")

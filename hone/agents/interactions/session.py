@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from hone.agents.deadline import DeadlineExceeded, run_with_deadline
 from hone.agents.interactions.contract import BaseInteraction, Messages
+from hone.event_loop import DeadlineExceeded, run_with_deadline
 from hone.text import clean_text, described
 from hone.types import Settings
 

@@ -69,7 +69,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.parser = ToolParser.get_tool_parser(self.format, self.tokenizer)
         self._has_tool_subset = False
 
-    def of_row(
+    def settings_of_row(
         self, tool_config: Settings | None
     ) -> tuple[dict[str, Tool], MultiTurnConfig, ToolParser]:
         """Returns a row's tools, config and parser; raises ToolError on a bad `tool_config`."""
@@ -122,7 +122,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: Fields, **row: Any) -> AgentLoopOutput:
         if tool_config := row.get("tool_config"):
-            self.tools, self.multi_turn, self.parser = self.of_row(tool_config)
+            self.tools, self.multi_turn, self.parser = self.settings_of_row(tool_config)
             self._has_tool_subset = tool_config.get("available_tools") is not None
         timeout_s = self.multi_turn.trajectory_timeout_s
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
@@ -158,7 +158,7 @@ class ToolAgentLoop(AgentLoopBase):
         self, prompt: str | list[Message], tool_config: Settings | None = None
     ) -> tuple[str | list[Message], list[Settings]]:
         """Returns the prompt, with the parser's instructions, and schemas for the chat template."""
-        tools, _, parser = self.of_row(tool_config)
+        tools, _, parser = self.settings_of_row(tool_config)
         schemas = [tool.tool_schema for tool in tools.values()]
         if schemas and not parser.template_renders_tools:
             return _add_instructions(prompt, parser.instructions(schemas)), []

@@ -6,7 +6,6 @@ persist), `timeout_s` (wall-clock seconds per call) and `memory_mb`.
 
 from __future__ import annotations
 
-from hone.agents.deadline import run_in_thread
 from hone.agents.tools.contract import (
     BaseTool,
     OpenAIFunctionToolSchema,
@@ -14,6 +13,7 @@ from hone.agents.tools.contract import (
     ToolResponse,
     function_schema,
 )
+from hone.event_loop import run_in_thread
 from hone.sandbox import run_python
 from hone.sandbox.result import Job, SandboxResult, Status
 from hone.sandbox.service import SandboxService

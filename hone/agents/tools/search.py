@@ -10,7 +10,6 @@ import json
 import threading
 import urllib.request
 
-from hone.agents.deadline import run_in_thread
 from hone.agents.tools.contract import (
     BaseTool,
     OpenAIFunctionToolSchema,
@@ -18,6 +17,7 @@ from hone.agents.tools.contract import (
     ToolResponse,
     function_schema,
 )
+from hone.event_loop import run_in_thread
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
 

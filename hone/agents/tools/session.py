@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from hone.agents.agent_data import AgentData
-from hone.agents.deadline import DeadlineExceeded, run_with_deadline
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.answers import (
     CallResult,
@@ -27,6 +26,7 @@ from hone.agents.tools.answers import (
 from hone.agents.tools.contract import BaseTool
 from hone.agents.tools.function_tool import FunctionTool
 from hone.agents.tools.listing import Tool
+from hone.event_loop import DeadlineExceeded, run_with_deadline
 from hone.text import clean_text, clean_values, described
 from hone.types import Fields, Function, Settings
 

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hone.agents.contract import AgentLoopBase, ServerManager
-from hone.agents.loops.listing import LoopNames, loop_arguments
 from hone.agents.loops.tool import ToolAgentLoop
 from hone.agents.observations import Drift, drifts, observation_ids
 from hone.agents.tools.contract import BaseTool, ToolError
+from hone.agents.trajectory import LoopNames, loop_arguments
 from hone.config import PPOTrainerConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset, loop_kwargs
@@ -95,7 +95,7 @@ class AgentChecks:
         data = self.config.data
         parse_prompt = raw_text if data.prompt_format == "raw" else as_messages
         try:
-            loop = self.loops.get(self.loop_names.of_row(row.get("agent_name")))
+            loop = self.loops.get(self.loop_names.name_of_row(row.get("agent_name")))
             if isinstance(loop, ToolAgentLoop):
                 prompt = parse_prompt(row[data.prompt_key])
                 return loop.whole_prompt(prompt, loop_kwargs(row, "tool_config"))
@@ -110,7 +110,7 @@ class AgentChecks:
         for loop in loops:
             for config in configs.values():
                 try:
-                    loop.of_row(config)
+                    loop.settings_of_row(config)
                 except (ToolError, ValueError, TypeError) as error:
                     yield f"a row's {error}"
 
@@ -155,7 +155,7 @@ class AgentChecks:
         column = self._column("agent_name")
         for name in {name if isinstance(name, str) else None for name in column}:
             try:
-                names.add(self.loop_names.of_row(name))
+                names.add(self.loop_names.name_of_row(name))
             except PluginError:
                 continue
         return names or {self.loop_names.default}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.agents.collate import is_last_row, last_row_values, trajectory_rewards, turn_rewards
 from hone.agents.contract import LOOPS
-from hone.agents.loops.listing import LoopNames
+from hone.agents.trajectory import LoopNames
 from hone.columns import COLUMNS, REWARD_PREFIX, declared, is_data_column, reward_column, write
 from hone.config import PPOTrainerConfig, replace
 from hone.config.reward import RewardModelConfig
@@ -72,7 +72,7 @@ def check_rows(
         if isinstance(name, str | None) and name in valid_names:
             continue
         try:
-            loops.of_row(name)  # rows may name a configured loop, never an import path
+            loops.name_of_row(name)  # rows may name a configured loop, never an import path
             valid_names.add(name)
         except PluginError as error:
             raise DataError(f"{dataset.store.where(position)}: {error}") from error

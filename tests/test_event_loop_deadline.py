@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hone.agents import deadline
-from hone.agents.deadline import DeadlineExceeded, run_in_thread, run_with_deadline
+from hone import event_loop
+from hone.event_loop import DeadlineExceeded, run_in_thread, run_with_deadline
 
 
 async def late_with_own_word() -> None:
@@ -75,7 +75,7 @@ def test_work_that_swallows_its_cancellation_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Closing the event loop waits for its tasks, so the abandoned task must not be among them."""
-    monkeypatch.setattr(deadline, "GRACE_S", 0.01)
+    monkeypatch.setattr(event_loop, "GRACE_S", 0.01)
 
     async def stubborn() -> None:
         while True:

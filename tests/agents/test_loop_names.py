@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hone.agents.contract import LOOPS
-from hone.agents.loops.listing import LoopNames
+from hone.agents.trajectory import LoopNames
 from hone.config import PPOTrainerConfig
 from hone.config.rollout import BUILT_IN_LOOPS
 from hone.plugins import PluginError
@@ -39,9 +39,9 @@ def test_a_module_of_a_configured_loop_may_register_further_names(
     loops = names(
         config, f"actor_rollout_ref.rollout.agent.default_agent_loop='{tmp_path}/own.py:Main'"
     )
-    assert loops.of_row("tool_agent") == "tool_agent"
+    assert loops.name_of_row("tool_agent") == "tool_agent"
     assert "listing_test_further" not in LOOPS
-    assert loops.of_row("listing_test_further") == "listing_test_further"
+    assert loops.name_of_row("listing_test_further") == "listing_test_further"
 
 
 @pytest.mark.parametrize(
