@@ -73,15 +73,6 @@ TESTED_ELSEWHERE = {
     # by tests/weights/test_streamed.py, over every transport
     "weights/collective.py",
     "weights/shared_memory.py",
-    # not moved yet
-    "rollout/native/batch_state.py",
-    "rollout/native/cache.py",
-    "rollout/native/decode_graph.py",
-    "rollout/native/decoder.py",
-    "rollout/native/exact_layouts.py",
-    "rollout/native/kernels_reference.py",
-    "rollout/native/paged_layouts.py",
-    "rollout/weights.py",
 }
 """Files without a test at their own path; the list may only shrink."""
 

@@ -14,7 +14,9 @@ PLAIN = AttentionOptions(0, 0.3)
 Prompt = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def prefilled(lengths: list[int], options: AttentionOptions) -> tuple[SlotCache, list[Prompt], torch.Tensor]:
+def prefilled(
+    lengths: list[int], options: AttentionOptions
+) -> tuple[SlotCache, list[Prompt], torch.Tensor]:
     """A cache with one prompt per slot, the prompts, and the attention of all prompt tokens."""
     cache = SlotCache(num_layers=1, num_slots=8)
     cache.reserve(max(lengths) + 1, 0)
@@ -38,7 +40,9 @@ def test_a_decoded_token_attends_to_its_whole_slot(options: AttentionOptions) ->
     q, k, v = qkv(3)
     out = DecodeLayout(cache, torch.tensor(lengths)).attend(q, k, v, options)
     for row, (_, keys, values) in enumerate(prompts):
-        keys, values = (torch.cat([old, new[row : row + 1]]) for old, new in ((keys, k), (values, v)))
+        keys, values = (
+            torch.cat([old, new[row : row + 1]]) for old, new in ((keys, k), (values, v))
+        )
         assert_close(out[row : row + 1], reference(q[row : row + 1], keys, values, options))
 
 

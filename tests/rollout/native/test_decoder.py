@@ -85,6 +85,4 @@ def test_parameters_that_are_replaced_are_read_after_invalidate() -> None:
             for name, parameter in source.named_parameters(recurse=False):
                 setattr(module, name, torch.nn.Parameter(parameter * 0.5))
     forward.invalidate()
-    torch.testing.assert_close(
-        computed(forward, ids), expected(policy, ids), rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(computed(forward, ids), expected(policy, ids), rtol=1e-4, atol=1e-5)

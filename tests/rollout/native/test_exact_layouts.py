@@ -15,6 +15,7 @@ from hone.rollout.native.exact_layouts import (
     queries_per_tile,
     segment_queries,
 )
+from hone.rollout.native.kernels_reference import store_kv
 
 from .attention import HEAD_DIM, KV_HEADS, assert_close, qkv, reference
 
@@ -24,7 +25,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "queries"), [(8, 8, 64), (8, 4, 32), (14, 2, 8), (64, 1, 1)]
 )
-def test_a_tile_holds_all_query_heads_of_a_key_head(heads: int, kv_heads: int, queries: int) -> None:
+def test_a_tile_holds_all_query_heads_of_a_key_head(
+    heads: int, kv_heads: int, queries: int
+) -> None:
     assert queries_per_tile(heads, kv_heads) == queries
     assert queries * (heads // kv_heads) <= TILE_ROWS
 
@@ -100,16 +103,9 @@ def test_training_rows_attend_to_their_prompt_and_themselves(
             if index >= 0:
                 for target, value in zip((q, k, v), rows[row][position], strict=True):
                     target[index] = value[0]
-    options = AttentionOptions(3, 0.3)
-    exact_reference_store(layout, k, v)
+    store_kv(k, v, layout.slots, layout.cache, layout.cache_layer(3))
     out = layout.attend(q, layer=3, scaling=0.3)
     for row in range(2):
         present = [(p, i) for p, i in enumerate(where[row].tolist()) if i >= 0]
         parts = [torch.cat([rows[row][p][i] for p, _ in present]) for i in range(3)]
-        assert_close(out[[i for _, i in present]], reference(*parts, options))
-
-
-def exact_reference_store(layout: TrainingLayout, k: torch.Tensor, v: torch.Tensor) -> None:
-    from hone.rollout.native.kernels_reference import store_kv
-
-    store_kv(k, v, layout.slots, layout.cache, layout.cache_layer(3))
+        assert_close(out[[i for _, i in present]], reference(*parts, AttentionOptions(3, 0.3)))

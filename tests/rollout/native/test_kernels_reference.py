@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.attention import AttentionOptions
+from hone.ops.counter_rng import uniform
 from hone.rollout.native import exact_reference, kernels_reference
 from hone.rollout.native.batch_state import BatchState
 from hone.rollout.native.kernels_reference import RotaryTable
@@ -85,7 +86,13 @@ def test_queries_and_keys_turn_by_their_position_and_go_into_their_slots() -> No
     packed = torch.randn(3, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
     positions, slots = torch.tensor([0, 7, 31]), torch.tensor([5, 18, 63])
     q, k, v = kernels_reference.rope_store(
-        packed, RotaryTable(angles.cos(), angles.sin()), positions, slots, cache, 1, return_keys=True
+        packed,
+        RotaryTable(angles.cos(), angles.sin()),
+        positions,
+        slots,
+        cache,
+        1,
+        return_keys=True,
     )
     heads = packed.view(3, -1, HEAD_DIM)
     for row, position in enumerate(positions.tolist()):
@@ -130,6 +137,15 @@ def test_a_row_samples_by_its_seed_and_position_alone() -> None:
     token = rows.tokens_out[:, 0].long()
     expected = torch.log_softmax(logits.double(), -1).gather(-1, token[:, None])[:, 0]
     assert_close(rows.log_probs_out[:, 0], expected)
+
+
+def test_a_draw_belongs_to_the_position_that_the_token_gets() -> None:
+    rows, logits = batch(50, seed=list(range(50)), position=[4] * 50), torch.randn(10)
+    kernels_reference.sample(logits.expand(50, 10), rows, BLOCK_SIZE)
+    for seed, token in enumerate(rows.tokens_out[:, 0].tolist()):
+        draw = float(uniform(torch.tensor(seed), torch.tensor(5)))
+        p = torch.softmax(logits.double(), -1).cumsum(0)
+        assert token == int((p <= draw).sum())
 
 
 def test_tokens_are_drawn_with_their_probability() -> None:

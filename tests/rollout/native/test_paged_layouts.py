@@ -46,7 +46,9 @@ def test_a_decoded_token_is_stored_and_attends_to_its_row(options: AttentionOpti
     rows = BatchState.empty(2, 3, 1, CPU)
     rows.block_table.copy_(torch.tensor(blocks))
     rows.position.copy_(torch.tensor(lengths))
-    rows.slot.copy_(torch.stack([slots_of(b, n + 1)[-1] for b, n in zip(blocks, lengths, strict=True)]))
+    rows.slot.copy_(
+        torch.stack([slots_of(b, n + 1)[-1] for b, n in zip(blocks, lengths, strict=True)])
+    )
     sequences = [qkv(length + 1) for length in lengths]
     for (_, k, v), row_blocks, length in zip(sequences, blocks, lengths, strict=True):
         slots = slots_of(row_blocks, length)
