@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hone import __version__
-from hone.trainer.verbs import (
+from hone.trainer.subcommands import (
     Options,
     Subcommands,
     add_data_subcommands,

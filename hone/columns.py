@@ -207,8 +207,8 @@ def reward_column(part: str) -> str:
     return REWARD_PREFIX + part
 
 
-def declared(name: str) -> Column | None:
-    """Returns the declaration of a column, or None; every `reward/<part>` is declared."""
+def declaration(name: str) -> Column | None:
+    """Returns the declaration of a column, or None; every `reward/<part>` has one."""
     if name in COLUMNS:
         return COLUMNS[name]
     if name.startswith(REWARD_PREFIX) and len(name) > len(REWARD_PREFIX):
@@ -220,7 +220,7 @@ def declared(name: str) -> Column | None:
 
 def is_data_column(name: str) -> bool:
     """Whether a data row may have this column: it is undeclared, or the step `prompts` writes it."""
-    column = declared(name)
+    column = declaration(name)
     return column is None or column.step == "prompts"
 
 
@@ -229,7 +229,7 @@ def require(batch: DataProto, name: str) -> Tensor:
     if batch.has_column(name):
         values: Tensor = batch.column(name)
         return values
-    column = declared(name)
+    column = declaration(name)
     if column is not None:
         raise MissingColumn(column.missing_message(), name)
     matches = difflib.get_close_matches(name, [*COLUMNS, *batch.column_names()], n=1)
@@ -241,7 +241,7 @@ def require(batch: DataProto, name: str) -> Tensor:
 
 def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
     """Adds a column to the batch, in place; raises ColumnWrittenTwice if it exists."""
-    column = declared(name)
+    column = declaration(name)
     if batch.has_column(name):
         writer = f" by step {column.step!r}" if column else ""
         raise ColumnWrittenTwice(

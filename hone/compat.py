@@ -1,7 +1,6 @@
 """Resolves verl's module paths by the tables in `hone.compat_table` and `hone.compat_programs`.
 
-A finder at the end of `sys.meta_path` handles the paths of these tables; names load on first
-access.
+A finder at the end of `sys.meta_path` finds the modules of these paths; a name is imported on first access.
 """
 
 from __future__ import annotations
@@ -68,14 +67,14 @@ def _placeholder(path: str, name: str) -> type:
     """Returns a placeholder class, whose instantiation raises NotImplementedError."""
     message = f"{name}: {ABSENT_NAMES[path][name]}"
 
-    def raise_not_built(*_: type, **__: type) -> None:
+    def raise_unsupported(*_: type, **__: type) -> None:
         raise NotImplementedError(message)
 
     attributes = {
-        "__new__": raise_not_built,
+        "__new__": raise_unsupported,
         "__module__": path,
         "__doc__": message,
-        "__not_built__": message,
+        "__unsupported__": message,
     }
     return type(name, (), attributes)
 

@@ -24,7 +24,7 @@ Plugin = TypeVar("Plugin", covariant=True)
 """The type of a table's plug-ins: a class, or a function signature."""
 
 
-NOT_BUILT = "__not_built__"
+UNSUPPORTED = "__unsupported__"
 """The attribute of a placeholder for an unsupported name of verl; it holds the error message."""
 
 
@@ -193,7 +193,7 @@ def load_extern_object(
             public = ", ".join(sorted(n for n in vars(value) if not n.startswith("_"))[:12])
             raise MissingObject(f"{module_path!r} has no {name!r}; it has {public or 'nothing'}")
         value = getattr(value, part)
-    if message := getattr(value, NOT_BUILT, None):
+    if message := getattr(value, UNSUPPORTED, None):
         raise PluginError(f"{module_path}.{message}")
     return value
 

@@ -12,7 +12,7 @@ from hone.columns import (
     COLUMNS,
     ColumnWrittenTwice,
     MissingColumn,
-    declared,
+    declaration,
     is_data_column,
     require,
     reward_column,
@@ -108,7 +108,7 @@ def test_positions_may_have_a_rope_axis() -> None:
 
 def test_every_reward_part_is_declared_by_its_family() -> None:
     assert reward_column("rule") == "reward/rule"
-    column = declared("reward/rule")
+    column = declaration("reward/rule")
     assert column is not None
     assert (column.shape, column.step) == ("[B, T]", "score")
     with pytest.raises(MissingColumn, match="reward part 'kl' of each token"):
@@ -116,7 +116,7 @@ def test_every_reward_part_is_declared_by_its_family() -> None:
     for wrong in ("", "a/b"):
         with pytest.raises(ValueError, match="a name without"):
             reward_column(wrong)
-    assert declared("reward/") is None
+    assert declaration("reward/") is None
 
 
 def test_a_row_may_bring_what_is_its_own_and_nothing_a_step_writes() -> None:

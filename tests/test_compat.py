@@ -214,7 +214,7 @@ def run(*words: str) -> tuple[int, str]:
 def test_a_program_that_is_not_there_says_so_in_a_sentence(path: str) -> None:
     code, told = run(path, "trainer.seed=3")
     assert code == 2
-    assert "not built; " in told
+    assert "not supported; " in told
     assert told.count("\n") == 1
 
 

@@ -58,7 +58,6 @@ class NodeSettings:
     """The address of the head node; empty for the head itself."""
     port: int = 0
     gpus: int | None = None
-    cpus: int | None = None
     only_loopback: bool = False
 
 
@@ -171,9 +170,8 @@ def start_ray(settings: NodeSettings, token_file: Path, session_folder: str) -> 
     # Ray Client is not used, and two clusters on one machine would use the same port for it.
     scripts.get_ray_client_dependency_error = lambda: ImportError("not used")
     options = ["--disable-usage-stats", "--log-color=false", f"--temp-dir={session_folder}/ray"]
-    for name, count in (("gpus", settings.gpus), ("cpus", settings.cpus)):
-        if count is not None:
-            options.append(f"--num-{name}={count}")
+    if settings.gpus is not None:
+        options.append(f"--num-gpus={settings.gpus}")
     if settings.head:
         _wait_until_reachable(settings.head)
         with ray_ports.fixed_agent_ports():

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from hone.trainer.step_scores import AGGREGATES
+    from hone.trainer.prm_metrics import AGGREGATES
 
     parser = argparse.ArgumentParser(
         prog="hone eval-prm",

@@ -152,7 +152,7 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
 
 def _accuracy_result(correct: int, pairs: int, bad_row_counts: dict[str, int]) -> dict[str, Any]:
     """Returns the accuracy and its interval; `bad_row_counts` counts the bad rows by reason."""
-    from hone.trainer.step_scores import wilson_estimate
+    from hone.trainer.prm_metrics import wilson_estimate
 
     accuracy = wilson_estimate(correct, pairs)
     return {

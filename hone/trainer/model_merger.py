@@ -50,7 +50,7 @@ class ModelMergerConfig:
     def __post_init__(self) -> None:
         if self.operation == "test":
             raise ConfigError(
-                "model_merger test is not built: merge, then compare the two folders with from_pretrained"
+                "model_merger test is not supported: merge, then compare the two folders with from_pretrained"
             )
         self.hf_upload = bool(self.hf_upload_path)
 

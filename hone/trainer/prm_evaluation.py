@@ -16,7 +16,7 @@ from hone.data.steps import Solution, StepDataset, build_step_separator
 from hone.models.from_config import build_tokenizer
 from hone.ops.at_n import sizes
 from hone.tracking import progress
-from hone.trainer import step_scores as metrics
+from hone.trainer import prm_metrics as metrics
 from hone.trainer.command_line import path_override
 from hone.trainer.evaluation import (
     bootstrap_estimates,
@@ -39,8 +39,8 @@ class StepScorer:
     def __init__(self, config: PRMConfig) -> None:
         self.config, self.tokenizer = config, build_tokenizer(config.model)
         self._task, data = StepTask(), config.data
-        mark = build_step_separator(self.tokenizer, data.step_separator, data.step_labels)
-        self._task.label_tokens = mark.labels
+        separator = build_step_separator(self.tokenizer, data.step_separator, data.step_labels)
+        self._task.label_tokens = separator.labels
         self._engine = build_engine(config, Ranks(), self._task, is_trained=False)
 
     def score(self, solutions: Sequence[Solution]) -> list[np.ndarray]:

@@ -44,7 +44,7 @@ def test_merge_exports(monkeypatch: pytest.MonkeyPatch, more: list[str]) -> None
 def test_what_it_does_not_do_is_said() -> None:
     with pytest.raises(exports.ExportError, match="HF_HUB_OFFLINE is set"):
         main([*MERGE, "--hf_upload_path", "me/it"])
-    with pytest.raises(ConfigError, match="is not built"):
+    with pytest.raises(ConfigError, match="is not supported"):
         main(["test", *MERGE[1:], "--test_hf_dir", "other"])
 
 

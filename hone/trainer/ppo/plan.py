@@ -18,7 +18,7 @@ from hone.algorithms.advantages.estimator import CALL_ONLY, Estimator, VerlForm,
 from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.kl import get_kl_estimator
 from hone.algorithms.policy_losses import get_policy_loss_fn
-from hone.columns import COLUMNS, declared
+from hone.columns import COLUMNS, declaration
 from hone.config import ConfigError, PPOTrainerConfig, replace
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block
@@ -283,7 +283,7 @@ _COLUMNS_AFTER_ESTIMATOR = ("advantages", "returns", "step_row", "padded_row")
 
 def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
     """Returns a problem if no step of this run writes the column before it is read."""
-    column = declared(name)
+    column = declaration(name)
     if column is None:  # a column of the data, or an extra of a score function
         nearest_column = nearest(name, COLUMNS)
         return (

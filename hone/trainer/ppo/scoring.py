@@ -15,7 +15,7 @@ from torch import Tensor
 from hone.agents.collate import is_last_row, last_row_values, trajectory_rewards, turn_rewards
 from hone.agents.contract import LOOPS
 from hone.agents.trajectory import LoopNames
-from hone.columns import COLUMNS, REWARD_PREFIX, declared, is_data_column, reward_column, write
+from hone.columns import COLUMNS, REWARD_PREFIX, declaration, is_data_column, reward_column, write
 from hone.config import PPOTrainerConfig, replace
 from hone.config.reward import RewardModelConfig
 from hone.controller import Role, WorkerGroup
@@ -116,7 +116,7 @@ def check_columns(store: RowStore, prompt_key: str) -> None:
         for index, row in enumerate(file.scan(reserved_columns)):
             if row:
                 name = next(iter(row))
-                column = declared(name)
+                column = declaration(name)
                 assert column is not None
                 raise DataError(
                     f"{file.where(index)}: column {name!r} is reserved: step {column.step!r} writes it "
@@ -270,7 +270,7 @@ def _expand_rows(scores: Tensor, rows: np.ndarray) -> Tensor:
 def _check_extras(extras: Extras, reward_fn: Function) -> None:
     """Raises an error if an extra has the name of a column that the training loop writes."""
     for name in extras:
-        column = declared(name)
+        column = declaration(name)
         if column is not None and name != FAILURE_COLUMN:
             scorer = unwrap_function(getattr(reward_fn, "compute_score", None) or reward_fn)
             scorer_name = getattr(scorer, "__name__", type(scorer).__name__)

@@ -168,8 +168,6 @@ class SFTRun:
         ) as tracking:
             yield tracking
 
-    # -- state --------------------------------------------------------------------------------
-
     def save(self) -> None:
         """Saves the full state of the run, so that a resumed run computes the same numbers."""
         step, contents = self.trainer.step_number, self.config.checkpoint.save_contents

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.columns import COLUMNS, Column, declared
+from hone.columns import COLUMNS, Column, declaration
 from hone.protocol import DataProto
 
 from ..runs import ALPHABET, Task, opened
@@ -172,7 +172,7 @@ def test_a_real_batch_has_the_columns_that_are_declared_and_no_others(
     extras = set(batch.meta_info["reward_extra_names"]) - {"reward_failure"}
     assert set(batch.column_names()) - extras == ALWAYS | set(conditional)
     for column_name in set(batch.column_names()) - extras:
-        column = declared(column_name)
+        column = declaration(column_name)
         assert column is not None
         assert fits(column, batch.column(column_name), batch), column
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hone.trainer import step_scores as metrics
+from hone.trainer import prm_metrics as metrics
 
 SOLUTIONS = [np.array(p) for p in ([0.9, 0.4, 0.2], [0.9, 0.8], [0.3, 0.9], [0.9, 0.9, 0.9])]
 LABELS = np.array([1, -1, 1, 2])
