@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Event = dict[str, Any]
 """One JSON object of a stream."""
+_UNAVAILABLE = (502, 503, 504)
+"""The statuses of a server that starts, and of a proxy whose server is down."""
 _HEALTH_POLL_INTERVAL_S = 0.2
 _NUM_CHECKED_WEIGHTS = 8
 """Number of weights that are read back after an update."""
@@ -233,6 +235,8 @@ class HttpServer:
     async def call(self, path: str, body: Settings | None = None, *, get: bool = False) -> Any:
         """Returns the JSON response of an endpoint; raises RolloutError if the status is not 200."""
         status, text = await self._request("GET" if get else "POST", path, body)
+        if status in _UNAVAILABLE:
+            raise ServerLost(self, f"answered {status} to {path}: {shorten(text)}")
         if status != 200:
             raise RolloutError(f"{self.safe_url}{path} answered {status}: {shorten(text)}")
         try:

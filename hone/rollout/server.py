@@ -22,7 +22,7 @@ from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.routing import Router
 from hone.rollout.server_weights import WeightFolder, split_into_buckets
-from hone.rollout.weights import check_name_and_shape
+from hone.rollout.weights import check_all_loaded, check_name_and_shape
 
 if TYPE_CHECKING:
     from hone.rollout.server_group import UpdateGroup
@@ -154,15 +154,19 @@ class ServerRollout(RemoteEngine):
         if not isinstance(error, ServerLost):
             return
         server = error.server
-        recovery = self._start_recovery(server)
+        self._start_recovery(server)
         if not any(other.healthy for other in self._servers if other is not server):
-            await recovery
+            await self._wait_for_recovery(server)
 
-    def _start_recovery(self, server: HttpServer) -> asyncio.Future[None]:
-        """Returns a future of the server's recovery, which continues if the caller is cancelled."""
+    def _start_recovery(self, server: HttpServer) -> asyncio.Task[None]:
         if server.recovery is None or server.recovery.done():
-            server.recovery = asyncio.ensure_future(self._recover(server))
-        return asyncio.shield(server.recovery)
+            server.recovery = asyncio.create_task(self._recover(server))
+            server.recovery.add_done_callback(_log_failed_recovery)
+        return server.recovery
+
+    async def _wait_for_recovery(self, server: HttpServer) -> None:
+        """Waits until the server has recovered; the recovery continues if the caller is cancelled."""
+        await asyncio.shield(self._start_recovery(server))
 
     async def _recover(self, server: HttpServer) -> None:
         """Waits until a lost server is healthy, and publishes the current weights if it lacks them."""
@@ -219,7 +223,7 @@ class ServerRollout(RemoteEngine):
             try:
                 await call(server)
             except ServerLost:
-                await self._start_recovery(server)
+                await self._wait_for_recovery(server)
                 await call(server)
 
         await self._gather(call_with_recovery(server) for server in self._servers)
@@ -237,7 +241,7 @@ class ServerRollout(RemoteEngine):
         await self._close_group()  # of an update that has failed
         for server in self._servers:
             if server.recovery is not None and not server.recovery.done():
-                await self._start_recovery(server)
+                await self._wait_for_recovery(server)
             server.check_updates_supported()
         await self._for_each_server(lambda server: self._resume_memory(server, ("weights",)))
         self._loaded_names.clear()
@@ -294,7 +298,7 @@ class ServerRollout(RemoteEngine):
     async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
         await self._close_group()
         if has_new_weights:
-            self._check_all_loaded()
+            check_all_loaded(self._loaded_names, self._parameters)
             if self._keeps_weights:
                 self._folder.commit()
             new_version = f"{self._version_prefix}-{version}"
@@ -302,16 +306,6 @@ class ServerRollout(RemoteEngine):
             self._expected_version, self._weights_released = new_version, False
         else:  # the weights do not change, and the servers report the same version
             await self._restore_weights()
-
-    def _check_all_loaded(self) -> None:
-        # Compares ids, because tied weights have two names and one tensor.
-        loaded_ids = {id(self._parameters[name]) for name in self._loaded_names}
-        missing = [name for name, p in self._parameters.items() if id(p) not in loaded_ids]
-        if missing:
-            raise RolloutError(
-                f"an update has {len(self._loaded_names)} of {len(self._parameters)} tensors and lacks "
-                f"{min(missing)!r}"
-            )
 
     async def _publish(self, server: HttpServer, version: str) -> None:
         """Ends the update of one server; if it is lost meanwhile, publishes all weights again."""
@@ -391,3 +385,10 @@ class ServerRollout(RemoteEngine):
             await self._gather(close_server(server) for server in self._servers)
         finally:
             self._folder.close()
+
+
+def _log_failed_recovery(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.warning(
+            "%s; until the next update, it gets requests only if no server is healthy", error
+        )

@@ -21,10 +21,9 @@ from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.routing import Router
-from hone.rollout.vllm_buckets import fill_buckets
-from hone.rollout.vllm_experts import split_experts
+from hone.rollout.vllm_buckets import fill_buckets, split_experts
 from hone.rollout.vllm_process import EngineProcess
-from hone.rollout.weights import check_name_and_shape
+from hone.rollout.weights import check_all_loaded, check_name_and_shape
 from hone.types import Fields
 
 log = logging.getLogger(__name__)
@@ -57,8 +56,6 @@ class VLLMRollout(RemoteEngine):
         self.traits = Traits(decodes_with_module=False, batch_invariant=device.type == "cpu")
         self._processes, self._device = list(processes), device
         self._parameters = parameters
-        name_by_id = {id(p): name for name, p in reversed(list(parameters.items()))}
-        self._required_names = set(name_by_id.values())  # one name per tied parameter
         self._bucket_bytes = bucket_bytes
         self._current_weights = current_weights
         self._host_copy: dict[str, Tensor] = {}
@@ -302,11 +299,8 @@ class VLLMRollout(RemoteEngine):
                 raise result
 
     async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
-        if has_new_weights and (missing := sorted(self._required_names - self._loaded_names)):
-            raise RolloutError(
-                f"the update has {len(self._loaded_names)} tensors but lacks {len(missing)}, the first "
-                f"{missing[0]!r}; vLLM needs all of them"
-            )
+        if has_new_weights:
+            check_all_loaded(self._loaded_names, self._parameters)
         self._must_restore |= has_new_weights
         # A process may die while another finishes its update.
         while outdated_processes := [p for p in self._processes if p.lacks_update]:

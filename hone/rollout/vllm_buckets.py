@@ -1,4 +1,7 @@
-"""Buckets of weights in memory that vLLM's workers can open: a memory file, or GPU memory (CUDA IPC)."""
+"""New weights for vLLM: buckets in memory that its workers can open, with one tensor per expert.
+
+The memory is a memory file, or GPU memory that is shared by CUDA IPC.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,27 @@ from hone.rollout.server_weights import split_into_buckets
 from hone.types import Fields
 
 _ALIGNMENT = 64
+UPDATABLE_MODEL_TYPES = frozenset({"qwen3_moe"})
+"""Model types with experts whose updates are tested against vLLM."""
+
+
+def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields every expert as a view with its name in a checkpoint; yields other tensors unchanged.
+
+    The trainer has one tensor for all experts of a layer; a checkpoint has one tensor per expert.
+    """
+    for name, tensor in weights:
+        layer, _, part = name.rpartition(".experts.")
+        if layer and part == "gate_up_proj":  # [experts, 2 * intermediate, hidden]
+            for i, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                yield f"{layer}.experts.{i}.gate_proj.weight", gate
+                yield f"{layer}.experts.{i}.up_proj.weight", up
+        elif layer and part == "down_proj":  # [experts, hidden, intermediate]
+            for i, expert in enumerate(tensor):
+                yield f"{layer}.experts.{i}.down_proj.weight", expert
+        else:
+            yield name, tensor
 
 
 def fill_buckets(

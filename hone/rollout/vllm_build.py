@@ -22,7 +22,7 @@ from hone.rollout.server_build import build_vllm_servers, receives_weights
 from hone.rollout.server_weights import meta_parameters
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_adapters import AdapterVLLM, lora_engine_arguments
-from hone.rollout.vllm_experts import UPDATABLE_MODEL_TYPES
+from hone.rollout.vllm_buckets import UPDATABLE_MODEL_TYPES
 from hone.rollout.vllm_process import EngineProcess, LaunchArguments
 from hone.types import Fields, Settings
 

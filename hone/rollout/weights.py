@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -89,4 +89,14 @@ def check_name_and_shape(name: str, tensor: Tensor, parameters: Mapping[str, Ten
         raise RolloutError(
             f"load got {name!r} with shape {tuple(tensor.shape)}; the model's has "
             f"{tuple(parameters[name].shape)}"
+        )
+
+
+def check_all_loaded(loaded_names: Collection[str], parameters: Mapping[str, Tensor]) -> None:
+    """Raises if an update lacks a parameter; for tied parameters, one of their names suffices."""
+    loaded_ids = {id(parameters[name]) for name in loaded_names}
+    if missing := [name for name, p in parameters.items() if id(p) not in loaded_ids]:
+        raise RolloutError(
+            f"an update has {len(loaded_names)} of {len(parameters)} tensors and lacks {len(missing)}, for "
+            f"example {min(missing)!r}"
         )

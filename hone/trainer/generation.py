@@ -18,6 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from hone.agents.agent_data import AgentData
 from hone.agents.loop_thread import run_with_engine
 from hone.agents.loops.search import STOPS, SearchConversation, retrieval_client
@@ -78,7 +80,10 @@ def build_engine(
     set_thread_count(threads)
     device = pick_device(config.trainer.device, ranks.local_rank)
     dtype = pick_dtype(config.rollout.dtype, device)
-    lm = load_causal_lm(model.path, dtype=dtype, device=device)
+    # vLLM and SGLang have their own copy of the weights on the device.
+    has_own_weights = config.rollout.name in ("vllm", "sglang")
+    lm_device = torch.device("cpu") if has_own_weights else device
+    lm = load_causal_lm(model.path, dtype=dtype, device=lm_device)
     check_model(lm)
     policy = PolicyModel(lm.eval())
     eos_token_ids = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)

@@ -171,6 +171,8 @@ class ContractServer(Faults):
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if request.path != "/health" and self.fails("503 at a call"):
+            return web.Response(text="starting", status=503)
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return await handler(request)

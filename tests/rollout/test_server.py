@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import logging
 from typing import Any
 
 import numpy as np
@@ -122,6 +124,48 @@ def test_a_server_that_dies_in_an_update_is_updated_when_it_returns(
             assert out.log_probs == pytest.approx(expected, abs=1e-4)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("verb", ["pause", "load", "generate"])
+def test_a_server_that_is_unavailable_for_a_moment_is_asked_again(
+    verb: str, servers: list[ContractServer]
+) -> None:
+    async def scenario() -> None:
+        async with open_engine(servers, send_tensors=True) as engine:
+            await engine.pause()
+            await engine.begin_update()
+            if verb == "load":
+                servers[0].faults["503 at a call"] = 1
+            await engine.load(policy(seed=1).lm.named_parameters())
+            await engine.commit(1)
+            await engine.resume()
+            if verb != "load":
+                servers[0].faults["503 at a call"] = 1
+            if verb == "pause":
+                await engine.pause()
+                await engine.resume()
+            assert len(await engine.generate(PROMPT, SHORT, "one")) == SHORT.max_tokens
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_does_not_return_is_named_once_while_another_serves(
+    servers: list[ContractServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with open_engine(servers, 2, start_timeout_s=0.3) as engine:
+            servers[0].die()
+            for prompt in prompts(4, 5, 9):
+                assert len(await engine.generate(prompt, SHORT, f"{prompt}")) == SHORT.max_tokens
+            await asyncio.sleep(1)
+            gc.collect()
+
+    asyncio.run(scenario())
+    messages = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    messages = [m for m in messages if "Task was destroyed" not in m]  # of the contract server
+    assert len(messages) == 1, messages
+    assert "is not healthy after 0.3 s" in messages[0]
+    assert "until the next update" in messages[0]
 
 
 def test_requests_of_a_prefix_and_a_trajectory_stay_on_one_server(

@@ -329,7 +329,7 @@ def test_an_update_that_begins_again_and_one_that_lacks_tensors(tmp_path: Path) 
     async def work(engine: VLLMRollout) -> None:
         await engine.begin_update()
         await engine.load(weights(3)[:1])
-        with pytest.raises(RolloutError, match="lacks 1, the first 'shift'"):
+        with pytest.raises(RolloutError, match="lacks 1, for example 'shift'"):
             await engine.commit(1)
         await update(engine, 8, 2)  # from the beginning
         assert (await engine.generate([1], LONG, "r")).token_ids == expected_tokens([1], 8)

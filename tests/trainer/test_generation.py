@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hone.config import ConfigError, load_config, replace
 from hone.data.rows import BadRowPolicy, DataError, read_rows
@@ -20,8 +21,9 @@ from hone.rollout.contract import RolloutError, Sampling, TokenOutput
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_target
 from hone.tracking.manifest import write_manifest
+from hone.trainer import generation as generation_module
 from hone.trainer import main_generation
-from hone.trainer.generation import Generation, respond
+from hone.trainer.generation import Generation, build_engine, respond
 from hone.trainer.job_files import GenerationError, JobFiles
 from hone.trainer.ranks import Ranks
 
@@ -471,3 +473,26 @@ def test_searches_between_turns_are_answered(
     assert all(passage in text or text.endswith(words[0]) for text in searched)
     with pytest.raises(ConfigError, match="--search needs the URL"):
         main_generation.main([*settings, "--search"])
+
+
+def test_an_engine_with_weights_of_its_own_gets_the_device_for_itself(
+    settings: list[str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a second copy of the model on the GPU, vLLM would not have the memory that it reserves."""
+    places: list[torch.device] = []
+    lm = generation_module.load_causal_lm(str(model), dtype=torch.float32)
+
+    def load(path: str, *, dtype: torch.dtype, device: torch.device) -> Any:
+        places.append(device)
+        return lm
+
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(generation_module, "load_causal_lm", load)
+    monkeypatch.setattr(generation_module, "pick_device", lambda *_: gpu)
+    monkeypatch.setattr(generation_module, "build_rollout", lambda spec: spec)
+    job = generation([*settings, "rollout.dtype=float32"])
+    for name in ("vllm", "sglang", "native"):
+        config = replace(job.config, rollout=replace(job.config.rollout, name=name))
+        spec: Any = build_engine(config, job.tokenizer, Ranks())
+        assert spec.device == gpu
+    assert places == [torch.device("cpu"), torch.device("cpu"), gpu]
