@@ -170,7 +170,7 @@ _DECLARATIONS = {  # {(step, when): one line per column}
         token_level_rewards float [B, T]: scores after KL and shaping
         advantages float [B, T]: advantage of each token
         returns float [B, T]: target of the critic
-        step_row int [B]: the row's index in the step's batch, before it is split over the ranks
+        step_row int [B]: index of the row's trajectory in the step's batch, before rows are split over ranks
     """,
     (
         "advantages",

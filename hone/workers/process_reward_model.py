@@ -123,6 +123,7 @@ class ProcessRewardModelWorker(TrainWorker):
             ids = [*row.prompt_ids, *row.response_ids]
             excess = max(0, len(ids) - (max_length or len(ids)))
             ids, start = ids[excess:], max(1, len(row.prompt_ids) - excess)
+            # From a position in `response_ids` to the next position in `ids[start:]`.
             shift = len(row.prompt_ids) - excess + 1 - start
             # Positions before the first token have been truncated.
             pairs = zip(row.score_positions, row.policy_positions, strict=True)

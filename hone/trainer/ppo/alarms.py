@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 TRUE_SCORE_METRIC = "group_info/avg_n/whole_batch/mean"
 """The share of correct responses. If a step does not have it, the step's validation score is used."""
 MIN_LEARNING_RISE, SCORE_TOLERANCE = 0.05, 0.02
+"""The policy is learning if the true score has risen by the first, to its highest value less the second."""
 MAD_SCALE = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
 
@@ -57,11 +58,11 @@ class Rule:
 
 
 _BOUNDS: dict[str, Callable[[float, float], float]] = {
-    "rise": lambda median, threshold: median + threshold,
-    "fall": lambda median, threshold: median - threshold,
-    "rise by factor": lambda median, threshold: median * threshold,
-    "fall by factor": lambda median, threshold: median / threshold,
-    "fall to": lambda median, threshold: threshold,
+    "rise": lambda centre, threshold: centre + threshold,
+    "fall": lambda centre, threshold: centre - threshold,
+    "rise by factor": lambda centre, threshold: centre * threshold,
+    "fall by factor": lambda centre, threshold: centre / threshold,
+    "fall to": lambda centre, threshold: threshold,
 }
 _STEPS_METRIC, _LENGTH_METRIC = "num_of_steps", "response_length/mean"
 RULES = {

@@ -50,8 +50,9 @@ PPO_KEYS = (
     *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
     *(f"data.{name}" for name in ("truncation", "prompt_format", "apply_chat_template_kwargs")),
 )
+"""Keys and blocks whose changes are printed when a run resumes."""
 SFT_KEYS = ("optim", "data.train_batch_size", "data.max_length", "data.truncation", "trainer.seed")
-"""Keys and blocks whose changes are printed when a run resumes, like `PPO_KEYS`."""
+"""The same for a run of SFT."""
 _USER_NAMED_KEYS = (
     "custom_reward_function.reward_kwargs.",
     "data.apply_chat_template_kwargs.",

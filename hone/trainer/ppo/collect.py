@@ -24,6 +24,7 @@ from hone.ops.groups import Groups
 from hone.protocol import DataProto
 from hone.tracking.console import screen
 from hone.trainer.ppo.metrics import split_attention
+from hone.trainer.ppo.response_metrics import filter_metrics, verifiable_rewards
 from hone.trainer.ppo.scoring import extra_numbers, has_extra, has_rule_score
 from hone.trainer.ppo.source import TrajectorySource
 
@@ -45,7 +46,10 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Group:
-    """One scored group: its chunk and rows there, its metric values, and whether it is informative."""
+    """One scored group: its chunk and rows there, and its metric values.
+
+    It is informative if it passes the filters, which compare the values.
+    """
 
     chunk_index: int
     rows: torch.Tensor
@@ -101,8 +105,6 @@ class DynamicSampling:
         metrics = batch.meta_info.setdefault("metrics", {})
         metrics["training/num_gen_batches"] = float(rounds_needed)
         if self._config.logs_response_metrics:
-            from hone.trainer.ppo.response_metrics import filter_metrics
-
             candidates = [
                 n for r in self._rounds for n in r.group_numbers if n <= max(accepted_numbers)
             ]
@@ -232,8 +234,6 @@ def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
     if filters.enable:
         keep = keep_informative(_metric_values(batch, filters.metric or "reward", config), uids)
     if curriculum.enable:
-        from hone.trainer.ppo.response_metrics import verifiable_rewards
-
         rewards = verifiable_rewards(batch, config)
         if rewards is not None:
             passes_curriculum = torch.ones(len(uids), dtype=torch.bool)
@@ -264,20 +264,14 @@ def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
         return batch
     filtered_batch = batch.select_idxs(keep)
     if len(filtered_batch) == 0:
-        raise NotEnoughSignal("the curriculum filter kept no group; widen its bounds or disable it")
-    index_of_uid: dict[str, int] = {}
-    group_indices = [
-        index_of_uid.setdefault(uid, len(index_of_uid))
-        for uid in filtered_batch.non_tensor_batch["uid"]
-    ]
-    filtered_batch = filtered_batch.select_idxs(
-        torch.tensor(group_indices) < config.data.train_batch_size
-    )
+        raise NotEnoughSignal(
+            "the curriculum filter removed all groups; widen its bounds or disable it"
+        )
+    group_ids = Groups.of(filtered_batch.non_tensor_batch["uid"]).ids  # in order of appearance
+    filtered_batch = filtered_batch.select_idxs(group_ids < data.train_batch_size)
     metrics = filtered_batch.meta_info.setdefault("metrics", {})
     metrics["training/num_gen_batches"] = 1.0
     if config.logs_response_metrics:
-        from hone.trainer.ppo.response_metrics import filter_metrics
-
         metrics |= filter_metrics(batch, filtered_batch, config)
     return filtered_batch
 

@@ -6,6 +6,8 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 
 class OutOfMemory(RuntimeError):
     """Raised when a device or the machine has too little memory for a step."""
@@ -14,8 +16,6 @@ class OutOfMemory(RuntimeError):
 @contextmanager
 def explain_out_of_memory(step: str) -> Iterator[None]:
     """Replaces an out-of-memory error with one that says which settings lower the memory use."""
-    import torch
-
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
@@ -40,8 +40,6 @@ def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
     Otherwise a full collection takes 0.2 s every few steps. Yields a function to call after each step; its
     first call also excludes the objects of the first step, which imports compilers.
     """
-    import torch
-
     is_enabled = torch.cuda.is_available() and not gc.get_freeze_count()
     remaining_calls = 2 if is_enabled else 0
 
@@ -62,8 +60,6 @@ def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
 
 def _out_of_memory_message(error: BaseException | None) -> str | None:
     """Returns the first line of the out-of-memory error among `error` and its causes; None without one."""
-    import torch
-
     while error is not None:
         lines = str(error).splitlines() or [type(error).__name__]
         # torch's CPU allocator raises a plain RuntimeError.

@@ -115,8 +115,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Returns seconds per phase, and milliseconds per token for phases that process tokens."""
-    lengths = _compute_response_info(batch)
-    prompts, responses = (float(lengths[f"{part}_length"].sum()) for part in ("prompt", "response"))
+    prompts, responses = (float(mask.sum()) for mask in split_attention(batch))
     per_token = time_per_token(
         timing_raw, generated_tokens=responses, total_tokens=prompts + responses
     )
@@ -189,13 +188,3 @@ def calc_maj_val(data: Sequence[Row], vote_key: str, val_key: str) -> float:
     """Returns the first value of the most frequent answer; ties go to the earliest answer."""
     winner = Counter(row[vote_key] for row in data).most_common(1)[0][0]
     return float(next(row[val_key] for row in data if row[vote_key] == winner))
-
-
-def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
-    """Returns prompt and response lengths [B], and the response mask."""
-    prompts, responses = split_attention(batch)
-    return {
-        "prompt_length": prompts.sum(-1).float(),
-        "response_length": responses.sum(-1).float(),
-        "response_mask": responses,
-    }

@@ -24,7 +24,10 @@ GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 
 
 class StepWarnings:
-    """Warns of skipped updates, and of a batch whose groups each have equal scores, unless the last had."""
+    """Warns of skipped updates, and of batches in which no group has different scores.
+
+    Of consecutive batches of that kind, only the first is reported.
+    """
 
     def __init__(self, *, is_group_relative: bool) -> None:
         self._is_group_relative = is_group_relative

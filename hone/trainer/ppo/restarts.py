@@ -111,7 +111,8 @@ def _config_for_remaining_nodes(
     candidates = list(_smaller_configs(config))
     while True:
         nodes = reachable_nodes()
-        largest: dict[str, PPOTrainerConfig] = {}  # the largest config that fits these resources
+        # The largest config that fits all resources, and the largest that fits the free ones.
+        largest: dict[str, PPOTrainerConfig] = {}
         for resources in ("total", "free"):
             for candidate in candidates:
                 by_node = resources_by_node(nodes, total=resources == "total")

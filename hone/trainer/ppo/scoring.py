@@ -56,6 +56,7 @@ NO_VAL_REWARD_FN = (
     "reward_fn: pass val_reward_fn as well, or data.val_files=[]"
 )
 _ROW_WITHOUT_RULE = {"reward_model": {"style": "model"}}
+"""Replaces, in the check of scorers, each row that no rule will score."""
 
 
 def check_rows(
@@ -208,17 +209,17 @@ def _score_parts(
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
     is_last = is_last_row(batch)
-    has_style = np.zeros(len(batch), dtype=bool)
+    is_model_style = np.zeros(len(batch), dtype=bool)
     if model is not None:
         styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-        has_style = np.array([has_model_style(value) for value in styles], dtype=bool)
+        is_model_style = np.array([has_model_style(value) for value in styles], dtype=bool)
     if batch.has_column(reward_column(AGENT)):
         parts[AGENT] = batch.batch[reward_column(AGENT)]
     else:
-        parts[RULE], extras = _score_rows(batch, is_last & ~has_style, reward_fn)
+        parts[RULE], extras = _score_rows(batch, is_last & ~is_model_style, reward_fn)
         _check_extras(extras, reward_fn)
     if model is not None:
-        rows = is_last & has_style if route_by_style else is_last | scores_steps
+        rows = is_last & is_model_style if route_by_style else is_last | scores_steps
         if isinstance(model, RuleRewardManager):
             parts[MODEL], model_extras = _score_rows(batch, rows, model)
             extras = _merge_extras(extras, model_extras)
