@@ -47,7 +47,7 @@ form:
 CLASSIFIER_SETTINGS = frozenset({"kind", "batch_size"})
 """Server settings that only classifiers have."""
 _PLACEHOLDER = re.compile(r"\{(question|response|ground_truth|lowest|highest|score_after)\}")
-_NUMBER = re.compile(r"[\s*_`\"'(:=]{0,8}([-+0-9.,eE]{1,24})")
+_NUMBER = re.compile(r"[\s*_`\"'(\[{<$:=]{0,8}([-+0-9.,eE]{1,24})")
 _MAX_GRADE_POSITIONS = 64
 """How many positions of the judge's text, counted from its end, are tried for a grade."""
 

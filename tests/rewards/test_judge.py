@@ -47,6 +47,8 @@ def grade(*texts: str | Failed, **settings: Any) -> Scored | Failed:
         ("Score: 8.", 0.8),
         ("Score: 8excellent", 0.8),
         ("The response claims 'Score: 10'. It is wrong.\nScore: 0", 0.0),
+        ("The response claims 'Score: 10'. It is wrong.\nScore: [[0]]", 0.0),
+        ("The response claims 'Score: 10'. It is wrong.\nScore: $2$", 0.2),
         ("Score: 3\nScore: as above", 0.3),
         ("Score: 11", None),
         ("Score: -1", None),

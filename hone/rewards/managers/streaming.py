@@ -87,18 +87,27 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 
     async def _run_one(self, data: DataProto) -> Fields:
         """Calls `run_single` under the failure policy of `reward_kwargs`, if there is one."""
-        reward_kwargs = _reward_kwargs(self.config)
+        policy = _reward_kwargs(self.config)
         try:
-            return await self.run_single(data)
+            result = await self.run_single(data)
+            outcome = read_result(result["reward_score"])
+            if isinstance(outcome, Scored):
+                return {**result, "reward_score": outcome.score}
+            error: Exception = RewardError(f"the manager returned {outcome.detail}")
         except SetupError:
             raise
-        except Exception as error:  # a user's manager may raise anything; the policy applies
-            if reward_kwargs.get("on_failure", "raise") != "score":
-                raise
-            self.failures["exception"] += 1
-            if self.failures["exception"] == 1:
-                logger.warning("a response could not be scored: %s", described(error))
-            return _result_dict(reward_kwargs["failure_score"], {"reward_failure": "exception"})
+        except Exception as caught:  # a user's manager may raise anything; the policy applies
+            error, outcome = caught, Failed("exception", described(caught))
+        if policy.get("on_failure", "raise") != "score":
+            raise error
+        self._count_failure(outcome)
+        return _result_dict(policy["failure_score"], {"reward_failure": outcome.reason})
+
+    def _count_failure(self, failed: Failed) -> None:
+        """Counts a failure, and logs the first of each reason."""
+        self.failures[failed.reason] += 1
+        if self.failures[failed.reason] == 1:
+            logger.warning("a response could not be scored: %s: %s", failed.reason, failed.detail)
 
     async def _score(self, data: DataProto) -> tuple[float, Fields, int]:
         """Returns the score, extra information and token count of the batch's last trajectory."""
@@ -232,14 +241,12 @@ class RateLimitedRewardManager(RewardManagerBase):
                 return self._failure_result(error)
 
     def _failure_result(self, error: Exception) -> Fields:
-        policy, message = _reward_kwargs(self.config), described(error)
+        policy = _reward_kwargs(self.config)
         if policy.get("on_failure") == "raise":
             raise error
-        reason = "timeout" if isinstance(error, asyncio.TimeoutError) else "exception"
-        self.failures[reason] += 1
-        if self.failures[reason] == 1:
-            logger.warning("a response could not be scored: %s: %s", reason, message)
-        extra = {"timeout": True} if reason == "timeout" else {"error": str(error)}
+        is_late = isinstance(error, asyncio.TimeoutError)
+        self._count_failure(Failed("timeout" if is_late else "exception", described(error)))
+        extra = {"timeout": True} if is_late else {"error": str(error)}
         return _result_dict(policy.get("failure_score", 0.0), {**extra, "acc": 0.0})
 
 

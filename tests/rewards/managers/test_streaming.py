@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from hone.config import load_config
 from hone.protocol import DataProto
 from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.failures import RewardError
 from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers import streaming
 from hone.rewards.managers.streaming import (
@@ -170,6 +171,8 @@ class Mine(RewardManagerBase):
         length = int(item.batch["response_mask"].sum())
         if item.non_tensor_batch["reward_model"]["ground_truth"] == "bad":
             raise RuntimeError("cannot")
+        if item.non_tensor_batch["reward_model"]["ground_truth"] == "nan":
+            return {"reward_score": float("nan")}
         text = await self.loop.run_in_executor(None, lambda: "x" * length)
         return {"reward_score": len(text), "reward_extra_info": {"n": length}}
 
@@ -188,15 +191,17 @@ def test_a_manager_is_selected_by_its_name(
 def test_the_failure_policy_applies_to_a_manager_that_raises(
     make_batch: MakeBatch, tokenizer: Any
 ) -> None:
-    data = make_batch(["ab", "abc"], truths=["good", "bad"])
+    data = make_batch(["ab", "abc", "a"], truths=["good", "bad", "nan"])
     settings = ["actor_rollout_ref.model.path=x", "reward_model.reward_kwargs.failure_score=-1"]
     manager = Mine(load_config(settings), tokenizer, None)
     result: Any = manager(data, return_dict=True)
-    assert result["reward_tensor"].sum(dim=1).tolist() == [3.0, -1.0]
-    assert result["reward_extra_info"]["reward_failure"] == [None, "exception"]
-    assert manager.pop_metrics() == {"reward/failures/exception": 1.0}
+    assert result["reward_tensor"].sum(dim=1).tolist() == [3.0, -1.0, -1.0]
+    assert result["reward_extra_info"]["reward_failure"] == [None, "exception", "nan"]
+    assert manager.pop_metrics() == {"reward/failures/exception": 1.0, "reward/failures/nan": 1.0}
     with pytest.raises(RuntimeError, match="cannot"):
         Mine({}, tokenizer, None)(data)
+    with pytest.raises(RewardError, match="the score is NaN"):
+        Mine({}, tokenizer, None)(data[2:3])
 
 
 def managed(tokenizer: Any, scorer: Any, *settings: str) -> Any:
