@@ -43,8 +43,8 @@ def _lookup(config: Settings | None, key: str) -> Any:
     for part in key.split("."):
         if value is None or value is _MISSING:
             return _MISSING
-        is_dict = isinstance(value, Mapping) and not isinstance(value, Block)
-        value = value.get(part, _MISSING) if is_dict else getattr(value, part, _MISSING)
+        is_mapping = isinstance(value, Mapping)
+        value = value.get(part, _MISSING) if is_mapping else getattr(value, part, _MISSING)
     return value
 
 

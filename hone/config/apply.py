@@ -191,9 +191,9 @@ class _Composition:
                 converted[key] = value = fit(value, leaf.hint)
             except NoFit:
                 subject = key if value is None else f"{key}={show_value(value)}"
-                given = "a truth value" if isinstance(value, bool) else describe_type(type(value))
+                type_words = "a boolean" if isinstance(value, bool) else describe_type(type(value))
                 expected = describe_type(leaf.hint)
-                type_problems[key] = f"{subject} is {given}; expected {expected} ({origin})"
+                type_problems[key] = f"{subject} is {type_words}; expected {expected} ({origin})"
                 continue
             is_set_number = key in self.origins and isinstance(value, int | float)
             if is_set_number and leaf.bounds is not None and not leaf.bounds.holds(value):

@@ -60,9 +60,8 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
         for check in (_reward_and_rollout_problems, _data_problems, _shard_problems):
             yield from check(config)
         yield from _correction_problems(config.algorithm.rollout_correction)
-    tree = _CHECKED_AS.get(tree, tree)
     yield from (sentence for _, sentence in _rows("problems", tree, config))
-    yield from _unknown_name_problems(tree, config)
+    yield from _unknown_name_problems(_CHECKED_AS.get(tree, tree), config)
 
 
 def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
@@ -99,6 +98,7 @@ def _rows(section: str, tree: str, config: Config) -> Iterator[list[str]]:
         package = key.removeprefix("installed.")
         return get(config, key) if package == key else find_spec(package) is not None
 
+    tree = _CHECKED_AS.get(tree, tree)
     for owner, condition, *cells in rows_of(section):
         if owner == tree and condition_holds(condition, read):
             cells[-1] = cells[-1] or f"no effect while {condition}"

@@ -185,7 +185,7 @@ CASES: dict[str, tuple[list[str], str, list[str]]] = {
     ),
     "credit temperature is positive": (
         ["reward_model.credit_assignment=0"],
-        "reward_model.credit_assignment=0; a temperature is above 0, as 0.1",
+        "reward_model.credit_assignment=0; a temperature must be above 0, such as 0.1",
         ["reward_model.credit_assignment=1"],
     ),
     "the overlong buffer lies in the response": (
@@ -353,6 +353,11 @@ IDLE = [
         "has settings of its own",
     ),
     (["reward_model.server.url=http://127.0.0.1:1"], "reward_model.enable=false"),
+    ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "no floor"),
+    (
+        [f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.lr_decay_steps_ratio=0.3"],
+        "only the wsd schedule",
+    ),
 ]
 
 
@@ -361,6 +366,21 @@ def test_a_key_without_effect_beside_the_other_keys_is_noted(
     overrides: list[str], note: str
 ) -> None:
     assert len([text for text in compose(overrides).notes if note in text]) == 1
+
+
+@pytest.mark.parametrize("tree", ["sft_trainer", "prm_trainer", "rm_trainer"])
+def test_supervised_runs_note_keys_without_effect_too(tree: str) -> None:
+    overrides = [
+        "data.micro_batch_size_per_gpu=4",
+        "model.lora_dropout=0.1",
+        "trainer.resume_from_path=/x",
+        "optim.num_cycles=2",
+        "optim.lr_scheduler_type=linear",
+    ]
+    assert len(compose(overrides, config_name=tree).notes) == 4
+    twice = [*overrides, "data.micro_batch_size=4"]
+    with pytest.raises(ConfigError, match="say the same thing twice"):
+        compose(twice, config_name=tree)
 
 
 def test_keys_that_take_effect_are_not_noted() -> None:
@@ -412,7 +432,7 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
         ["trainer.nnodes=", "trainer.n_gpus_per_node=", f"{ROLLOUT}.tensor_model_parallel_size="],
         f"{ROLLOUT}.n_gpus_per_node",
         1,
-        "as an unset variable leaves it",
+        "as after an unset shell variable",
     ),
     ([f"{ROLLOUT}.val_kwargs.n=4"], f"{ROLLOUT}.val_kwargs.n", 4, "are all the same"),
     (

@@ -88,7 +88,7 @@ def test_answers_with_one_sentence_share_a_line() -> None:
         ("actor_rollout_ref.model.mtp.enable_train=true", "multi-token prediction"),
         ("actor_rollout_ref.actor.qat.enable=true", "not quantised in training"),
         ("trainer.v1.trainer_mode=separate_async", "synchronous"),
-        ("distillation.enabled=true", "not built"),
+        ("distillation.enabled=true", "not supported"),
         ("reward_model.training=true", "not trained"),
         ("actor_rollout_ref.actor.optim.weight_decay_incr_style=linear", "stays constant"),
     ],

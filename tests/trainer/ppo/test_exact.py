@@ -64,8 +64,8 @@ def test_another_family_is_refused_before_its_model_loads(
     ("more", "message"),
     [
         ("trainer.n_gpus_per_node=2", "is for one rank"),
-        ("actor_rollout_ref.model.lora_rank=4", "does not know adapters"),
-        ("actor_rollout_ref.rollout.name=hf", "is the native engine's"),
+        ("actor_rollout_ref.model.lora_rank=4", "does not support adapters"),
+        ("actor_rollout_ref.rollout.name=hf", "needs the native engine"),
         ("actor_rollout_ref.actor.use_torch_compile=true", "has kernels of its own"),
     ],
 )
