@@ -492,7 +492,7 @@ def test_an_engine_with_weights_of_its_own_gets_the_device_for_itself(
     monkeypatch.setattr(generation_module, "build_rollout", lambda spec: spec)
     job = generation([*settings, "rollout.dtype=float32"])
     for name in ("vllm", "sglang", "native"):
-        config = replace(job.config, rollout=replace(job.config.rollout, name=name))
+        config = replace(job.config, "rollout.name", name)
         spec: Any = build_engine(config, job.tokenizer, Ranks())
         assert spec.device == gpu
     assert places == [torch.device("cpu"), torch.device("cpu"), gpu]
