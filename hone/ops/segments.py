@@ -30,9 +30,9 @@ _BiasKey = tuple[int | None, torch.dtype]
 class Padding(NamedTuple):
     """The mapping between packed segments and a padded batch."""
 
-    cells: Tensor  # [S, L] packed position of each cell of the batch; `start` for padding
+    cells: Tensor  # [S, L] packed position of each cell; `start` where the cell is padding
     cell_indices: Tensor  # [N_s] flat index of each packed position's cell
-    start: int  # first packed position
+    start: int  # packed position of the first segment
     equal_lengths: bool  # whether all segments have the same length, so that a view suffices
 
     @staticmethod

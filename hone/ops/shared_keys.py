@@ -26,7 +26,7 @@ class SharedKeys:
     max_keys: int
     source: Tensor | None = None  # [M] packed position of each key; None if no key is copied
     copy_indices: Tensor | None = None  # [M] indices of the copies, sorted by packed position
-    first_copy: Tensor | None = None  # [N + 1] start of each token in `copy_indices`
+    first_copy: Tensor | None = None  # [N + 1] where each token's copies begin in `copy_indices`
 
     @staticmethod
     def build(

@@ -74,7 +74,7 @@ class SplitRows(PackedRows):
     group: dist.ProcessGroup
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Converts the values of all ranks to [B, T]; a rank gets its own values' gradient."""
+        """Converts the values of all ranks to [B, T]; the gradient of a rank is that of its own values."""
         return super().unpack(_Gather.apply(values, self.targets_per_rank, self.group))
 
 

@@ -184,10 +184,11 @@ class SharedMemorySender:
                     f"{self._timeout_s:g} s (actor_rollout_ref.nccl_timeout)"
                 ) from error
             client.settimeout(self._timeout_s)
-            connection = _Connection(client, f"rollout worker {num_connected}")
-            if not secrets.compare_digest(connection.receive(), self._token.encode()):
+            token, _, rank = _Connection(client, "a rollout worker").receive().partition(b" ")
+            if not secrets.compare_digest(token, self._token.encode()):
                 client.close()
                 continue
+            connection = _Connection(client, f"rollout worker {rank.decode()}")
             self._connections.append(connection)
             connection.send(json.dumps(handshake).encode())
             if descriptor is not None:
@@ -203,9 +204,9 @@ class SharedMemorySender:
 
 
 def receive_buckets(
-    address: StreamAddress, timeout_s: float
+    address: StreamAddress, rank: int, timeout_s: float
 ) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """Connects to the sender; yields the pieces and a copy of the bytes of each bucket."""
+    """Connects as rollout worker `rank`; yields the pieces and a copy of the bytes of each bucket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:
@@ -217,7 +218,7 @@ def receive_buckets(
                 "rollout.checkpoint_engine.backend=gloo or nccl"
             ) from error
         connection = _Connection(client, "the trainer")
-        connection.send(address.token.encode())
+        connection.send(f"{address.token} {rank}".encode())
         handshake: _Handshake = json.loads(connection.receive())
         bucket_bytes = handshake["bucket_bytes"]
         if "cuda" in handshake:

@@ -105,6 +105,6 @@ def receive(
         device = device if address.transport == "nccl" else torch.device("cpu")
         yield from unpack_buckets(receive_broadcasts(address, rank + 1, device, timeout_s))
     elif address.transport in ("memory_file", "cuda_ipc"):
-        yield from unpack_buckets(receive_buckets(address, timeout_s))
+        yield from unpack_buckets(receive_buckets(address, rank, timeout_s))
     else:
         raise WeightStreamBroken(f"weights: no transport {address.transport!r}; use {TRANSPORTS}")

@@ -130,13 +130,13 @@ def test_a_receiver_that_disconnects_raises_in_the_sender():
     sender = open_test_sender("memory_file", 1)
 
     def leave() -> None:
-        stream = receive(sender.address, 0, CPU, 20.0)
+        stream = receive(sender.address, 5, CPU, 20.0)
         next(stream)
         stream.close()
 
     leaving = threading.Thread(target=leave)
     leaving.start()
-    with pytest.raises(WeightStreamBroken, match="rollout worker 0 closed the connection"):
+    with pytest.raises(WeightStreamBroken, match="rollout worker 5 closed the connection"):
         send(sender, weights().items(), 300)
     leaving.join()
 

@@ -19,7 +19,7 @@ from hone.rollout.weights import load_weights
 class FollowerRollout(RequestEngine):
     """The engine of a rank above 0: `drive` executes commands until rank 0 releases or closes it.
 
-    Only weights come from this rank's own worker: `begin_update` waits until rank 0 begins the
+    This rank's own worker only updates its weights: `begin_update` waits until rank 0 begins the
     update, and `drive` executes no step before `commit`.
     """
 

@@ -84,8 +84,8 @@ class BlockPool:
     def insert_and_release(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the blocks of a finished sequence into the prefix cache and releases them.
 
-        Both wait for the next call on the pool. If that clears the prefix cache, as after a rollout,
-        nothing is inserted.
+        Both are done at the next call on the pool; if that call clears the prefix cache, as after a
+        rollout, nothing is inserted.
         """
         self._deferred_releases.append((tokens, blocks))
 
@@ -102,24 +102,24 @@ class BlockPool:
         """
         self._run_deferred_releases()
         blocks: list[int] = []
-        content_id = _ROOT_ENTRY
+        entry_id = _ROOT_ENTRY
         for block_tokens in self._split_into_blocks(tokens, (len(tokens) - 1) // self.block_size):
-            block = self._block_by_key.get((content_id, block_tokens))
+            block = self._block_by_key.get((entry_id, block_tokens))
             if block is None:
                 break
             blocks.append(block)
-            content_id = self._entry_by_block[block]
+            entry_id = self._entry_by_block[block]
         return blocks
 
     def insert(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the full blocks of a computed sequence into the prefix cache."""
         self._run_deferred_releases()
-        content_id = _ROOT_ENTRY
-        full_blocks = min(len(tokens) // self.block_size, len(blocks))
+        entry_id = _ROOT_ENTRY
+        num_full_blocks = min(len(tokens) // self.block_size, len(blocks))
         for block, block_tokens in zip(
-            blocks, self._split_into_blocks(tokens, full_blocks), strict=False
+            blocks, self._split_into_blocks(tokens, num_full_blocks), strict=False
         ):
-            key = (content_id, block_tokens)
+            key = (entry_id, block_tokens)
             cached = self._block_by_key.get(key)
             if cached is None:
                 if block in self._key_by_block:  # already cached under another key
@@ -128,7 +128,7 @@ class BlockPool:
                 self._last_entry_id += 1
                 self._entry_by_block[block] = self._last_entry_id
                 cached = block
-            content_id = self._entry_by_block[cached]
+            entry_id = self._entry_by_block[cached]
 
     def clear_prefix_cache(self) -> None:
         """Clears the prefix cache after the weights or the memory have changed."""

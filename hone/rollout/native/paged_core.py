@@ -69,7 +69,7 @@ class PagedCore:
         record_experts: bool = False,
         forward: FusedDecoder | ModuleDecoder | None = None,
     ) -> None:
-        """`blocks` is their number (None: as many as fit); `forward` replaces the default."""
+        """`blocks` counts cache blocks (None: as many as fit); `forward` replaces the default."""
         self.device = next(policy.parameters()).device
         self.policy = policy
         self._exact = exact
@@ -181,7 +181,7 @@ class PagedCore:
             torch.cuda.set_device(self.device)  # a new thread uses device 0
         scheduler = self._scheduler
         if not scheduler.running:
-            self._discard_stale_graphs()
+            self._refresh_forward()
         steps = scheduler.chunk_steps()
         scheduler.extend_block_tables(steps)
         self._update_rows()
@@ -205,8 +205,8 @@ class PagedCore:
         self._append_chunk(chunk)
         return self._remove_finished()
 
-    def _discard_stale_graphs(self) -> None:
-        """Refreshes the forward; discards the graphs if the parameters they read have moved."""
+    def _refresh_forward(self) -> None:
+        """Reads moved parameters again; discards the graphs that read their old memory."""
         self._forward.refresh()
         addresses = self.policy.addresses()
         if addresses != self._addresses:

@@ -63,7 +63,8 @@ def _token_log_prob(  # type: ignore[no-untyped-def]
     offset = token // CHUNK * CHUNK + i
     z = tl.load(logits_ptr + row * vocab_size + offset, offset < vocab_size, other=float("-inf"))
     z = z.to(tl.float32) * tl.load(inverse_temperature_ptr + row)
-    # The sum, as in `_sample`, keeps the compiler from rounding product and difference only once.
+    # The sum, as in `_sample`, keeps the compiler from fusing the product and the difference, which
+    # would round once instead of twice.
     logit = tl.sum(tl.where(offset == token, z, 0.0), 0)
     tl.store(out_ptr + row, logit - tl.load(lse_ptr + row))
 

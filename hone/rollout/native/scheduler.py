@@ -84,7 +84,10 @@ class Scheduler:
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._watermark = max_num_seqs * (STEPS_PER_LONG_CHUNK // BLOCK_SIZE)
-        """Number of free blocks kept for the next chunk; further ones may be allocated ahead."""
+        """Number of free blocks kept for the next chunk.
+
+        A sequence gets all its blocks at once if more than this number stay free.
+        """
         self._waiting: list[Request] = []  # by priority, ascending; the last starts first
         self.running: list[RunningSequence] = []
         self._weights_id = 0

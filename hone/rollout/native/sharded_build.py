@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -110,12 +109,10 @@ class _RowParallelLinear:
 class ShardedPlainDecoder(PlainDecoder):
     """A `PlainDecoder` over this rank's shard of the policy, on a CPU."""
 
-    def __init__(self, policy: ShardedPolicy) -> None:
-        super().__init__(policy)
-        self._sharded_policy = policy
+    _policy: ShardedPolicy
 
     def _read_layer(self, layer: LayerModule) -> DecoderLayer[PackableLinear, _RmsNorm]:
-        layer_shard, peers = super()._read_layer(layer), self._sharded_policy.peers
+        layer_shard, peers = super()._read_layer(layer), self._policy.peers
         return replace(
             layer_shard,
             out=_RowParallelLinear(layer_shard.out, peers),
@@ -123,18 +120,16 @@ class ShardedPlainDecoder(PlainDecoder):
         )
 
     def _embed(self, ids: Tensor) -> Tensor:
-        return self._sharded_policy.embed(ids)
+        return self._policy.embed(ids)
 
 
 class ShardedFusedDecoder(FusedDecoder):
     """A `FusedDecoder` over this rank's shard of the policy, on a GPU."""
 
-    def __init__(self, policy: ShardedPolicy, kernels: ModuleType, max_positions: int) -> None:
-        super().__init__(policy, kernels, max_positions)
-        self._sharded_policy = policy
+    _policy: ShardedPolicy
 
     def _embed(self, ids: Tensor) -> Tensor:
-        return self._sharded_policy.embed(ids)
+        return self._policy.embed(ids)
 
     def _residual_term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self._sharded_policy.peers.all_reduce(super()._residual_term(x, weight, bias))
+        return self._policy.peers.all_reduce(super()._residual_term(x, weight, bias))
