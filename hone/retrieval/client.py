@@ -22,6 +22,8 @@ from hone.types import JsonValue
 log = logging.getLogger(__name__)
 
 _MAX_BATCH = 256
+_MAX_QUERY_CHARACTERS = 10_000
+"""A longer query is truncated, so that no request of a full batch exceeds the server's 16 MiB."""
 _FIRST_BACKOFF_S = 0.25
 
 
@@ -31,7 +33,8 @@ class RetrievalFailed(RuntimeError):
 
 def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> list[list[str]]:
     """Sends one request; returns the passages of each query, best first."""
-    payload = {"queries": list(queries), "topk": topk, "return_scores": True}
+    texts = [query[:_MAX_QUERY_CHARACTERS] for query in queries]
+    payload = {"queries": texts, "topk": topk, "return_scores": True}
     headers = {"Content-Type": "application/json"}
     try:
         request = urllib.request.Request(url, json.dumps(payload).encode(), headers)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from hone.retrieval import server
 from hone.retrieval.client import RetrievalClient, RetrievalFailed, retrieve
 
 
@@ -108,3 +109,19 @@ def test_an_invalid_url_returns_none() -> None:
     client = RetrievalClient("localhost/retrieve", 3, timeout_s=1.0, retries=0)
     assert client.submit("one").result(10) is None
     assert client.submit("two").result(10) is None
+
+
+def test_long_queries_do_not_exceed_the_servers_limit(service: Any) -> None:
+    service_class, url = service
+    service_class.to_hit = staticmethod(lambda query: str(len(query)))
+    sizes: list[int] = []
+    answer = service_class.do_POST
+
+    def record_size(handler: Any) -> None:
+        sizes.append(int(handler.headers["Content-Length"]))
+        answer(handler)
+
+    service_class.do_POST = record_size
+    passages = retrieve(url, ["\u5b57" * 50_000] * 255 + ["owl"], 1, 30.0)
+    assert (passages[0], passages[-1]) == (["10000"], ["3"])
+    assert sizes[0] < server._MAX_BODY_BYTES

@@ -183,16 +183,17 @@ class RuleRewardManager(AbstractRewardManager):
         self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
     ) -> None:
         """Raises RewardError if no row of the first batch has a score: the scorer never works."""
-        outcomes = [outcome for outcome in outcomes if not self._is_masked(outcome)]
-        is_first, self.is_first_batch = self.is_first_batch, self.is_first_batch and not outcomes
-        first = outcomes[0] if outcomes else None
-        if not is_first or not isinstance(first, Failed) or self.policy.on_failure == "raise":
+        if not self.is_first_batch or self.policy.on_failure == "raise":
             return
-        if all(isinstance(outcome, Failed) for outcome in outcomes):
+        pairs = [pair for pair in zip(rows, outcomes, strict=True) if not self._is_masked(pair[1])]
+        self.is_first_batch = not pairs
+        failures = [(row, outcome) for row, outcome in pairs if isinstance(outcome, Failed)]
+        if failures and len(failures) == len(pairs):
+            row, first = failures[0]
             raise RewardError(
-                f"none of the {len(rows)} responses of the first batch could be scored, so there "
+                f"none of the {len(pairs)} responses of the first batch could be scored, so there "
                 f"is nothing to learn from. The first failure (data_source "
-                f"{rows[0].data_source!r}): {first.reason}: {first.detail}"
+                f"{row.data_source!r}): {first.reason}: {first.detail}"
             )
 
     def _apply_policy(
