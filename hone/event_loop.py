@@ -63,8 +63,14 @@ def run_coroutine(coroutine: Coroutine[None, None, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return run_in_new_loop(coroutine)
+    run = EventLoopRun(coroutine)
     with ThreadPoolExecutor(max_workers=1) as executor:
-        return executor.submit(run_in_new_loop, coroutine).result()
+        future = executor.submit(run.run)
+        try:
+            return future.result()
+        except KeyboardInterrupt:  # the stop button of a notebook
+            run.cancel()
+            raise
 
 
 class EventLoopRun(Generic[T]):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hone import event_loop
-from hone.event_loop import EventLoopRun, raised_by_signal, run_in_new_loop
+from hone.event_loop import EventLoopRun, raised_by_signal, run_coroutine, run_in_new_loop
 
 
 @pytest.fixture(autouse=True)
@@ -212,3 +212,29 @@ def test_a_signals_error_is_told_from_the_codes_own() -> None:
 
 def handler_like() -> None:
     raise KeyboardInterrupt
+
+
+def test_an_interrupt_in_a_notebook_cancels_the_coroutine_that_it_waits_for() -> None:
+    cancelled = threading.Event()
+
+    async def decode() -> None:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run_coroutine(decode())
+
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main_thread, signal.SIGINT))
+    loop = asyncio.new_event_loop()  # without the handler of `asyncio.run`, as in a notebook
+    try:
+        timer.start()
+        loop.run_until_complete(cell())
+    finally:
+        loop.close()
+    assert cancelled.is_set()

@@ -22,6 +22,7 @@ from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_write_text, progress, read_metrics
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_target
+from hone.trainer.command_line import path_override
 from hone.types import Row
 
 DATA_SOURCE = "arithmetic"
@@ -152,13 +153,13 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
     """Returns the command-line overrides of the RL run."""
     return [
         "algorithm.adv_estimator=grpo",
-        f"data.train_files={files['train']}",
-        f"data.val_files={files['test']}",
+        path_override("data.train_files", files["train"]),
+        path_override("data.val_files", files["test"]),
         "data.prompt_format=raw",
         "data.train_batch_size=32",
         "data.max_prompt_length=16",
         "data.max_response_length=8",
-        f"actor_rollout_ref.model.path={model}",
+        path_override("actor_rollout_ref.model.path", model),
         "actor_rollout_ref.actor.optim.lr=2e-4",
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
         "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
@@ -170,7 +171,7 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
         f"trainer.seed={seed}",
         "trainer.project_name=quickstart",
         f"trainer.experiment_name=seed-{seed}",
-        f"trainer.default_local_dir={run}",
+        path_override("trainer.default_local_dir", run),
         "trainer.resume_mode=disable",
     ]
 

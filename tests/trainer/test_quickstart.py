@@ -139,3 +139,11 @@ def test_the_answers_it_shows_are_those_that_improved_most(tmp_path: Path) -> No
         ("3+1=", "0: 0.1", "150: 1.0"),
         ("2+1=", "0: 0.0", "150: 0.1"),
     ]
+
+
+def test_its_folder_may_have_any_name() -> None:
+    folder = Path("it's [a], b")
+    files = {name: folder / file for name, file in quickstart.DATA_FILES.items()}
+    config = compose(quickstart.overrides(files, folder / "m", folder / "run", 1)).config
+    assert config.data.train_files == (str(files["train"]),)
+    assert config.trainer.default_local_dir == str(folder / "run")
