@@ -81,7 +81,10 @@ class JudgeWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def complete(self, requests: DataProto) -> DataProto:
-        """Returns the `completion` of each row's `text`, or None if the text is too long."""
+        """Returns the `completion` of each row's `text`, or None if the text is too long.
+
+        `vote` is the index of one of several completions of the same text, which have different seeds.
+        """
         columns = requests.non_tensor_batch
         texts_and_votes = list(zip(columns["text"], columns["vote"], strict=True))
         with self._offload.present():

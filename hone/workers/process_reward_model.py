@@ -59,7 +59,7 @@ class ProcessRewardModelWorker(TrainWorker):
         _check_head(path, config.step_labels)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
         self._split_text = unescape_newlines(config.split_step_char)
-        self._step_mark = build_step_separator(
+        self._separator = build_step_separator(
             self.tokenizer, config.step_separator, config.step_labels, "reward_model"
         )
         policy_tokenizer = None
@@ -72,7 +72,7 @@ class ProcessRewardModelWorker(TrainWorker):
             policy_tokenizer is None or policy_tokenizer.get_vocab().items() <= vocabulary
         )
         self._has_warned = False
-        spec = partial(process_reward_spec, label_tokens=self._step_mark.labels)
+        spec = partial(process_reward_spec, label_tokens=self._separator.labels)
         self.build_engine("fsdp2", spec, config.model.fsdp_config)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -80,7 +80,7 @@ class ProcessRewardModelWorker(TrainWorker):
         """Returns `process_scores` [B, T] after credit assignment, and `step_mask` [B, T]."""
         config = self.config.reward_model
         # Without a token that ends in the separator, steps are split by characters.
-        has_separators = len(self._separator_ids) > 0 and len(self._step_mark.tokens) == 1
+        has_separators = len(self._separator_ids) > 0 and len(self._separator.tokens) == 1
         splits_ids = self._has_policy_vocabulary and has_separators
         rows = self._rows_from_ids(data) if splits_ids else self._rows_from_text(data)
         inputs, position_maps = self._engine_inputs(rows)
@@ -147,7 +147,7 @@ class ProcessRewardModelWorker(TrainWorker):
         # A policy with more embeddings than tokens can sample ids outside the vocabulary.
         is_valid = responses < self.engine.facts.vocabulary
         responses = torch.where(is_valid, responses, self.tokenizer.pad_token_id)
-        separated = torch.where(is_step_end, self._step_mark.tokens[0], responses).tolist()
+        separated = torch.where(is_step_end, self._separator.tokens[0], responses).tolist()
         end_positions: list[list[int]] = [[] for _ in separated]
         for row, position in is_step_end.nonzero().tolist():
             end_positions[row].append(position)
@@ -174,8 +174,8 @@ class ProcessRewardModelWorker(TrainWorker):
                 response_ids += self.tokenizer.encode(
                     step.strip(), add_special_tokens=False, split_special_tokens=True
                 )
-                score_positions.append(len(response_ids) + self._step_mark.scored)
-                response_ids += self._step_mark.tokens
+                score_positions.append(len(response_ids) + self._separator.scored)
+                response_ids += self._separator.tokens
                 policy_positions.append(position)
             rows.append(StepRow(prompt_ids, response_ids, score_positions, policy_positions))
         return rows

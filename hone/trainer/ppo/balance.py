@@ -31,19 +31,16 @@ def balance(
 ) -> tuple[DataProto, dict[str, float]]:
     """Reorders rows so that the contiguous rows of a rank are its part of every role's mini-batches."""
     row_trajectories = trajectory_indices(batch)
-    write(
-        batch,
-        "step_row",
-        torch.arange(len(batch)) if row_trajectories is None else row_trajectories,
-    )
+    step_rows = torch.arange(len(batch)) if row_trajectories is None else row_trajectories
+    write(batch, "step_row", step_rows)
+    if ranks == 1:
+        return batch, {}
     lengths = batch.batch["attention_mask"].sum(1)
-    if row_trajectories is not None and ranks > 1:
-        # A mini-batch has a fixed number of trajectories; its rows go to the ranks in turn, longest first.
-        update_numbers = row_trajectories // min(rows_per_update)
+    if row_trajectories is not None or len(batch) % ranks:
+        # The rows of a mini-batch do not divide evenly: they go to the ranks in turn, longest first.
+        update_numbers = step_rows // min(rows_per_update)
         rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
         return batch.select_idxs(torch.cat([rows[rank::ranks] for rank in range(ranks)])), {}
-    if ranks == 1 or len(batch) % ranks:
-        return batch, {}
     block_rows = math.gcd(len(batch), *rows_per_update)
     rank_rows: list[list[int]] = [[] for _ in range(ranks)]
     for rows in torch.arange(len(batch)).split(

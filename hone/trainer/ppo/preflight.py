@@ -159,6 +159,7 @@ class _Preflight:
         """Adds the messages whose cause is not yet recorded; returns whether any was added."""
         count_before = len(self.problems)
         for message in messages:
+            # A file that cannot be read may be reported by its own check and by each loop that needs it.
             cause = message.rpartition("cannot be built: ")[2]
             if not any(cause in problem for problem in self.problems):
                 self.problems.append(message)

@@ -45,9 +45,9 @@ def response_metrics(
     If `route_by_style`, the reward model has scored only the rows of style `model`.
     """
     correct = correctness(batch, config)
-    is_judged = ~correct.isnan()
+    is_known = ~correct.isnan()
     row_masks = {"whole": torch.ones(len(batch), dtype=torch.bool)}
-    if is_judged.any():
+    if is_known.any():
         row_masks |= {"correct": correct == 1, "incorrect": correct == 0}
     rule_rewards = verifiable_rewards(batch, config)
     is_filtered = config.algorithm.filter_groups.enable or config.curriculum_learning.enable
@@ -68,10 +68,10 @@ def response_metrics(
         ):
             is_scored &= torch.zeros_like(is_scored).index_fill(0, last_indices, True)
         metrics |= mean_max_min("instant_rewards/outcome_reward", outcome[is_scored])
-        if (is_judged & is_scored).any():
+        if (is_known & is_scored).any():
             threshold = CORRECT_THRESHOLD if config.reward_model.type == "judge" else 0.0
             agrees = (outcome > threshold) == (correct == 1)
-            agreement = agrees[is_judged & is_scored].float().mean().item()
+            agreement = agrees[is_known & is_scored].float().mean().item()
             metrics["instant_rewards/orm_match_vr"] = agreement
     log_prob_column = next(
         (n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None
@@ -158,13 +158,13 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
 
 def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, float]:
     """Returns mean, max and min over prompts of pass@n and of the share of correct responses."""
-    is_judged = ~correct.isnan()
-    if not is_judged.any():
+    is_known = ~correct.isnan()
+    if not is_known.any():
         return {}
-    groups = Groups.of(batch.non_tensor_batch["uid"][is_judged.numpy()])
+    groups = Groups.of(batch.non_tensor_batch["uid"][is_known.numpy()])
     return {
-        **mean_max_min(f"group_info/pass_at_n/{name}", groups.max(correct[is_judged])),
-        **mean_max_min(f"group_info/avg_n/{name}", groups.mean(correct[is_judged])),
+        **mean_max_min(f"group_info/pass_at_n/{name}", groups.max(correct[is_known])),
+        **mean_max_min(f"group_info/avg_n/{name}", groups.mean(correct[is_known])),
     }
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hone.protocol import DataProto
+from hone.protocol.padding import split_padded, without_padding
 from hone.trainer.ppo.balance import balance
 
 
@@ -35,6 +36,13 @@ def test_each_rank_holds_its_part_of_every_mini_batch(by_length: bool, per_updat
             part = rank_rows[update * per_update // 2 : (update + 1) * per_update // 2]
             assert {row // per_update for row in part} == {update}
     assert metrics["global_seqlen/mean"] == sum(LENGTHS) / 2
+
+
+def test_every_rank_has_rows_of_each_mini_batch_if_they_do_not_divide() -> None:
+    shared, _ = balance(batch_of(LENGTHS[:10]), ranks=4, rows_per_update=[4], by_length=True)
+    parts = [without_padding(part) for part in split_padded(shared, 4)]
+    updates = [sorted({int(row) // 4 for row in part.batch["step_row"]}) for part in parts]
+    assert updates == [[0, 1, 2], [0, 1, 2], [0, 1], [0, 1]]
 
 
 def test_by_length_the_loads_come_closer() -> None:
