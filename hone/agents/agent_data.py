@@ -57,6 +57,7 @@ class AgentData:
     """Values that tools set here become columns of the batch."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
     """Time spent in model turns and in tool calls."""
+    num_preempted: int = 0
     stop_reason: str | None = None
     routed_experts: Tensor | None = None
     """[tokens, layers, k]: experts of all tokens up to the last model turn that recorded them."""
@@ -71,6 +72,7 @@ class AgentData:
         self.response_ids = list(output.token_ids)
         self._append(output.token_ids, 1, output.log_probs, output.versions, "assistant")
         self.assistant_turns += 1
+        self.num_preempted += output.num_preempted or 0
         self.stop_reason = output.stop_reason.value
         if output.routed_experts is not None:
             self.routed_experts = output.routed_experts
@@ -101,6 +103,7 @@ class AgentData:
             metrics=AgentLoopMetrics(
                 self.seconds["model"],
                 self.seconds["tools"],
+                num_preempted=self.num_preempted,
                 later_prompt_tokens=self.later_turn_tokens["prompt"],
                 later_cached_tokens=self.later_turn_tokens["cached"],
             ),

@@ -22,7 +22,9 @@ class SingleTurnAgentLoop(AgentLoopBase):
             response_mask=[1] * len(output.token_ids),
             response_logprobs=output.log_probs,
             num_turns=2,
-            metrics=AgentLoopMetrics(generate_sequences=time.perf_counter() - started),
+            metrics=AgentLoopMetrics(
+                time.perf_counter() - started, num_preempted=output.num_preempted or 0
+            ),
             versions=output.versions,
             stop_reason=output.stop_reason.value,
             routed_experts=output.routed_experts,
