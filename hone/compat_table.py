@@ -107,7 +107,7 @@ _FUNCTION_TOOL_NAMES = {
         "FUNCTION_TOOL_REGISTRY _LOADED_FUNCTION_TOOL_PATHS FunctionTool function_tool "
         "get_function_tool load_function_tools_from_path",
     ),
-    "normalize_function_tool_return": ("hone.agents.tools.answers:normalize_function_tool_return"),
+    "normalize_function_tool_return": ("hone.agents.tools.contract:normalize_function_tool_return"),
 }
 _TOOL_LIST_NAMES = {
     "initialize_tools_from_config": "hone.agents.tools.listing:initialize_tools_from_config",
@@ -284,7 +284,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.tools.utils.tool_registry": _TOOL_LIST_NAMES,
     "hone.interactions.utils.interaction_registry": {
         "initialize_interactions_from_config": (
-            "hone.agents.interactions.listing:initialize_interactions_from_config"
+            "hone.agents.tools.listing:initialize_interactions_from_config"
         ),
         "get_interaction_class": "hone.plugins:load_object",
     },

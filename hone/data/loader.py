@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import random
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import numpy as np
 
 from hone.data.rows import DataError
-from hone.data.samplers import FileOrderSampler, MixtureSampler, Sampler, ShuffledSampler, Stateful
+from hone.data.samplers import MixtureSampler, Sampler, Stateful
 from hone.types import Row, Settings
 
 if TYPE_CHECKING:
@@ -67,6 +68,20 @@ def collate_fn(rows: Sequence[Row]) -> Batch:
     return columns
 
 
+class AllRows:
+    """The default sampler: all rows in file order, or in a new permutation per epoch."""
+
+    def __init__(self, *, shuffle: bool, seed: int | None) -> None:
+        self.name = f"shuffle with seed {seed}" if shuffle else "order of the files"
+        self._shuffle, self._seed = shuffle, seed
+
+    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
+        order = list(range(num_rows))
+        if self._shuffle:  # a string seed is stable across Python versions
+            random.Random(f"epoch:{self._seed}:{epoch}").shuffle(order)
+        return iter(order)
+
+
 class PromptLoader:
     """Yields batches epoch after epoch; `first_epoch()` yields those of the first epoch only."""
 
@@ -83,8 +98,8 @@ class PromptLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        default = ShuffledSampler(seed) if shuffle else FileOrderSampler()
-        self.sampler: Sampler = sampler if sampler is not None else default
+        default = AllRows(shuffle=shuffle, seed=seed)
+        self.sampler: Sampler | AllRows = default if sampler is None else sampler
         self._order_name = str(getattr(self.sampler, "name", type(self.sampler).__qualname__))
         self._past_epoch_sizes: list[int] = []
         self._draw_counts: Counter[int]  # draws of each row in this epoch
@@ -195,7 +210,7 @@ class PromptLoader:
             self._indices = None if self._is_epoch_over() else self._iterate_epoch(self.epoch)
             return
         # Replay the draws without reading rows. Built-in orders need only the current epoch.
-        if not hasattr(self.sampler, "epoch_order"):
+        if not isinstance(self.sampler, AllRows | MixtureSampler):
             for epoch, rows in enumerate(self._past_epoch_sizes):
                 _exhaust(self._iterate_epoch(epoch), rows)
         self._indices = self._iterate_epoch(self.epoch)
@@ -204,7 +219,7 @@ class PromptLoader:
             self._exhaust_sampler()
 
     def _iterate_epoch(self, epoch: int) -> Iterator[int]:
-        if hasattr(self.sampler, "epoch_order"):
+        if isinstance(self.sampler, AllRows | MixtureSampler):
             return iter(self.sampler.epoch_order(epoch, self._epoch_size))
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -219,7 +234,7 @@ class PromptLoader:
         self._num_drawn = 0
         self._draw_counts = Counter()
         self._indices = None
-        if hasattr(self.sampler, "epoch_order"):
+        if isinstance(self.sampler, AllRows | MixtureSampler):
             self._epoch_size = len(self.dataset)
         else:
             self._epoch_size = len(self.sampler)

@@ -1,4 +1,4 @@
-"""Samplers, which yield row indices: in file order, shuffled, mixed by weights, or a user's."""
+"""Samplers, which yield row indices: several files mixed by weights, or an order of the user's own."""
 
 from __future__ import annotations
 
@@ -13,26 +13,6 @@ from hone.types import Fields, Settings
 
 if TYPE_CHECKING:
     from hone.protocol import DataProto
-
-
-class FileOrderSampler:
-    """Yields rows in the order of the files."""
-
-    name = "order of the files"
-
-    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
-        return iter(range(num_rows))
-
-
-class ShuffledSampler:
-    """Yields a new permutation of all rows per epoch, determined by the seed."""
-
-    def __init__(self, seed: int | None) -> None:
-        self.seed = seed
-        self.name = f"shuffle with seed {seed}"
-
-    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
-        return iter(permutation(range(num_rows), f"epoch:{self.seed}:{epoch}"))
 
 
 class MixtureSampler:
@@ -114,7 +94,7 @@ class UserSampler(Iterable[int], Sized, Protocol):
     """The interface of a user's sampler."""
 
 
-Sampler: TypeAlias = FileOrderSampler | ShuffledSampler | MixtureSampler | UserSampler
+Sampler: TypeAlias = MixtureSampler | UserSampler
 
 
 class AbstractSampler(ABC):

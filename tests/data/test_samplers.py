@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hone.data.loader import AllRows
 from hone.data.rows import DataError
-from hone.data.samplers import FileOrderSampler, MixtureSampler, ShuffledSampler
+from hone.data.samplers import MixtureSampler
 
 
 @given(
@@ -75,5 +76,5 @@ def test_a_weight_on_a_file_without_rows_is_named() -> None:
 
 
 def test_the_order_of_a_seed_is_fixed_for_ever() -> None:
-    assert list(ShuffledSampler(1).epoch_order(0, 8)) == [0, 1, 2, 7, 3, 4, 6, 5]
-    assert list(FileOrderSampler().epoch_order(4, 3)) == [0, 1, 2]
+    assert list(AllRows(shuffle=True, seed=1).epoch_order(0, 8)) == [0, 1, 2, 7, 3, 4, 6, 5]
+    assert list(AllRows(shuffle=False, seed=1).epoch_order(4, 3)) == [0, 1, 2]

@@ -1,1 +1,1 @@
-"""Simulated users: the contract, the YAML list, and the built-in interactions."""
+"""Simulated users: the contract and the built-in interactions."""

@@ -14,8 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from hone.agents.interactions.contract import BaseInteraction, Messages
-from hone.agents.tools.answers import to_tool_response
-from hone.agents.tools.contract import ToolError
+from hone.agents.tools.contract import ToolError, to_tool_response
 from hone.event_loop import run_in_thread
 from hone.types import Fields, Function, JsonValue, Row, Settings
 

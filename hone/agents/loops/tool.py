@@ -18,7 +18,6 @@ from hone.agents.agent_data import AgentData, AgentState
 from hone.agents.contract import AgentLoopBase, AgentLoopOutput
 from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.environment import EnvironmentInteraction
-from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.interactions.session import InteractionSession
 from hone.agents.observations import (
     observation_ids,
@@ -28,7 +27,7 @@ from hone.agents.observations import (
 )
 from hone.agents.parsers.contract import ToolCall, ToolParser
 from hone.agents.tools.contract import ToolError
-from hone.agents.tools.listing import Tool, load_all_tools
+from hone.agents.tools.listing import Tool, initialize_interactions_from_config, load_all_tools
 from hone.agents.tools.session import CallLimits, ToolSession
 from hone.config.rollout import MultiTurnConfig
 from hone.data.chat_template import BrokenTemplate

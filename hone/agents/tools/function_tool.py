@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, overload
 
-from hone.agents.tools.answers import ToolResult
-from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError
+from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError, ToolResult
 from hone.agents.tools.signature import description_of, parameters_schema
 from hone.event_loop import run_in_thread
 from hone.plugins import MissingFile, load_module

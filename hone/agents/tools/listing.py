@@ -1,4 +1,4 @@
-"""Loads the tools of a run: a YAML list of classes, and a Python file of decorated functions.
+"""Loads the tools and interactions of a run: YAML lists, and a Python file of decorated functions.
 
 tools:
   - class_name: hone.agents.tools.gsm8k.Gsm8kTool
@@ -9,6 +9,15 @@ tools:
     parameters: {expression: {type: string, description: …}}
   - config: {type: mcp}     # every tool of MCP servers, see mcp.py
     mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
+
+interaction:
+  - name: gsm8k
+    class_name: hone.agents.interactions.gsm8k.Gsm8kInteraction
+    config: {}
+  - name: maze                        # a class with `reset` and `step` is an environment
+    class_name: my_env.py:Maze
+  - name: reasoning_gym:leg_counting  # a reasoning-gym dataset by name
+  - name: verifiers:my-env            # an environment of the package verifiers
 """
 
 from __future__ import annotations
@@ -16,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from hone.agents.interactions.contract import BaseInteraction
+from hone.agents.interactions.environment import EnvironmentInteraction
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolError
 from hone.agents.tools.function_tool import FunctionTool, load_function_tools_from_path
 from hone.agents.tools.mcp import mcp_tools
@@ -153,6 +164,29 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
                 )
             tools[tool.name] = tool
     return list(tools.values())
+
+
+def initialize_interactions_from_config(
+    interaction_config_file: str,
+) -> dict[str, BaseInteraction]:
+    """Returns the interactions by the name that a row's `interaction_kwargs` gives."""
+    path = interaction_config_file
+    interactions: dict[str, BaseInteraction] = {}
+    for entry in read_entries(path, "interaction"):
+        cls = load_object(str(entry["class_name"]))
+        # The default name of `WeatherInteraction` is `weather`.
+        name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
+        if name in interactions:
+            raise ToolError(
+                f"Duplicate interaction name {name!r} found in {path}; rename one of them"
+            )
+        config = {**(entry.get("config") or {}), "name": name}
+        is_interaction = isinstance(cls, type) and issubclass(cls, BaseInteraction)
+        if not is_interaction and hasattr(cls, "reset") and hasattr(cls, "step"):
+            interactions[name] = EnvironmentInteraction(cls, config)
+        else:
+            interactions[name] = cls(config)
+    return interactions
 
 
 def _entry_config(entry: Settings, path: str) -> Settings:

@@ -17,13 +17,13 @@ from uuid import uuid4
 
 from hone.agents.agent_data import AgentData
 from hone.agents.parsers.contract import ToolCall
-from hone.agents.tools.answers import (
+from hone.agents.tools.contract import (
+    BaseTool,
     CallResult,
     normalize_function_tool_return,
     normalize_tool_return,
     response_text,
 )
-from hone.agents.tools.contract import BaseTool
 from hone.agents.tools.function_tool import FunctionTool
 from hone.agents.tools.listing import Tool
 from hone.event_loop import DeadlineExceeded, run_with_deadline

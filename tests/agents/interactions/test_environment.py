@@ -20,8 +20,8 @@ from hone.agents.interactions.environment import (
     _observation_text,
     _parse_step,
 )
-from hone.agents.interactions.listing import initialize_interactions_from_config
 from hone.agents.tools.contract import ToolError
+from hone.agents.tools.listing import initialize_interactions_from_config
 
 GUESS = """
 class Guess:

@@ -9,8 +9,13 @@ from typing import Annotated, Any, Literal, Optional
 
 import pytest
 
-from hone.agents.tools.answers import CallResult, normalize_function_tool_return
-from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError, ToolResponse
+from hone.agents.tools.contract import (
+    CallResult,
+    OpenAIFunctionToolSchema,
+    ToolError,
+    ToolResponse,
+    normalize_function_tool_return,
+)
 from hone.agents.tools.function_tool import (
     FUNCTION_TOOL_REGISTRY,
     function_tool,
