@@ -280,6 +280,7 @@ def test_with_a_reward_model_other_failures_of_a_first_batch_are_an_error(
     with pytest.raises(RewardError, match="none of the 2 responses"):
         manager(make_batch(["raise", "nan"], "custom", ["1", "1"]))
     rows = make_batch(["raise", "nan"], ["without", "with"], [None, "1"])
+    manager.is_first_batch = True
     with pytest.raises(RewardError, match=r"none of the 1 responses.*'with'\): nan"):
         manager(rows)
 
