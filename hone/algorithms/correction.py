@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics, weight_metrics
 from hone.algorithms.rejection import EXPONENT_BOUND, catastrophic_tokens, rejection_mask
-from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.block import setting
 from hone.config.ranges import IS_THRESHOLD_KEY, Bound, parse_bound
 from hone.ops.masked import masked_mean, masked_sum, zero_outside_mask
 from hone.types import Settings

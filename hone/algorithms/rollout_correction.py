@@ -11,8 +11,8 @@ from torch import Tensor
 from hone.algorithms.correction import correct
 from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics, weight_metrics
 from hone.algorithms.rejection import rejection_mask
-from hone.algorithms.settings import setting
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.block import setting
 from hone.config.ranges import REJECTION_OPTIONS, split_list
 from hone.ops.masked import count_unmasked, zero_outside_mask
 from hone.protocol import DataProto

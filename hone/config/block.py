@@ -1,7 +1,8 @@
 """Building blocks of the schema: dict-like blocks, and defaults that follow other keys.
 
 `config.get("clip_ratio_c", 3.0)`, `config["clip_ratio"]`, `"lam" in config` and `**config` work in a
-user's loss, estimator or manager, as with verl's configs. Blocks are read-only.
+user's loss, estimator or manager, as with verl's configs. Blocks are read-only. `setting` reads a dotted key
+of a block, a dict or any other object.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing_extensions import dataclass_transform
 
 from hone.config.convert import Value
 from hone.config.errors import did_you_mean, nearest
+from hone.types import Settings
 
 B = TypeVar("B")
+_MISSING = object()
 
 
 def block(cls: type[B], **changes: Value) -> B:
@@ -77,3 +80,40 @@ class SchemaBlock(Block):
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
+
+
+def setting(config: Settings | None, key: str, defaults: type[Block]) -> Any:
+    """Returns `config.<key>`, or the block's default if `config` is None or lacks the key."""
+    value = _lookup(config, key)
+    if value is _MISSING:
+        value = _lookup(_default_block(defaults), key)
+    if value is _MISSING:
+        raise KeyError(f"neither the config nor {defaults.__name__} has the key {key}")
+    return value
+
+
+def config_value(config: Settings | None, key: str) -> Any:
+    """Returns `config.<key>` if the config itself has it, else None."""
+    value = _lookup(config, key)
+    return None if value is _MISSING else value
+
+
+def has_key(config: Settings | None, key: str) -> bool:
+    """Returns whether the config itself has the key."""
+    return _lookup(config, key) is not _MISSING
+
+
+def _lookup(config: Settings | None, key: str) -> Any:
+    """Returns the value of a dotted key, or _MISSING."""
+    value: Any = config
+    for part in key.split("."):
+        if value is None or value is _MISSING:
+            return _MISSING
+        is_mapping = isinstance(value, Mapping)
+        value = value.get(part, _MISSING) if is_mapping else getattr(value, part, _MISSING)
+    return value
+
+
+@functools.cache
+def _default_block(block: type[Block]) -> Block:
+    return block()

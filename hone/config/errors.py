@@ -27,3 +27,11 @@ def did_you_mean(*suggestions: str | None) -> str:
     """Returns ` Did you mean 'x' or 'y'?`, or an empty string."""
     words = " or ".join(f"'{word}'" for word in suggestions if word)
     return f" Did you mean {words}?" if words else ""
+
+
+def unknown_argument(function_name: str, name: str, known_names: Sequence[str]) -> TypeError:
+    """Returns the error of an unknown keyword argument, which suggests the closest known one."""
+    return TypeError(
+        f"{function_name} takes no argument {name!r}.{did_you_mean(nearest(name, known_names))} "
+        f"It takes {', '.join(known_names)}"
+    )

@@ -12,7 +12,7 @@ from hone.algorithms.advantages.estimator import needed_columns
 from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.correction_metrics import gap_metrics
 from hone.algorithms.kl import kl_penalty
-from hone.algorithms.policy_losses import get_policy_loss_fn
+from hone.algorithms.policy_losses import TABLE
 from hone.algorithms.policy_losses.policy_loss import PolicyLoss
 from hone.algorithms.value_loss import compute_value_loss
 from hone.columns import require
@@ -50,7 +50,7 @@ class PolicyObjective:
         bypasses = correction is not None and correction.bypass_mode
         self._bypass_correction = correction if bypasses else None
         name = "bypass_mode" if bypasses else config.policy_loss.loss_mode
-        self._loss = get_policy_loss_fn(name)
+        self._loss = TABLE.get(name)
         self._extra_columns = needed_columns(self._loss)
         # The entropy is always computed: it is cheap, and an entropy collapse must be visible.
         self.options: Options = {"temperature": temperature, "with_entropy": True}

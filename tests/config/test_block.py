@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import pickle
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 
 from hone.config import load_config
-from hone.config.block import Block
+from hone.config.algorithm import AlgorithmConfig
+from hone.config.block import Block, config_value, setting
 from hone.config.keys import block_type, hints
 from hone.config.trees import TREES
 
@@ -82,3 +84,24 @@ def test_a_block_is_still_equal_copied_and_pickled_as_a_dataclass() -> None:
     assert dataclasses.replace(ACTOR, clip_ratio=0.5) != ACTOR
     assert ACTOR != {**ACTOR}
     assert hash(ACTOR.policy_loss) == hash(copy.deepcopy(ACTOR.policy_loss))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"a": {"b": 3}}, SimpleNamespace(a=SimpleNamespace(b=3)), SimpleNamespace(a={"b": 3})],
+)
+def test_dotted_keys_of_dicts_and_objects(config):
+    assert setting(config, "a.b", AlgorithmConfig) == 3
+    assert config_value(config, "a.b") == 3
+    assert config_value(config, "a.c") is None
+    assert config_value(None, "a") is None
+
+
+def test_missing_keys_have_their_defaults():
+    assert setting(None, "gamma", AlgorithmConfig) == setting({}, "gamma", AlgorithmConfig) == 1.0
+    assert setting({"gamma": None}, "gamma", AlgorithmConfig) is None
+
+
+def test_the_error_of_an_unknown_key_names_it():
+    with pytest.raises(KeyError, match="AlgorithmConfig has the key no_such_key"):
+        setting({}, "no_such_key", AlgorithmConfig)

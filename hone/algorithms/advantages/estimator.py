@@ -19,9 +19,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from hone.algorithms.settings import has_key, raise_if_unknown, setting
 from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
+from hone.config.block import has_key, setting
+from hone.config.errors import unknown_argument
 from hone.ops.groups import Groups, Labels, factorise, factorise_pairs
 from hone.ops.masked import WHITEN_EPS, count_unmasked, masked_sum
 from hone.plugins import PluginError
@@ -162,10 +163,10 @@ class VerlForm:
         unknown_names = [
             n for n in keywords if n not in columns and not n.startswith(REWARD_PREFIX)
         ]
-        known_names = ("token_level_rewards", "response_mask", "index", "config", *self._options)
-        raise_if_unknown(
-            self.__name__, unknown_names, (*known_names, TRAJECTORY_COLUMN, *self.estimator.uses)
-        )
+        if unknown_names:
+            arguments = ("token_level_rewards", "response_mask", "index", "config", *self._options)
+            known_names = (*arguments, TRAJECTORY_COLUMN, *self.estimator.uses)
+            raise unknown_argument(self.__name__, unknown_names[0], known_names)
         estimator = self.estimator.from_config(config, **options)
         return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
 

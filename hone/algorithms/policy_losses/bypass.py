@@ -18,8 +18,8 @@ from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Token
 from hone.algorithms.policy_losses.token_ratio import policy_gradient_loss
 from hone.algorithms.policy_losses.vanilla import ppo_clip
 from hone.algorithms.rejection import catastrophic_tokens, rejection_mask
-from hone.algorithms.settings import config_value, setting
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.config.block import config_value, setting
 from hone.types import Settings
 
 _KEYWORD = "rollout_correction"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
-from hone.algorithms.settings import config_value, raise_if_unknown, setting
 from hone.config.actor import ActorConfig
+from hone.config.block import config_value, setting
+from hone.config.errors import unknown_argument
 from hone.ops.masked import masked_mean, zero_outside_mask
 from hone.types import Settings
 
@@ -131,7 +132,8 @@ class PolicyLoss:
     ) -> Tokens:
         """Returns the input of `per_token`; raises on an unknown keyword."""
         keywords = (*_KEYWORDS, *self.extra_keywords)
-        raise_if_unknown(f"policy loss {self.name}", set(extras) - set(keywords), keywords)
+        if unknown_names := set(extras) - set(keywords):
+            raise unknown_argument(f"policy loss {self.name}", min(unknown_names), keywords)
         if self.prepare_tokens is not None and prepared is None:
             prepared = self.prepare(*inputs, config)
         tokens = _masked_tokens(inputs, config)
