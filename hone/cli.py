@@ -11,6 +11,7 @@ from hone.trainer.subcommands import (
     Options,
     Subcommands,
     add_data_subcommands,
+    add_recipes_subcommand,
     add_subcommand,
     print_text,
 )
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, text) in PROGRAMS_WITH_FLAGS.items():
         subcommands.add_parser(name, help=text, add_help=False)
     _add_quickstart(subcommands)
-    _add_recipes(subcommands)
+    add_recipes_subcommand(subcommands)
     add_data_subcommands(subcommands)
     _add_model(subcommands)
     _add_config(subcommands)
@@ -131,15 +132,6 @@ def _add_quickstart(subcommands: Subcommands) -> None:
     parser.set_defaults(takes_extra_arguments=True)
     parser.add_argument("--seed", type=int, default=1, help="run seed (default 1)")
     parser.add_argument("--out", default="quickstart", help="folder to write to")
-
-
-def _add_recipes(subcommands: Subcommands) -> None:
-    text = "list the recipes and examples of this package, or copy one"
-    parser = add_subcommand(subcommands, "recipes", _recipes, text)
-    parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="recipe to copy; without it, all are listed"
-    )
-    parser.add_argument("out", nargs="?", metavar="OUT", help="new folder (default recipes/NAME)")
 
 
 def _add_model(subcommands: Subcommands) -> None:
@@ -257,15 +249,6 @@ def _quickstart(options: Options, rest: list[str]) -> None:
     from hone.trainer.quickstart import main as quickstart
 
     quickstart(out=options.out, seed=options.seed, extra=rest)
-
-
-def _recipes(options: Options, rest: list[str]) -> None:
-    from hone.trainer.recipes import copy_recipe, listing
-
-    if options.name is None:
-        print_text("\n".join(listing()))
-    else:
-        print_text(f"wrote {copy_recipe(options.name, options.out)}")
 
 
 def _model_tiny(options: Options, rest: list[str]) -> None:

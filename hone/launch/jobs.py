@@ -78,9 +78,8 @@ class JobClient:
             time.sleep(STREAM_RETRY_INTERVAL_S if stream_failed else POLL_INTERVAL_S)
         # Ray may close a log stream without an error before the end of the log.
         try:
-            if unwritten := self._retry(lambda: self._client.get_job_logs(job))[
-                written_characters:
-            ]:
+            log = self._retry(lambda: self._client.get_job_logs(job))
+            if unwritten := log[written_characters:]:
                 write(unwritten)
         except Exception as error:
             logger.warning("the end of the log of %s cannot be read (%s)", job, error)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
@@ -174,4 +176,9 @@ def entrypoint_without_quotes(command: Sequence[str]) -> str:
     if all(shlex.quote(argument) == argument for argument in arguments):
         return " ".join(arguments)
     encoded = base64.urlsafe_b64encode(json.dumps(arguments).encode()).decode()
-    return f"python -m hone.launch.encoded {encoded}"
+    return f"python -m hone.launch.scripts {encoded}"
+
+
+if __name__ == "__main__":  # runs a command that `entrypoint_without_quotes` encoded
+    command = json.loads(base64.urlsafe_b64decode(sys.argv[1]))
+    os.execvp(command[0], command)

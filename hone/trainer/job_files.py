@@ -1,4 +1,4 @@
-"""Writes the files of a generation job: parts while it runs, then the output and a job record."""
+"""Writes the files of a generation job: the finished rows while it runs, then the output and a record."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class GenerationError(ValueError):
 
 
 class JobFiles:
-    """The files of a job: a folder of parts while it runs, then the output and its record.
+    """The files of a job.
 
-    The folder of parts is named after the hash of the job, and `OUTPUT.job` records that hash and the hash of
-    the output, so files of other jobs are never reused or replaced.
+    `OUTPUT.HASH.parts` has one file of finished rows per rank while the job runs. `OUTPUT.job` records the
+    hash of the job and that of the output, so files of other jobs are never reused or replaced.
     """
 
     def __init__(self, output: Path, job_hash: str, rank: int) -> None:

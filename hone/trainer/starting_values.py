@@ -87,10 +87,8 @@ def _count_rows(files: Sequence[str]) -> int:
 
 def _length_settings(settings: Settings, device: str, max_length: int | None) -> dict[str, int]:
     """Returns prompt and response lengths for this device that fit the model's maximum length."""
-    prompt_tokens, response_tokens = (
-        settings.get("data.max_prompt_length"),
-        MAX_RESPONSE_TOKENS[device],
-    )
+    prompt_tokens = settings.get("data.max_prompt_length")
+    response_tokens = MAX_RESPONSE_TOKENS[device]
     if max_length:
         response_tokens = min(
             response_tokens, max_length - prompt_tokens if prompt_tokens else max_length // 2

@@ -1,10 +1,17 @@
-"""Declares a subcommand of `hone`, and the subcommands of `hone data`."""
+"""Declares a subcommand of `hone`, those of `hone data`, and `hone recipes`, which lists and copies recipes.
+
+Recipes and examples are next to the package in a clone, and inside it in a wheel (see setup.py).
+"""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+import hone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,6 +22,10 @@ if TYPE_CHECKING:
 Parser: TypeAlias = argparse.ArgumentParser
 Subcommands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Options: TypeAlias = argparse.Namespace
+
+SHIPPED_FOLDER = "shipped"
+EXAMPLES = "examples"
+_EXAMPLES_TITLE = "Plug-ins of your own: a reward manager, an agent loop, data preparation"
 
 
 def add_subcommand(
@@ -119,7 +130,7 @@ def _tokenizer_and_config(options: Options) -> tuple[PreTrainedTokenizerBase | N
 
 
 def _data_check(options: Options, rest: list[str]) -> int:
-    from hone.config import ConfigError
+    from hone.config.errors import ConfigError
     from hone.config.rollout import BUILT_IN_LOOPS
     from hone.data.check import check_file
     from hone.rewards.scores.table import find
@@ -166,3 +177,68 @@ def _data_show(options: Options, rest: list[str]) -> None:
             options.file, rows=options.rows, tokenizer=tokenizer, config=config, tools=schemas
         )
     )
+
+
+def add_recipes_subcommand(subcommands: Subcommands) -> None:
+    """Declares `hone recipes`."""
+    text = "list the recipes and examples of this package, or copy one"
+    parser = add_subcommand(subcommands, "recipes", _recipes, text)
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="recipe to copy; without it, all are listed"
+    )
+    parser.add_argument("out", nargs="?", metavar="OUT", help="new folder (default recipes/NAME)")
+
+
+def _recipes(options: Options, rest: list[str]) -> None:
+    if options.name is None:
+        print_text("\n".join(listing()))
+    else:
+        print_text(f"wrote {copy_recipe(options.name, options.out)}")
+
+
+def shipped_folder() -> Path:
+    """Returns the folder that contains `recipes` and `examples`."""
+    from hone.config.errors import ConfigError
+
+    package = Path(hone.__file__).resolve().parent
+    if (package / SHIPPED_FOLDER).is_dir():
+        return package / SHIPPED_FOLDER
+    if (package.parent / "pyproject.toml").is_file():
+        return package.parent
+    raise ConfigError(
+        f"{package} came without recipes; install the wheel, or run from a clone of the repository"
+    )
+
+
+def recipes() -> dict[str, Path]:
+    """Returns the recipe folders by name."""
+    root = shipped_folder()
+    folders = {p.parent.name: p.parent for p in sorted((root / "recipes").glob("*/README.md"))}
+    return folders | {EXAMPLES: root / EXAMPLES}
+
+
+def listing() -> list[str]:
+    """Returns one line per recipe: its name and the title of its README."""
+    titles = {}
+    for name, folder in recipes().items():
+        readme = folder / "README.md"
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else _EXAMPLES_TITLE
+        titles[name] = text.partition("\n")[0].lstrip("# ")
+    name_width = max(map(len, titles))
+    return [f"{name:<{name_width}}  {title}" for name, title in titles.items()]
+
+
+def copy_recipe(name: str, out: str | None = None) -> Path:
+    """Copies a recipe to `out`, by default `recipes/NAME` as its commands expect, and returns the folder."""
+    from hone.config.errors import ConfigError, did_you_mean, nearest
+
+    folders = recipes()
+    if name not in folders:
+        hint = did_you_mean(nearest(name, folders))
+        raise ConfigError(f"there is no recipe {name!r}.{hint} Use {', '.join(folders)}")
+    default_target = Path(EXAMPLES) if name == EXAMPLES else Path("recipes") / name
+    target = Path(out).expanduser() if out else default_target
+    if target.exists():
+        raise ConfigError(f"{target} already exists; name another folder: hone recipes {name} OUT")
+    shutil.copytree(folders[name], target, ignore=shutil.ignore_patterns("__pycache__"))
+    return target

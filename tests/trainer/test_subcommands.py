@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hone import cli
-from hone.trainer import recipes
+from hone.trainer import subcommands
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,6 +53,6 @@ def test_a_wrong_name_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_package_without_recipes_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(recipes.hone, "__file__", str(tmp_path / "hone" / "__init__.py"))
+    monkeypatch.setattr(subcommands.hone, "__file__", str(tmp_path / "hone" / "__init__.py"))
     assert cli.main(["recipes"]) == 2
     assert "came without recipes" in capsys.readouterr().err
