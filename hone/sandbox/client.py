@@ -84,6 +84,13 @@ class WardenClient:
         with self._lock:
             self._close_warden()
 
+    def forget(self) -> None:
+        """Leaves the warden to the parent process; a forked child starts one of its own."""
+        self._lock = threading.Lock()
+        if self._control_socket is not None:
+            self._control_socket.close()  # the warden ends when no process holds the socket
+        self._control_socket = self._process = None
+
     def clean_up_if_dead(self) -> None:
         """If the warden is dead, kills the boxes that it was building; otherwise does nothing."""
         with self._lock:
@@ -137,6 +144,7 @@ def _kill_session(session_id: int) -> None:
 
 
 _warden = WardenClient(SPARE_LIFETIME_S)
+os.register_at_fork(after_in_child=_warden.forget)
 
 
 def run_job(job: Job, plan: Plan, caller_socket: socket.socket | None = None) -> SandboxResult:
@@ -180,6 +188,8 @@ class Run:
 
     def close(self) -> None:
         """Closes the run's connection and descriptors, which ends a run in progress."""
+        with contextlib.suppress(OSError):  # it is closed already, or the warden is dead
+            self._connection.shutdown(socket.SHUT_RDWR)  # also if a forked process holds it
         self._connection.close()
         while self._descriptors:
             os.close(self._descriptors.pop())

@@ -69,6 +69,7 @@ def fork_program(
 
     error_pipe: the child writes the error here if setup fails; exec closes it.
     """
+    warden_pid = os.getpid()
     pid = os.fork()
     if pid:
         return pid
@@ -85,6 +86,8 @@ def fork_program(
         set_rlimits(0, request.job)
         drop_root()
         _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != warden_pid:
+            raise OSError("the warden has ended")
         os.setsid()
         os.chdir(home)
         interpreter = request.plan.interpreter

@@ -328,15 +328,41 @@ def test_a_killed_trainer_leaves_no_box_warden_or_cgroup(bwrap: None) -> None:
 
 
 def test_a_killed_caller_ends_its_run(bwrap: None) -> None:
-    pid = warden_pid()
     forked = os.fork()
-    if forked == 0:  # shares our warden and is killed during a run
+    if forked == 0:  # starts its own warden and is killed during a run
         run_python("import time; time.sleep(1000)", timeout_s=500.0)
         os._exit(0)
-    assert wait_until(lambda: len(descendants(pid)) >= 3)
+    assert wait_until(lambda: len(descendants(forked)) >= 4)
+    pids = descendants(forked)
     os.kill(forked, signal.SIGKILL)
     os.waitpid(forked, 0)
-    assert wait_until(lambda: descendants(pid) == [])
+    assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids))
+
+
+def test_a_forked_process_keeps_neither_the_warden_nor_a_run(bwrap: None) -> None:
+    pid = warden_pid()
+    run = client.Run(Job("import time; time.sleep(99)", timeout_s=100.0), plan_for(()))
+    assert wait_until(lambda: len(descendants(pid)) >= 2)
+    read_end, write_end = os.pipe()
+    forked = os.fork()
+    if forked == 0:  # such as a worker of a data loader
+        own_pid = warden_pid()
+        client.close()
+        os.write(write_end, str(own_pid).encode())
+        time.sleep(99)
+        os._exit(0)
+    try:
+        assert int(os.read(read_end, 32)) != pid
+        run.close()
+        assert wait_until(lambda: descendants(pid) == [])
+        assert run_python("print(1)").ok
+        client.close()
+        assert not os.path.exists(f"/proc/{pid}")
+    finally:
+        os.kill(forked, signal.SIGKILL)
+        os.waitpid(forked, 0)
+        os.close(read_end)
+        os.close(write_end)
 
 
 def test_closing_ends_the_warden(bwrap: None) -> None:
