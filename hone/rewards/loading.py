@@ -74,7 +74,7 @@ def load_reward_manager(
         settings = {**_score_options(config, scorer), "policy": _policy(config), **settings}
         # PRIME trains its reward model on the rule's score, so there a row without it is a failure.
         if reward_model.enable and reward_model.type != "prime":
-            settings["masks_rows_without_truth"] = True
+            settings["skips_rows_without_truth"] = True
         if reward_model.repeatness_punishment:
             settings["repeat_threshold"] = reward_model.high_repeat_threshold
     manager = cls(

@@ -23,6 +23,7 @@ POLICY, OBSERVATION = "policy", "observation"
 
 Segments = Sequence[Mapping[str, str]]
 Comparisons = dict[symbolic.Pair, bool | Failed]
+"""The results of symbolic comparisons by answer and reference."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class RuleRewardManager(AbstractRewardManager):
 
     Responses that repeat themselves more than `repeat_threshold` (0 to 1) get the reward 0.
     With `score_observations`, the scorer's text includes the output of tools and searches.
-    With `masks_rows_without_truth`, rows without a ground truth get no score: a reward model
+    With `skips_rows_without_truth`, rows without a ground truth get no score: a reward model
     scores them.
     """
 
@@ -57,7 +57,7 @@ class RuleRewardManager(AbstractRewardManager):
         policy: FailurePolicy | None = None,
         repeat_threshold: float | None = None,
         score_observations: bool = False,
-        masks_rows_without_truth: bool = False,
+        skips_rows_without_truth: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
@@ -67,8 +67,8 @@ class RuleRewardManager(AbstractRewardManager):
         )
         self.repeat_threshold = repeat_threshold
         self.score_observations = score_observations
-        self.masks_rows_without_truth = masks_rows_without_truth
-        self.num_masked = 0
+        self.skips_rows_without_truth = skips_rows_without_truth
+        self.num_skipped = 0
         self.has_warned_about_missing_truth = False
         self.is_first_batch = True
         self.options = options
@@ -133,7 +133,7 @@ class RuleRewardManager(AbstractRewardManager):
             else next(results)
             for row, lacks in zip(rows, lacks_truth, strict=True)
         ]
-        if not self.masks_rows_without_truth:
+        if not self.skips_rows_without_truth:
             return outcomes
         # A user's function that fails for a row without a ground truth apparently needs one.
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
@@ -185,7 +185,7 @@ class RuleRewardManager(AbstractRewardManager):
         """Raises RewardError if no row of the first batch has a score: the scorer never works."""
         if not self.is_first_batch or self.policy.on_failure == "raise":
             return
-        pairs = [pair for pair in zip(rows, outcomes, strict=True) if not self._is_masked(pair[1])]
+        pairs = [pair for pair in zip(rows, outcomes, strict=True) if not self._is_skipped(pair[1])]
         self.is_first_batch = not pairs
         failures = [(row, outcome) for row, outcome in pairs if isinstance(outcome, Failed)]
         if failures and len(failures) == len(pairs):
@@ -202,8 +202,8 @@ class RuleRewardManager(AbstractRewardManager):
         """Applies the failure policy, counts failures, and adds `score` and `acc` to the extras."""
         results = []
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
-            if self._is_masked(outcome):
-                self.num_masked += 1
+            if self._is_skipped(outcome):
+                self.num_skipped += 1
                 results.append(Scored(0.0, {"reward_failure": NO_GROUND_TRUTH}))
                 continue
             if isinstance(outcome, Failed):
@@ -217,20 +217,20 @@ class RuleRewardManager(AbstractRewardManager):
             results.append(Scored(outcome.score, extras))
         if any("acc" in result.extras for result in results):
             for result, outcome in zip(results, outcomes, strict=True):
-                if isinstance(outcome, Failed) and not self._is_masked(outcome):
+                if isinstance(outcome, Failed) and not self._is_skipped(outcome):
                     result.extras["acc"] = 0.0
         return results
 
-    def _is_masked(self, outcome: Scored | Failed) -> bool:
+    def _is_skipped(self, outcome: Scored | Failed) -> bool:
         """Returns whether only the reward model scores the row, which has no ground truth."""
         lacks_truth = isinstance(outcome, Failed) and outcome.reason == NO_GROUND_TRUTH
-        return lacks_truth and self.masks_rows_without_truth
+        return lacks_truth and self.skips_rows_without_truth
 
     def pop_metrics(self) -> dict[str, float]:
         metrics = super().pop_metrics()
-        if self.masks_rows_without_truth:
-            metrics["reward/rows_without_answer"] = float(self.num_masked)
-            self.num_masked = 0
+        if self.skips_rows_without_truth:
+            metrics["reward/rows_without_answer"] = float(self.num_skipped)
+            self.num_skipped = 0
         return metrics
 
     def _score_of_failure(self, index: int, row: Response, failed: Failed) -> Scored:

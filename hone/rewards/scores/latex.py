@@ -85,13 +85,16 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\. ?$", ""),
     )
 )
+# `x=` or `f =` before the answer
 _SHORT_NAME = re.compile(r"[^=\d\s][^=\s]? ?=(?!=)")
 _GROUPED_NUMBER = re.compile(r"[+-]? ?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
 _MIXED_NUMBER = re.compile(
     r"(?<![\w.^}\\])(\d{1,64})"
     r"(?: (\d{1,64})/(\d{1,64})| ?\\frac\{(\d{1,64})\}\{(\d{1,64})\})(?![\w.])"
 )
+# `4'2`: no number, but parsers read 42 or 4
 _PRIMED_NUMBER = re.compile(r"\d\s*'+\s*\d")
+# a space that is not between two numbers
 _LOOSE_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])")
 _RATIO = re.compile(r"([+-]?)(\d+)/(\d+)")
 _DECIMAL = re.compile(r"[+-]?\d{1,64}(?:\.\d{1,64})?", re.ASCII)

@@ -1,8 +1,8 @@
 """Compares two LaTeX answers symbolically with math-verify, in processes that can be killed.
 
-Only its LaTeX parser is used, because the plain-expression parser calls Python's `eval`. Too large
-expressions, and comparisons that exceed their CPU time or memory, count as not equal; the manager
-reports both. The comparisons of a batch run together (`compare_all`), within one budget.
+Only its LaTeX parser is used, because the plain-expression parser calls Python's `eval`.
+Expressions that are too large, and comparisons that exceed their CPU time or memory, count as not
+equal, and as failures in the metrics. The comparisons of a batch run together (`compare_all`).
 """
 
 from __future__ import annotations

@@ -272,7 +272,7 @@ def try_scorers(
             positions_by_source.setdefault(source, []).append(position)
     for source, positions in positions_without_truth.items():
         # With a reward model, rows without a ground truth are tried only if no row of the source has one.
-        if not manager.masks_rows_without_truth:
+        if not manager.skips_rows_without_truth:
             candidate_positions[source] = sorted([*candidate_positions.get(source, ()), *positions])
         elif not manager.lacks_ground_truth(source, None):
             candidate_positions.setdefault(source, positions)
@@ -289,7 +289,7 @@ def try_scorers(
             f"{len(unscorable_positions):,} of {num_rows:,} rows have no reward_model.ground_truth to "
             f"compare with (the first: {store.where(unscorable_positions[0])})"
         )
-        if manager.masks_rows_without_truth:
+        if manager.skips_rows_without_truth:
             yield Verdict(warning=f"{problem}: only the reward model scores them")
         elif manager.policy.on_failure == "raise":
             yield Verdict(problem=f"{problem}; write them, or leave these rows out")

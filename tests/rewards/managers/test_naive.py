@@ -233,7 +233,7 @@ def test_a_missing_ground_truth_is_a_failure_and_not_a_zero(
 def test_with_a_reward_model_a_row_without_a_ground_truth_is_unscored_and_not_a_failure(
     tokenizer: Any, make_batch: MakeBatch, truth: Any, policy: FailurePolicy
 ) -> None:
-    manager = NaiveRewardManager(tokenizer, 0, policy=policy, masks_rows_without_truth=True)
+    manager = NaiveRewardManager(tokenizer, 0, policy=policy, skips_rows_without_truth=True)
     unscored = make_batch(["#### 1"] * 2, "openai/gsm8k", [truth] * 2)
     assert manager(unscored).sum(1).tolist() == [0.0, 0.0]  # also as the first batch
     result = manager(
@@ -257,7 +257,7 @@ def test_with_a_reward_model_a_user_function_may_fail_without_a_ground_truth(
     tokenizer: Any, make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = NaiveRewardManager(
-        tokenizer, 0, needs_a_number, policy=STRICT, masks_rows_without_truth=True
+        tokenizer, 0, needs_a_number, policy=STRICT, skips_rows_without_truth=True
     )
     data = make_batch(["ab", "ab", "ab", "ab"], "custom", ["2", None, "null", "3"])
     result = manager(data, return_dict=True)
@@ -275,7 +275,7 @@ def test_with_a_reward_model_other_failures_of_a_first_batch_are_an_error(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     manager = NaiveRewardManager(
-        tokenizer, 0, failing, policy=LENIENT, masks_rows_without_truth=True
+        tokenizer, 0, failing, policy=LENIENT, skips_rows_without_truth=True
     )
     with pytest.raises(RewardError, match="none of the 2 responses"):
         manager(make_batch(["raise", "nan"], "custom", ["1", "1"]))
