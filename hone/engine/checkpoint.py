@@ -76,7 +76,7 @@ def load_checkpoint(
     contents: Collection[str] | None = None,
 ) -> None:
     """Reads the named parts; None reads all saved parts."""
-    saved_shapes, sections = saved_sections(folder, contents)
+    saved_shapes, sections = saved_sections(folder, contents, is_trained=optimizer is not None)
     state = _engine_state(module, optimizer, sections)
     check_same_tensors(folder, saved_shapes, state)
     base_checksum = state["base"].clone() if "base" in state else None
@@ -114,8 +114,13 @@ def load_checkpoint(
         optimizer.copy_weights_to_masters()
 
 
-def saved_sections(folder: Path, contents: Collection[str] | None) -> tuple[EntryShapes, set[str]]:
-    """Returns the shapes of a checkpoint's entries, and the requested sections that it contains."""
+def saved_sections(
+    folder: Path, contents: Collection[str] | None, *, is_trained: bool
+) -> tuple[EntryShapes, set[str]]:
+    """Returns the shapes of a checkpoint's entries, and the requested sections that it contains.
+
+    Raises if a trained model requests the schedule or the optimizer, and the checkpoint has neither.
+    """
     if not folder.is_dir():
         raise CheckpointMissing(
             f"{folder.parent} holds no {folder.name}: the run that wrote this checkpoint had none; use the "
@@ -128,6 +133,13 @@ def saved_sections(folder: Path, contents: Collection[str] | None) -> tuple[Entr
         raise CheckpointMissing(
             f"{folder} holds no model state (it has {', '.join(sorted(available)) or 'nothing'}): "
             "it was saved without 'model' in checkpoint.save_contents; start from its export instead"
+        )
+    # Before the first update, an optimizer has no state to save, but its schedule has.
+    requested_parts = sorted({"optimizer", "extra"} & set(contents or ()))
+    if is_trained and requested_parts and not available & sections_for_contents(requested_parts):
+        raise CheckpointMissing(
+            f"{folder} was saved without {' and '.join(requested_parts)}, which checkpoint.load_contents "
+            "requests; leave them out to continue with a new optimizer"
         )
     return shapes, sections
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -174,8 +175,8 @@ def command_and_environment(
             values = value if isinstance(value, list | tuple) else [value]
             command += [flag, *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
     environment = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-    gpus_per_replica = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
-    if gpus_per_replica * config.data_parallel_size > 1:
+    sizes = (arguments[name] or 1 for name in ("tp_size", "pp_size", "dp_size"))
+    if math.prod(sizes) > 1:
         command += ["--base-gpu-id", str(spec.device.index or 0)]
     elif spec.device.type == "cuda" and spec.device.index is not None:
         devices = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -41,6 +41,8 @@ _RESERVED_ARGUMENTS = {
     "weight_transfer_config": "hone, which transfers new weights",
     "async_scheduling": "hone, which needs the exact weight version of every token",
     "data_parallel_size": "rollout.data_parallel_size",
+    "tensor_parallel_size": "rollout.tensor_model_parallel_size",
+    "pipeline_parallel_size": "rollout.pipeline_model_parallel_size",
 }
 """Arguments of `vllm.LLM` that hone sets, and what determines them."""
 
@@ -53,7 +55,7 @@ def has_vllm(python: str | None) -> bool:
     code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
         return subprocess.run([python, "-c", code], timeout=60, check=False).returncode == 0
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise RolloutError(
             f"rollout.vllm.python={python} does not run ({error}); {_INSTALL_HINT}"
         ) from error

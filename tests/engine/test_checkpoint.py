@@ -152,6 +152,22 @@ def test_a_checkpoint_without_the_model_is_refused_with_a_reason(tmp_path):
         make_engine(policy(), ADAM).load(tmp_path / "nowhere")
 
 
+def test_a_request_for_an_optimizer_that_was_not_saved_is_refused(tmp_path):
+    """Otherwise the run would silently continue with a new optimizer and schedule."""
+    engine = make_engine(policy(), ADAM)
+    train(engine)
+    engine.save(tmp_path, ("model",))
+    other = make_engine(policy(seed=9), ADAM)
+    with pytest.raises(CheckpointMissing, match="saved without extra and optimizer, which"):
+        other.load(tmp_path, ("model", "optimizer", "extra"))
+    assert not torch.equal(*(next(iter(weights(e).values())) for e in (other, engine)))
+    make_engine(policy(seed=9), None).load(tmp_path, ("model", "optimizer", "extra"))
+    other.load(tmp_path, ("model",))
+    engine.save(tmp_path / "extra", ("model", "extra"))
+    other.load(tmp_path / "extra", ("model", "extra"))
+    assert other.optimizer.updates == 1
+
+
 def test_an_engine_without_optimizer_loads_the_weights(tmp_path):
     engine = make_engine(policy(), ADAM)
     train(engine)

@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hone.config import load_config
 from hone.models.tiny import save_pretrained
@@ -73,6 +75,20 @@ def test_the_command_listens_nowhere_else_and_passes_arguments_on() -> None:
     assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
     with pytest.raises(RolloutError, match=r"engine_kwargs.sglang.host is set by hone"):
         command_and_environment(spec("some/model", "engine_kwargs.sglang.host=0.0.0.0"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "sees_one"),
+    [
+        ("max_num_seqs=7", True),
+        ("tensor_model_parallel_size=2", False),
+        ("engine_kwargs.sglang.tp_size=2", False),
+    ],
+)
+def test_a_server_sees_one_gpu_only_if_it_needs_one(setting: str, sees_one: bool) -> None:
+    on_gpu = replace(spec("some/model", setting), device=torch.device("cuda", 1))
+    _, environment = command_and_environment(on_gpu)
+    assert ("CUDA_VISIBLE_DEVICES" in environment) == sees_one
 
 
 def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:

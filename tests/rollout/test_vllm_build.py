@@ -56,7 +56,13 @@ def test_settings_of_the_rollout_reach_vllm(arguments: Any) -> None:
 def test_engine_kwargs_are_passed_on(arguments: Any) -> None:
     engine = arguments("+engine_kwargs.vllm.quantization=fp8", "+engine_kwargs.vllm.max_num_seqs=3")
     assert (engine["quantization"], engine["max_num_seqs"]) == ("fp8", 3)
-    for name in ("logprobs_mode=processed_logprobs", "async_scheduling=true", "model=x"):
+    for name in (
+        "logprobs_mode=processed_logprobs",
+        "async_scheduling=true",
+        "model=x",
+        "tensor_parallel_size=2",  # the GPUs of the process follow from the rollout's own key
+        "pipeline_parallel_size=2",
+    ):
         with pytest.raises(RolloutError, match=f"engine_kwargs.vllm.{name.split('=')[0]} cannot"):
             arguments(f"+engine_kwargs.vllm.{name}")
 

@@ -62,7 +62,7 @@ def load_stage(
     contents: Collection[str] | None,
 ) -> None:
     """Reads the named parts; None reads all saved parts."""
-    saved_shapes, sections = saved_sections(folder, contents)
+    saved_shapes, sections = saved_sections(folder, contents, is_trained=optimizer is not None)
     model_tensors = parameters_by_hf_name(stage.meta_model)
     expected_state = _empty_state(stage, optimizer, sections, model_tensors, "meta")
     check_same_tensors(folder, saved_shapes, expected_state)
