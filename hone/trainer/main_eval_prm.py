@@ -29,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise ConfigError(
             "nothing to evaluate on; give --processbench FILE, --best-of-n FILE or data.val_files=FILE"
         )
+    if not options.best_of_n and (options.aggregate or options.split):
+        raise ConfigError("--aggregate and --split need --best-of-n FILE")
+    if options.split == "":
+        raise ConfigError("--split is empty; give the text between the steps of a response")
     check_single_rank(config.world_size, "hone eval-prm")
     if options.out:
         check_output_file(options.out, "--out")
@@ -64,12 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
         help="ProcessBench file; may be repeated",
     )
     add("--best-of-n", metavar="FILE", help="rows of n responses, as hone generate writes them")
-    add("--aggregate", choices=aggregates, default="soft_min", help="how step scores are combined")
-    add(
-        "--split",
-        default="\n\n",
-        help="text between the steps of a response (default: an empty line)",
-    )
+    add("--aggregate", choices=aggregates, help="how step scores are combined (default: soft_min)")
+    add("--split", help="text between the steps of a response (default: an empty line)")
     add("--baseline", metavar="MODEL", help="another model to evaluate, such as the untrained base")
     add("--out", metavar="FILE", help="JSON file for the results")
     return parser
@@ -90,8 +90,11 @@ def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> dict[str, 
     if options.processbench:
         results["processbench"] = process_bench(scorer, options.processbench)
     if options.best_of_n:
-        file, split = options.best_of_n, unescape_newlines(options.split)
-        results["best_of_n"] = best_of_n(scorer, file, options.aggregate, split)
+        aggregate, split = (
+            options.aggregate or "soft_min",
+            unescape_newlines(options.split or "\n\n"),
+        )
+        results["best_of_n"] = best_of_n(scorer, options.best_of_n, aggregate, split)
     if config.data.val_files:
         results["labelled_steps"] = labelled_step_metrics(scorer)
     return results

@@ -26,7 +26,8 @@ _SECRET_KEY = re.compile(
     r"token|secret|passw|credential|authoriz|cookie|headers|key_id|api_key|proxy|env_vars|^ray_kwargs",
     re.IGNORECASE,
 )
-_URL_USER = re.compile(r"(?<=://)[^/@\s]+@")
+_URL_SECRETS = re.compile(r"(?<=://)[^/@\s]+@|\?\S*")
+"""The user and password of a URL, and its query, which may contain a key."""
 
 
 def write_card(folder: Path, checkpoint: Path, name: str) -> None:
@@ -108,10 +109,12 @@ def _get(config: JsonObject, key: str) -> JsonValue:
 
 
 def _without_folders(value: JsonValue) -> str:
-    """Returns a value with each path reduced to its name, and without the user and password of a URL."""
+    """Returns a value with each path reduced to its name, and without the secrets of a URL."""
     if isinstance(value, list):
         return ", ".join(map(_without_folders, value)) or "[]"
-    if isinstance(value, str) and ("/" in value or "\\" in value) and "://" not in value:
+    if isinstance(value, str) and "://" in value:
+        return _URL_SECRETS.sub("", value)
+    if isinstance(value, str) and ("/" in value or "\\" in value):
         is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value)) and not Path(value).exists()
         return value if is_hub_name else Path(value).name
-    return _URL_USER.sub("", show_value(value))
+    return show_value(value)

@@ -228,6 +228,11 @@ def test_a_process_reward_model_is_judged_beside_its_base(tmp_path: Path, model:
         (["eval-prm", "--processbench", "x.jsonl"], "model.path was not given"),
         (["eval-rm", "model.path=m"], "data.val_files was not given"),
         (
+            ["eval-prm", "model.path=m", "data.val_files=x", "--aggregate", "min"],
+            "need --best-of-n",
+        ),
+        (["eval-prm", "model.path=m", "--best-of-n", "x", "--split", ""], "--split is empty"),
+        (
             ["eval-rm", "model.path=m", "data.val_files=x", "trainer.n_gpus_per_node=2"],
             "one process",
         ),

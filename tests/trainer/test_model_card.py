@@ -53,7 +53,7 @@ def test_a_card_names_neither_places_of_the_machine_nor_secrets(tmp_path: Path) 
 
 
 def test_a_card_has_no_password_of_a_url_and_no_header(tmp_path: Path) -> None:
-    kwargs = {"url": "https://me:s3cret@judge.example/v1", "headers": ["Bearer s3cret"]}
+    kwargs = {"url": "https://me:s3cret@judge.example/v1?k=s3cret", "headers": ["Bearer s3cret"]}
     config = CONFIG | {"custom_reward_function": {"reward_kwargs": kwargs}}
     keys = [f"custom_reward_function.reward_kwargs.{name}" for name in kwargs]
     text = card_of(tmp_path, config, dict.fromkeys(keys, "command line"))
