@@ -212,7 +212,7 @@ class AgentLoopBase(ABC):
         processor: Callable[..., Fields] | None,
         **kwargs: JsonValue,
     ) -> None:
-        """Runs for every instance; test `_class_initialized` to initialize the class only once."""
+        """Called for every instance; an override tests `_class_initialized` to run once per class."""
         cls._class_initialized = True
 
     @cached_property

@@ -161,19 +161,22 @@ def drifts(
         for name, text in _ASSISTANT_TURNS.items():
             case = f"a {role} answers {name}"
             try:
-                problem = _difference(text, _REPLIES[role], tokenizer, template_kwargs)
+                prompt = render_prompt([_QUESTION], tokenizer, template_kwargs=template_kwargs)
+                starts_thinking = tokenizer.decode(prompt).rstrip().endswith("<think>")
+                if starts_thinking and not text.startswith("<think>"):
+                    continue  # after this prompt, every turn thinks
+                reply = _REPLIES[role]
+                problem = _difference(prompt, text, reply, tokenizer, template_kwargs)
             except (PromptError, BrokenTemplate) as error:
                 problem = str(error)
-            if problem != "":
-                yield Drift(case, problem) if problem else case
+            yield Drift(case, problem) if problem else case
 
 
-def _difference(text: str, reply: Message, tokenizer: Tokenizer, kwargs: Settings) -> str | None:
-    """Returns the first difference, None if there is none, "" if the case does not apply."""
-    prompt = render_prompt([_QUESTION], tokenizer, template_kwargs=kwargs)
+def _difference(
+    prompt: list[int], text: str, reply: Message, tokenizer: Tokenizer, kwargs: Settings
+) -> str | None:
+    """Returns the first difference between the appended and the rendered tokens, or None."""
     starts_thinking = tokenizer.decode(prompt).rstrip().endswith("<think>")
-    if starts_thinking and not text.startswith("<think>"):
-        return ""
     turn_ids = _encode(text.removeprefix("<think>\n") if starts_thinking else text, tokenizer)
     end_token = next(
         iter(_encode(_render_after_assistant([reply], tokenizer, kwargs), tokenizer)), None

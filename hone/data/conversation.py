@@ -101,8 +101,8 @@ class _Template:
     def missing_end_tokens(self, *, is_last: bool) -> list[int]:
         """Returns the tokenizer's end token if the template ends the assistant's turn without it.
 
-        If the template writes nothing at the end of a turn, every turn gets the end token. If it writes
-        another token, only the last turn does: the template puts none after earlier turns of a prompt.
+        If the template writes nothing at the end of a turn, every turn gets the end token. If it
+        writes another token there, only the last turn gets the end token, as in a rollout.
         """
         eos = self._tokenizer.eos_token_id
         if eos is None or eos in self._end_tokens:

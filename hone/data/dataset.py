@@ -148,6 +148,7 @@ class RLHFDataset:
         return self._count_tokens(map(self.raw_row, range(len(self))), self._max_tokens)
 
     def where(self, index: int) -> str:
+        """Returns the file and number of a row, for messages."""
         if index < len(self.positions):
             return self.store.where(self.positions[index])
         return f"row {index - len(self.positions)} added by on_batch_end"

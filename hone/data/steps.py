@@ -61,7 +61,7 @@ class StepSeparator:
     """The separator tokens after each step, and where the step is scored."""
 
     tokens: list[int]
-    scored: int
+    score_index: int
     """Index in `tokens` of the token after which the step is scored."""
     labels: tuple[int, int] | None
     """The tokens (bad step, good step) of a causal model; None for a token classifier."""
@@ -162,8 +162,8 @@ class StepDataset(EncodedDataset):
         ids, mask, labels = list(prompt), [0] * len(prompt), [0.0] * len(prompt)
         for step, label in zip(solution.steps, solution.labels, strict=True):
             tokens, separator = self._step_ids(step.strip()), self.separator
-            before = len(tokens) + separator.scored
-            after = len(separator.tokens) - separator.scored - 1
+            before = len(tokens) + separator.score_index
+            after = len(separator.tokens) - separator.score_index - 1
             ids += [*tokens, *separator.tokens]
             mask += [*[0] * before, int(label is not None), *[0] * after]
             labels += [*[0.0] * before, label or 0.0, *[0.0] * after]

@@ -174,7 +174,7 @@ class ProcessRewardModelWorker(TrainWorker):
                 response_ids += self.tokenizer.encode(
                     step.strip(), add_special_tokens=False, split_special_tokens=True
                 )
-                score_positions.append(len(response_ids) + self._separator.scored)
+                score_positions.append(len(response_ids) + self._separator.score_index)
                 response_ids += self._separator.tokens
                 policy_positions.append(position)
             rows.append(StepRow(prompt_ids, response_ids, score_positions, policy_positions))

@@ -6,16 +6,18 @@ done[, info]), Gymnasium's five values, or an object with `observation`, `reward
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import json
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
 from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.agents.tools.contract import ToolError, to_tool_response
-from hone.event_loop import run_in_thread
+from hone.event_loop import run_coroutine, run_in_thread
 from hone.types import Fields, Function, JsonValue, Row, Settings
 
 _TEXT_FIELDS = ("text", "message", "prompt", "content", "output", "echoed_message")
@@ -36,7 +38,7 @@ class EnvironmentInteraction(BaseInteraction):
     ) -> tuple[str, str]:
         """Returns the id and the first observation; `kwargs` are the row's `interaction_kwargs`."""
         instance_id = instance_id or uuid4().hex
-        environment = await run_in_thread(self._make_environment)
+        environment = await _make_in_thread(self._make_environment)
         self._environments[instance_id], self._total_rewards[instance_id] = environment, 0.0
         try:
             result = await _call(environment.reset, **kwargs)
@@ -51,7 +53,7 @@ class EnvironmentInteraction(BaseInteraction):
     async def check_creation(self) -> None:
         """Creates an environment and closes it, to raise its errors before training."""
         instance_id = uuid4().hex
-        self._environments[instance_id] = await run_in_thread(self._make_environment)
+        self._environments[instance_id] = await _make_in_thread(self._make_environment)
         await self.finalize_interaction(instance_id)
 
     async def generate_response(
@@ -67,9 +69,39 @@ class EnvironmentInteraction(BaseInteraction):
 
     async def finalize_interaction(self, instance_id: str, **kwargs: JsonValue) -> None:
         self._total_rewards.pop(instance_id, None)
-        close = getattr(self._environments.pop(instance_id, None), "close", None)
-        if close is not None:
-            await _call(close)
+        await _close(self._environments.pop(instance_id, None))
+
+
+async def _make_in_thread(make_environment: Callable[[], Any]) -> Any:
+    """Makes an environment; closes it if it is made only after this task was cancelled."""
+    environments: list[Any] = []
+    was_cancelled = threading.Event()
+
+    def make() -> None:
+        environments.append(make_environment())
+        if was_cancelled.is_set():
+            close_late()
+
+    def close_late() -> None:
+        try:
+            environment = environments.pop()
+        except IndexError:  # it is not made yet, or the other thread closes it
+            return
+        run_coroutine(_close(environment))
+
+    try:
+        await run_in_thread(make)
+    except asyncio.CancelledError:
+        was_cancelled.set()
+        threading.Thread(target=close_late, name="hone-close", daemon=True).start()
+        raise
+    return environments.pop()
+
+
+async def _close(environment: Any) -> None:
+    close = getattr(environment, "close", None)
+    if close is not None:
+        await _call(close)
 
 
 async def _call(function: Function, *arguments: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class InteractionSession:
-    """Calls an interaction for one trajectory, but only to finalize it after a failure."""
+    """Calls the interaction of one trajectory; after a failure, only `finalize_interaction`."""
 
     def __init__(self, interaction: BaseInteraction, kwargs: Settings, timeout_s: float) -> None:
         self._interaction = interaction

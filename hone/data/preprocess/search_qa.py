@@ -93,7 +93,10 @@ def question_splits(
     if template_type != "base":
         raise DataError(f"template_type {template_type!r} is not known; Search-R1 has only base")
     rows_by_split: Splits = {}
-    for name in filter(None, map(str.strip, data_sources.split(","))):
+    names = [name for name in map(str.strip, data_sources.split(",")) if name]
+    if not names:
+        raise DataError(f"data_sources is empty; use {', '.join(QUESTION_SETS)}")
+    for name in names:
         if name not in QUESTION_SETS:
             raise DataError(f"question set {name!r} is not known; use {', '.join(QUESTION_SETS)}")
         for split, records in source.require_splits(QUESTION_SETS[name]).items():

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from hone.agents.interactions.environment import (
 )
 from hone.agents.tools.contract import ToolError
 from hone.agents.tools.listing import initialize_interactions_from_config
+from hone.event_loop import DeadlineExceeded, run_with_deadline
 
 GUESS = """
 class Guess:
@@ -281,3 +283,22 @@ def test_an_environment_that_cannot_reset_is_closed() -> None:
     with pytest.raises(OSError, match="no server"):
         asyncio.run(EnvironmentInteraction(Broken, {}).start_interaction())
     assert closed
+
+
+def test_an_environment_that_is_made_after_the_deadline_is_closed() -> None:
+    may_be_made, closed = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self) -> None:
+            may_be_made.wait(10)
+
+        def close(self) -> None:
+            closed.set()
+
+    async def start() -> None:
+        with pytest.raises(DeadlineExceeded):
+            await run_with_deadline(EnvironmentInteraction(Slow, {}).start_interaction("i"), 0.05)
+
+    asyncio.run(start())
+    may_be_made.set()
+    assert closed.wait(10)

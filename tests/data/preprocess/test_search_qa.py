@@ -91,6 +91,8 @@ def test_closed_world_questions_hold_out_each_eighth_answerable_one(tmp_path: Pa
 
 
 def test_mistakes_are_named(folder: Path) -> None:
+    with pytest.raises(DataError, match="data_sources is empty; use nq, "):
+        question_splits(Source(folder), data_sources=" ,")
     with pytest.raises(DataError, match="'trivia' is not known"):
         question_splits(Source(folder), data_sources="trivia")
     with pytest.raises(DataError, match="style 'chat'"):
