@@ -127,7 +127,8 @@ class _Node:
         nodes.append((f"the node {host}", self._process))
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read_answer, daemon=True).start()
-        threading.Thread(target=self._collect_stderr, daemon=True).start()
+        self._stderr_reader = threading.Thread(target=self._collect_stderr, daemon=True)
+        self._stderr_reader.start()
 
     def _read_answer(self) -> None:
         assert self._process.stdout is not None
@@ -157,6 +158,7 @@ class _Node:
                 return status
             with contextlib.suppress(subprocess.TimeoutExpired):  # so that stderr is complete
                 self._process.wait(END_DEADLINE_S)
+            self._stderr_reader.join(END_DEADLINE_S)
             detail = "".join(self._stderr_lines[-6:]).strip()
             raise LaunchError(
                 f"the node {self.host} did not start: {status.error}\n{detail}".rstrip()
