@@ -59,6 +59,8 @@ class Request:
     """Number of tokens that were passed to `on_tokens`."""
     cached_tokens: int | None = None
     """Number of prompt tokens that hit the prefix cache; None if the engine has no prefix cache."""
+    num_preempted: int | None = None
+    """Number of preemptions of the request; None if the engine does not count them."""
     routed_experts: Tensor | None = None
 
     @property
@@ -95,6 +97,7 @@ class Request:
             self.log_probs,
             self.versions,
             self.stop_reason,
+            num_preempted=self.num_preempted,
             cached_tokens=self.cached_tokens,
             routed_experts=self.routed_experts,
         )

@@ -166,7 +166,7 @@ class ExactDecoder(JoinedDecoder):
         self, hidden: Tensor, target: Tensor, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """Returns the exact log-probs [N] of the targets, and the entropies [N]."""
-        # Divided in float32, as in the rollout's batch state, so that both are equal.
+        # Divided in float32, as in the rollout's batch state, so that both use the same factor.
         inverse_temperature = float(np.float32(1.0) / np.float32(temperature))
         return linear_log_probs(
             hidden,

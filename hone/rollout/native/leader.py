@@ -112,6 +112,7 @@ class LeaderCore:
         """Removes and returns the request whose copy has finished."""
         request = self._requests.pop(number)
         request.stop_reason, request.cached_tokens = copy.stop_reason, copy.cached_tokens
+        request.num_preempted = copy.num_preempted
         return request
 
     @contextmanager

@@ -156,11 +156,6 @@ class PagedCore:
     def busy(self) -> bool:
         return self._scheduler.busy
 
-    @property
-    def num_preempted(self) -> int:
-        """The number of preemptions so far."""
-        return self._scheduler.num_preempted
-
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
         """Aborts the requests with these ids (None: all); they keep the tokens sampled so far."""
         self._device_row_keys = []

@@ -66,7 +66,8 @@ def sample_tokens(
     log_p = torch.log_softmax(logits / sampling.temperature[:, None], -1)
     p = log_p.exp()
     cumulative = (_truncate(p, sampling) if sampling.any_truncation else p).cumsum(-1)
-    # Scaling by the actual total excludes tokens of probability 0 and indices past the vocabulary.
+    # Scaled by the total, so that rounding selects neither a token of probability 0 nor an index past
+    # the vocabulary.
     threshold = uniform(sampling.seed, position).to(torch.float64) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
     token = token.clamp(max=logits.shape[-1] - 1)

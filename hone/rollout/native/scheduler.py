@@ -91,7 +91,6 @@ class Scheduler:
         self._waiting: list[Request] = []  # by priority, ascending; the last starts first
         self.running: list[RunningSequence] = []
         self._weights_id = 0
-        self.num_preempted = 0
 
     @property
     def busy(self) -> bool:
@@ -104,6 +103,7 @@ class Scheduler:
         ones.
         """
         self._rules.check(request)
+        request.num_preempted = 0
         insort_left(self._waiting, request, key=_priority)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
@@ -254,9 +254,10 @@ class Scheduler:
     def _preempt(self, sequence: RunningSequence) -> None:
         """Releases the blocks of a sequence; its request waits to be prefilled again."""
         self._pool.release(sequence.blocks)
+        request = sequence.request
+        request.num_preempted = (request.num_preempted or 0) + 1
         # The last request starts first, so the sequence that is preempted last is resumed first.
-        self._waiting.append(sequence.request)
-        self.num_preempted += 1
+        self._waiting.append(request)
 
 
 def _priority(request: Request) -> float:

@@ -114,9 +114,10 @@ def test_a_small_pool_preempts_and_still_says_the_same() -> None:
     for blocks in (None, 100):
         core = core_of(lm, blocks=blocks)
         engine = NativeRollout(core)
-        texts.append([o.token_ids for o in sampled(engine, prompt_ids, 150, temperature=0.0)])
+        outputs = sampled(engine, prompt_ids, 150, temperature=0.0)
+        texts.append([o.token_ids for o in outputs])
         asyncio.run(engine.close())
-    assert core.num_preempted > 0
+    assert any(o.num_preempted for o in outputs)
     assert texts[0] == texts[1]
 
 

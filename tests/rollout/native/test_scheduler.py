@@ -96,13 +96,15 @@ def test_samples_of_a_group_that_start_apart_find_the_same_full_blocks() -> None
 
 def test_preempted_ones_go_first_in_their_old_order_however_long_the_new_ones_are() -> None:
     line = schedule(blocks=18, max_num_seqs=3)  # three rows of 5 blocks at first, then one of 10
-    for name in ("a", "b", "c"):
-        line.add(ask(name, 150, prompt=5 * BLOCK_SIZE - 2))
+    requests = [ask(name, 150, prompt=5 * BLOCK_SIZE - 2) for name in ("a", "b", "c")]
+    for request in requests:
+        line.add(request)
     assert len(line.admit(1)) == 3
     for row in line.running:
         row.request.token_ids += [7] * 40
     line.extend_block_tables(40)
-    assert (running_names(line), line.num_preempted) == (["a"], 2)
+    assert running_names(line) == ["a"]
+    assert [request.num_preempted for request in requests] == [0, 1, 1]
     line.add(ask("d", 230))
     assert drained(line) == ["a", "b", "c", "d"]
 
