@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from hone.event_loop import as_exception, run_coroutine
-from hone.rewards.calling import DeadlineExceeded, accepted_arguments, call_with_deadline, is_async
+from hone.rewards.calling import (
+    DeadlineExceeded,
+    accepted_arguments,
+    call_with_deadline,
+    is_async,
+    unwrap_function,
+)
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import (
@@ -49,7 +55,8 @@ class NaiveRewardManager(RuleRewardManager):
         arguments = accepted_arguments(function, row.arguments(), self.options)
         try:
             call = asyncio.ensure_future(function(**arguments))
-            has_own_deadline = getattr(function, "has_own_deadline", False)
+            layers = function, unwrap_function(function)
+            has_own_deadline = any(getattr(layer, "has_own_deadline", False) for layer in layers)
             timeout_s = None if has_own_deadline else self.policy.timeout_s
             done, _ = await asyncio.wait({call}, timeout=timeout_s)
             if not done:

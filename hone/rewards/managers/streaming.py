@@ -188,11 +188,12 @@ class RateLimitedRewardManager(RewardManagerBase):
     """For score functions that call a service: limits concurrent calls and calls per minute.
 
     Settings of the `reward` (or `reward_model`) block: `max_concurrent`, `max_rpm`, `max_tpm` with
-    `estimated_tokens_per_request`, `timeout`. All instances of the class share the limits. A failed
+    `estimated_tokens_per_request`, `timeout`. All instances with equal limits share them. A failed
     or late call scores `failure_score` (default 0), with `error` or `timeout` in its extra
     information, unless `on_failure` is raise.
     """
 
+    _limit_settings: ClassVar[Fields] = {}
     _max_concurrent: ClassVar[int] = 1
     _semaphore: ClassVar[asyncio.Semaphore | None] = None
     _semaphore_loop: ClassVar[asyncio.AbstractEventLoop | None] = None
@@ -206,10 +207,12 @@ class RateLimitedRewardManager(RewardManagerBase):
 
     @classmethod
     def init_class(cls, config: Settings, tokenizer: Tokenizer) -> None:
-        if cls._class_initialized:
+        names = ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request")
+        limits = {n: v for n, v in _limits(config).items() if n in names and v is not None}
+        if cls._class_initialized and limits == cls._limit_settings:
             return
         super().init_class(config, tokenizer)
-        limits = _limits(config)
+        cls._limit_settings = limits
         rpm, tpm = (limits.get(name) for name in ("max_rpm", "max_tpm"))
         cls._max_concurrent = limits.get("max_concurrent", 1)
         cls._semaphore = None

@@ -302,6 +302,22 @@ def test_async_scorers_run_concurrently_each_with_its_deadline(
     assert manager.failures == {"timeout": 2, "exception": 1}
 
 
+def test_bound_arguments_keep_the_deadline_of_a_scorer(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    class Server:
+        has_own_deadline = True
+
+        async def __call__(self, solution_str: str, bonus: float = 0.0) -> float:
+            await asyncio.sleep(0.1)
+            return bonus
+
+    manager = NaiveRewardManager(
+        tokenizer, 0, partial(Server(), bonus=2.0), policy=FailurePolicy("raise", 0.0, 0.01)
+    )
+    assert manager(make_batch(["a"])).sum().item() == 2.0
+
+
 async def hostile_judge(solution_str: str, ground_truth: Any) -> float:
     while solution_str == "swallow":
         with contextlib.suppress(asyncio.CancelledError):

@@ -114,6 +114,18 @@ def test_concurrent_calls_are_limited(make_batch: MakeBatch, tokenizer: Any) -> 
     assert max_running == 2
 
 
+def test_limits_of_a_later_run_in_the_same_process_count(
+    make_batch: MakeBatch, tokenizer: Any
+) -> None:
+    def manager(**limits: int) -> RateLimitedRewardManager:
+        return RateLimitedRewardManager({"reward_model": limits}, tokenizer, by_length)
+
+    bucket = manager(max_rpm=60)._rpm_limiter
+    assert manager(max_rpm=60)._rpm_limiter is bucket  # training and validation share it
+    assert manager(max_rpm=120)._rpm_limiter.rate_limit == 2.0  # type: ignore[union-attr]
+    assert manager()._rpm_limiter is None
+
+
 def test_a_late_or_failing_call_scores_0_and_is_counted(
     make_batch: MakeBatch, tokenizer: Any
 ) -> None:
