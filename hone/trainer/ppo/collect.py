@@ -80,6 +80,10 @@ class DynamicSampling:
         self._filters = config.algorithm.filter_groups
         self._metric_name = self._filters.metric or "reward"
         self._groups_needed = config.data.train_batch_size
+        curriculum = config.curriculum_learning
+        compares_groups = curriculum.enable and curriculum.fn_name == "interquartile"
+        # Percentiles are those of a whole round, so that the result does not depend on the finishing order.
+        self._scores_chunks = source.generates_concurrently and not compares_groups
 
     def collect(self) -> DataProto:
         """Returns the scored groups of one step."""
@@ -117,9 +121,7 @@ class DynamicSampling:
         running_rounds = [r for r in self._rounds if not self._is_scored(r)]
         if not running_rounds:
             return True
-        max_concurrent_rounds = (
-            self._filters.max_inflight_gen_batches if self._source.generates_concurrently else 1
-        )
+        max_concurrent_rounds = self._filters.max_inflight_gen_batches if self._scores_chunks else 1
         max_rounds = self._filters.max_num_gen_batches
         if len(running_rounds) >= max_concurrent_rounds or 0 < max_rounds <= len(self._rounds):
             return False
@@ -133,7 +135,7 @@ class DynamicSampling:
 
         It is a part of a round, so that the next round can start before this one ends.
         """
-        if not self._source.generates_concurrently:
+        if not self._scores_chunks:
             return None
         return max(1, len(self._rounds[0].group_numbers) // _CHUNKS_PER_ROUND)
 

@@ -292,6 +292,11 @@ class _Preflight:
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true: the KL to "
                 "the reference counts twice, in the reward and in the loss; one of them is enough"
             )
+        if config.curriculum_learning.enable and config.reward_manager.name == "blank":
+            yield (
+                "curriculum_learning.enable=true and reward_manager.name=blank: no rule scores the rows, so "
+                "it removes no group unless an agent loop scores its trajectories"
+            )
         has_one_response = config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only
         if plan.estimator.groups == "compared" and has_one_response:
             yield (

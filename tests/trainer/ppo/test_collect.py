@@ -192,6 +192,7 @@ class Script:
                 "prompts": torch.zeros(len(uids), 1, dtype=torch.long),
                 "responses": torch.zeros(len(uids), 1, dtype=torch.long),
                 "token_level_scores": torch.tensor(scores)[:, None],
+                "reward/rule": torch.tensor(scores)[:, None],
             },
             non_tensors={"uid": uids},
         )
@@ -243,6 +244,13 @@ def test_overlapping_rounds_give_what_rounds_one_by_one_give(
     result = collected(overlapping, needed, "algorithm.filter_groups.max_inflight_gen_batches=3")
     assert result == expected
     assert overlapping.drawn == one_by_one.drawn == expected[1]
+
+
+def test_percentiles_are_those_of_a_round_in_whatever_order_its_groups_end() -> None:
+    curriculum = ("curriculum_learning.enable=true", "curriculum_learning.fn_name=interquartile")
+    varies = [True, False, True, True] * 20
+    results = [collected(Script(varies, 8, seed), 3, *curriculum) for seed in range(6)]
+    assert all(result == results[0] for result in results)
 
 
 def test_a_round_that_is_likely_needed_starts_before_the_last_one_ends() -> None:

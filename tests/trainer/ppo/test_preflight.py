@@ -57,6 +57,15 @@ def test_every_model_of_prime_is_checked(task: Task, tmp_path: Path) -> None:
                 dry_run(task, tmp_path / "run", *prime, "reward_model.type=prime")
 
 
+def test_a_curriculum_without_a_rule_is_said(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ("reward_model.enable=true", f"reward_model.model.path={task.model}")
+    blank = ("reward_model.type=judge", "reward_model.reward_manager=blank")
+    dry_run(task, tmp_path / "run", "curriculum_learning.enable=true", *model, *blank)
+    assert "it removes no group unless an agent loop scores" in capsys.readouterr().out
+
+
 def test_prompts_that_are_truncated_are_not_too_long(task: Task, tmp_path: Path) -> None:
     dry_run(task, tmp_path / "run", "data.max_prompt_length=2", "data.truncation=left")
 
