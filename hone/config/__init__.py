@@ -14,7 +14,7 @@ from hone.config.convert import Config
 from hone.config.convert import to_plain as config_to_dict
 from hone.config.errors import ConfigError
 from hone.config.keys import replace
-from hone.config.sources import Setting, read_config
+from hone.config.sources import BUILT_IN_TREES, Setting, read_config
 from hone.config.states import translate
 from hone.config.trees import TREES, PPOTrainerConfig
 from hone.types import JsonObject
@@ -50,7 +50,11 @@ def compose(
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]
     tree_name, settings = read_config(name, folders, overrides)
-    tree = TREES[schema or tree_name or "ppo_trainer"]
+    if schema and tree_name and tree_name != schema:
+        raise ConfigError(
+            f"config '{name}' is for {TREES[tree_name].purpose}; this program reads {schema}"
+        )
+    tree = TREES[schema or tree_name or BUILT_IN_TREES.get(name, "ppo_trainer")]
     if starting_values is not None:
         values = {s.key: s.value for s in translate(settings, [], tree.name)}
         settings = [*starting_values(values), *settings]

@@ -42,7 +42,8 @@ class RolloutCorrectionConfig(SchemaBlock):
     rollout_rs: str | tuple[str, ...] | None = None
     """Rejection options, comma separated: token_k1…k3, seq_sum_k1…, seq_mean_k1…, seq_max_k2|k3."""
     rollout_rs_threshold: float | str | tuple[str, ...] | None = None
-    """Bounds of the rejection options: one number, or `lo_hi` for k1, comma separated."""
+    """Bounds of the rejection options: one for all, or one per option, comma separated or as a list; `lo_hi`
+    for k1."""
     rollout_token_veto_threshold: Positive | None = None
     """Reject a whole response if the ratio train/rollout of one of its tokens is below this number."""
     bypass_mode: bool = False
@@ -143,7 +144,7 @@ _PRESET_PARTS: dict[str, Fields] = {
     "geo_rs": {"rollout_rs": "seq_mean_k1", _RS_THRESHOLD: "0.999_1.001"},
     "k3_rs": {"rollout_rs": "seq_mean_k3", _RS_THRESHOLD: 0.01},
 }
-"""The settings that each part of a preset's name stands for; every preset has those of the empty part."""
+"""Settings by part of a preset's name; the settings of the empty part apply to every preset."""
 _PRESET_NAMES = """
     disabled decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs
     decoupled_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis

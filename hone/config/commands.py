@@ -14,7 +14,7 @@ from hone.config.apply import Composed, ExtraChecks, compose_settings
 from hone.config.convert import show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.keys import blocks, get, keys_matching, leaves
-from hone.config.sources import read_config
+from hone.config.sources import BUILT_IN_TREES, read_config
 from hone.config.states import matches_pattern, new_name, other_names, rules, rules_of, translate
 from hone.config.trees import TREES, Tree
 
@@ -141,6 +141,7 @@ def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[in
         return 1, f"{file} is no YAML file\n"
     try:
         schema, settings = read_config(file.stem, [file.parent], [])
+        schema = schema or BUILT_IN_TREES.get(file.stem)
         if not file.is_file():
             return 1, f"there is no file {file}\n"
         # Without a named tree, it is the one that has most of the keys; `ppo_trainer` in a tie.

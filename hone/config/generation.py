@@ -17,7 +17,7 @@ class GenerationDataConfig(SchemaBlock):
     """Prompt and response files."""
 
     path: tuple[str, ...] = ("~/data/rlhf/math/test.parquet",)
-    """Parquet or jsonl files of prompts; one path or a list. Must be given."""
+    """Parquet or jsonl files of prompts; one path or a list. Required."""
     prompt_key: str = "prompt"
     """Column of the prompt: a list of messages, or a string (one user turn)."""
     prompt_format: Literal["chat", "raw"] = "chat"
@@ -25,7 +25,7 @@ class GenerationDataConfig(SchemaBlock):
     n_samples: Count = 5
     """Responses per prompt."""
     output_path: str = "math_Qwen2-7B-Instruct.parquet"
-    """File to write: the rows with a `responses` column. Must be given."""
+    """File to write: the rows with a `responses` column. Required."""
     overwrite: bool = False
     """Replace a file that another job wrote; a finished file of the same job is never replaced."""
     batch_size: Count = 128
@@ -69,7 +69,7 @@ class EvaluationDataConfig(SchemaBlock):
     """The file to score."""
 
     path: tuple[str, ...] = ("math_Qwen2-7B-Instruct.parquet",)
-    """Parquet or jsonl files with a column of responses; one path or a list. Must be given."""
+    """Parquet or jsonl files with a column of responses; one path or a list. Required."""
     response_key: str = "responses"
     """Column of the responses, one list per row."""
     data_source_key: str = "data_source"

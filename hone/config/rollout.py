@@ -81,7 +81,7 @@ class AgentConfig(SchemaBlock):
     """Agent loops."""
 
     default_agent_loop: str = SINGLE_TURN_LOOP
-    """Loop of rows without `agent_name`; `pkg.mod:Class` for a custom one."""
+    """Agent loop of rows without `agent_name`; `pkg.mod:Class` for a custom one."""
     agent_loop_config_path: str | None = None
     """YAML file that lists more loops (name, _target_, arguments)."""
 

@@ -156,10 +156,11 @@ def read_config(
     tree: str | None = None
     for path, package in entries:
         file = next((f for p in search_folders if (f := p / f"{path}.yaml").is_file()), None)
-        tree = BUILT_IN_TREES.get(path, tree)
         if file is not None:
             settings += read_file(file, package)
-        elif path in BUILT_IN_TREES:
+            continue
+        tree = BUILT_IN_TREES.get(path, tree)
+        if path in BUILT_IN_TREES:
             built_in_values = parse_pairs(_CONFIGS[path][1])
             settings += [Setting(key, value, path) for key, value in built_in_values.items()]
         elif engine := _ENGINE_CHOICE.match(path):

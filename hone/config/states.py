@@ -50,7 +50,7 @@ class Rule:
     """The condition on other keys."""
 
     def matches(self, value: JsonValue) -> bool:
-        """Returns whether the row applies to a value; "off", "number", "count" and "any" match many."""
+        """Returns whether the row applies to a value; words such as "off" and "any" match many."""
         return is_one_of(value, self.values)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hone.config import ConfigError, compose, load_config
@@ -187,3 +189,18 @@ def test_an_evaluation_outside_its_ranges_is_refused() -> None:
 def test_a_key_of_another_tree_is_unknown_here() -> None:
     with pytest.raises(ConfigError, match="the config has no key 'algorithm'"):
         load_config(["algorithm.gamma=1"], config_name="generation")
+
+
+@pytest.mark.parametrize("name", ["sft_trainer", "evaluation", "mine"])
+def test_a_program_refuses_a_config_of_another_tree(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [sft_trainer, _self_]\n")
+    with pytest.raises(
+        ConfigError, match=f"config '{name}' is for .*this program reads ppo_trainer"
+    ):
+        compose(config_name=name, config_path=tmp_path, schema="ppo_trainer")
+
+
+def test_the_name_of_a_users_file_does_not_decide_its_tree(tmp_path: Path) -> None:
+    (tmp_path / "ppo.yaml").write_text("data: {max_length: 4}\n")
+    config = compose(config_name="ppo", config_path=tmp_path, schema="sft_trainer").config
+    assert config.data.max_length == 4
