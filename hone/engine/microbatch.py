@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class MicroBatchRule:
     """Puts at most `rows` rows into a micro-batch or, if that is None, as many as fit into `tokens` tokens.
 
-    A prompt that rows of a micro-batch share counts once.
+    A prompt that several rows of a micro-batch share is counted once.
     """
 
     rows: int | None

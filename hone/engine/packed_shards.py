@@ -1,7 +1,7 @@
-"""Checkpoints packed weights under tensor parallel: one chunk for the gate and one for the up projection.
+"""Saves and loads packed weights, which hold a gate and an up projection, under tensor parallel.
 
-A rank's shard of a packed weight contains a part of each projection, but torch.distributed.checkpoint
-assumes one contiguous chunk per shard. Here it reads and writes one chunk per projection, in place.
+A rank's shard has a part of each projection, but torch.distributed.checkpoint expects one contiguous chunk
+per shard. `PackedShard` gives it one chunk per projection.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class Sampling:
             ("top_k", "-1 (all) or positive", self.top_k == -1 or self.top_k > 0),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("min_p", "in [0, 1]", 0 <= self.min_p <= 1),
+            ("stop", "strings with at least one character", all(self.stop)),
         ):
             if not is_valid:
                 raise ValueError(f"sampling: {name}={getattr(self, name)} must be {rule}")
@@ -264,8 +265,8 @@ class DrivenEngine(Protocol):
     def drive(self, until: Callable[[], bool]) -> None:
         """Decodes in this thread until `until()` is true or the engine fails or is closed.
 
-        `until` is called at the start, after requests finish, and after `notify`. It may wait for event
-        loops that submit requests, because no lock is held and nothing decodes while it runs.
+        `until` is called at the start, after requests finish, and after `notify`. While `until` runs, no
+        lock is held and nothing decodes, so it may wait for event loops that submit requests.
         """
 
     def notify(self) -> None:

@@ -244,10 +244,6 @@ class HttpServer:
         except ValueError:
             return text
 
-    async def has_route(self, path: str) -> bool:
-        status, _ = await self._request("GET", path)
-        return status == 200
-
     async def _request(
         self, method: str, path: str, body: Settings | None = None
     ) -> tuple[int, str]:
@@ -351,7 +347,7 @@ class HttpServer:
 
 
 async def _wait_for(timeout_s: float, coroutine: Coroutine[None, None, T]) -> T:
-    """Replaces `asyncio.wait_for`, which before Python 3.12 loses a cancellation at the coroutine's end."""
+    """Like `asyncio.wait_for`, which before Python 3.12 can ignore a cancellation as the coroutine ends."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait({task}, timeout=timeout_s)

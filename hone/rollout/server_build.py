@@ -92,6 +92,12 @@ def receives_weights(spec: RolloutSpec) -> bool:
     return isinstance(spec.config, RolloutConfig) or spec.current_weights is not None
 
 
+def bucket_bytes(spec: RolloutSpec) -> int:
+    """Returns the size of a bucket of new weights; `hone generate` has no setting for it."""
+    config = spec.config
+    return config.checkpoint_engine.bucket_bytes if isinstance(config, RolloutConfig) else 2**30
+
+
 def _check_no_experts(spec: RolloutSpec) -> None:
     """Raises if the engine would update a mixture of experts, which is not tested with vLLM servers."""
     if receives_weights(spec) and routing_shape(load_config(spec.model_path)) is not None:
@@ -140,9 +146,6 @@ def _build_engine(
     config = spec.config
     _check_weight_transfer(spec, servers)
     path = resolve_model_path(spec.model_path)
-    bucket_bytes = 2**30
-    if isinstance(config, RolloutConfig):
-        bucket_bytes = config.checkpoint_engine.bucket_bytes
     rules = RequestRules.of(load_config(path), spec.eos_ids, spec.tokenizer)
     if peft_model is not None:
         for server in servers:
@@ -154,7 +157,7 @@ def _build_engine(
             {name: tensor.to("meta") for name, tensor in adapter_weights(peft_model)},
             AdapterFolder(config.server.weights_folder, peft_model),
             adapters=True,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=bucket_bytes(spec),
             max_attempts=config.server.max_attempts,
         )
     else:
@@ -170,7 +173,7 @@ def _build_engine(
             ),
             to_checkpoint=partial(checkpoint_tensors, lm),
             keep_weights=config.server.keep_weights,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=bucket_bytes(spec),
             max_attempts=config.server.max_attempts,
         )
     try:

@@ -18,7 +18,7 @@ from hone.models.load import load_config, resolve_model_path
 from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.requests import RequestRules
-from hone.rollout.server_build import build_vllm_servers, receives_weights
+from hone.rollout.server_build import bucket_bytes, build_vllm_servers, receives_weights
 from hone.rollout.server_weights import meta_parameters
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_adapters import AdapterVLLM, lora_engine_arguments
@@ -84,9 +84,6 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
         make_launch_arguments(spec, rules.max_positions, i, lora_arguments)
         for i in range(config.data_parallel_size)
     ]
-    bucket_bytes = 2**30
-    if isinstance(config, RolloutConfig):
-        bucket_bytes = config.checkpoint_engine.bucket_bytes
     names = ["vLLM"] if len(launches) == 1 else [f"vLLM {i}" for i in range(len(launches))]
     processes = [EngineProcess(*arguments) for arguments in zip(launches, names, strict=True)]
     if lm is not None and lora_arguments:
@@ -96,7 +93,7 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
             processes,
             rules,
             meta_parameters(spec.model_path),
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=bucket_bytes(spec),
             device=spec.device,
             current_weights=spec.current_weights,
         )

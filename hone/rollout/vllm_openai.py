@@ -43,7 +43,7 @@ class VLLMServer(HttpServer):
             raise RolloutError(
                 f"{self.safe_url}/v1/models has no model: {shorten(str(response))}"
             ) from None
-        self.has_dev_routes = await self.has_route("/is_paused")
+        self.has_dev_routes = (await self._request("GET", "/is_paused"))[0] == 200
         if self.has_dev_routes:
             await self.resume()  # a killed run may have left the server paused
             self.expected_version = await self.weight_version()
