@@ -225,7 +225,7 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
 
 
 def _differ_in_padding(inputs: Sequence[Any]) -> bool:
-    """Whether the rows of a result could be those of batches with different padding."""
+    """Whether two batches of a call have padding in different rows."""
     batches = [value for value in inputs if isinstance(value, DataProto) and len(value)]
     return len({tuple(real_row_mask(batch).tolist()) for batch in batches}) > 1
 

@@ -175,7 +175,7 @@ class ClusterWatch:
         `waiting_role` and `method` are for the message: the role that waits, and what it waits for.
         """
         with self._lock:
-            # A target that answers is left out or gets another key, which resets its time.
+            # A target that has answered is missing here or has a new key; both reset its time.
             errors_by_target: dict[Hashable, Callable[[], RuntimeError]] = {}
             limit = f"{self.unresponsive_timer.limit_s:g} s"
             cluster_error = partial(self._cluster_error, waiting_role, method)

@@ -82,9 +82,9 @@ def resources_by_node(nodes: Sequence[Node], *, total: bool = False) -> FreeReso
 def check_pools_fit(pools: Sequence[ResourcePool]) -> None:
     """Raises ValueError if the nodes are too small for the pools, even with all resources free."""
     nodes = live_nodes()
-    unused = resources_by_node(nodes, total=True)
+    remaining = resources_by_node(nodes, total=True)
     for pool in pools:
-        if place(pool, unused) is None:
+        if place(pool, remaining) is None:
             names = joined([str(pool) for pool in pools])
             raise ValueError(
                 f"{names} {'do' if len(pools) > 1 else 'does'} not fit this Ray cluster: "

@@ -10,9 +10,13 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import numpy as np
+import torch
 
 from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
 from hone.controller.decorator import (
@@ -23,9 +27,8 @@ from hone.controller.decorator import (
     registered_methods,
 )
 from hone.controller.resource_pool import Role
-from hone.controller.traffic import count_and_collect, payload_bytes
 from hone.plugins import suggestion
-from hone.protocol import DataProtoFuture
+from hone.protocol import DataProto, DataProtoFuture
 from hone.types import Function, Settings
 
 W = TypeVar("W", covariant=True)
@@ -35,6 +38,12 @@ Handle = TypeVar("Handle")
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+_NUMBER_BYTES = 8
+_NUMBER_TYPES = (int, float, np.number, type(None))
+_TEXT_TYPES = (str, bytes, bytearray)
+_SEQUENCE_TYPES = (list, tuple)
+_TYPES_SENT_BY_NAME = (type, ModuleType)
 
 
 @dataclass(frozen=True)
@@ -274,3 +283,64 @@ def _first_result(results: list[R]) -> R:
 def _collect_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]) -> R:
     """Collects one result per data-parallel slot."""
     return collect([results[rank] for rank in mesh.collect_ranks])
+
+
+def payload_bytes(value: Any) -> int:
+    """Returns the bytes of tensors, arrays, text and lists of numbers in a value.
+
+    Single numbers are not counted. Nothing is pickled; an object that several rows share counts once.
+    """
+    total_bytes, seen_ids = 0, set()
+    parts: list[Any] = [value]  # grows in the loop; keeps the parts alive, so that ids are unique
+    for part in parts:
+        if isinstance(part, _NUMBER_TYPES + _TYPES_SENT_BY_NAME) or id(part) in seen_ids:
+            continue
+        seen_ids.add(id(part))
+        if isinstance(part, _TEXT_TYPES):
+            total_bytes += len(part)
+        elif isinstance(part, dict):
+            parts += part.values()
+        elif isinstance(part, _SEQUENCE_TYPES):
+            # A list of token ids or log-probs is long, so only three entries are checked.
+            if part and all(isinstance(part[i], _NUMBER_TYPES) for i in (0, len(part) // 2, -1)):
+                total_bytes += _NUMBER_BYTES * len(part)
+            else:
+                parts += part
+        elif isinstance(part, torch.Tensor):
+            total_bytes += part.values().nbytes if part.is_nested else part.nbytes
+        elif isinstance(part, np.ndarray) and part.dtype != object:
+            total_bytes += part.nbytes
+        else:
+            parts += _parts(part)
+    return total_bytes
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, np.ndarray):
+        return value.flat
+    if isinstance(value, DataProto):
+        tensors = () if value.batch is None else value.batch.values()
+        return [*tensors, *value.non_tensor_batch.values(), value.meta_info]
+    return (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).values()
+
+
+def count_and_collect(
+    traffic: Counter[str], key: str, collect: Callable[[list[Any]], T], results: list[Any]
+) -> T:
+    """Adds the payload bytes of the results to `traffic[key]` and returns `collect(results)`."""
+    traffic[key] += sum(map(payload_bytes, results))
+    return collect(results)
+
+
+def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
+    """Returns the bytes per method since the last call and their sum; clears the counters."""
+    total: Counter[str] = Counter({"weights": 0})
+    for counter in {id(counter): counter for counter in counters}.values():
+        total.update(counter)
+        counter.clear()
+    metrics = {
+        f"traffic/{key}_bytes": float(count)
+        for key, count in total.items()
+        if count or key == "weights"
+    }
+    return metrics | {"traffic/step_bytes": float(total.total())}

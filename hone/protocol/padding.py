@@ -24,7 +24,7 @@ AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
 
 
 class _AutoPadding(type):
-    """Adds the class property `auto_padding`, which the variable HONE_AUTO_PADDING can enable too."""
+    """Adds the class property `auto_padding`; the environment variable HONE_AUTO_PADDING sets it too."""
 
     _enabled = False
     auto_padding_key = AUTO_PADDING_KEY

@@ -224,7 +224,8 @@ class UnsafeObject(ValueError):
 class _RestrictedUnpickler(pickle._Unpickler):
     """Loads plain values, arrays, tensors and DataProto; raises UnsafeObject for other names.
 
-    It is pickle's Python implementation, because the C implementation cannot check object states.
+    The base class is pickle's Python implementation, because a subclass of the C implementation
+    cannot check the state that the file gives an object.
     """
 
     dispatch: ClassVar = {
@@ -265,10 +266,10 @@ def _set_checked_state(unpickler: Any) -> None:
 
 
 def _is_plain(dtype: np.dtype) -> bool:
-    """Whether a dtype equals the one that numpy itself builds from its name."""
-    expected = np.dtype(dtype.str)
-    facts = [(d, d.num, d.itemsize, d.alignment, d.flags) for d in (dtype, expected)]
-    return facts[0] == facts[1]
+    """Whether a dtype is the one that numpy builds from its type string."""
+    plain = np.dtype(dtype.str)
+    fields = [(d, d.num, d.itemsize, d.alignment, d.flags) for d in (dtype, plain)]
+    return fields[0] == fields[1]
 
 
 def _load_storage(content: bytes) -> torch.UntypedStorage:

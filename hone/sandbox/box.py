@@ -17,9 +17,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from hone.sandbox import bubblewrap, landlock, memfd, seccomp
+from hone.sandbox import bubblewrap, landlock, seccomp
 from hone.sandbox.cgroups import Cgroup, cgroup_name, private_memory_bytes
-from hone.sandbox.descriptors import DescriptorOwner
+from hone.sandbox.descriptors import DescriptorOwner, create_memfd, fill_and_seal, read_all
 from hone.sandbox.plan import RunRequest
 from hone.sandbox.privileges import as_root
 from hone.sandbox.result import NotStarted, SandboxError, SandboxResult, Status
@@ -74,7 +74,7 @@ class Box(DescriptorOwner):
         if self.request.plan.bwrap_path is None:
             self._launch(stdin_fd, file_fds, mount_points)
         else:
-            self._unwritten_program = memoryview(memfd.read_all(file_fds[0]))
+            self._unwritten_program = memoryview(read_all(file_fds[0]))
             program_and_files = [self._open_program_pipe(), *file_fds[1:]]
             self._launch(stdin_fd, program_and_files, mount_points)
 
@@ -85,7 +85,7 @@ class Box(DescriptorOwner):
         if self.request.has_channel:
             stdin_fd = self._open_channel()
         else:
-            stdin_fd = self._spare_stdin = self._track(memfd.create())
+            stdin_fd = self._spare_stdin = self._track(create_memfd())
         self._launch(stdin_fd, [self._open_program_pipe()], mount_points)
 
     def assign(self, request: RunRequest, stdin_fd: int, program_fd: int) -> None:
@@ -94,9 +94,9 @@ class Box(DescriptorOwner):
         self.request, self._deadline = request, time.monotonic() + SETUP_S
         self._set_cgroup_limits()
         if self._spare_stdin is not None:
-            memfd.fill_and_seal(self._spare_stdin, stdin_fd)
+            fill_and_seal(self._spare_stdin, stdin_fd)
             self._close(self._spare_stdin)
-        self._unwritten_program = memoryview(memfd.read_all(program_fd))
+        self._unwritten_program = memoryview(read_all(program_fd))
         if self._init_pid:
             self._start_program()
 

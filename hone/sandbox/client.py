@@ -17,9 +17,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from hone.sandbox import memfd
 from hone.sandbox.box import SETUP_S
 from hone.sandbox.cgroups import remove_stale_cgroups
+from hone.sandbox.descriptors import write_sealed
 from hone.sandbox.plan import Plan, RunRequest
 from hone.sandbox.result import Job, NotStarted, SandboxError, SandboxResult
 from hone.sandbox.spares import SPARE_LIFETIME_S
@@ -27,8 +27,8 @@ from hone.sandbox.warden import DESCRIPTORS_MARK, MAX_MESSAGE_BYTES
 
 DISCONNECT_EVENTS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _MAX_ATTEMPTS = 3  # if the warden or the box is killed before the program starts
-_GRACE_S = 30.0  # time after a run's deadline before the warden counts as stuck
-_EXIT_TIMEOUT_S = 5.0  # a warden's sockets close before the process has exited
+_GRACE_S = 30.0  # after a run's time limit, for the warden's answer
+_EXIT_TIMEOUT_S = 5.0  # for a dead warden, whose sockets close before it has exited
 _WARDEN_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hone.sandbox.warden import main;"
     " main(int(sys.argv[2]), float(sys.argv[3]))"
@@ -85,7 +85,7 @@ class WardenClient:
             self._close_warden()
 
     def forget(self) -> None:
-        """Leaves the warden to the parent process; a forked child starts one of its own."""
+        """Leaves the warden to the parent process; a forked child starts its own warden."""
         self._lock = threading.Lock()
         if self._control_socket is not None:
             self._control_socket.close()  # the warden ends when no process holds the socket
@@ -221,7 +221,7 @@ class Run:
         descriptors = [theirs.detach()]
         try:
             for text in (self._job.stdin, self._job.code, *self._job.files.values()):
-                descriptors.append(memfd.write_sealed(text))
+                descriptors.append(write_sealed(text))
             _warden.send(self._message, descriptors)
         except BaseException:
             self._connection.close()

@@ -1,17 +1,20 @@
 """Chooses the Python interpreter of the box, and the paths that it needs.
 
 Only the standard library is visible: site-packages is hidden, unless the interpreter belongs to a
-virtual environment. bubblewrap.py and landlock.py make the paths visible.
+virtual environment. bubblewrap.py and landlock.py make the paths visible. Root's Python is often
+below /root, which uid 65534 cannot enter; the warden bind-mounts it in an accessible directory.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
 import stat
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +27,10 @@ _PRINT_FACTS = (
     "import json, sys; print(json.dumps([sys.executable, sys.prefix, sys.base_prefix,"
     " getattr(sys, '_base_executable', sys.executable), '%d.%d' % sys.version_info[:2]]))"
 )
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NEW_MOUNT_NAMESPACE = 0x00020000
+_BIND, _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEV = 4096, 16384, 1 << 18, 2, 4
+_CANDIDATE_DIRECTORIES = ("/mnt", "/media", "/srv", "/opt", "/run")
 
 
 @dataclass(frozen=True)
@@ -105,3 +112,58 @@ def choose(executable: str | None, *, uid: int, gid: int, bind_interpreter: bool
         f"sandbox: uid {uid} cannot read the interpreter {interpreter.executable}, and this process"
         f" may not mount it elsewhere; choose one that it can read, such as {SYSTEM_PYTHON}"
     )
+
+
+class BindMounts:
+    """The bind mounts of this process, in a mount namespace that the first one creates."""
+
+    def __init__(self) -> None:
+        self._directory: str | None = None
+        self._mount_points: dict[str, str] = {}
+
+    def bind(self, paths: Sequence[str]) -> dict[str, str]:
+        """Mounts each new path and returns the mount point of every path.
+
+        Raises OSError if this process may not mount.
+        """
+        for path in paths:
+            if path not in self._mount_points:
+                self._directory = self._directory or _mount_directory(paths)
+                mount_point = os.path.join(self._directory, str(len(self._mount_points)))
+                if os.path.isdir(path):
+                    os.mkdir(mount_point)
+                else:
+                    os.close(os.open(mount_point, os.O_CREAT | os.O_CLOEXEC, 0o755))
+                _mount(path, mount_point, None, _BIND)
+                self._mount_points[path] = mount_point
+        return {path: self._mount_points[path] for path in paths}
+
+
+def _mount_directory(paths: Sequence[str]) -> str:
+    """Mounts a tmpfs in a new mount namespace and returns the directory that it is mounted on.
+
+    The tmpfs hides what the directory contains, so none of the paths may be in it.
+    """
+    for directory in _CANDIDATE_DIRECTORIES:
+        if os.path.isdir(directory) and not any(p.startswith(directory + "/") for p in paths):
+            if _LIBC.unshare(_NEW_MOUNT_NAMESPACE) != 0:
+                error_number = ctypes.get_errno()
+                raise OSError(
+                    error_number,
+                    f"no mount namespace for the interpreter: {os.strerror(error_number)}",
+                )
+            _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+            _mount("hone", directory, "tmpfs", _NO_SUID | _NO_DEV, "size=64k,mode=0755")
+            return directory
+    names = ", ".join(_CANDIDATE_DIRECTORIES)
+    raise OSError(f"the interpreter cannot be mounted: {names} are missing or contain it")
+
+
+def _mount(
+    source: str | None, target: str, filesystem: str | None, flags: int, data: str | None = None
+) -> None:
+    strings = (source, target, filesystem, data)
+    *names, options = [None if text is None else text.encode() for text in strings]
+    if _LIBC.mount(*names, ctypes.c_ulong(flags), options) != 0:
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, f"cannot mount on {target}: {os.strerror(error_number)}")

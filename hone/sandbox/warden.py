@@ -20,9 +20,9 @@ import socket
 import time
 from collections.abc import Callable
 
-from hone.sandbox.bind_mounts import BindMounts
 from hone.sandbox.box import Box
 from hone.sandbox.cgroups import remove_stale_cgroups
+from hone.sandbox.interpreter import BindMounts
 from hone.sandbox.plan import NOBODY, RunRequest
 from hone.sandbox.privileges import as_root, lower_privileges
 from hone.sandbox.result import MAX_FILES, SandboxError, SandboxResult, Status

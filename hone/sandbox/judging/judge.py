@@ -17,8 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.sandbox import memfd
 from hone.sandbox.client import Run, wait_for_data
+from hone.sandbox.descriptors import write_sealed
 from hone.sandbox.judging.judge_server import READY_MESSAGE, REQUEST_STRUCT
 from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
 from hone.sandbox.plan import Plan
@@ -88,7 +88,7 @@ def _judge_once(
     with box.slots, Run(job, plan, has_channel=True, caller_socket=caller_socket) as run:
         channel_fd = run.take_channel()
         verdict_socket, judge_socket = socket.socketpair()
-        sources_fd = memfd.write_sealed(sources_json)
+        sources_fd = write_sealed(sources_json)
         try:
             box.send_request(job.timeout_s, [channel_fd, judge_socket.fileno(), sources_fd])
         finally:

@@ -1,7 +1,7 @@
 """Proxies through which the tests use names, functions and objects of the program's box.
 
-A proxy forwards calls and returns plain data. The program never decides what is equal, true or
-contained: a test that would need its decision ends the judgement. plain_data.py reads the data.
+A proxy forwards calls and returns plain data, which plain_data.py reads. The program never decides
+what is equal, true or contained: if a test asks an object of the program, the tests have failed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from hone.algorithms.kl import get_kl_controller
 from hone.columns import add_columns, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
-from hone.controller.traffic import traffic_metrics
+from hone.controller.worker_group import traffic_metrics
 from hone.data.create import create_run_dataset, create_train_loader, create_val_loader
 from hone.data.loader import Dataset
 from hone.protocol import DataProto
