@@ -16,7 +16,7 @@ from hone.rewards.calling import call_scorer, describe, error_location, unwrap_f
 from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
 from hone.rewards.ground_truth import INVALID_PREDICTION, to_python
 from hone.rewards.scores import symbolic, table
-from hone.text import shown
+from hone.text import described, printable, shown
 from hone.types import Fields, Function, JsonObject, JsonValue, Settings
 
 POLICY, OBSERVATION = "policy", "observation"
@@ -78,7 +78,8 @@ def exception_failure(error: BaseException, compute_score: Function) -> Failed:
     where = f" at {location}" if location else ""
     return Failed(
         "exception",
-        f"{describe(compute_score)} raised {type(error).__name__}: {error}{where}",
+        # The message may quote the response, whose control characters would reach the terminal.
+        f"{describe(compute_score)} raised {printable(described(error))}{where}",
         tuple(cls.__name__ for cls in type(error).__mro__),
     )
 

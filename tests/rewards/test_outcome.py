@@ -109,3 +109,22 @@ def test_an_object_that_raises_anything_is_a_bad_return() -> None:
     result = read_result({"score": Odd()})
     assert isinstance(result, Failed)
     assert result.reason == "bad_return"
+
+
+def test_the_message_of_an_exception_has_no_control_characters_and_may_itself_fail() -> None:
+    def quotes(solution_str: str) -> float:
+        raise ValueError(f"cannot read {solution_str}")
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def mute(solution_str: str) -> float:
+        raise Mute
+
+    row = Response("s", "\x1b[2J \ud800", None, {})
+    failed, silent = score_row(quotes, row, {}), score_row(mute, row, {})
+    assert isinstance(failed, Failed)
+    assert isinstance(silent, Failed)
+    assert "ValueError: cannot read \\x1b[2J ?" in failed.detail
+    assert "Mute" in silent.detail

@@ -29,6 +29,7 @@ from hone.rewards.managers.reading import (
 from hone.rewards.outcome import Response
 from hone.rewards.repetition import repeatness
 from hone.rewards.scores import table
+from hone.text import printable
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, JsonValue, Settings
 
@@ -257,7 +258,8 @@ class RuleRewardManager(AbstractRewardManager):
         for row, score in zip(rows, scores, strict=True):
             row_counts[row.data_source] += 1
             if row_counts[row.data_source] <= self.num_examine:
-                logger.info(text, row.data_source, score, row.ground_truth, row.solution_str)
+                response = printable(row.solution_str)
+                logger.info(text, row.data_source, score, row.ground_truth, response)
 
 
 def extra_columns(results: Sequence[Scored]) -> dict[str, Sequence[JsonValue]]:

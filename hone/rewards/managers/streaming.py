@@ -26,7 +26,7 @@ from hone.rewards.managers.reading import place_on_last_policy_token, read_rows,
 from hone.rewards.managers.rule import extra_columns
 from hone.rewards.outcome import read_result
 from hone.rewards.scores.table import default_compute_score
-from hone.text import described
+from hone.text import described, printable
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function, Settings
 
@@ -107,7 +107,8 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         """Counts a failure, and logs the first of each reason."""
         self.failures[failed.reason] += 1
         if self.failures[failed.reason] == 1:
-            logger.warning("a response could not be scored: %s: %s", failed.reason, failed.detail)
+            detail = printable(failed.detail)
+            logger.warning("a response could not be scored: %s: %s", failed.reason, detail)
 
     async def _score(self, data: DataProto) -> tuple[float, Fields, int]:
         """Returns the score, extra information and token count of the batch's last trajectory."""
