@@ -43,7 +43,7 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
     """Returns the parquet file of a benchmark's test rows.
 
     `folder` holds either the output of `hone data prepare` (NAME/test.parquet or test.parquet) or the
-    upstream files, from which the rows are prepared below `work_folder`. A prepared file is used only if its
+    original files, from which the rows are prepared below `work_folder`. A prepared file is used only if its
     rows belong to this benchmark.
     """
     benchmark = ALTERNATIVE_NAMES.get(name, ALIASES.get(name, name))
@@ -77,7 +77,7 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
 
 
 def _data_sources(file: Path) -> list[str]:
-    """Returns the data sources of a prepared file; an upstream file has none."""
+    """Returns the data sources of a prepared file; an original file has none."""
     import pyarrow.parquet as pq
 
     if not {"prompt", "data_source", "reward_model"} <= set(pq.read_schema(file).names):

@@ -140,7 +140,7 @@ def find_model_folder(folder: Path) -> Path:
         )
     checkpoint = None if is_run else enclosing_checkpoint(folder)
     if checkpoint is not None and (problem := find_damage(checkpoint, folder)) is not None:
-        raise ExportError(f"{checkpoint} is not a sound checkpoint: {problem}")
+        raise ExportError(f"{checkpoint} is damaged: {problem}")
     return folder
 
 

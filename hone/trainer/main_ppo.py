@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
-from hone.config import PPOTrainerConfig
+from hone.config import PPOTrainerConfig, replace
 from hone.config.trainer import GlobalProfilerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import (
@@ -69,8 +69,12 @@ def run(
     of the configuration.
     """
     restart_under_nsys(config.global_profiler)
+    run_folder = config.trainer.default_local_dir
+    if run_folder.startswith("~"):
+        run_folder = os.path.expanduser(run_folder)
+        config = replace(config, "trainer.default_local_dir", run_folder)
     # The folder is locked before imports and models, which take minutes. A dry run writes nothing.
-    with nullcontext() if dry_run else lock_run_folder(config.trainer.default_local_dir):
+    with nullcontext() if dry_run else lock_run_folder(run_folder):
         with progress("load libraries"):
             from hone.trainer.ppo.preflight import prepare
             from hone.trainer.ppo.restarts import attempts

@@ -1,4 +1,4 @@
-"""nsys is started where it is there; else a line says that nothing is recorded."""
+"""`hone train` before its loop: nsys, and the run folder."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hone.config import ConfigError, PPOTrainerConfig, load_config
 from hone.config.trainer import GlobalProfilerConfig
 from hone.trainer import main_ppo
 
@@ -45,3 +47,20 @@ def test_without_nsys_or_in_a_callers_process_a_line_says_that_nothing_is_record
     monkeypatch.setattr(main_ppo.shutil, "which", lambda _: nsys_path)
     main_ppo.restart_under_nsys(GlobalProfilerConfig("nsys", (1,)))
     assert message in capsys.readouterr().out
+
+
+def test_a_run_folder_below_the_home_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[str] = []
+
+    def prepare(config: PPOTrainerConfig, compute_score: None) -> None:
+        folders.append(config.trainer.default_local_dir)
+        raise ConfigError("that is enough")
+
+    monkeypatch.setattr("hone.trainer.ppo.preflight.prepare", prepare)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config: Any = load_config(["trainer.default_local_dir=~/run"])
+    with pytest.raises(ConfigError, match="that is enough"):
+        main_ppo.run(config)
+    assert folders == [f"{tmp_path}/run"]
