@@ -247,7 +247,9 @@ def test_overlapping_rounds_give_what_rounds_one_by_one_give(
 
 
 def test_percentiles_are_those_of_a_round_in_whatever_order_its_groups_end() -> None:
-    curriculum = ("curriculum_learning.enable=true", "curriculum_learning.fn_name=interquartile")
+    curriculum = ["curriculum_learning.enable=true", "curriculum_learning.fn_name=interquartile"]
+    bounds = ("lower_percentile_bound", "upper_percentile_bound")
+    curriculum += [f"curriculum_learning.fn_params.{bound}=50" for bound in bounds]
     varies = [True, False, True, True] * 20
     results = [collected(Script(varies, 8, seed), 3, *curriculum) for seed in range(6)]
     assert all(result == results[0] for result in results)
