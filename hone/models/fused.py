@@ -24,8 +24,7 @@ from hone.models.decoder_layer import (
     attention_options,
     linear_modules,
 )
-from hone.ops.decoder_halves import Linear, Norm, add_gated_mlp, rotated_qkv
-from hone.ops.gated import silu_gate
+from hone.ops.decoder_halves import Linear, Norm, add_gated_mlp, rotated_qkv, silu_gate
 from hone.ops.logprobs import wide_linear
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate

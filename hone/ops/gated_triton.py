@@ -1,4 +1,4 @@
-"""GPU kernels of the gated product and its gradient; the reference is gated.py."""
+"""GPU kernels of the gated product and its gradient; the reference is in decoder_halves.py."""
 
 from __future__ import annotations
 
