@@ -197,9 +197,7 @@ def _score_responses(
         manager.lacks_ground_truth(response.data_source, response.ground_truth)
         for response in responses
     ]
-    scorable = [
-        response for response, lacks in zip(responses, lacks_truth, strict=True) if not lacks
-    ]
+    scorable = [r for r, lacks in zip(responses, lacks_truth, strict=True) if not lacks]
     outcomes: list[Scored | Failed] = []
     try:
         with progress("score", len(scorable)) as bar:

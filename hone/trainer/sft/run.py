@@ -225,11 +225,7 @@ class SFTRun:
 
     def _require_same_data(self, state: Mapping[str, Any], folder: Path) -> None:
         saved_fingerprint, fingerprint = state.get("data"), self._data_fingerprint()
-        if (
-            saved_fingerprint is not None
-            and fingerprint is not None
-            and saved_fingerprint != fingerprint
-        ):
+        if saved_fingerprint and fingerprint and saved_fingerprint != fingerprint:
             raise DataError(
                 f"the data differ from those that {folder} was trained on ({saved_fingerprint[:8]} then, "
                 f"{fingerprint[:8]} now); restore data.train_files and the data.* settings, or set another "
