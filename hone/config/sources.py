@@ -205,6 +205,8 @@ def _is_choice(text: str, search_folders: Sequence[Path]) -> bool:
     group, at, _ = key.lstrip("+~").partition("@")
     if (at or "/" in group) and re.fullmatch(r"\w[\w/]*", group):
         return bool(equals) or text.startswith("~")
+    if text.startswith("~") and not equals:
+        return any(group and (folder / group).is_dir() for folder in search_folders)
     return value in GROUPS.get(group, ()) or any(
         (search_folder / group / f"{value}.yaml").is_file() for search_folder in search_folders
     )

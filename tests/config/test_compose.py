@@ -559,3 +559,12 @@ def test_a_key_that_the_user_adds_is_accepted_with_one_line() -> None:
 )
 def test_a_key_that_the_user_adds_is_no_misspelt_one(key: str) -> None:
     assert "Did you mean" in error([f"+{key}=1"])
+
+
+def test_a_group_of_the_users_own_is_removed_from_the_defaults_list(tmp_path: Path) -> None:
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size/big.yaml").write_text("# @package _global_\ndata: {train_batch_size: 32}\n")
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, size: big, _self_]\n")
+    for overrides, prompts in (([], 32), (["~size"], 1024)):
+        config = load_config(overrides, config_name="mine", config_path=tmp_path)
+        assert config.data.train_batch_size == prompts
