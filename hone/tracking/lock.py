@@ -92,7 +92,7 @@ class Holder:
 
 
 class FolderLock:
-    """An inter-process lock, which is reentrant within one process."""
+    """An inter-process lock, which is reentrant within one process: its threads share it."""
 
     def __init__(self, file: Path, locked_path: Path) -> None:
         self.file, self.locked_path = file, locked_path
@@ -103,29 +103,34 @@ class FolderLock:
         self._released = threading.Event()
 
     def __enter__(self) -> FolderLock:
-        lock = _locks.setdefault(self.file, self)
-        if lock._depth == 0:
-            try:
-                lock._acquire()
-            except BaseException:
-                _locks.pop(self.file, None)
-                raise
-        lock._depth += 1
-        return lock
+        with _threads_lock:
+            lock = _locks.setdefault(self.file, self)
+            if lock._depth == 0:
+                try:
+                    lock._acquire()
+                except BaseException:
+                    _locks.pop(self.file, None)
+                    raise
+            lock._depth += 1
+            return lock
 
     def __exit__(self, *exc: object) -> None:
-        lock = _locks.get(self.file)
-        if lock is None:  # a forked child exits the context that its parent entered
-            return
-        lock._depth -= 1
-        if lock._depth == 0:
-            del _locks[self.file]
-            lock._released.set()
-            if lock.holder is not None and lock.holder.pid == os.getpid():
-                with contextlib.suppress(OSError):
-                    if _read(self.file)[0] == lock.holder:
-                        self.file.unlink()
-                lock._remove_created_folders()
+        with _threads_lock:
+            lock = _locks.get(self.file)
+            if lock is None:  # a forked child exits the context that its parent entered
+                return
+            lock._depth -= 1
+            if lock._depth == 0:
+                del _locks[self.file]
+                lock._release()
+
+    def _release(self) -> None:
+        self._released.set()
+        if self.holder is not None and self.holder.pid == os.getpid():
+            with contextlib.suppress(OSError):
+                if _read(self.file)[0] == self.holder:
+                    self.file.unlink()
+            self._remove_created_folders()
 
     def _acquire(self) -> None:
         self.holder = Holder.of_this_process()
@@ -213,7 +218,18 @@ class FolderLock:
 
 
 _locks: dict[Path, FolderLock] = {}
-os.register_at_fork(after_in_child=_locks.clear)
+_threads_lock = threading.RLock()
+"""Held by the thread that enters or exits a FolderLock."""
+
+
+def _forget_locks() -> None:
+    """Forgets the locks of the parent process in a forked child."""
+    global _threads_lock
+    _locks.clear()
+    _threads_lock = threading.RLock()  # a thread of the parent may hold the inherited one
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 def lock_folder(folder: str | os.PathLike[str]) -> FolderLock:

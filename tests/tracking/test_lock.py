@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -261,3 +262,23 @@ def test_a_forked_child_does_not_hold_or_release_the_lock(tmp_path: Path) -> Non
 def test_the_lock_of_a_target_is_beside_it(tmp_path: Path) -> None:
     with lock_target(tmp_path / "out.parquet"):
         assert [p.name for p in tmp_path.iterdir()] == [".out.parquet.lock"]
+
+
+def test_threads_of_a_process_share_a_lock(tmp_path: Path) -> None:
+    entered, errors = threading.Barrier(4), []
+
+    def use_folder() -> None:
+        try:
+            with lock_folder(tmp_path):
+                entered.wait(10)
+        except (FolderLocked, threading.BrokenBarrierError) as error:
+            errors.append(error)
+            entered.abort()
+
+    threads = [threading.Thread(target=use_folder) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert errors == []
+    assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ the cause is unknown; an invalid value in the returned list fails only its row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hone.rewards.calling import (
     BATCH_ARGUMENTS,
@@ -48,11 +48,12 @@ class BatchRewardManager(RuleRewardManager):
         arguments = {plural: [getattr(row, name) for row in rows] for plural, name in name_pairs}
         try:
             results = call_scorer(self.compute_score, arguments, self.options)
+            scores = list(results) if isinstance(results, Iterable) else None
         except SetupError:
             raise
         except Exception as error:  # a user's scorer may raise anything; the failure policy applies
             return [exception_failure(error, self.compute_score)] * len(rows)
-        got = len(results) if hasattr(results, "__len__") else type(results).__name__
-        if got != len(rows):
+        if scores is None or len(scores) != len(rows):
+            got = type(results).__name__ if scores is None else len(scores)
             return [Failed("bad_return", f"{len(rows)} scores expected, got {got}")] * len(rows)
-        return [read_result(result) for result in results]
+        return [read_result(score) for score in scores]

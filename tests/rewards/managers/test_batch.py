@@ -55,6 +55,10 @@ def no_list(solution_strs: list[str]) -> float:
     return 1.0
 
 
+def no_dimension(solution_strs: list[str]) -> np.ndarray:
+    return np.array(1.0)
+
+
 def raising(solution_strs: list[str]) -> list[float]:
     raise ValueError("bad day")
 
@@ -71,6 +75,7 @@ def hanging(solution_strs: list[str]) -> list[float]:
         (too_few, [-1.0, -1.0], {"bad_return": 2}),
         (no_list, [-1.0, -1.0], {"bad_return": 2}),
         (raising, [-1.0, -1.0], {"exception": 2}),
+        (no_dimension, [-1.0, -1.0], {"exception": 2}),
         (hanging, [-1.0, -1.0], {"timeout": 2}),
     ],
 )
