@@ -82,14 +82,12 @@ class WorkerHost:
         result = method(*args, **kwargs)
         if inspect.iscoroutine(result):
             result = self._run_coroutine(result)
-        inputs = [*args, *kwargs.values()]
-        if isinstance(result, DataProto):
-            return drop_padded_rows(result, inputs).to("cpu")
-        if is_tensordict_batch(result):
-            inputs = [DataProto.from_tensordict(v) if is_tensordict_batch(v) else v for v in inputs]
-            batch = drop_padded_rows(DataProto.from_tensordict(result), inputs)
-            return batch.to("cpu").to_tensordict()
-        return result
+        is_tensordict = is_tensordict_batch(result)
+        if not is_tensordict and not isinstance(result, DataProto):
+            return result
+        inputs = [_as_data_proto(value) for value in (*args, *kwargs.values())]
+        batch = drop_padded_rows(_as_data_proto(result), inputs).to("cpu")
+        return batch.to_tensordict() if is_tensordict else batch
 
     def worker(self, role: str = "") -> Worker:
         """Returns the worker of a role; the role of a single worker is empty."""
@@ -228,6 +226,10 @@ def _differ_in_padding(inputs: Sequence[Any]) -> bool:
     """Whether two batches of a call have padding in different rows."""
     batches = [value for value in inputs if isinstance(value, DataProto) and len(value)]
     return len({tuple(real_row_mask(batch).tolist()) for batch in batches}) > 1
+
+
+def _as_data_proto(value: Any) -> Any:
+    return DataProto.from_tensordict(value) if is_tensordict_batch(value) else value
 
 
 def _materialize(value: Any) -> Any:

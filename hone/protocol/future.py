@@ -8,17 +8,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
+from hone.protocol.data_proto import DataProto
 from hone.protocol.padding import split_padded
 from hone.protocol.rows import ProtocolError
+from hone.protocol.tensordicts import BatchData
 from hone.types import Function
-
-if TYPE_CHECKING:
-    from hone.protocol.data_proto import DataProto
 
 Value: TypeAlias = Any
 """The result of a worker, usually a batch, or the controller's handle for it."""
@@ -29,7 +29,8 @@ def resolve_handles(handles: Sequence[Value]) -> list[Value]:
     values = []
     for handle in handles:
         wait = getattr(handle, "get", None) or getattr(handle, "result", None)
-        values.append(wait() if callable(wait) and not isinstance(handle, dict) else handle)
+        is_value = isinstance(handle, dict | TensorDict)
+        values.append(wait() if callable(wait) and not is_value else handle)
     return values
 
 
@@ -77,12 +78,14 @@ def _chunk(index: int, chunks: int, data: DataProto) -> DataProto:
     return data.chunk(chunks)[index]
 
 
-def _padded_part(index: int, parts: int, data: DataProto) -> DataProto:
+def _padded_part(index: int, parts: int, data: DataProto | TensorDict) -> DataProto | TensorDict:
+    if isinstance(data, TensorDict):
+        return split_padded(DataProto.from_tensordict(data), parts)[index].to_tensordict()
     return split_padded(data, parts)[index]
 
 
-def _concat(batches: list[DataProto]) -> DataProto:
-    return type(batches[0]).concat(batches)
+def _concat(batches: list[DataProto | TensorDict]) -> Value:
+    return BatchData(batches).concat()
 
 
 def _compose(first: Function, second: Function, data: Value) -> Value:

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from tensordict import TensorDict
 from toy_workers import Other, Toy
 
 from hone.controller import (
@@ -22,8 +23,10 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
-from hone.controller.local import drop_padded_rows
+from hone.controller.decorator import TensorDictPayload
+from hone.controller.local import WorkerHost, drop_padded_rows
 from hone.controller.worker import Placement, free_port, use_placement
+from hone.controller.worker_group import Call
 from hone.protocol import PADDED_ROW, DataProto, split_padded
 
 
@@ -194,6 +197,21 @@ class TestPaddedResults:
     def test_a_result_that_cannot_be_told_apart_is_refused(self) -> None:
         with pytest.raises(ValueError, match="the padded rows are unknown"):
             drop_padded_rows(DataProto.from_dict({"y": torch.zeros(5)}), [self.padded()])
+
+    def test_a_worker_may_take_one_kind_of_batch_and_return_the_other(self) -> None:
+        class Converts(Worker):
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+            def to_proto(self, data: TensorDict) -> DataProto:
+                return DataProto.from_dict({"y": data["x"] + 1})
+
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+            def to_tensordict(self, data: DataProto) -> TensorDict:
+                return DataProto.from_dict({"y": data.batch["x"] + 1}).to_tensordict()
+
+        host = WorkerHost(ClassWithInitArgs(Converts), Placement(), torch.get_num_threads())
+        proto = host.call(Call("", "to_proto", (TensorDictPayload(self.padded()),)))
+        assert proto.batch["y"].tolist() == [3]
+        assert host.call(Call("", "to_tensordict", (self.padded(),)))["y"].tolist() == [3]
 
     def test_a_result_of_batches_with_different_padding_is_refused(self) -> None:
         other = DataProto.from_dict({"z": torch.arange(2)})  # this rank's part of 4 rows

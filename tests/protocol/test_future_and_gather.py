@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hone.protocol import DataProto, DataProtoFuture, all_gather_data_proto
+from hone.protocol.tensordicts import get_tensordict
 
 
 def rows(*numbers: int) -> DataProto:
@@ -47,6 +48,16 @@ def test_handles_may_be_standard_futures_or_plain_batches() -> None:
     assert DataProtoFuture.concat([done, rows(2)]).get().batch["n"].tolist() == [1, 2]
     with pytest.raises(ValueError, match="empty"):
         DataProtoFuture.concat([])
+
+
+def test_a_future_of_a_tensordict_is_split_and_joined() -> None:
+    batch = get_tensordict({"n": torch.arange(3), "u": ["a", "b", "c"]}, {"step": 4})
+    future = DataProtoFuture.concat([batch])
+    parts = [part.get() for part in future.split_padded(2)]
+    assert [part["n"].tolist() for part in parts] == [[0, 1], [2, 2]]
+    assert [part["padded_row"].tolist() for part in parts] == [[False, False], [False, True]]
+    assert [part["step"] for part in parts] == [4, 4]
+    assert len(DataProtoFuture.concat([future, batch]).get()) == 6
 
 
 def test_a_future_can_be_sent_elsewhere_with_its_cut() -> None:
