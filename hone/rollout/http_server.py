@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -312,6 +313,17 @@ class HttpServer:
         if "error" in event:
             raise ServerLost(self, f"reported an error in a stream: {shorten(str(event['error']))}")
         return event
+
+    @contextmanager
+    def reading(self, response: object) -> Iterator[None]:
+        """Converts the errors of reading a malformed response, so that they fail only its request."""
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise RolloutError(
+                f"{self.safe_url} sent a response that hone cannot read ({_describe_error(error)}): "
+                f"{shorten(str(response))}"
+            ) from error
 
     async def wait_until_healthy(self) -> None:
         """Polls `/health` until it answers 200; raises RolloutError after `start_timeout_s`."""

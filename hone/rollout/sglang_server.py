@@ -98,7 +98,8 @@ class SGLangServer(HttpServer):
         try:
             async with aclosing(self.events("/generate", body)) as events:
                 async for event in events:
-                    chunk = self._parse_chunk(event, rid, token_ids)
+                    with self.reading(event):
+                        chunk = self._parse_chunk(event, rid, token_ids)
                     token_ids.extend(chunk.token_ids)
                     finished = chunk.finished
                     yield chunk
@@ -180,15 +181,10 @@ class SGLangServer(HttpServer):
                 "sampling_params": {"max_new_tokens": 1, "ignore_eos": True, **sampling},
             },
         )
-        try:
+        with self.reading(response):
             meta = response["meta_info"]
-            return float(meta["output_token_logprobs"][0][0]), float(
-                meta["output_top_logprobs"][0][0][0]
-            )
-        except (KeyError, IndexError, TypeError) as error:
-            raise RolloutError(
-                f"{self.safe_url}/generate returned no log-probs ({type(error).__name__}: {error})"
-            ) from error
+            log_prob, highest = meta["output_token_logprobs"][0], meta["output_top_logprobs"][0][0]
+            return float(log_prob[0]), float(highest[0])
 
     # -- control --------------------------------------------------------------------------------
 

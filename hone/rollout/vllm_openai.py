@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.http_server import Event, HttpServer, ServerLost, shorten
+from hone.rollout.http_server import Event, HttpServer, ServerLost
 from hone.rollout.requests import Chunk, Request
 from hone.types import Settings
 
@@ -37,18 +37,15 @@ class VLLMServer(HttpServer):
 
     async def connect(self) -> None:
         response = await self.call("/v1/models", get=True)
-        try:
+        with self.reading(response):
             self.model_name = str(response["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise RolloutError(
-                f"{self.safe_url}/v1/models has no model: {shorten(str(response))}"
-            ) from None
         self.has_dev_routes = (await self._request("GET", "/is_paused"))[0] == 200
         if self.has_dev_routes:
             await self.resume()  # a killed run may have left the server paused
             self.expected_version = await self.weight_version()
             info = await self.call("/server_info?config_format=json", get=True)
-            self.device_type = str(info["vllm_config"]["device_config"]["device"])
+            with self.reading(info):
+                self.device_type = str(info["vllm_config"]["device_config"]["device"])
         await self.detect_log_prob_mode()
 
     # -- requests -------------------------------------------------------------------------------
@@ -93,7 +90,8 @@ class VLLMServer(HttpServer):
         # vLLM aborts a request when its connection closes.
         async with aclosing(self.events("/v1/completions", body)) as events:
             async for event in events:
-                chunk = self._parse_chunk(event)
+                with self.reading(event):
+                    chunk = self._parse_chunk(event)
                 yield chunk
                 if chunk.finished:
                     return
@@ -122,15 +120,16 @@ class VLLMServer(HttpServer):
         log_probs = (choice.get("logprobs") or {}).get("token_logprobs")
         if ids and log_probs is None:
             raise RolloutError(f"{self.safe_url}/v1/completions sent tokens without log-probs")
-        return ids, log_probs or []
+        return list(ids), list(log_probs or [])
 
     async def sample_one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
         """Samples one token; returns its log-prob and the largest log-prob."""
         body = self._request_body(prompt, {"max_tokens": 1, "logprobs": 1, "seed": 0, **sampling})
         response = await self.call("/v1/completions", body)
-        choice = response["choices"][0]
-        _, (log_prob,) = self._parse_tokens(choice)
-        return log_prob, max(choice["logprobs"]["top_logprobs"][0].values())
+        with self.reading(response):
+            choice = response["choices"][0]
+            _, (log_prob,) = self._parse_tokens(choice)
+            return log_prob, max(choice["logprobs"]["top_logprobs"][0].values())
 
     # -- control --------------------------------------------------------------------------------
 

@@ -170,6 +170,30 @@ def test_a_server_that_restarted_while_it_was_idle_serves_nothing_before_its_wei
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("event", [{"choices": ["x"]}, choice(token_ids=5)])
+def test_an_event_that_cannot_be_read_fails_its_request_alone(event: dict[str, Any]) -> None:
+    class Garbles(RestartedServer):
+        async def events(self, path: str, body: Any) -> Any:
+            yield event if body["prompt"] == [2] else choice(finish_reason="length")
+
+    engine = ServerRollout(
+        [Garbles("http://gpu:8000", Timeouts(1.0, 1.0))],
+        RequestRules(frozenset({89}), vocab_size=90),
+        {},
+        WeightFolder(None, "no-model"),
+    )
+
+    async def scenario() -> None:
+        await engine.start()
+        sampling = Sampling(1, 1.0, 0, ignore_eos=True)
+        with pytest.raises(RolloutError, match="http://gpu:8000 sent a response that hone cannot"):
+            await engine.generate([2], sampling, "garbled")
+        assert len(await engine.generate([1], sampling, "next")) == 1
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
 # -- vLLM itself ------------------------------------------------------------------------------
 
 APPLY = [name for name, clause in CLAUSES.items() if clause.applies(VLLMServerFactory())]
