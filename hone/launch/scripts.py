@@ -74,8 +74,11 @@ def sbatch_script(
     )
 
 
-def _check_kubernetes(name: str, memory: str, cpus: int) -> None:
-    """Raises ConfigError if Kubernetes would reject the name, the memory or the CPUs."""
+def _check_kubernetes(name: str, memory: str, cpus: int, volumes: Sequence[str]) -> None:
+    """Raises ConfigError if Kubernetes would reject one of the values."""
+    mount_paths = ["/dev/shm", *(text.partition(":")[2].rstrip("/") for text in volumes)]
+    if repeated_paths := [path for path in mount_paths if mount_paths.count(path) > 1]:
+        raise ConfigError(f"--volume: {repeated_paths[0]} is mounted twice; name another path")
     if not _NAME_PATTERN.fullmatch(name):
         raise ConfigError(
             f"--name {name}: use at most 47 characters of a-z, 0-9 and -, the first one a letter and the "
@@ -104,7 +107,7 @@ def rayjob_manifest(
 
     `gpus`, `cpus` and `memory` are per pod.
     """
-    _check_kubernetes(name, memory, cpus)
+    _check_kubernetes(name, memory, cpus, volumes)
     volumes_and_mounts = [_volume_and_mount(i, text) for i, text in enumerate(volumes)]
 
     def pod_template(container_name: str) -> Fields:

@@ -267,6 +267,8 @@ def test_a_plain_command_stays_readable_and_an_odd_one_survives_every_shell() ->
         ({"name": "Run_1"}, "at most 47 characters"),
         ({"name": "1run"}, "the first one a letter"),
         ({"volumes": ["shared"]}, "CLAIM:/PATH"),
+        ({"volumes": ["a:/x", "b:/x/"]}, "/x is mounted twice"),
+        ({"volumes": ["a:/dev/shm"]}, "/dev/shm is mounted twice"),
         ({"memory": "128GB"}, "for example 256Gi"),
         ({"name": "run-"}, "the last one not -"),
         ({"cpus": 0}, "--cpus 0: give at least 1"),
