@@ -121,17 +121,17 @@ def check_config_supported(
 def override_fields(config: PreTrainedConfig, values: Settings, path: str) -> None:
     """Changes fields of a config; `rope_theta` and `rope_scaling`, older names, change `rope_parameters`."""
     for key, value in values.items():
-        rope = getattr(config, "rope_parameters", None)
+        rope = getattr(config, "rope_parameters", None) or {}
         if key == "attn_implementation":
             log.warning("override_config.%s=%s: hone's own attention is used", key, value)
-        elif key == "rope_theta" and rope and "rope_theta" in rope:
+        elif key == "rope_theta" and key in rope:
             config.rope_parameters = {**rope, key: value}
-        elif key == "rope_scaling" and rope and "rope_theta" in rope:
+        elif key == "rope_scaling" and "rope_theta" in rope:
             unscaled = {k: rope[k] for k in ("rope_theta", "partial_rotary_factor") if k in rope}
             scaling = dict(value or {})
             rope_type = scaling.pop("type", "default")
             config.rope_parameters = {**unscaled, "rope_type": rope_type, **scaling}
-        elif hasattr(config, key):
+        elif key != "rope_scaling" and hasattr(config, key):
             setattr(config, key, value)
         else:
             raise UnsupportedModel(

@@ -202,6 +202,14 @@ def test_overrides_may_have_the_older_names_of_rotary_positions(folder, override
     assert lm.config.rope_parameters["rope_theta"] == theta
 
 
+def test_one_scaling_for_rotary_tables_per_layer_type_is_refused(tmp_path):
+    tokenizer = character_tokenizer()
+    save_pretrained(tiny_lm(len(tokenizer), family="gemma3_text"), tokenizer, tmp_path)
+    overrides = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    with pytest.raises(UnsupportedModel, match="rope_scaling"):
+        load_causal_lm(str(tmp_path), dtype=torch.float32, override_config=overrides)
+
+
 def test_another_attention_in_the_overrides_runs_with_ours_and_a_warning(folder, caplog):
     overrides = {"attn_implementation": "flash_attention_2"}
     lm = load_causal_lm(str(folder), dtype=torch.float32, override_config=overrides)
