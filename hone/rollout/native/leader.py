@@ -161,7 +161,7 @@ class LeaderRollout(NativeRollout):
 
     async def close(self) -> None:
         await super().close()
-        with suppress(RolloutError):  # the other ranks may have gone
+        with suppress(RolloutError):  # the other ranks may have exited
             self._send_final("close")
 
     def _fail(self, error: BaseException) -> None:

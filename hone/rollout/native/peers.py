@@ -74,11 +74,8 @@ class Peers:
         """Sends commands to every other rank and waits until all ranks have received them."""
         text = json.dumps(commands).encode()
         message = len(text).to_bytes(_LENGTH_BYTES, "big") + text
-        head, rest = (
-            message[:_FIRST_MESSAGE_BYTES].ljust(_FIRST_MESSAGE_BYTES, b"\0"),
-            message[_FIRST_MESSAGE_BYTES:],
-        )
-        for part in (head, rest):
+        message = message.ljust(_FIRST_MESSAGE_BYTES, b"\0")
+        for part in (message[:_FIRST_MESSAGE_BYTES], message[_FIRST_MESSAGE_BYTES:]):
             if part:
                 self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8))
 
@@ -98,7 +95,7 @@ class Peers:
         If another rank was lost, the returned error has the cause that the lost rank recorded, if
         it recorded one.
         """
-        with suppress(RuntimeError, dist.DistError):  # the rank with the store may have gone
+        with suppress(RuntimeError, dist.DistError):  # the rank with the store may have exited
             if isinstance(error, PeerLost):
                 timeout = timedelta(seconds=min(_CAUSE_TIMEOUT_S, self.timeout_s))
                 self.store.wait([_CAUSE_KEY], timeout)
