@@ -26,11 +26,12 @@ PURE_DATA_SOURCE = "numina_olympiads"
 
 def as_data_config(config: DataConfig | Settings) -> DataConfig:
     """Converts a mapping with some of the data keys to a DataConfig; other keys are ignored."""
+    defaults = {"tool_config_path": None, "trust_remote_code": False}  # they follow other blocks
     if isinstance(config, DataConfig):
-        return config
+        unresolved = {n: v for n, v in defaults.items() if str(getattr(config, n)).startswith("${")}
+        return dataclasses.replace(config, **unresolved) if unresolved else config
     names = {field.name for field in dataclasses.fields(DataConfig)}
     values = {name: value for name, value in config.items() if name in names}
-    defaults = {"tool_config_path": None, "trust_remote_code": False}
     return dataclasses.replace(DataConfig(), **{**defaults, **values})
 
 

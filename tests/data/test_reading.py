@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from hone.config.data import DataConfig
 from hone.data.dataset import RLHFDataset
 from hone.data.reading import PURE_DATA_SOURCE, PURE_INSTRUCTION, collate_tensors, rows_of
 from hone.data.rows import DataError, write_parquet
@@ -30,6 +31,12 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, ROWS)) + "\n")
     return str(path)
+
+
+def test_a_data_config_outside_a_runs_config_is_usable(file: str) -> None:
+    dataset = RLHFDataset(file, TOKENIZER, DataConfig(prompt_format="raw"))
+    assert dataset.settings.trust_remote_code is False
+    assert dataset[0]["raw_prompt"] == "0"
 
 
 def test_a_config_in_verls_form_needs_a_few_keys_only(file: str) -> None:
