@@ -256,6 +256,8 @@ async def run_with_deadline(
         try:
             if not task.done():
                 await _cancel(task, GRACE_S if grace_s is None else grace_s)
+            elif not task.cancelled():
+                task.exception()  # if this wait was cancelled, asyncio would log the exception
         finally:
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()  # cancelled before its first step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import threading
 from typing import Any
@@ -176,3 +177,30 @@ def test_closing_the_event_loop_does_not_wait_for_a_thread() -> None:
     free.set()
     assert ended
     assert len(outcome) == 1
+
+
+def test_work_that_fails_while_its_caller_is_cancelled_is_not_logged_by_asyncio() -> None:
+    contexts: list[Any] = []
+
+    async def fail() -> None:
+        raise ValueError("late")
+
+    async def cancel_at(num_iterations: int) -> None:
+        caller = asyncio.ensure_future(run_with_deadline(fail(), None))
+        for _ in range(num_iterations):
+            await asyncio.sleep(0)
+        caller.cancel()
+        await asyncio.wait({caller})
+        if not caller.cancelled():
+            caller.exception()
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: contexts.append(context)
+        )
+        for num_iterations in range(6):
+            await cancel_at(num_iterations)
+            gc.collect()
+
+    asyncio.run(main())
+    assert not contexts
