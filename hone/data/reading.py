@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.config.data import DataConfig
 from hone.data.rows import DataError, FileRows, RowStore
-from hone.types import Row, Settings
+from hone.types import Fields, Row, Settings
 
 if TYPE_CHECKING:
     from hone.data.loader import Dataset
@@ -26,7 +26,8 @@ PURE_DATA_SOURCE = "numina_olympiads"
 
 def as_data_config(config: DataConfig | Settings) -> DataConfig:
     """Converts a mapping with some of the data keys to a DataConfig; other keys are ignored."""
-    defaults = {"tool_config_path": None, "trust_remote_code": False}  # they follow other blocks
+    defaults: Fields = {"tool_config_path": None, "trust_remote_code": False}
+    # The defaults of these keys refer to other blocks of a run's config.
     if isinstance(config, DataConfig):
         unresolved = {n: v for n, v in defaults.items() if str(getattr(config, n)).startswith("${")}
         return dataclasses.replace(config, **unresolved) if unresolved else config
