@@ -36,6 +36,7 @@ def test_text_is_escaped(hostile: str) -> None:
 
 def test_characters_that_hide_or_reverse_text_are_made_visible() -> None:
     assert excerpt("a\u202eb\x00c\x1b[31m\u200bd") == "a\\u202eb\\u0000c\\u001b[31m\\u200bd"
+    assert excerpt("a\u061cb\xadc\U000e0041") == "a\\u061cb\\u00adc\\ue0041"
     assert excerpt("one\r\n\ttwo") == "one\n\ttwo"
 
 
