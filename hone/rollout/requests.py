@@ -220,7 +220,7 @@ class RequestEngine:
     ) -> TokenOutput:
         check_text_only(request_id, multi_modal_data, self.name)
         # The ids may be numbers of numpy, which other processes cannot get as JSON.
-        request = Request([int(i) for i in prompt_ids], sampling, request_id, on_tokens=on_tokens)
+        request = Request(list(map(int, prompt_ids)), sampling, request_id, on_tokens=on_tokens)
         self._rules.check(request)
         self._check_sampling(sampling, request_id)
         return await self._decode_request(request)
