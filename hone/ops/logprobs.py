@@ -73,8 +73,8 @@ def linear_sum_pi_squared(
 ) -> Tensor:
     """Returns Σ p² of softmax(logits / temperature), [M] float32, without gradient."""
     total = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    for chunk in _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=False):
-        z, _ = _scaled_logits(hidden[chunk], weight, bias, softcap, logit_scale / temperature)
+    for chunk in chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=False):
+        z, _ = scaled_logits(hidden[chunk], weight, bias, softcap, logit_scale / temperature)
         total[chunk] = torch.softmax(z, -1).square().sum(-1)
     return total
 
@@ -84,7 +84,7 @@ def softmax_entropy(z: Tensor, lse: Tensor) -> Tensor:
     return lse - torch.linalg.vecdot(torch.sub(z, lse[:, None]).exp_(), z)
 
 
-def _chunk_slices(tokens: int, vocab_size: int, *, use_kernel: bool) -> list[slice]:
+def chunk_slices(tokens: int, vocab_size: int, *, use_kernel: bool) -> list[slice]:
     if use_kernel:
         size = max(128, _GPU_CHUNK_LOGITS // vocab_size // 128 * 128)
     else:
@@ -92,7 +92,7 @@ def _chunk_slices(tokens: int, vocab_size: int, *, use_kernel: bool) -> list[sli
     return [slice(i, min(i + size, tokens)) for i in range(0, tokens, size)]
 
 
-def _scaled_logits(
+def scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, factor: float
 ) -> tuple[Tensor, Tensor | None]:
     """Returns float32 logits times `factor`, and with a soft cap the tanh that backward needs."""
@@ -120,7 +120,7 @@ class LinearLogProbs(torch.autograd.Function):
         compute_statistics: Callable[[Tensor, Tensor], Statistics] | None,
     ) -> tuple[Tensor, Tensor]:
         def plain_statistics(hidden: Tensor, target: Tensor) -> Statistics:
-            z, _ = _scaled_logits(hidden, weight, bias, softcap, factor)
+            z, _ = scaled_logits(hidden, weight, bias, softcap, factor)
             lse = torch.logsumexp(z, -1)
             log_probs = z.gather(-1, target[:, None]).squeeze(-1) - lse
             entropy = softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse)
@@ -132,7 +132,7 @@ class LinearLogProbs(torch.autograd.Function):
             return logit_statistics(wide_product(hidden, weight), target, factor, with_entropy)
 
         compute = compute_statistics or (kernel_statistics if use_kernel else plain_statistics)
-        slices = _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
+        slices = chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
         empty = hidden.new_zeros(0, dtype=torch.float32)
         chunks = [compute(hidden[chunk], target[chunk]) for chunk in slices] or [(empty,) * 3]
         log_probs, lse, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
@@ -150,7 +150,7 @@ class LinearLogProbs(torch.autograd.Function):
         g_weight = g_bias = None
         if bias is not None:
             g_bias = torch.zeros_like(bias, dtype=torch.float32)
-        for chunk in _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=ctx.use_kernel):
+        for chunk in chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=ctx.use_kernel):
             targets, lse, entropy = (x[chunk] for x in (target, *statistics))
             g_log_prob, g_entropy = (None if g is None else g[chunk].contiguous() for g in grads)
             if ctx.use_kernel:
@@ -161,7 +161,7 @@ class LinearLogProbs(torch.autograd.Function):
                     z, targets, lse, entropy, g_log_prob, g_entropy, ctx.factor, hidden.dtype
                 )
             else:
-                z, tanh = _scaled_logits(hidden[chunk], weight, bias, ctx.softcap, ctx.factor)
+                z, tanh = scaled_logits(hidden[chunk], weight, bias, ctx.softcap, ctx.factor)
                 g = _plain_gradient(
                     z, tanh, targets, lse, entropy, g_log_prob, g_entropy, ctx.factor
                 )

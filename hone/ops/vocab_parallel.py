@@ -18,8 +18,8 @@ from hone.ops.logprobs import (
     LinearLogProbs,
     LogitRule,
     Statistics,
-    _chunk_slices,
-    _scaled_logits,
+    chunk_slices,
+    scaled_logits,
     softmax_entropy,
     wide_product,
 )
@@ -99,8 +99,8 @@ def vocab_parallel_sum_pi_squared(
     """Returns Σ p² over the whole vocabulary, [M] float32, without gradient."""
     factor = rule["logit_scale"] / rule["temperature"]
     lse, squares = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    for chunk in _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=False):
-        z, _ = _scaled_logits(hidden[chunk], weight, rule["bias"], rule["softcap"], factor)
+    for chunk in chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=False):
+        z, _ = scaled_logits(hidden[chunk], weight, rule["bias"], rule["softcap"], factor)
         lse[chunk] = torch.logsumexp(z, -1)
         squares[chunk] = torch.softmax(z, -1).square().sum(-1)
     max_lse = _max_over_ranks(lse, group)
@@ -148,7 +148,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
                 from hone.ops.logprobs_triton import logit_statistics
 
                 return logit_statistics(wide_product(hidden, weight), target, factor, with_entropy)
-            z, _ = _scaled_logits(hidden, weight, bias, softcap, factor)
+            z, _ = scaled_logits(hidden, weight, bias, softcap, factor)
             lse = torch.logsumexp(z, -1)
             log_probs = z.gather(-1, target[:, None]).squeeze(-1) - lse
             return (
@@ -157,7 +157,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
                 softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse),
             )
 
-        slices = _chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
+        slices = chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
         empty = hidden.new_zeros(0, dtype=torch.float32)
         clamped_target = target.clamp(min=0)
         chunk_statistics = [

@@ -17,7 +17,7 @@ from hone.models.load import empty_causal_lm
 from hone.ops.packed_linear import PackableLinear
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.native.core import NativeCore
-from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder, _RmsNorm
+from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder, RmsNorm
 from hone.rollout.native.engine import Core
 from hone.rollout.native.follower import FollowerRollout
 from hone.rollout.native.fused_decoder import FusedDecoder
@@ -111,7 +111,7 @@ class ShardedPlainDecoder(PlainDecoder):
 
     _policy: ShardedPolicy
 
-    def _read_layer(self, layer: LayerModule) -> DecoderLayer[PackableLinear, _RmsNorm]:
+    def _read_layer(self, layer: LayerModule) -> DecoderLayer[PackableLinear, RmsNorm]:
         layer_shard, peers = super()._read_layer(layer), self._policy.peers
         return replace(
             layer_shard,
