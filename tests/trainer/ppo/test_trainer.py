@@ -259,7 +259,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(
     def broken(*arguments: Any, **_: Any) -> tuple[torch.Tensor, dict[str, float]]:
         return arguments[1].sum() * float("nan"), {}
 
-    monkeypatch.setattr(objectives, "get_policy_loss_fn", lambda name: broken)
+    monkeypatch.setattr(objectives.TABLE, "get", lambda name: broken)
     with caplog.at_level(logging.WARNING):
         run = train("actor_rollout_ref.actor.ppo_mini_batch_size=2")
     assert run.series("actor/skipped_updates") == [2.0, 4.0]
