@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import torch
 
 from hone.config.generation import EvaluationConfig
-from hone.config.reward import RewardModelConfig
+from hone.config.reward import RewardKwargs, RewardModelConfig
 from hone.config.trees import PPOTrainerConfig
 from hone.plugins import PluginError, load_extern_object, load_object
 from hone.protocol import DataProto
@@ -36,6 +36,7 @@ from hone.types import Fields, Function
 
 logger = logging.getLogger(__name__)
 
+_KWARGS_FIELDS = {field.name for field in dataclasses.fields(RewardKwargs)}
 _POLICY_FIELDS = {field.name for field in dataclasses.fields(FailurePolicy)}
 
 
@@ -50,7 +51,7 @@ def load_reward_manager(
     """Returns the reward manager that the config selects.
 
     `compute_score` replaces the configured score function. `reward_kwargs` override
-    `reward_model.reward_kwargs`; names that the built-in managers do not accept go to the scorer.
+    `reward_model.reward_kwargs`; other names go to the manager, or else to the scorer.
     """
     reward_model = config.reward_model
     for source, target in reward_model.scores.items():
@@ -63,7 +64,9 @@ def load_reward_manager(
     scorer = compute_score or get_custom_reward_fn(config)
     if issubclass(cls, RewardManagerBase):
         return _streaming_manager(cls, config, tokenizer, scorer)
-    settings = {**_manager_settings(config), **reward_kwargs}
+    overrides = {name: reward_kwargs.pop(name) for name in _KWARGS_FIELDS & {*reward_kwargs}}
+    kwargs = dataclasses.replace(reward_model.reward_kwargs, **overrides)
+    settings = {**_manager_settings(config, kwargs), **reward_kwargs}
     is_rule_manager = issubclass(cls, RuleRewardManager)
     accepted_settings = (
         init_parameter_names(cls) | {*reward_kwargs} if is_rule_manager else accepted_names(cls)
@@ -71,7 +74,7 @@ def load_reward_manager(
     if accepted_settings is not None:
         settings = {name: settings[name] for name in settings if name in accepted_settings}
     if is_rule_manager:
-        settings = {**_score_options(config, scorer), "policy": _policy(config), **settings}
+        settings = {**_score_options(config, scorer), "policy": _policy(kwargs), **settings}
         # PRIME trains its reward model on the rule's score, so there a row without it is a failure.
         if reward_model.enable and reward_model.type != "prime":
             settings["skips_rows_without_truth"] = True
@@ -132,13 +135,12 @@ def load_model_manager(
         tokenizer,
         scorer=scorer,
         reward_fn_key=config.data.reward_fn_key,
-        policy=_policy(config),
+        policy=_policy(reward_model.reward_kwargs),
         score_observations=reward_model.type != "judge" or reward_model.score_observations,
     )
 
 
-def _policy(config: PPOTrainerConfig) -> FailurePolicy:
-    kwargs = config.reward_model.reward_kwargs
+def _policy(kwargs: RewardKwargs) -> FailurePolicy:
     return FailurePolicy(**{name: getattr(kwargs, name) for name in _POLICY_FIELDS})
 
 
@@ -214,12 +216,10 @@ def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
     )
 
 
-def _manager_settings(config: PPOTrainerConfig) -> Fields:
-    """Returns `reward_model.reward_kwargs` without the failure policy, with defaults for null."""
+def _manager_settings(config: PPOTrainerConfig, kwargs: RewardKwargs) -> Fields:
+    """Returns `reward_kwargs` without the failure policy, with defaults for null."""
     reward_model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
-    kwargs = reward_model.reward_kwargs
-    names = {field.name for field in dataclasses.fields(kwargs)} - _POLICY_FIELDS
-    settings = {name: getattr(kwargs, name) for name in names}
+    settings = {name: getattr(kwargs, name) for name in _KWARGS_FIELDS - _POLICY_FIELDS}
     settings["score_observations"] = reward_model.score_observations
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length

@@ -232,3 +232,17 @@ def test_a_score_function_gets_the_address_of_the_reward_models_server(tmp_path:
     manager = load_reward_manager(config, None, num_examine=0)
     (result,) = manager.score_rows([Response("s", "a", None, {})])
     assert result.extras["router"] == "127.0.0.1:8000"
+
+
+@pytest.mark.parametrize("name", ["naive", "dapo", "prime"])
+def test_reward_kwargs_are_passed_as_verl_does(name: str) -> None:
+    settings = ["actor_rollout_ref.model.path=x", f"reward_model.reward_manager={name}"]
+    config = load_config([*settings, "reward_model.reward_kwargs.failure_score=-2"])
+    kwargs: Any = config.reward_model.get("reward_kwargs", {})
+    tokenizer: Any = None
+    manager: Any = load_reward_manager(config, tokenizer, num_examine=0, **kwargs)
+    assert manager.options == {"memory_limit_mb": 1024}
+    assert manager.policy.failure_score == -2
+    manager = load_reward_manager(config, tokenizer, 0, on_failure="raise", method="flexible")
+    assert (manager.policy.on_failure, manager.policy.failure_score) == ("raise", -2)
+    assert manager.options["method"] == "flexible"
