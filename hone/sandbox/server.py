@@ -60,6 +60,7 @@ class SandboxServer(ThreadingHTTPServer):
         check_number("max_concurrent", max_concurrent, 1, 1 << 15)
         check_number("max_memory_mb", max_memory_mb, *RANGES["memory_mb"])
         check_number("max_timeout_s", max_timeout_s, *RANGES["timeout_s"])
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
         self.slots = threading.BoundedSemaphore(max_concurrent)
         self.max_memory_mb, self.max_timeout_s = max_memory_mb, max_timeout_s
@@ -68,7 +69,8 @@ class SandboxServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}{RUN_PATH}"
+        name = f"[{host!s}]" if self.address_family == socket.AF_INET6 else host
+        return f"http://{name!s}:{port}{RUN_PATH}"
 
     def is_own_host(self, host: str) -> bool:
         """Whether the host is an IP address or one of our names, so DNS rebinding cannot set it."""

@@ -13,6 +13,7 @@ import pytest
 
 from hone.sandbox import SandboxUnavailable, server
 from hone.sandbox.server import JUDGE_PATH, MAX_BODY_BYTES, RUN_PATH, SandboxServer
+from hone.sandbox.service import SandboxService
 
 from .attacks import processes_that_mention
 from .test_warden import wait_until
@@ -148,6 +149,20 @@ def test_requests_to_one_of_its_names_are_answered(
 ) -> None:
     status, answer = post(running, {"code": "print(1)", "memory_limit_MB": -1}, **headers)
     assert (status, answer["run_result"]["stdout"]) == (200, "1\n")
+
+
+def test_it_listens_on_an_ipv6_address(bwrap: None) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with SandboxServer("::1", 0, max_concurrent=1, max_memory_mb=256) as instance:
+        thread = threading.Thread(target=instance.serve_forever)
+        thread.start()
+        service = SandboxService(instance.url, max_concurrent=1, memory_limit_mb=256)
+        assert service.run_python("print(6)").stdout == "6\n"
+        instance.shutdown()
+        thread.join()
 
 
 def test_assertions_are_judged_in_two_boxes(running: SandboxServer, bwrap: None) -> None:
