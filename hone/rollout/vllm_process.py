@@ -205,8 +205,7 @@ class EngineProcess:
             pass
         except Exception:
             log.exception("%s sent a frame that hone cannot read; it is killed", self._name)
-        finally:
-            self._on_exit()
+        self._on_exit()
 
     def _handle_frame(self, frame: Fields) -> None:
         if "tokens" in frame:
