@@ -63,6 +63,17 @@ def place_on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torc
     return rewards
 
 
+def move_to_policy_tokens(data: DataProto, rewards: torch.Tensor) -> torch.Tensor:
+    """Moves each reward [B, T] on an observation to the policy token before it.
+
+    A manager in verl's form puts the score on the last token of the response, which may be a tool's.
+    """
+    mask = policy_mask(data)
+    positions = torch.arange(mask.shape[1]).expand_as(mask)
+    targets = torch.where(mask, positions, -1).cummax(-1).values.clamp(min=0)
+    return torch.zeros_like(rewards).scatter_add_(1, targets, rewards)
+
+
 def read_rows(
     data: DataProto,
     ids: list[list[int]],

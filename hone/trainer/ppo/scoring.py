@@ -30,6 +30,7 @@ from hone.rewards.failures import NO_GROUND_TRUTH, RewardError
 from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.blank import BlankRewardManager
+from hone.rewards.managers.reading import move_to_policy_tokens
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
@@ -251,18 +252,18 @@ def _score_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tupl
     """Returns the manager's scores [B, T] and extras of the selected rows; other rows have 0 and None."""
     if not rows.any() and len(batch):
         return torch.zeros(batch.batch["responses"].shape), {}
-    result = reward_fn(batch if rows.all() else batch[rows], return_dict=True)
+    selected_batch = batch if rows.all() else batch[rows]
+    result = reward_fn(selected_batch, return_dict=True)
     extras: dict[str, list[JsonValue]] = {}
     for name, values in result.get("reward_extra_info", {}).items():
         row_values = iter(values)
         extras[name] = [next(row_values) if is_selected else None for is_selected in rows]
-    return _expand_rows(result["reward_tensor"], rows), extras
+    rewards = move_to_policy_tokens(selected_batch, result["reward_tensor"])
+    return _expand_rows(rewards, rows), extras
 
 
 def _expand_rows(scores: Tensor, rows: np.ndarray) -> Tensor:
     """Expands the scores of the selected rows to [B, T], with 0 in the other rows."""
-    if rows.all():
-        return scores
     expanded = torch.zeros((len(rows), *scores.shape[1:]), dtype=scores.dtype)
     expanded[torch.from_numpy(rows)] = scores
     return expanded

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from hone.protocol import DataProto
-from hone.rewards.managers.reading import read_rows, valid_response_ids
+from hone.rewards.managers.reading import move_to_policy_tokens, read_rows, valid_response_ids
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import Response
@@ -128,3 +129,21 @@ def test_repetition_is_measured_in_the_policys_text(tokenizer: Any, make_batch: 
     data = make_batch([text], "openai/gsm8k", ["1"], masks=[mask])
     manager = manager_of("naive", tokenizer, repeat_threshold=0.2)
     assert manager(data).sum() == 1.0
+
+
+def test_a_reward_on_an_observation_moves_to_the_policy_token_before_it(
+    make_batch: MakeBatch,
+) -> None:
+    data = make_batch(["abcde", "abc"], masks=["11001", "110"])
+    rewards = torch.zeros(data.batch["responses"].shape)
+    rewards[0, 3], rewards[0, 4], rewards[1, 3] = 2.0, 0.5, 1.0
+    moved = move_to_policy_tokens(data, rewards)
+    assert moved.nonzero().tolist() == [[0, 1], [0, 4], [1, 1]]
+    assert moved[0, [1, 4]].tolist() == [2.0, 0.5]
+    assert moved[1, 1] == 1.0
+
+
+def test_rewards_on_policy_tokens_stay(make_batch: MakeBatch) -> None:
+    data = make_batch(["abcde"], masks=["11001"])
+    rewards = torch.rand(data.batch["responses"].shape) * data.batch["response_mask"]
+    assert torch.equal(move_to_policy_tokens(data, rewards), rewards)

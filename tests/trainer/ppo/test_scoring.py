@@ -266,9 +266,25 @@ def test_an_extra_may_not_be_called_like_a_column(name: str) -> None:
     def polite(batch: DataProto, return_dict: bool) -> dict[str, Any]:
         return {"reward_tensor": torch.zeros(2, 3), "reward_extra_info": {name: [1, 2]}}
 
-    batch = DataProto.from_dict({"responses": torch.zeros(2, 3)})
+    batch = DataProto.from_dict(
+        {"responses": torch.zeros(2, 3), "response_mask": torch.ones(2, 3, dtype=torch.int64)}
+    )
     with pytest.raises(RewardError, match=rf"polite returns '{name}'.*another name"):
         score(batch, polite, None, RewardModelConfig())
+
+
+def test_a_score_at_the_end_of_a_response_that_a_tool_ends_is_not_lost() -> None:
+    """As managers of verl write it: on the last token that is no padding."""
+
+    def manager(batch: DataProto, return_dict: bool) -> dict[str, Any]:
+        rewards = torch.zeros(2, 4)
+        rewards[0, 3], rewards[1, 1] = 1.0, 0.5
+        return {"reward_tensor": rewards}
+
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0]])
+    batch = DataProto.from_dict({"responses": torch.zeros(2, 4), "response_mask": mask})
+    scored = score(batch, manager, None, RewardModelConfig())
+    assert scored.batch["token_level_scores"].tolist() == [[0, 1.0, 0, 0], [0, 0.5, 0, 0]]
 
 
 @pytest.fixture
