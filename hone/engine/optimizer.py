@@ -229,17 +229,23 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def build_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    """Returns the optimizer that the config names, with the arguments that its class accepts."""
+def optimizer_class(config: OptimConfig) -> type[torch.optim.Optimizer]:
+    """Returns the optimizer class that the config names; raises PluginError if there is none."""
     is_path = ":" in config.optimizer  # pkg.mod:Class ignores optimizer_impl
     path = config.optimizer if is_path else f"{config.optimizer_impl}:{config.optimizer}"
     try:
-        cls = load_object(path)
+        cls: type[torch.optim.Optimizer] = load_object(path)
     except PluginError as error:
         raise PluginError(
             f"optim.optimizer={config.optimizer} was not found (optimizer_impl="
             f"{config.optimizer_impl}): {error}"
         ) from error
+    return cls
+
+
+def build_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """Returns the optimizer that the config names, with the arguments that its class accepts."""
+    cls = optimizer_class(config)
     accepted_arguments = inspect.signature(cls).parameters
     arguments: Fields = {"lr": config.lr}
     overrides = dict(config.override_optimizer_config or {})

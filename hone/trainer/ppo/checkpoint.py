@@ -127,13 +127,6 @@ def temporary_folder(run: RunFolder, step: int) -> Path:
     return final_folder.with_name(f".{final_folder.name}{_TEMPORARY_SUFFIX}")
 
 
-def prepare_resume(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
-    """Returns the step and folder to resume from, after `discard_after` that step."""
-    source = find_resume_source(run, mode, path)
-    discard_after(run, source)
-    return source
-
-
 def find_resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int, Path] | None:
     """Returns the result of `resume_source`, after downloading a newer checkpoint of the remote store.
 

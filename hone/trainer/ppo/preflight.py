@@ -19,6 +19,7 @@ from hone.data.create import create_run_dataset
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
+from hone.engine.optimizer import optimizer_class
 from hone.models.facts import check_model, classifier_kind, model_facts
 from hone.models.from_config import build_tokenizer
 from hone.models.load import resolve_model_path
@@ -184,6 +185,7 @@ class _Preflight:
         for layout in _engine_layouts(config, plan):
             if layout.strategy in ("fsdp", "fsdp2"):
                 self._attempt(layout.check_layout)
+                self._attempt(layout.check_optimizer)
             elif layout.strategy == "megatron":
                 from hone.engine.megatron.refusals import (
                     check_role_supported,
@@ -332,6 +334,12 @@ class _EngineLayout:
                 shard_size=self.sharding.fsdp_size,
                 adapters=self.adapters,
             )
+
+
+    def check_optimizer(self) -> None:
+        for block in (self.role, self.role.get("model", {})):  # that of PRIME is in `model`
+            if (optim := block.get("optim")) is not None:  # the reference has none
+                optimizer_class(optim)
 
 
 def _engine_layouts(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_EngineLayout]:

@@ -201,22 +201,26 @@ class SFTRun:
             yield folder if folder is not None else checkpoint.temporary_folder(self.folder, step)
 
     def resume(self) -> None:
-        """Loads the newest valid checkpoint, and drops the metrics that were logged after it."""
+        """Loads the newest valid checkpoint; a run that will train then discards later files."""
         trainer, is_first_rank = self.config.trainer, self.ranks.is_first
         resume_arguments = (self.folder, trainer.resume_mode, trainer.resume_from_path)
-        # The first rank cleans the folder before the others read it.
-        source = checkpoint.prepare_resume(*resume_arguments) if is_first_rank else None
+        # The first rank downloads a newer checkpoint before the others read the folder.
+        source = checkpoint.find_resume_source(*resume_arguments) if is_first_rank else None
         self.ranks.barrier()
         source = source if is_first_rank else checkpoint.resume_source(*resume_arguments)
-        if source is None:
-            return
-        step, folder = source
+        if source is not None:
+            self._load(*source)
+        self.ranks.barrier()  # until every rank has found its checkpoint
+        if is_first_rank and self.trainer.step_number < self.total_steps:
+            checkpoint.discard_after(self.folder, source)
+
+    def _load(self, step: int, folder: Path) -> None:
         state = checkpoint.read_state(folder, "order")
         self.trainer.order.load_state_dict(state["order"])
         self._require_same_data(state, folder)
         self.trainer.engine.load(folder, self.config.checkpoint.load_contents)
         self.trainer.step_number = step
-        if is_first_rank:
+        if self.ranks.is_first:
             self._print_resumed(folder, state.get("model", self.config.model.path))
 
     def _data_fingerprint(self) -> str | None:

@@ -12,6 +12,7 @@ from hone import cli
 from hone.config import ConfigError
 from hone.models.families import UnsupportedModel
 from hone.models.tiny import tiny_lm
+from hone.plugins import PluginError
 
 from ..runs import Task
 from .dry_runs import MULTI_TURN, TOOL_LOOP, dry_run, no_models, problems_of  # noqa: F401
@@ -36,6 +37,15 @@ def test_a_response_that_exceeds_the_positions_of_the_model_is_refused_with_what
     assert "positions; use data.max_response_length=" in problem
     fits = int(problem.rpartition("data.max_response_length=")[2].split()[0])
     dry_run(task, tmp_path / "run", f"data.max_response_length={fits}")
+
+
+@pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
+def test_an_unknown_optimizer_is_refused_before_a_model_loads(
+    task: Task, tmp_path: Path, role: str
+) -> None:
+    overrides = ("algorithm.adv_estimator=gae", f"{role}.optim.optimizer=AdmW")
+    with pytest.raises(PluginError, match=r"AdmW was not found \(optimizer_impl=torch\.optim\)"):
+        dry_run(task, tmp_path / "run", *overrides)
 
 
 def test_positions_that_the_user_raises_count(task: Task, tmp_path: Path) -> None:
