@@ -71,7 +71,10 @@ def test_two_ranks_replay_the_experts_that_each_has_recorded(
     [
         (R3[:1], "set actor_rollout_ref.rollout.enable_rollout_routing_replay=true"),
         (R3[1:], "does not replay"),
-        ((*R3, "actor_rollout_ref.rollout.exact=true"), "exact mode does not support models with experts"),
+        (
+            (*R3, "actor_rollout_ref.rollout.exact=true"),
+            "exact mode does not support models with experts",
+        ),
         ((*R2, "actor_rollout_ref.actor.use_torch_compile=true"), "compiled blocks"),
         (
             (

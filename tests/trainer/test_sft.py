@@ -150,7 +150,10 @@ def test_a_run_that_trains_nothing_or_fails_to_load_discards_nothing(
 ) -> None:
     folder = train("run", "trainer.save_freq=2")
     before, names = numbers(folder), sorted(p.name for p in folder.iterdir())
-    earlier = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/global_step_2"]
+    earlier = [
+        "trainer.resume_mode=resume_path",
+        f"trainer.resume_from_path={folder}/global_step_2",
+    ]
     train("run", *earlier, "trainer.total_training_steps=2")  # no step is left
     other = write_jsonl(tmp_path / "other.jsonl", sums(41))
     with pytest.raises(DataError, match="number of rows 20, this run has 41"):

@@ -335,7 +335,6 @@ class _EngineLayout:
                 adapters=self.adapters,
             )
 
-
     def check_optimizer(self) -> None:
         for block in (self.role, self.role.get("model", {})):  # that of PRIME is in `model`
             if (optim := block.get("optim")) is not None:  # the reference has none
