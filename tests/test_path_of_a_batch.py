@@ -25,9 +25,9 @@ ON_A_GPU = Path(__file__).with_name("path_of_a_batch_cuda.json")
 
 MOST_FRAMES = 9
 MOST_LINES = 4500
-MOST_FILES = 105
-"""Every file with a line that runs, most of them with a few: half of the lines lie in HALF_IN files."""
-HALF_IN = 28
+MOST_FILES = 88
+"""Every file with a line that runs, most of them with a few; MAIN_FILES of them have 65 % of the lines."""
+MAIN_FILES = 28
 
 Functions = dict[str, list[str]]
 """Functions by file."""
@@ -153,7 +153,7 @@ def check(path: Functions) -> None:
     lines = sorted((lines_of(file, path[file]) for file in path), reverse=True)
     assert len(path) <= MOST_FILES, told(path)
     assert sum(lines) <= MOST_LINES, told(path)
-    assert 2 * sum(lines[:HALF_IN]) >= sum(lines), told(path)
+    assert sum(lines[:MAIN_FILES]) >= 0.65 * sum(lines), told(path)
 
 
 def test_few_frames_lie_between_the_command_and_the_loss_formula(
