@@ -1,4 +1,4 @@
-"""Builds the engine that `strategy` names: a built-in name, `pkg.mod:Class` or `file.py:Class`."""
+"""Builds the engine of `strategy`, which is a built-in name, `pkg.mod:Class` or `file.py:Class`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
     },
 )
 LABELS = {"steps": ("bad", "good"), "score": ("reward",)}
-"""The labels of a process reward model (steps) and of an outcome reward model (score)."""
+"""The labels of a classifier by head: steps (process reward model) and score (outcome reward model)."""
 _ENGINE_MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_"))
 
 
@@ -92,10 +92,10 @@ def build(spec: EngineSpec) -> Engine:
 
 
 def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
-    """Loads the decoder with the head that the spec names; without an optimizer, it is frozen.
+    """Loads the decoder with the head that the spec names; a model without an optimizer is frozen.
 
-    Adapters are not frozen, because `requires_grad` tells them from the base model, and vLLM needs their
-    names. `device` overrides `spec.device`: a model that will be sharded is loaded on the host.
+    Its adapters are not: `requires_grad` distinguishes them from the base model, and vLLM needs their names.
+    `device` overrides `spec.device`: a model that will be sharded is loaded on the host.
     """
     device = device or spec.device
     options: LoadOptions = {

@@ -1,8 +1,8 @@
 """Saves and loads engine state with torch.distributed.checkpoint.
 
-Every rank writes into a folder that the caller renames afterwards; a run with another world size can load
-it. A LoRA checkpoint holds only the trained parameters, and model.path must be the same base model when it
-is loaded.
+All ranks write into one folder, which the caller renames afterwards. A run with another world size can load
+the checkpoint. A LoRA checkpoint holds only the trained parameters; the run that loads it must have the same
+base model in model.path.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def save_checkpoint(
     """Writes the named parts: model, optimizer (with master weights), extra (schedule progress)."""
     sections = sections_for_contents(contents)
     if optimizer is not None and not optimizer.torch_optimizer.state:
-        sections -= {"moments"}  # torch would run an optimizer step to create them
+        sections -= {"moments"}  # to save empty moments, torch would first run an optimizer step
     if state := _engine_state(module, optimizer, sections):
         with no_single_process_warning():
             save(wrap_packed_shards(state), checkpoint_id=str(folder))
@@ -99,7 +99,7 @@ def load_checkpoint(
         return
     if "moments" in state:
         saved_groups = state["moments"]["param_groups"]
-        # The settings of this run apply; other values in a group may be state of the optimizer.
+        # This run's settings replace the saved ones; other values of a group may be optimizer state.
         settings = _KERNEL_SETTINGS | optimizer.configured_settings
         for saved_group, group in zip(
             saved_groups, optimizer.torch_optimizer.param_groups, strict=True
@@ -119,7 +119,8 @@ def saved_sections(
 ) -> tuple[EntryShapes, set[str]]:
     """Returns the shapes of a checkpoint's entries, and the requested sections that it contains.
 
-    Raises if a trained model requests the schedule or the optimizer, and the checkpoint has neither.
+    Raises if the requested model state is missing, or if a trained model requests optimizer or extra and the
+    checkpoint has none of the requested ones.
     """
     if not folder.is_dir():
         raise CheckpointMissing(
@@ -134,7 +135,7 @@ def saved_sections(
             f"{folder} holds no model state (it has {', '.join(sorted(available)) or 'nothing'}): "
             "it was saved without 'model' in checkpoint.save_contents; start from its export instead"
         )
-    # Before the first update, an optimizer has no state to save, but its schedule has.
+    # One of the two is enough: before the first update, only the schedule has state to save.
     requested_parts = sorted({"optimizer", "extra"} & set(contents or ()))
     if is_trained and requested_parts and not available & sections_for_contents(requested_parts):
         raise CheckpointMissing(
@@ -145,7 +146,7 @@ def saved_sections(
 
 
 def sections_for_contents(contents: Collection[str]) -> set[str]:
-    """Returns the sections of a hone checkpoint that hold verl's parts model, optimizer and extra."""
+    """Returns the sections of a hone checkpoint for verl's parts `contents` (model, optimizer, extra)."""
     sections = {
         "model": {"model", "base"},
         "optimizer": {"moments", "masters"},

@@ -1,7 +1,7 @@
 """The interface between training engines and workers; other strategies can implement it.
 
-The engine calls the objective (so that the last pipeline stage can), divides by the counts of the whole
-mini-batch, and manages devices and ranks. Workers use only this interface.
+The engine calls the objective (under pipeline parallel, on the last stage), divides by the counts of the
+whole mini-batch, and manages devices and ranks. Workers use only this interface.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class EngineSpec:
 
     head: Literal["policy", "value", "steps", "score"]
     """The head decides what `infer` returns. policy: log_probs (and entropy, sum_pi_squared on request);
-    value: values; the classifiers steps (two labels per token) and score (one per sequence): scores."""
+    value: values; steps (classifies each token by two labels) and score (one label per sequence): scores."""
     model_path: str
     device: torch.device
     dtype: torch.dtype
@@ -131,22 +131,22 @@ class EngineSpec:
     """None for a model that is not trained."""
     grad_clip: float = 0.0
     override_config: Settings = field(default_factory=dict)
-    """Overrides of the model's config."""
+    """Overrides of the model's config.json."""
     gradient_checkpointing: bool = False
     adapters: Adapters | None = None
     seed: int = 0
     """The seed of newly initialized weights."""
     compile_blocks: bool = False
     label_tokens: tuple[int, int] | None = None
-    """The token ids of a bad and a good step, if the steps head consists of those rows of an LM head."""
+    """The token ids of a bad and a good step; if set, the steps head is their two rows of the LM head."""
     trained_part: Literal["all", "head"] = "all"
-    """With head, only the head of a classifier is trained, and its decoder is frozen."""
+    """head: only the head of a classifier is trained; its decoder is frozen."""
     replays_routing: bool = False
-    """Whether the engine replays a column `routed_experts`, and records it with the option `with_routing`."""
+    """Whether the engine replays the column `routed_experts`, and returns it if `with_routing` is set."""
     rank: int = 0
     world_size: int = 1
     sequence_parallel: int = 1
-    """Number of ranks that split each packed row of a slot (Ulysses); token budgets are multiplied by it."""
+    """Number of ranks that split each packed row of a slot (Ulysses). Token budgets are per rank."""
     tensor_parallel: int = 1
     """Number of ranks that split the matrices of each layer."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
@@ -172,8 +172,8 @@ class Objective(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that `mask`, `prepare` and `__call__` read. A micro-batch has only these columns, as far as
-        the batch has them."""
+        """Columns that `mask`, `prepare` and `__call__` read. Their micro-batches have no other columns, and
+        lack those that the batch lacks."""
 
     def mask(self, batch: DataProto) -> Tensor:
         """Returns a mask [B, T]: 1 for tokens in the loss, 0 for others and in padded rows
@@ -202,8 +202,8 @@ class TrainEngine(Protocol):
         """The number of optimizer steps, which is the weight version; 0 for a model that is not trained."""
 
     def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Keeps offloaded tensors on the device inside the block. Every other method enters the block
-        itself; a caller enters it so that parameters are not moved between two methods."""
+        """Keeps offloaded tensors on the device inside the block. Every other method enters such a block; a
+        caller's own block around two calls saves the moves between them."""
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         """Runs one update; `batch` holds this data-parallel slot's rows of the mini-batch.

@@ -27,7 +27,7 @@ from hone.ops.device import send
 from hone.ops.packing import PackedRows, pack_rows, shared_prompt_lengths
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask, without_padding
 
-if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need them
+if TYPE_CHECKING:  # importing sharding.py takes seconds, and a single rank does not need it
     from hone.engine.sharding import ShardedModule
     from hone.models.routing import Routing
 
@@ -112,7 +112,10 @@ class Engine(ModelState):
     def _begin_update(
         self, batch: DataProto, objective: Objective
     ) -> tuple[DataProto, set[str], BatchCounts]:
-        """Returns the mini-batch, the columns that the objective reads and the counts over all slots."""
+        """Prepares the batch, the module and the dropout seed for an update.
+
+        Returns the batch, the names of the objective's columns, and the counts over all slots.
+        """
         assert self.optimizer is not None
         self.optimizer.zero_grad()  # drops gradients of an update that failed midway
         objective_columns = {*objective.reads}
@@ -127,7 +130,7 @@ class Engine(ModelState):
             for name, values in prepared_columns.items():
                 batch.batch[name] = values
         self.module.train()
-        if self._has_dropout:  # a resumed run must draw the same masks
+        if self._has_dropout:  # a resumed run must draw the same dropout masks
             update_index = self.optimizer.updates + self.optimizer.skipped_updates
             torch.manual_seed(fold_seed(self._seed, update_index, self._dropout_rank))
         return batch, objective_columns, counts
@@ -221,7 +224,7 @@ class Engine(ModelState):
 
 
 def select_columns(batch: DataProto, columns: Collection[str]) -> DataProto:
-    """Returns the batch with only the given columns and `padded_row`; columns that it lacks are ignored."""
+    """Returns the batch with only the given columns and `padded_row`; missing columns are ignored."""
     available = batch.batch.keys()
     names = [name for name in available if name in columns or name == PADDED_ROW]
     return batch.select(batch_keys=names, non_tensor_batch_keys=[])

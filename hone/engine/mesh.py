@@ -29,9 +29,10 @@ class Groups:
     sequence: dist.ProcessGroup | None
     """The ranks that split the sequences of a slot; None if sequences are not split."""
     fsdp_mesh: DeviceMesh
-    """The dimension (shard) over which FSDP2 shards, or (replicate, shard) for HSDP."""
+    """The mesh over which FSDP2 shards, with the dimensions (shard), or (replicate, shard) for HSDP."""
     tensor_mesh: DeviceMesh | None
-    """The ranks that split a layer's matrices, in the root mesh of `fsdp_mesh`; None if not split."""
+    """The mesh of the ranks that split a layer's matrices; it shares a root mesh with `fsdp_mesh`. None if
+    the matrices are not split."""
 
 
 def mesh_for_rank(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -> Mesh:
@@ -88,7 +89,7 @@ def check_layout(
 
 
 def create_process_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:
-    """Creates the process groups of the mesh; all ranks call it together.
+    """Creates the process groups of the mesh; all ranks must call this together.
 
     `shard_size` is the number of ranks that hold one copy of the model, or -1 for data × sequence.
     """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """Puts at most `rows` rows into a micro-batch or, if that is None, as many as fit into `tokens` tokens.
+    """A micro-batch gets at most `rows` rows or, if `rows` is None, at most `tokens` tokens.
 
     A prompt that several rows of a micro-batch share is counted once.
     """
@@ -19,7 +19,7 @@ class MicroBatchRule:
     rows: int | None
     tokens: int
     rows_per_unit: int = 1
-    """Number of consecutive rows that are never split: 2 for the pairs of a reward model."""
+    """Number of consecutive rows that stay in one micro-batch: 2 for the pairs of a reward model."""
 
     def split(
         self, lengths: Sequence[int], shared: Sequence[int] | None = None, *, min_parts: int = 1

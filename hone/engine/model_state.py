@@ -33,7 +33,7 @@ from hone.models.policy import PolicyModel
 from hone.models.writing import without_progress_bar
 from hone.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # its imports take seconds, and a single rank does not need them
+if TYPE_CHECKING:  # these imports take seconds, and a single rank does not need sharding.py
     from transformers import PreTrainedModel
 
     from hone.engine.sharding import ShardedModule
@@ -145,10 +145,9 @@ class ModelState:
         if not self.mesh.writes:
             return
         base = self._lm.get_base_model() if self.facts.has_adapters else self._lm
+        # transformers' classifiers need a padding token for batches.
         if hasattr(base, "score") and base.config.pad_token_id is None:
-            base.config.pad_token_id = (
-                tokenizer.pad_token_id
-            )  # a classifier needs it to score batches
+            base.config.pad_token_id = tokenizer.pad_token_id
         with without_progress_bar():
             base.save_pretrained(folder / EXPORT_FOLDER, state_dict=weights)
         tokenizer.save_pretrained(folder / EXPORT_FOLDER)
@@ -156,7 +155,7 @@ class ModelState:
             save_adapter(self._lm, adapter_copies, folder / ADAPTER_FOLDER)
 
     def _host_copies(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns host copies on the rank that writes, nothing on others; every rank must iterate."""
+        """Returns host copies on the rank that writes files, {} on others; all ranks must call this."""
         copies = {}
         for name, tensor in weights:
             if self.mesh.writes:

@@ -24,7 +24,7 @@ ACCELERATORS = frozenset({"cuda", "xpu", "npu"})
 
 
 class OffloadedTensors:
-    """Keeps tensors in host memory outside of `present()`."""
+    """Keeps tensors in host memory, except inside `present()` blocks."""
 
     def __init__(
         self, list_tensors: TensorLister, device_types: Iterable[str] | None = None

@@ -18,7 +18,8 @@ from hone.plugins import PluginError, Table, load_object
 from hone.types import Fields
 
 Schedule = Callable[[int, int, OptimConfig], float]
-"""Maps the training step (from 0), the total steps and the config to a fraction of `lr` after warm-up."""
+"""Maps the training step (from 0), the total steps and the config to a fraction of `lr`. Called after
+warm-up only."""
 
 SCHEDULES: Table[Schedule] = Table(
     "learning-rate schedule",
@@ -70,7 +71,7 @@ def wsd(step: int, total_steps: int, config: OptimConfig) -> float:
 
 
 class Optimizer:
-    """Wraps a torch optimizer with a schedule, clipping, master weights and a check of finite gradients."""
+    """Adds a schedule, clipping, master weights and a check for non-finite gradients to a torch optimizer."""
 
     def __init__(
         self,
@@ -88,8 +89,8 @@ class Optimizer:
         self.updates = 0
         self.skipped_updates = 0
         self.schedule_step = 0
-        # A module, because torch's checkpoint code reads names from one; the names may not contain '.'.
-        # Filled one by one, because ParameterDict sorts the names of a dict that it is given.
+        # torch's checkpoint code reads the weights' names from a module; the names may not contain '.'.
+        # The weights are added one by one, because ParameterDict(dict) would sort them by name.
         self.masters = nn.ParameterDict()
         for name, p in trainable:
             master = p if p.dtype == torch.float32 else nn.Parameter(p.float())
@@ -200,7 +201,7 @@ class Optimizer:
 def _accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
     """Adds gradients to float32 sums, on a GPU in one kernel for all tensors.
 
-    Torch adds tensors of different dtypes one by one and without vectorised loads.
+    torch._foreach_add_ adds tensors of different dtypes one by one, without vectorised loads.
     """
     if _can_use_kernel(sums, parts):
         from hone.ops.accumulate_triton import add_all

@@ -1,7 +1,7 @@
-"""Saves and loads packed weights, which hold a gate and an up projection, under tensor parallel.
+"""Saves and loads packed weights (a gate and an up projection in one matrix) under tensor parallel.
 
 A rank's shard has a part of each projection, but torch.distributed.checkpoint expects one contiguous chunk
-per shard. `PackedShard` gives it one chunk per projection.
+per shard. A `PackedShard` presents one chunk per projection.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.distributed.tensor.placement_types import Replicate, _StridedShard
 
 
 def wrap_packed_shards(state: Any) -> Any:
-    """Returns the state with each packed DTensor as a PackedShard, which shares its memory."""
+    """Replaces each packed DTensor of the state by a PackedShard over the same memory."""
     if isinstance(state, DTensor) and isinstance(state.placements[-1], _StridedShard):
         return PackedShard.from_dtensor(state)
     return _map_values(wrap_packed_shards, state)
 
 
 def unwrap_packed_shards(state: Any) -> Any:
-    """Returns the state with the DTensor of each PackedShard."""
+    """Replaces each PackedShard of the state by its DTensor."""
     return (
         state.dtensor
         if isinstance(state, PackedShard)
@@ -45,17 +45,17 @@ def _map_values(function: Callable[[Any], Any], state: Any) -> Any:
 
 
 class PackedShard(Tensor):
-    """A rank's shard of a packed weight, in the form of torch's `_Checkpointable`."""
+    """A rank's shard of a packed weight; implements torch's protocol `_Checkpointable`."""
 
     dtensor: DTensor
     chunks: dict[torch.Size, Tensor]
-    """This rank's part of each projection, by its offsets in the full weight."""
+    """This rank's part of each projection, by the part's offsets in the full weight."""
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> PackedShard:
         mesh, placement = dtensor.device_mesh, cast(_StridedShard, dtensor.placements[-1])
         dim, num_projections = placement.dim, placement.split_factor
-        # The last dimension of the mesh is the tensor-parallel one; the others split the full weight.
+        # The last mesh dimension is tensor parallel; these offsets are from the other dimensions only.
         placements = [*dtensor.placements[:-1], Replicate()]
         sizes, global_offsets = compute_local_shape_and_global_offset(
             dtensor.shape, mesh, placements

@@ -48,7 +48,7 @@ def _path_text(*parts: str) -> str:
 _CONSTRUCTORS: dict[tuple[str, str], Function] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-    # Paths are read as text.
+    # Paths are unpickled as text.
     **{(m, "PosixPath"): _path_text for m in ("pathlib", "pathlib._local")},
     ("pathlib", "WindowsPath"): _path_text,
     ("collections", "OrderedDict"): dict,
@@ -108,7 +108,7 @@ def _check_metadata(content: Metadata) -> None:
 
 
 class SafeReader(filesystem.FileSystemReader):
-    """Reads the metadata with the function `read_metadata`; torch itself loads tensors without pickle."""
+    """Reads the metadata with hone's `read_metadata`; torch itself loads tensors without pickle."""
 
     def read_metadata(self, *args: int, **kwargs: int) -> Metadata:
         content = read_metadata(Path(self.path))
@@ -138,7 +138,7 @@ def no_single_process_warning() -> Iterator[None]:
 
 def load_state(state: State, folder: Path) -> None:
     """Loads a checkpoint into the entries of `state`, in place."""
-    read_metadata(folder)  # raises its own error, which torch would wrap twice
+    read_metadata(folder)  # torch would wrap an error of this function twice
     try:
         with no_single_process_warning():
             load(state, storage_reader=SafeReader(str(folder)), planner=SafePlanner())

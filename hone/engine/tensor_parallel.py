@@ -89,7 +89,7 @@ def check_tensor_parallel(
 
 
 def _split_sizes(config: PreTrainedConfig, plan: dict[str, str]) -> Iterator[tuple[str, int]]:
-    """Yields the names and values of the sizes that are split: attention heads and MLP widths.
+    """Yields the name and value of each size that tensor parallel splits: attention heads and MLP widths.
 
     Heads are left out if every rank computes all of them.
     """
@@ -138,7 +138,7 @@ def _placement(style: str, dims: int) -> Placement:
 
 @dataclass
 class _ParallelForward:
-    """Replaces the forward of one module that owns parameters; it computes with this rank's shards."""
+    """The parallel forward of one module that owns parameters; it computes with this rank's shards."""
 
     module: nn.Module
     style: str
@@ -146,6 +146,7 @@ class _ParallelForward:
     original_forward: Callable[..., Any]
     """The forward of the model's code."""
     rope_dim: int = 0
+    """Size of the rotary part of MLA's keys."""
     first_row: int = 0
     """The first row of this rank's shard of the embedding."""
     last_input: ClassVar[tuple[ReferenceType[Tensor], Tensor] | None] = None
@@ -310,7 +311,7 @@ class TensorParallel:
         return "replicated_with_grad_allreduce" if leaf == "act_fn" else "replicated"
 
     def _set_parallel(self, enabled: bool) -> None:
-        """Gives all modules their parallel forwards, or the forwards of the model's code again."""
+        """Gives all modules their parallel forwards if `enabled`, otherwise their original forwards."""
         for forward in self._forwards:
             vars(forward.module)["forward"] = forward if enabled else forward.original_forward
         if isinstance(self.module, PolicyModel):

@@ -1,4 +1,4 @@
-"""The actor and reference workers: log-probs of responses, policy updates, and their GPU utilization."""
+"""The actor and reference workers: log-probs of responses, policy updates and GPU utilization."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ActorWorker(TrainWorker):
         with_sum_pi_squared: bool = False,
         temperature: float | None = None,
     ) -> DataProto:
-        """Computes the log-prob and the entropy of each token, and Σπ² with `with_sum_pi_squared`."""
+        """Computes the log-prob and entropy of each token and, if `with_sum_pi_squared` is set, Σπ²."""
         options: Options = {
             "temperature": self.temperature(temperature),
             "with_entropy": True,
@@ -140,8 +140,8 @@ class ReferenceWorker(TrainWorker):
 class Roofline:
     """The GPU utilization of updates (MFU) and of generation (MBU): achieved over attainable throughput.
 
-    MFU counts operations (6 × parameters × tokens, plus attention). MBU counts bytes (the weights once
-    per decode step, every key and value once per token).
+    MFU counts operations (6 × parameters × tokens, plus attention). MBU counts bytes that decoding reads: the
+    weights once per decode step and, for each token, the keys and values of the tokens before it.
     """
 
     flops_per_s: float
@@ -160,8 +160,8 @@ class Roofline:
     def mfu(self, lengths: Sequence[int], shared_lengths: Sequence[int], seconds: float) -> float:
         """Returns the model FLOPs utilization of forward and backward over rows of these lengths.
 
-        `shared_lengths` are the tokens that each row shares with the previous row; they are computed
-        and counted once.
+        `shared_lengths` has the number of tokens that each row shares with the previous row; shared tokens
+        are computed and counted once.
         """
         rows = list(zip(lengths, shared_lengths, strict=True))
         attention_pairs = sum(n * n - shared * shared for n, shared in rows)

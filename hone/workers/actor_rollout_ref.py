@@ -1,7 +1,7 @@
 """verl's ActorRolloutRefWorker: actor, rollout and reference in one worker, with verl's methods.
 
-It is for hand-written training loops and verl's role mappings. Such loops pass prompt tensors or
-chat messages, and sampling parameters in `meta_info`; uids are optional.
+Hand-written training loops and verl's role mappings use this worker. They pass prompt tensors or chat
+messages, and sampling parameters in `meta_info`; uids are optional.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def dispatch_prompts(group: WorkerGroupLike, prompts: DataProto) -> ArgumentsPer
 
 
 def collect_trajectories(group: WorkerGroupLike, results: list[DataProto]) -> DataProto:
-    """Collect function that joins the batches of the ranks with agent loops."""
+    """Collect function that joins the batches of the ranks that run agent loops."""
     return join_ranks(group, [results[rank] for rank in group.mesh(ROLLOUT_MESH).collect_ranks])
 
 
 def with_row_ids(prompts: DataProto) -> DataProto:
-    """Returns the rows with the columns `prompt_ids`, `uid` and `sample_index`; adds missing ones."""
+    """Returns the non-tensor columns, with `uid`, `sample_index` and, if known, `prompt_ids` added."""
     rows = prompts.select()
     columns = dict(rows.non_tensor_batch)
     prompt_ids = _prompt_ids(rows)
@@ -86,7 +86,7 @@ def with_call_number(rows: DataProto, call: int) -> DataProto:
 
 
 def select_sampling_params(meta_info: Settings, rollout: RolloutConfig) -> Fields:
-    """Returns the batch's `sampling_params`, else the config's, by `validate` and `do_sample`."""
+    """Returns `sampling_params` from `meta_info`, or the config's for `validate` and `do_sample`."""
     if "sampling_params" in meta_info:
         return dict(meta_info["sampling_params"])
     sampling = (validation_sampling if meta_info.get("validate") else training_sampling)(rollout)
@@ -165,7 +165,7 @@ class ActorRolloutRefWorker(Worker):
 
     @property
     def engine_mesh(self) -> Mesh:
-        """The mesh of the engines in this process, which must be equal: they get the same rows."""
+        """The mesh of this process's engines; it must be the same for all, since they get the same rows."""
         workers = [m for m in self.members.values() if isinstance(m, TrainWorker)]
         meshes = {worker.engine.mesh for worker in workers}
         if len(meshes) != 1:

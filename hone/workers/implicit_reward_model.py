@@ -75,8 +75,8 @@ class ImplicitRewardModelWorker(TrainWorker):
     def update_rm(self, data: DataProto, *, num_step_rows: int) -> DataProto:
         """Trains on the columns `outcome` and `group` of a step's rows; returns `log_ratio` [B, T].
 
-        `reward_model.model.update` says whether the model is updated before `log_ratio` is computed
-        (`before`), afterwards (`after`, `reverse`) or never (`none`).
+        `reward_model.model.update` says when the model is updated: before `log_ratio` is computed (`before`),
+        afterwards (`after`, `reverse`) or never (`none`).
         """
         config = self.config.reward_model
         update_mode, metrics = config.model.update, {}

@@ -83,7 +83,7 @@ class JudgeWorker(Worker):
     def complete(self, requests: DataProto) -> DataProto:
         """Returns the `completion` of each row's `text`, or None if the text is too long.
 
-        `vote` is the index of one of several completions of the same text, which have different seeds.
+        The column `vote` numbers the completions of one text, so that they have different seeds.
         """
         columns = requests.non_tensor_batch
         texts_and_votes = list(zip(columns["text"], columns["vote"], strict=True))
@@ -122,7 +122,7 @@ class JudgeWorker(Worker):
 
 
 class JudgeWorkerClient:
-    """Completes texts with the judge's workers; equal requests are generated once."""
+    """Completes texts with the judge's workers; equal requests are completed once."""
 
     def __init__(self, group: WorkerGroup[JudgeWorker] | None) -> None:
         self._group = group

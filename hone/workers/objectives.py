@@ -47,9 +47,9 @@ class PolicyObjective:
         correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self._config = config
-        bypasses = correction is not None and correction.bypass_mode
-        self._bypass_correction = correction if bypasses else None
-        name = "bypass_mode" if bypasses else config.policy_loss.loss_mode
+        is_bypassed = correction is not None and correction.bypass_mode
+        self._bypass_correction = correction if is_bypassed else None
+        name = "bypass_mode" if is_bypassed else config.policy_loss.loss_mode
         self._loss = TABLE.get(name)
         self._extra_columns = needed_columns(self._loss)
         # The entropy is always computed: it is cheap, and an entropy collapse must be visible.
@@ -140,7 +140,7 @@ class TokenObjective:
 
 
 class ValueObjective(TokenObjective):
-    """The critic's clipped squared error over all policy tokens, also those that the policy loss rejects."""
+    """The critic's clipped squared error over all policy tokens, even those that `loss_mask` excludes."""
 
     reads = ("response_mask", "returns", "values")
 
@@ -228,9 +228,9 @@ def minibatches(
 ) -> Iterator[DataProto]:
     """Yields this rank's rows of each mini-batch; a rank may have no rows of some mini-batches.
 
-    With `num_step_rows`, the number of rows on all ranks, mini-batches are drawn from these rows, which the
-    column `step_row` numbers. Without it, each of `ranks` ranks draws its part of every mini-batch from
-    its own rows.
+    `num_step_rows` is the number of rows of the step on all ranks: mini-batches are drawn from all of these
+    rows, by their numbers in the column `step_row`. If it is None, each of `ranks` ranks draws its part of
+    every mini-batch from its own rows.
     """
     if num_step_rows is not None:
         row_numbers, total_rows = require(batch, "step_row"), num_step_rows

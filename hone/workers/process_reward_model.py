@@ -3,8 +3,8 @@
 It is a token classifier of two labels (PURE), or a causal language model whose logits of two tokens
 give the score (Math-Shepherd). A step ends at a token whose text ends in `split_step_char`, and at
 the end of the response. The model reads `step_separator` in place of that token and scores the step
-there. If its vocabulary is not the policy's, the response is decoded, split by characters and encoded
-step by step.
+there. If the vocabularies of this model and the policy differ, the response is decoded, split by characters
+and encoded step by step.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ProcessRewardModelWorker(TrainWorker):
         if name := config.model.input_tokenizer:
             policy_tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         self._token_texts = TokenTextSplitter(policy_tokenizer or self.tokenizer)
-        self._separator_ids = separator_ids(self.tokenizer, self._split_text)
+        self._step_end_ids = separator_ids(self.tokenizer, self._split_text)
         vocabulary = self.tokenizer.get_vocab().items()
         self._has_policy_vocabulary = (
             policy_tokenizer is None or policy_tokenizer.get_vocab().items() <= vocabulary
@@ -79,9 +79,9 @@ class ProcessRewardModelWorker(TrainWorker):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Returns `process_scores` [B, T] after credit assignment, and `step_mask` [B, T]."""
         config = self.config.reward_model
-        # Without a token that ends in the separator, steps are split by characters.
-        has_separators = len(self._separator_ids) > 0 and len(self._separator.tokens) == 1
-        splits_ids = self._has_policy_vocabulary and has_separators
+        # If no token ends in split_step_char, or the separator is several tokens, text is split instead.
+        can_split_ids = len(self._step_end_ids) > 0 and len(self._separator.tokens) == 1
+        splits_ids = self._has_policy_vocabulary and can_split_ids
         rows = self._rows_from_ids(data) if splits_ids else self._rows_from_text(data)
         inputs, position_maps = self._engine_inputs(rows)
         total_steps = sum(len(row.score_positions) for row in rows)
@@ -98,8 +98,8 @@ class ProcessRewardModelWorker(TrainWorker):
         scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
         step_mask = torch.zeros(scores.shape, dtype=torch.bool)
         row_indices = [row for row, positions in enumerate(position_maps) for _ in positions]
-        score_positions = [score for positions in position_maps for score in positions]
-        policy_positions = [policy for positions in position_maps for policy in positions.values()]
+        score_positions = [p for positions in position_maps for p in positions]
+        policy_positions = [p for positions in position_maps for p in positions.values()]
         scores[row_indices, policy_positions] = rewards[row_indices, score_positions]
         step_mask[row_indices, policy_positions] = True
         if not scores.isfinite().all():
@@ -123,13 +123,11 @@ class ProcessRewardModelWorker(TrainWorker):
             ids = [*row.prompt_ids, *row.response_ids]
             excess = max(0, len(ids) - (max_length or len(ids)))
             ids, start = ids[excess:], max(1, len(row.prompt_ids) - excess)
-            # From a position in `response_ids` to the next position in `ids[start:]`.
+            # Added to an index in `response_ids`, this gives the index of the next token in `ids[start:]`.
             shift = len(row.prompt_ids) - excess + 1 - start
-            # Positions before the first token have been truncated.
+            # Scores before the first token have been truncated.
             pairs = zip(row.score_positions, row.policy_positions, strict=True)
-            positions = {
-                score + shift: policy for score, policy in pairs if score + shift + start > 0
-            }
+            positions = {i + shift: policy_i for i, policy_i in pairs if i + shift + start > 0}
             response = [*ids[start:], pad_id]
             mask = [0] * len(response)
             for position in positions:
@@ -143,7 +141,7 @@ class ProcessRewardModelWorker(TrainWorker):
         """Returns rows of the policy's tokens, with the separator in place of each token that ends a step."""
         columns = data.batch
         responses = columns["responses"]
-        is_step_end = step_ends(responses, columns["response_mask"], self._separator_ids)
+        is_step_end = step_ends(responses, columns["response_mask"], self._step_end_ids)
         # A policy with more embeddings than tokens can sample ids outside the vocabulary.
         is_valid = responses < self.engine.facts.vocabulary
         responses = torch.where(is_valid, responses, self.tokenizer.pad_token_id)
@@ -159,7 +157,7 @@ class ProcessRewardModelWorker(TrainWorker):
         ]
 
     def _rows_from_text(self, data: DataProto) -> list[StepRow]:
-        """Renders the prompts and encodes each step with the reward model's tokenizer."""
+        """Splits the text of the responses and encodes each step with the reward model's tokenizer."""
         batch = data.batch
         _, is_token = split_at_response(batch["attention_mask"].bool(), batch["responses"])
         prompts = _prompt_ids(data) if self._has_policy_vocabulary else self._render_prompts(data)
@@ -181,7 +179,7 @@ class ProcessRewardModelWorker(TrainWorker):
         return rows
 
     def _render_prompts(self, data: DataProto) -> list[list[int]]:
-        """Returns the prompts in the reward model's chat template, or as plain text if it has none."""
+        """Returns the prompts in the reward model's chat template; without a template, as plain text."""
         prompt_format = self.config.data.prompt_format
         lacks_template = prompt_format == "chat" and not self.tokenizer.chat_template
 

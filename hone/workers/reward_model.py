@@ -85,7 +85,7 @@ class RewardModelWorker(Worker):
         self._has_warned = False
 
     def _load_model(self, auto_class: type[_BaseAutoModelClass]) -> None:
-        """Loads the model on this rank's device; raises UnsupportedModel if it is no trained reward model."""
+        """Loads the model on this rank's device; raises UnsupportedModel for a model that cannot score."""
         model = self.config.reward_model.model
         folder = resolve_model_path(str(model.path))
         config_overrides: Fields = {**model.override_config, "num_labels": 1}
@@ -111,7 +111,7 @@ class RewardModelWorker(Worker):
         missing_keys: Iterable[str],
         mismatched_keys: Iterable[tuple[str, Sequence[int], Sequence[int]]],
     ) -> None:
-        """Raises UnsupportedModel if the checkpoint lacks weights, which transformers would initialize."""
+        """Raises UnsupportedModel if the head has several labels, or transformers has initialized weights."""
         key = f"reward_model.model.path={self.config.reward_model.model.path}"
         for name, stored_shape, _ in mismatched_keys:
             raise UnsupportedModel(
@@ -187,7 +187,7 @@ class RewardModelWorker(Worker):
         return ids[-self._max_length :]
 
     def _encode_rows(self, data: DataProto) -> list[list[int]]:
-        """Returns prompt and response as tokens of the reward model, without padding."""
+        """Returns each row's prompt and response as tokens of the reward model, without padding."""
         columns = data.batch
         if self._reads_policy_ids:
             ids, mask = input_ids(data), columns["attention_mask"].bool()

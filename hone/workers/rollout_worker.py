@@ -1,7 +1,7 @@
 """The rollout worker: runs agent loops and their rollout engine, and updates the engine's weights.
 
-In the actor's process, the engine decodes with the training module (`shared` on one rank, `gathered`
-on several) or copies its weights (`copied`), in the thread that calls `finished`. An engine in another
+In the actor's process, the engine decodes in the thread that calls `finished`, with the training module
+(`shared` on one rank, `gathered` on several) or with a copy of its weights (`copied`). An engine in another
 process receives weights (`streamed`) and decodes in its own thread. With
 `rollout.tensor_model_parallel_size` above 1, each rank gathers or receives full tensors and keeps a shard.
 """
@@ -79,7 +79,7 @@ class RolloutWorker(Worker):
         if self.actor is None:
             module_spec = model_spec
             if config.rollout.name in ("vllm", "sglang") or self._tensor_parallel_size > 1:
-                # The engine has its own copy of the weights on the device.
+                # The engine loads its own weights on the device; this module only provides facts.
                 module_spec = replace(module_spec, device=torch.device("cpu"))
             if self._tensor_parallel_size > 1:
                 module_spec = replace(module_spec, adapters=None)
@@ -160,9 +160,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def finished(self, n_groups: int | None, wait_s: float) -> FinishedGroups:
-        """Returns `n_groups` finished groups, or all if it is None; each group is returned once.
+        """Returns up to `n_groups` finished groups (None: all); each group is returned once.
 
-        In the actor's process this decodes until enough are finished; otherwise it waits up to `wait_s`.
+        In the actor's process, the call decodes until enough groups are finished; in another process, it
+        waits up to `wait_s` seconds.
         """
         if self.actor is None:
             return FinishedGroups(self.runner.finished(n_groups, wait_s))
@@ -171,7 +172,7 @@ class RolloutWorker(Worker):
         return self._decode_tensor_parallel(n_groups)
 
     def _decode_tensor_parallel(self, n_groups: int | None) -> FinishedGroups:
-        """Decodes on all ranks of this model; the others follow the first rank until it releases them."""
+        """Decodes on all ranks of this model; the first rank leads the others until `release`."""
         from hone.rollout.native.leader import LeaderRollout
 
         engine = self.engine

@@ -1,7 +1,8 @@
 """`hone serve-rm MODEL`: serves an outcome reward model, for runs with `reward_model.server.url`.
 
-It answers vLLM's `POST /classify` (rendered conversations) and `POST /score` (prompt and response) with the
-raw logit of the head, and `GET /health`. It is plain HTTP without authentication, on loopback by default.
+The server answers vLLM's `POST /classify` (rendered conversations) and `POST /score` (prompt and response)
+with the raw logit of the head, and `GET /health` with the model's name. It uses plain HTTP without
+authentication, on loopback by default.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _text_list(body: JsonObject, key: str) -> list[str]:
 
 
 def load_worker(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
-    """Loads the model as a run would; overrides are `key=value`, as in reward_model.max_length=4096."""
+    """Loads the model as a run would; an override is `key=value`, such as `reward_model.max_length=4096`."""
     fixed_overrides = [
         "reward_model.enable=true",
         "reward_model.type=orm",

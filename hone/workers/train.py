@@ -45,7 +45,7 @@ class TrainWorker(Worker):
         raise NotImplementedError
 
     def temperature(self, override: float | None) -> float:
-        """Returns `override`, or the rollout's temperature if it is None."""
+        """Returns `override`, or the rollout's temperature if `override` is None."""
         return self.config.actor_rollout_ref.rollout.temperature if override is None else override
 
     def build_engine(

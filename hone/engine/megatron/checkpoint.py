@@ -129,7 +129,7 @@ def _empty_state(
     tensors: Mapping[str, Tensor],
     device: str,
 ) -> State:
-    """Returns a state of uninitialized tensors with the Hugging Face names and shapes of `tensors`."""
+    """Returns a state of uninitialized tensors for `tensors`, which have Hugging Face names."""
 
     def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty(like.shape, dtype=dtype, device=device)

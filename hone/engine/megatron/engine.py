@@ -46,7 +46,7 @@ from hone.protocol import DataProto
 
 T = TypeVar("T")
 Postprocess = Callable[[Tensor, PackedRows, MicroBatchParams, DataProto], Any]
-"""Computes the result of a micro-batch from the last stage's hidden states [N, 1, d]."""
+"""Computes the result of a micro-batch from the last stage's hidden states [N, 1, d] of N packed tokens."""
 
 
 class MegatronEngine(Engine):
@@ -77,7 +77,7 @@ class MegatronEngine(Engine):
         self._data_group = stage_tensors.groups.data if mesh.data_parallel_size > 1 else None
         self._stage, self._stage_tensors, self._spec = stage, stage_tensors, spec
         self._decoding_model: PolicyModel | None = None  # a copy of the whole model, for leases
-        self._decoding_version: tuple[int, int] | None = None  # updates and loads of its weights
+        self._decoding_version: tuple[int, int] | None = None  # its numbers of updates and loads
 
     @property
     def _lm(self) -> Any:
@@ -132,7 +132,7 @@ class MegatronEngine(Engine):
     def _run_pipeline(
         self, micro_batches: list[DataProto], postprocess: Postprocess, *, forward_only: bool
     ) -> list[Any]:
-        """Runs the micro-batches through the pipeline; the last stage returns a result for each."""
+        """Runs the micro-batches through the pipeline; the last stage returns a result for each of them."""
 
         def forward_step(iterator: Iterator[DataProto], model: Any) -> tuple[Tensor, Any]:
             micro_batch = next(iterator)
@@ -194,7 +194,7 @@ class MegatronEngine(Engine):
         return values.chunk(self.mesh.tensor_size)[self.mesh.tensor_rank]
 
     def _gather_tokens(self, values: Tensor) -> Tensor:
-        """Returns values [N, …] of all tokens from each rank's part."""
+        """Joins the ranks' parts to values [N, …] of all tokens."""
         if not self._stage.config.sequence_parallel:
             return values
         gathered: Tensor = gather_from_sequence_parallel_region(values)
@@ -325,7 +325,7 @@ def _to_host(terms: Terms) -> Terms:
 
 
 def build(spec: EngineSpec) -> MegatronEngine:
-    """Builds the engine; all ranks call it together."""
+    """Builds the engine; all ranks must call this together."""
     _check_supported(spec)
     mesh = join_mesh(spec)
     # Every rank reads the whole model on the host and keeps its part.

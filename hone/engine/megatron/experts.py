@@ -1,4 +1,4 @@
-"""The experts and routers of a megatron-core MoE layer; they compute the same as the Hugging Face model.
+"""The experts and routers of a megatron-core MoE layer, with the results of the Hugging Face model.
 
 megatron-core dispatches tokens to the ranks of their experts. The router here routes as transformers does,
 and can replay recorded experts; the experts are packed as in a Hugging Face checkpoint.
@@ -97,7 +97,7 @@ class PackedExperts(nn.Module):
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, gates: Tensor
     ) -> tuple[Tensor, None]:
-        """Applies the experts to tokens [n, d], which are sorted by expert."""
+        """Applies the experts to the hidden states [n, d] of tokens that are sorted by expert."""
         ends = tokens_per_expert.cumsum(0).to(tokens.device, torch.int32)
         gate, up = F.grouped_mm(tokens, self.gate_up.mT, offs=ends).chunk(2, -1)
         out = F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)

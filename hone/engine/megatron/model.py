@@ -1,7 +1,8 @@
 """Builds one pipeline stage of a megatron-core GPTModel from a Hugging Face config.
 
 The stage runs packed rows. Attention, norms and rotary positions are hone's; linear layers and embeddings are
-megatron-core's own, without Transformer Engine.
+megatron-core's own, without Transformer Engine. In shapes, N is the number of packed tokens, H of heads, and
+D the head dimension.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class RmsNorm(nn.Module):
-    """An RMS norm whose weight is marked for sequence parallel; that of torch's norm is not."""
+    """An RMS norm whose weight has megatron-core's mark for sequence parallel, which torch's norm lacks."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any

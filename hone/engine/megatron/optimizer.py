@@ -116,8 +116,8 @@ class ShardedOptimizer(Optimizer):
         return metrics
 
     def state_schema(self, device: torch.device | str = "cpu") -> tuple[list[str], Fields]:
-        """Returns the names of the state per element (moments), and the other state (the step count) that a
-        new parameter on the device has."""
+        """Returns the names of the optimizer state per element (moments), and the other state (step count) of
+        a new parameter on the device."""
         probe = nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
         optimizer = build_optimizer([probe], self._config)

@@ -1,4 +1,4 @@
-"""Checks for models, layouts and settings that `strategy=megatron` refuses; megatron-core is not needed."""
+"""Refuses models, layouts and settings that `strategy=megatron` does not support, without megatron-core."""
 
 from __future__ import annotations
 

@@ -173,7 +173,6 @@ class MegatronGroups:
     experts: dist.ProcessGroup
     """The expert × expert-tensor-parallel ranks, which together hold every expert once."""
     expert_parallel_size: int
-    """The expert-parallel size."""
 
     def group_for(self, kind: Kind) -> dist.ProcessGroup:
         """Returns the group of ranks that together hold a parameter of this kind once."""
@@ -217,16 +216,16 @@ class StageTensors:
     def gather_stage(
         self, get_local_tensor: Callable[[str], Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the full tensors of this stage by Hugging Face name; all its ranks call it together.
+        """Yields the full tensors of this stage by Hugging Face name; all ranks of the stage must iterate.
 
-        `get_local_tensor` maps the name of a parameter to this rank's tensor; it is called for one at a time.
+        `get_local_tensor` maps the name of a parameter to this rank's tensor, just before it is gathered.
         """
         for entry in self.entries:
             if not self._is_copy(entry):
                 yield from zip(entry.hf_names, self._gather(entry, get_local_tensor), strict=True)
 
     def gather_model(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all parameters of the model by Hugging Face name; all ranks call it together."""
+        """Yields all parameters of the model by Hugging Face name; all ranks must iterate."""
         group = self.groups.pipeline
         for stage_rank, entry in self._entries_of_stages:
             if stage_rank == group.rank():
