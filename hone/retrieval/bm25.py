@@ -25,7 +25,7 @@ class BM25Index:
         return [self._top_hits(self._index.get_tokens_ids(query), topk) for query in words]
 
     def _top_hits(self, word_ids: list[int], topk: int) -> list[Hit]:
-        """Returns up to `topk` passages that share a word with the query, by score, then by index."""
+        """Returns up to `topk` passages that share a word with the query, by score, then by number."""
         if not word_ids:
             return []
         scores: NDArray[np.float32] = self._index.get_scores_from_ids(word_ids)

@@ -1,7 +1,7 @@
-"""The client of a retrieval service, which sends all waiting queries in one request.
+"""The client of a retrieval service; one request sends all waiting queries, up to 256.
 
-A request has a timeout and is retried with exponential backoff. If all retries fail, the result of
-its queries is None.
+A request has a timeout and is retried with exponential backoff. If all attempts fail, the queries
+get None as their result.
 """
 
 from __future__ import annotations

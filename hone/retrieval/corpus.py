@@ -32,7 +32,7 @@ class Passage(NamedTuple):
 
 
 class Corpus:
-    """The passages of a file, by index."""
+    """The passages of a file, by line index from 0."""
 
     def __init__(self, file: Path, offsets: NDArray[np.int64]) -> None:
         self.file, self._offsets = file, offsets
@@ -75,7 +75,7 @@ def _decompress(path: Path, folder: Path) -> Path:
 
 
 def _line_offsets(plain_file: Path, folder: Path) -> NDArray[np.int64]:
-    """Returns the byte offset of every line, and the end of the last one."""
+    """Returns the byte offset of every line, and the end of the last line."""
     cache_file, size = folder / f"{plain_file.name}.starts.npy", plain_file.stat().st_size
     if cache_file.exists() and cache_file.stat().st_mtime >= plain_file.stat().st_mtime:
         cached_offsets: NDArray[np.int64] = np.load(cache_file, mmap_mode="r")

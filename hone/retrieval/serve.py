@@ -117,7 +117,7 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
         if fingerprint_file.exists() and fingerprint_file.read_text() == fingerprint:
             return
         with lock_folder(folder):  # of two servers, one builds
-            fingerprint_file.unlink(missing_ok=True)  # it may name the index that is replaced
+            fingerprint_file.unlink(missing_ok=True)  # a failed build must leave no fingerprint
             build()
             atomic_write_text(fingerprint_file, fingerprint)
 

@@ -1,7 +1,7 @@
 """Rule-based scores, and the managers that turn them into token rewards.
 
 Names are imported on first use, so that a scoring process starts without torch. Reward models
-(networks) are workers; the trainer combines their scores with these.
+(networks) run in workers; the trainer combines their scores with rule-based scores.
 """
 
 from __future__ import annotations

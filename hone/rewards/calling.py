@@ -94,7 +94,7 @@ def init_parameter_names(cls: type) -> frozenset[str]:
 
 
 def call_scorer(function: Function, arguments: Settings, options: Settings) -> Any:
-    """Calls a scorer with the arguments it accepts, and awaits a coroutine."""
+    """Calls a scorer with the arguments that it accepts; a coroutine is run to its result."""
     result = function(**accepted_arguments(function, arguments, options))
     return run_coroutine(result) if inspect.iscoroutine(result) else result
 
@@ -223,7 +223,7 @@ def describe(function: Function) -> str:
 
 
 def definition_location(function: Function) -> str | None:
-    """Returns `file:line` of the definition, or None if it is not written in Python."""
+    """Returns `file:line` of a function's definition, or None if the function is not written in Python."""
     code = _code_of(unwrap_function(function))
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -236,7 +236,7 @@ def error_location(error: BaseException, function: Function) -> str | None:
         frame for frame in frames if code is not None and frame.filename == code.co_filename
     ]
     if code is None or _is_in_hone(code.co_filename):
-        # The table calls a registered rule, which is in the user's file.
+        # `function` is hone's own, but may have called a registered rule in the user's file.
         outside_frames = [frame for frame in frames if not _is_in_hone(frame.filename)]
         user_frames = [f for f in outside_frames if not _is_in_library(f.filename)] or frames
     if not user_frames:

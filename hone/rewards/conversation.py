@@ -1,7 +1,7 @@
 """Renders conversations for a reward model or a judge.
 
-A response may contain the text of control tokens of the model that reads it. A zero-width space
-after their first character keeps tokenizers from reading them as control tokens.
+The text of a response may contain control tokens of the model that reads it. A zero-width space
+after the first character of each makes them plain text for tokenizers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CONTROL_TOKENS = (
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Returns a text prompt, or the joined texts of chat messages, without their images."""
+    """Returns a text prompt unchanged, or the joined texts of chat messages without images."""
     if isinstance(prompt, str):
         return prompt
     contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
@@ -48,7 +48,8 @@ def has_template(tokenizer: Tokenizer | None) -> bool:
 def conversation_text(prompt: Prompt, response: str, tokenizer: Tokenizer) -> str:
     """Renders prompt and response with the chat template.
 
-    Without a template, the texts are joined by blank lines; a text prompt is only concatenated.
+    Without a template, blank lines join the texts of the messages and the response. A text prompt
+    and the response are concatenated.
     """
     if isinstance(prompt, str):
         return prompt + response

@@ -1,7 +1,7 @@
 """Evaluates model-written arithmetic without `eval`: + - * /, unary minus, parentheses, integers.
 
 Values are exact fractions. Long or deeply nested text and long numbers are refused before any
-arithmetic. `evaluate_compat` accepts all that TinyZero's `eval` accepted, with floats.
+arithmetic. `evaluate_compat` accepts all that TinyZero's `eval` accepts, and computes with floats.
 """
 
 from __future__ import annotations

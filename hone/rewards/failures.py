@@ -1,7 +1,7 @@
 """The results of scoring a row, and the policy for rows that fail.
 
-A failure stops the run (`raise`) or scores `failure_score` (`score`), and is counted by reason.
-Reasons are short words, because they become metric names.
+Under the policy `raise`, a failure stops the run; under `score`, the row gets `failure_score`.
+Failures are counted by reason, a short word that becomes part of a metric name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def count_mishap(reason: str, count: int = 1) -> None:
 
 
 class SetupError(Exception):
-    """The setup is wrong (a scorer, an option, the sandbox); it is raised under every policy."""
+    """The setup is wrong (a scorer, an option, the sandbox); no failure policy suppresses this error."""
 
 
 class WrongSetting(SetupError, ValueError):
@@ -48,7 +48,7 @@ class WrongSetting(SetupError, ValueError):
 
 
 class RewardError(RuntimeError):
-    """A row could not be scored, and the policy is `raise`."""
+    """A row could not be scored, and the failure policy is `raise`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Converts ground truths of data files, which are scalars, dicts, arrays, or JSON text of these."""
+"""Converts ground truths, which data files hold as scalars, dicts, arrays, or JSON text of these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decode_json(value: JsonValue) -> JsonValue:
 
 
 def is_missing(value: JsonValue) -> bool:
-    """Returns whether a value is null, NaN, blank, `null`, `[INVALID]`, or a list of only these."""
+    """Returns whether a value (its `target`, or every item) is null, NaN, blank, `null` or `[INVALID]`."""
     value = decode_json(to_python(value))
     if isinstance(value, Mapping):
         return not value or ("target" in value and is_missing(value["target"]))

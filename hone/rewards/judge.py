@@ -1,7 +1,7 @@
 """A generative judge: a language model reads question and response, and writes a grade.
 
-The response is untrusted. Its control tokens are broken up, and it is inserted in one pass between
-two lines with its hash, so that no response can contain its own closing line.
+The response is untrusted. Its control tokens are broken up, and the template gets it in one
+pass between two lines with the response's hash, so that no response can contain its closing line.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CLASSIFIER_SETTINGS = frozenset({"kind", "batch_size"})
 _PLACEHOLDER = re.compile(r"\{(question|response|ground_truth|lowest|highest|score_after)\}")
 _NUMBER = re.compile(r"[\s*_`\"'(\[{<$:=]{0,8}([-+0-9.,eE]{1,24})")
 _MAX_GRADE_POSITIONS = 64
-"""How many positions of the judge's text, counted from its end, are tried for a grade."""
+"""How many positions of the judge's text are tried for a grade, from the end of the text."""
 
 
 class CompletionClient(Protocol):
@@ -73,10 +73,9 @@ class ChatServer:
         self.pop_metrics = self.server.pop_metrics
 
     async def complete(self, requests: Sequence[Request]) -> list[str | Failed]:
-        unique = list(dict.fromkeys(requests))
-        texts = dict(
-            zip(unique, await asyncio.gather(*map(self._complete_one, unique)), strict=True)
-        )
+        unique_requests = list(dict.fromkeys(requests))
+        answers = await asyncio.gather(*map(self._complete_one, unique_requests))
+        texts = dict(zip(unique_requests, answers, strict=True))
         return [texts[request] for request in requests]
 
     async def _complete_one(self, request: Request) -> str | Failed:
@@ -103,13 +102,13 @@ def _message_content(answer: Fields) -> str:
 
 
 class Judge:
-    """Grades responses from 0 to 1; it can be passed as a score function: `hone.Judge(url=…)`.
+    """Grades responses from 0 to 1. A judge is also a score function: `hone.Judge(url=…)`.
 
     The settings are the keys of `reward_model.judge` and `reward_model.server`.
     """
 
     has_own_deadline = True
-    """Each request has its own deadline; one of the manager would include the wait for a slot."""
+    """Each request has its own deadline; a deadline of the manager would include the wait for a slot."""
 
     def __init__(self, client: CompletionClient | None = None, **settings: Any) -> None:
         judge_names = {field.name for field in fields(JudgeConfig)}
@@ -223,7 +222,7 @@ class Judge:
 
 
 def _grade_in_json(text: str) -> float | None:
-    """Returns `score` of the last JSON object that has this key and is in no such object itself."""
+    """Returns `score` of the last JSON object with this key; of nested ones, the outermost counts."""
     decoder, start = json.JSONDecoder(), len(text)
     score, score_end = None, -1
     for _ in range(_MAX_GRADE_POSITIONS):
@@ -253,7 +252,7 @@ def delimit(text: str) -> str:
 
 
 def read_template(template: str | None) -> str:
-    """Returns the template, which is given as a text with `{response}` or as a file."""
+    """Returns the template; `template` is a text with `{response}`, the path of a file, or None."""
     if template is None or "{response}" in template:
         return template or TEMPLATE
     try:

@@ -51,7 +51,7 @@ def load_reward_manager(
     """Returns the reward manager that the config selects.
 
     `compute_score` replaces the configured score function. `reward_kwargs` override
-    `reward_model.reward_kwargs`; other names go to the manager, or else to the scorer.
+    `reward_model.reward_kwargs`; other names are arguments of the manager, or else of the scorer.
     """
     reward_model = config.reward_model
     for source, target in reward_model.scores.items():
@@ -75,7 +75,7 @@ def load_reward_manager(
         settings = {name: settings[name] for name in settings if name in accepted_settings}
     if is_rule_manager:
         settings = {**_score_options(config, scorer), "policy": _policy(kwargs), **settings}
-        # PRIME trains its reward model on the rule's score, so there a row without it is a failure.
+        # PRIME trains its reward model on the rule's score, so a row without ground truth fails there.
         if reward_model.enable and reward_model.type != "prime":
             settings["skips_rows_without_truth"] = True
         if reward_model.repeatness_punishment:
@@ -217,20 +217,20 @@ def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
 
 
 def _manager_settings(config: PPOTrainerConfig, kwargs: RewardKwargs) -> Fields:
-    """Returns `reward_kwargs` without the failure policy, with defaults for null."""
+    """Returns the manager's settings without the failure policy; null becomes a default."""
     reward_model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
     settings = {name: getattr(kwargs, name) for name in _KWARGS_FIELDS - _POLICY_FIELDS}
     settings["score_observations"] = reward_model.score_observations
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length
     if settings["num_processes"] is None and sandbox.url:
-        # Scoring processes only wait for the service, so its slots, not the cores, limit them.
+        # Scoring processes only wait for the service: its slots, not the cores, limit their number.
         settings["num_processes"] = sandbox.max_concurrent
     return settings
 
 
 def _router_address(url: str | tuple[str, ...]) -> str:
-    """Returns host and port of the reward model's server, which verl passes to score functions."""
+    """Returns host and port of the reward model's server, an argument of verl's score functions."""
     return urlsplit(url if isinstance(url, str) else url[0]).netloc
 
 

@@ -1,7 +1,7 @@
 """Scores one response, and checks and converts the scorer's result.
 
-A scorer's exception becomes a `Failed`; the manager counts it and applies the policy. A response has
-segments by author, the policy or observations (the text of tools, searches and users):
+A scorer's exception becomes a `Failed`; the manager counts it and applies the failure policy. A
+response consists of segments by the policy and observations (text of tools, searches and users):
 `extra_info["transcript_segments"]` is a list of `{"role": "policy" | "observation", "text": …}`.
 """
 
@@ -58,13 +58,13 @@ def segments_of(solution_str: str, extra_info: Settings | None) -> Segments:
 
 
 def score_row(compute_score: Function, row: Response, options: Settings) -> Scored | Failed:
-    """Scores one row. A SetupError is raised under every policy."""
+    """Scores one row. A SetupError is raised under every failure policy."""
     try:
         with counted_mishaps() as mishaps:
             result = call_scorer(table.detailed_scorer(compute_score), row.arguments(), options)
     except SetupError:
         raise
-    except Exception as error:  # a user's scorer may raise anything; the policy applies
+    except Exception as error:  # a user's scorer may raise anything; the failure policy applies
         return exception_failure(error, compute_score)
     outcome = read_result(result)
     if mishaps and isinstance(outcome, Scored):

@@ -28,7 +28,7 @@ _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON_FENCE_NAMES = ("", "python", "py", "python3")
 _TOLERANCE = 1e-6  # relative to the expected value; absolute if that is below 1
 CODE_PLACEHOLDER = "__CODE__"
-"""A line in the source of a test; the lines above it run before the program and before the tests."""
+"""A line in a test's source; the lines above it run before the program, and again before the tests."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Limits:
 
     timeout_s: float
     memory_mb: int | None = None
-    """None is the default of `reward_model.sandbox_fusion.memory_limit_mb`."""
+    """None means the default of `reward_model.sandbox_fusion.memory_limit_mb`."""
     url: str | None = None
     """The URL of a sandbox service; None runs the program in a local box."""
 
@@ -57,7 +57,7 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """`function`, or that method of `Solution`, must return one of `expected` for `arguments`."""
+    """The function (or method of `Solution`) must return one of `expected` for `arguments`."""
 
     function: str
     arguments: list[JsonValue]

@@ -61,7 +61,7 @@ class RemoteError(RuntimeError):
 
 
 class AnswerCache:
-    """Caches answers: in memory, in a folder with one file per answer, or (None) not at all."""
+    """Caches answers at `location`: "memory", a folder with one file per answer, or None (no cache)."""
 
     def __init__(self, location: str | None) -> None:
         self._folder = None if location in (None, "memory") else Path(str(location)).expanduser()
@@ -83,7 +83,7 @@ class AnswerCache:
         if self._folder is not None:
             try:
                 atomic_write_text(self._file(key), json.dumps({"answer": answer}))
-            except OSError as error:  # the answer is asked for again
+            except OSError as error:  # the next request for the answer goes to the server
                 _warn_once(f"the cache {self._folder} cannot be written: {error.strerror}")
             return
         if len(self._memory) >= MAX_CACHED_ANSWERS:
@@ -137,7 +137,7 @@ class ScoringServer:
                 url = self._urls[(url_index + attempt) % len(self._urls)]
                 value = await self._attempt(body, parse, url)
             except RemoteError as error:
-                # While the server is down, no request is retried, so that the pauses do not add up.
+                # While the server is down, requests are not retried, so that their pauses do not add up.
                 max_attempts = self._config.retries + 1 if self._is_reachable else 1
                 attempt += 1
                 if error.is_retryable and attempt < max_attempts:
@@ -217,7 +217,7 @@ class ScoringServer:
         return redacted[:200]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Returns requests, retries and cache hits since the last call."""
+        """Returns the numbers of requests, retries and cache hits since the last call."""
         metrics = {f"reward/server/{name}": float(n) for name, n in sorted(self.counts.items())}
         self.counts.clear()
         return metrics

@@ -1,7 +1,7 @@
 """Measures how repetitive a text is: 0 without repeats, close to 1 for a text that only repeats.
 
 This is PURE's measure: the sum of the longest common prefixes (LCP) of adjacent sorted suffixes,
-divided by its maximum n(n+1)/2. It counts characters, not tokens.
+divided by n(n+1)/2, the number of substrings of a text of n characters (not tokens).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 MAX_CHARS = 100_000
-"""Only the end of longer texts is measured, because loops occur there."""
+"""Of a longer text, only the end is measured, because loops occur there."""
 PAIRWISE_CHARS = 512
 """In texts up to this length all pairs of positions are compared, which is faster than sorting."""
 PAIRWISE_TEXTS = 128
@@ -19,14 +19,14 @@ PAIRWISE_TEXTS = 128
 
 
 def repeatness(texts: Sequence[str]) -> list[float]:
-    """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)) of each text (0 if empty)."""
-    by_length = sorted({text[-MAX_CHARS:] for text in texts}, key=len)
-    short_texts = [text for text in by_length if len(text) <= PAIRWISE_CHARS]
+    """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)) of each text (0 if empty), n characters long."""
+    sorted_texts = sorted({text[-MAX_CHARS:] for text in texts}, key=len)
+    short_texts = [text for text in sorted_texts if len(text) <= PAIRWISE_CHARS]
     lcp_sums: dict[str, int] = {}
     for start in range(0, len(short_texts), PAIRWISE_TEXTS):
         batch = short_texts[start : start + PAIRWISE_TEXTS]
         lcp_sums |= zip(batch, _lcp_sums_pairwise(batch), strict=True)
-    for text in by_length[len(short_texts) :]:
+    for text in sorted_texts[len(short_texts) :]:
         lcp_sums[text] = _lcp_sum_by_sorting(_codes(text))
     tails = [text[-MAX_CHARS:] for text in texts]
     return [2 * lcp_sums[text] / (len(text) * (len(text) + 1)) if text else 0.0 for text in tails]
@@ -43,8 +43,8 @@ def _lcp_sums_pairwise(texts: Sequence[str]) -> list[int]:
     """
     longest = max(map(len, texts))
     codes = np.full((longest, len(texts)), np.nan, dtype=np.float32)  # NaN equals no character
-    for column, text in enumerate(texts):
-        codes[: len(text), column] = _codes(text)
+    for index, text in enumerate(texts):
+        codes[: len(text), index] = _codes(text)
     lcp = np.zeros(codes.shape, dtype=np.int16)  # row j: LCP of suffixes i and j
     total = np.zeros(len(texts), dtype=np.int64)
     for i in range(longest - 1, 0, -1):

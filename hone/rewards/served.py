@@ -1,4 +1,4 @@
-"""Scores of a served classifier: vLLM's `/classify`, `/pooling` and `/score`, or plain texts.
+"""Scores responses with a served classifier: vLLM's `/classify`, `/pooling` and `/score`, or `texts`.
 
 | kind | request | answer |
 |---|---|---|
@@ -32,7 +32,7 @@ from hone.types import Fields, JsonObject, JsonValue
 
 PATH_BY_KIND = {"classify": "/classify", "pooling": "/pooling", "score": "/score", "texts": ""}
 _RAW_OUTPUT = {"use_activation": False, "activation": False}
-"""Requests the output of the head without an activation function."""
+"""Request fields that turn off the activation function of the classification head."""
 
 
 class ServedClassifier:
@@ -70,13 +70,13 @@ class ServedClassifier:
             return (
                 f"{prompt_text(prompt)}\n\n{response}" if self._is_chat else f"{prompt}{response}",
             )
-        turns = as_messages(prompt) if self._is_chat else prompt
-        return (conversation_text(turns, response, self._tokenizer),)
+        conversation = as_messages(prompt) if self._is_chat else prompt
+        return (conversation_text(conversation, response, self._tokenizer),)
 
     async def scores(self, texts: Sequence[tuple[str, ...]]) -> list[float | Failed]:
         """Returns the score of each text, or the failure of its request; equal texts are sent once.
 
-        Each item is one rendered conversation, or (`kind` score) a prompt and a response.
+        Each item of `texts` is one rendered conversation, or (`kind` score) a prompt and a response.
         """
         cache = self.server.cache
         name = self.model or self.server.address
@@ -112,7 +112,7 @@ class ServedClassifier:
             return [error.failure] * len(texts)
 
     def _parse(self, answer: Fields, count: int) -> list[float]:
-        """Returns the `count` scores of an answer; raises an error if it has anything else."""
+        """Returns the `count` scores of an answer; any other content raises an error."""
         if self.kind == "texts":
             values = list(answer["scores"])
         else:
@@ -125,7 +125,7 @@ class ServedClassifier:
 
 
 def _last_value(value: JsonValue) -> JsonValue:
-    """Returns the only value of a row, or that of the last token if the row has one per token."""
+    """Returns the only value of a row, or the last one if the row has a value per token."""
     while isinstance(value, list):
         if len(value) > 1 and not isinstance(value[-1], list):
             raise ValueError(f"a reward model has one label, this one has {len(value)}")

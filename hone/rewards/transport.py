@@ -51,12 +51,12 @@ def row_scorer_keywords(compute_score: Function, options: Settings) -> Fields:
         bound_kwargs = {**function.keywords, **bound_kwargs}
         function = function.func
 
-    def with_import_path(entry: table.Entry) -> table.Entry:
+    def replace_target_by_path(entry: table.Entry) -> table.Entry:
         target = entry.target if isinstance(entry.target, str) else import_path_of(entry.target)
         return dataclasses.replace(entry, target=target)
 
     registered_entries = {
-        match: {source: with_import_path(entry) for source, entry in entries.items()}
+        match: {source: replace_target_by_path(entry) for source, entry in entries.items()}
         for match, entries in table.registered_scores().items()
     }
     scorer = import_path_of(function)
@@ -74,12 +74,12 @@ def make_row_scorer(
     options: Settings,
     registered_entries: Mapping[str, Mapping[str, table.Entry]],
 ) -> Callable[..., Scored | Failed]:
-    """Returns a function that scores a row; called in the scoring process."""
+    """Returns a function that scores a row; it is built in the scoring process."""
     table.restore_scores(registered_entries)
     function = load_object(scorer) if isinstance(scorer, str) else scorer
     if bound_kwargs:
         function = functools.partial(function, **bound_kwargs)
-    symbolic.set_num_processes(1)  # one scoring process per core already runs
+    symbolic.set_num_processes(1)  # a scoring process already runs on every core
 
     def score(row: Response, comparisons: Comparisons | None = None) -> Scored | Failed:
         symbolic.add_to_cache(comparisons or {})

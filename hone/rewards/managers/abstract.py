@@ -1,6 +1,6 @@
-"""The interface of a reward manager: created with a tokenizer, called with a batch.
+"""The interface of a reward manager, which is created with a tokenizer and called with a batch.
 
-A user's manager subclasses this and implements `__call__`; the built-in ones share `rule.py`.
+A user's manager subclasses `AbstractRewardManager` and implements `__call__`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The batch manager: calls the scorer once for the whole batch.
 
-It is for scorers that score lists (a model, a service). If the call fails, every row fails, since
-the cause is unknown; an invalid value in the returned list fails only its row.
+Use this manager for scorers that score lists (a model, a service). If the call fails, every row
+fails, since the cause is unknown; an invalid value in the returned list fails only one row.
 """
 
 from __future__ import annotations

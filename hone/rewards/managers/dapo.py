@@ -1,7 +1,8 @@
 """The dapo manager: naive scores with a soft penalty for responses close to the length limit.
 
-The penalty falls linearly from 0 to -factor over the last `len` tokens before `max_resp_len`, and
-further beyond it. The reward includes the penalty; `acc` and `score` do not.
+The penalty falls linearly from 0 to `-penalty_factor` over the last `overlong_buffer_cfg.len`
+tokens before `max_resp_len`, and further beyond `max_resp_len`. The reward includes the penalty;
+`acc` and `score` do not.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from hone.types import JsonValue, Settings
 
 
 def overlong_penalty(length: int, max_resp_len: int, buffer_len: int, factor: float) -> float:
-    """Returns 0 up to `max_resp_len - buffer_len` tokens; it falls linearly from there.
+    """Returns 0 up to `max_resp_len - buffer_len` tokens.
 
-    At `max_resp_len` tokens it is -factor.
+    From there, the penalty falls linearly through -factor at `max_resp_len` tokens.
     """
     excess = length - (max_resp_len - buffer_len)
     return min(-excess / buffer_len * factor, 0.0)

@@ -44,7 +44,7 @@ class ModelRewardManager(RuleRewardManager):
         return run_coroutine(self.scorer.score_rows(rows))
 
     def pop_metrics(self) -> dict[str, float]:
-        """Returns failures by reason and counts of requests, with the prefix `reward/model_`."""
+        """Returns failures by reason (`reward/model_failures/…`) and the scorer's metrics."""
         items = super().pop_metrics().items()
         failures = {name.replace("reward/", "reward/model_", 1): value for name, value in items}
         return failures | self.scorer.pop_metrics()

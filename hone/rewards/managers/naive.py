@@ -1,6 +1,6 @@
 """The naive manager: scores rows one by one in this process; an async scorer runs concurrently.
 
-Its deadlines are soft (see `calling.py`). Use `prime` for a scorer that may hang in C code.
+The deadlines are soft (see `calling.py`). Use `prime` for a scorer that may hang in C code.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class NaiveRewardManager(RuleRewardManager):
         arguments = accepted_arguments(function, row.arguments(), self.options)
         try:
             call = asyncio.ensure_future(function(**arguments))
-            layers = function, unwrap_function(function)
-            has_own_deadline = any(getattr(layer, "has_own_deadline", False) for layer in layers)
+            functions = function, unwrap_function(function)
+            has_own_deadline = any(getattr(f, "has_own_deadline", False) for f in functions)
             timeout_s = None if has_own_deadline else self.policy.timeout_s
             done, _ = await asyncio.wait({call}, timeout=timeout_s)
             if not done:
@@ -67,7 +67,7 @@ class NaiveRewardManager(RuleRewardManager):
             return read_result(call.result())
         except SetupError:
             raise
-        except Exception as error:  # a user's scorer may raise anything; the policy applies
+        except Exception as error:  # a user's scorer may raise anything; the failure policy applies
             return exception_failure(error, function)
-        except SystemExit as error:  # `run_coroutine` continues after it
+        except SystemExit as error:  # a scorer's exit fails only its row
             return exception_failure(as_exception(error), function)

@@ -1,7 +1,7 @@
 """The prime manager: scores rows in parallel processes, with a hard deadline per call.
 
-A scorer that hangs is killed with its children after `timeout_s`. Its process is replaced, and the
-other rows keep their scores.
+A process whose scorer hangs is killed with its children after `timeout_s` and replaced. The other
+rows keep their scores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PrimeRewardManager(RuleRewardManager):
     def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
         keywords = row_scorer_keywords(self.compute_score, self.options)
         if self.pool is not None and self.pool.keywords != keywords:
-            self.close()  # a score was registered since the processes started
+            self.close()  # another scorer was registered after the processes started
         if self.pool is None:
             factory = "hone.rewards.transport:make_row_scorer"
             self.pool = DeadlinePool(factory, keywords, self.num_processes)

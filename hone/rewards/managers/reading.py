@@ -48,7 +48,7 @@ def valid_response_ids(data: DataProto) -> list[list[int]]:
 
 
 def policy_mask(data: DataProto) -> torch.Tensor:
-    """Returns the mask of policy tokens, bool [B, T]: `response_mask`, or all response tokens."""
+    """Returns the mask of policy tokens, bool [B, T]: `response_mask`, or without it all tokens."""
     if "response_mask" in batch_tensors(data):
         return batch_tensors(data)["response_mask"].bool()
     return response_attention(data)

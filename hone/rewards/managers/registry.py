@@ -1,4 +1,4 @@
-"""The table of reward managers by name; users register their own or name it as `pkg.mod:Class`."""
+"""The table of reward managers by name; users register their own class, or name it as `pkg.mod:Class`."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class RuleRewardManager(AbstractRewardManager):
 
     Responses that repeat themselves more than `repeat_threshold` (0 to 1) get the reward 0.
     With `score_observations`, the scorer's text includes the output of tools and searches.
-    With `skips_rows_without_truth`, rows without a ground truth get no score: a reward model
-    scores them.
+    With `skips_rows_without_truth`, the rule does not score rows without a ground truth; only a
+    reward model scores them.
     """
 
     arguments: tuple[str, ...] = ROW_ARGUMENTS
@@ -183,7 +183,7 @@ class RuleRewardManager(AbstractRewardManager):
     def _raise_if_all_failed(
         self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
     ) -> None:
-        """Raises RewardError if no row of the first batch has a score: the scorer never works."""
+        """Raises RewardError if every row of the first batch failed, because no row will succeed."""
         if not self.is_first_batch or self.policy.on_failure == "raise":
             return
         pairs = [pair for pair in zip(rows, outcomes, strict=True) if not self._is_skipped(pair[1])]
@@ -223,7 +223,7 @@ class RuleRewardManager(AbstractRewardManager):
         return results
 
     def _is_skipped(self, outcome: Scored | Failed) -> bool:
-        """Returns whether only the reward model scores the row, which has no ground truth."""
+        """Returns whether the row lacks a ground truth, so that only the reward model scores it."""
         lacks_truth = isinstance(outcome, Failed) and outcome.reason == NO_GROUND_TRUTH
         return lacks_truth and self.skips_rows_without_truth
 
@@ -235,7 +235,7 @@ class RuleRewardManager(AbstractRewardManager):
         return metrics
 
     def _score_of_failure(self, index: int, row: Response, failed: Failed) -> Scored:
-        """Counts and logs a failure; raises, or returns a score, as the policy requires."""
+        """Counts and logs a failure; raises, or returns a score, as the failure policy requires."""
         self.failures[failed.reason] += 1
         message = (
             f"row {index} (data_source {row.data_source!r}) could not be scored: {failed.reason}: "
@@ -254,12 +254,12 @@ class RuleRewardManager(AbstractRewardManager):
     def _log_examples(self, rows: Sequence[Response], scores: Sequence[float]) -> None:
         """Logs the first `num_examine` responses of each data source."""
         row_counts: Counter[str] = Counter()
-        text = "[%s] score %s, ground truth %s, response:\n%s"
+        log_format = "[%s] score %s, ground truth %s, response:\n%s"
         for row, score in zip(rows, scores, strict=True):
             row_counts[row.data_source] += 1
             if row_counts[row.data_source] <= self.num_examine:
                 response = printable(row.solution_str)
-                logger.info(text, row.data_source, score, row.ground_truth, response)
+                logger.info(log_format, row.data_source, score, row.ground_truth, response)
 
 
 def extra_columns(results: Sequence[Scored]) -> dict[str, Sequence[JsonValue]]:

@@ -62,7 +62,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 
     @classmethod
     def init_class(cls, config: Settings, tokenizer: Tokenizer) -> None:
-        """Called by every instance; check `_class_initialized` to prepare the class only once."""
+        """Every instance calls this; an override prepares the class only if `_class_initialized` is False."""
         cls._class_initialized = True
 
     @abstractmethod
@@ -96,8 +96,8 @@ class RewardManagerBase(AbstractRewardManager, ABC):
             error: Exception = RewardError(f"the manager returned {outcome.detail}")
         except SetupError:
             raise
-        except Exception as caught:  # a user's manager may raise anything; the policy applies
-            error, outcome = caught, Failed("exception", described(caught))
+        except Exception as exception:  # a user's manager may raise anything; the policy applies
+            error, outcome = exception, Failed("exception", described(exception))
         if policy.get("on_failure", "raise") != "score":
             raise error
         self._count_failure(outcome)
@@ -170,7 +170,7 @@ class AsyncTokenBucket:
         self.last_update: float | None = None
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
-        """Takes tokens and waits until the bucket is refilled, so that calls proceed in order."""
+        """Takes tokens, and waits until missing ones are refilled; calls proceed in order."""
         self._refill()
         missing = num_tokens - self.tokens
         self.tokens -= num_tokens
@@ -223,7 +223,7 @@ class RateLimitedRewardManager(RewardManagerBase):
         cls._estimated_tokens_per_request = tokens
 
     def _current_semaphore(self) -> asyncio.Semaphore:
-        """Returns the semaphore of the running event loop; others cannot be awaited."""
+        """Returns the semaphore of the running event loop; another loop's cannot be awaited."""
         cls, loop = type(self), asyncio.get_running_loop()
         if cls._semaphore is None or cls._semaphore_loop is not loop:
             cls._semaphore = asyncio.Semaphore(cls._max_concurrent)
@@ -274,7 +274,7 @@ def _limits(config: Settings) -> Settings:
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """Returns a manager class by name; this file has those of verl's reward loop."""
+    """Returns a manager class by name; the names of this file come before the registry's."""
     managers: dict[str, type[AbstractRewardManager]] = {
         "naive": NaiveRewardManager,
         "dapo": DAPORewardManager,

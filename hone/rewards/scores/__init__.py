@@ -1,4 +1,4 @@
-"""Rule-based scores: one file per data source, selected by the table in `table.py`.
+"""Rule-based scores: one file per rule; `table.py` selects the rule of a data source.
 
 Importing this package loads no scorer and no torch; `scores.gsm8k` loads on first use.
 """

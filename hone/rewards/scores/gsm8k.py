@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from hone.types import JsonValue
 
 TAIL_CHARS = 300
-"""Only the end of a response, which has the answer, is read; this bounds the regex time."""
+"""Only the end of a response is read: the answer is there, and this bounds the regex time."""
 
 _STRICT_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|-?[0-9]*\.?[0-9]+")

@@ -92,7 +92,7 @@ _MIXED_NUMBER = re.compile(
     r"(?<![\w.^}\\])(\d{1,64})"
     r"(?: (\d{1,64})/(\d{1,64})| ?\\frac\{(\d{1,64})\}\{(\d{1,64})\})(?![\w.])"
 )
-# `4'2`: no number, but parsers read 42 or 4
+# `4'2` is not a number, but parsers read 42 or 4
 _PRIMED_NUMBER = re.compile(r"\d\s*'+\s*\d")
 # a space that is not between two numbers
 _LOOSE_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])")
@@ -130,7 +130,7 @@ def remove_unit(text: str) -> str:
 
 
 def is_unambiguous(string: str) -> bool:
-    r"""Returns whether a parser reads the whole text, unlike `42\text{ or 43}`, `4 2` or `4'2`."""
+    r"""Returns whether a parser reads all of the text; of `42\text{ or 43}` or `4 2` it reads a part."""
     words = [text.strip() for text in _TEXT_COMMAND.findall(remove_unit(string.strip()))]
     if any(_NOT_A_UNIT.search(text) and text not in ("or", "and") for text in words):
         return False
@@ -156,7 +156,7 @@ def as_number(normal_form: str) -> Fraction | None:
 
 
 def num_decimals(normal_form: str) -> int | None:
-    """Returns the number of digits after the decimal point; None if there is none."""
+    """Returns the number of digits after the decimal point; None without a point."""
     _, point, digits = normal_form.partition(".")
     return len(digits) if point and _DECIMAL.fullmatch(normal_form) else None
 

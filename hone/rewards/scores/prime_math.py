@@ -1,7 +1,7 @@
 r"""Numina problems: finds the answer in a box or after key words, and compares it symbolically.
 
-It is more lenient than MATH: `\boxed` is not required, and answers may be rounded.
-Returns `(correct, well formed, extracted answer)`; the first is the score.
+The rule is more lenient than MATH's: `\boxed` is not required, and answers may be rounded. The
+result is `(correct, well formed, extracted answer)`, of which `correct` is the score.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def last_environment(text: str) -> str | None:
 
 
 def grade_answer(answer: str, truth: str) -> bool:
-    """Returns whether the answers are equal (text, number, mathematics) or one is rounded.
+    """Returns whether the answers are equal as text, number or mathematics, or one is the other rounded.
 
-    A rounded number must agree in all its decimals, and in at least four digits. Nothing is rounded
-    to an integer.
+    A rounded number must agree in all its decimals, and in at least four digits. An integer
+    never counts as rounded.
     """
     if is_equiv(answer, truth, symbolic=False):
         return True

@@ -1,7 +1,8 @@
 """Open questions: the last `<answer>` must equal one of the reference answers (Search-R1).
 
 Answers in the prompt's example or in an `<information>` block never count, even in a block that the
-policy wrote. `reward_model.*_score` settings select `qa_em_format`.
+policy wrote. `structure_format_score`, `final_format_score` and `retrieval_score` of `reward_model`
+select `qa_em_format`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def remove_information(text: str) -> str:
 
 
 def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
-    """Returns the last answer; with `compat`, the text begins with the prompt's example answer."""
+    """Returns the last answer; with `compat`, the first answer is the prompt's example and is ignored."""
     if compat:
         answers = all_answers(solution_str)
         return answers[-1] if len(answers) > 1 else None

@@ -1,4 +1,4 @@
-"""Search-R1 with format rewards for a well-formed trajectory and a useful retrieval.
+"""Search-R1's score with format rewards for a well-formed trajectory and a useful retrieval.
 
 A well-formed trajectory is think, any number of (search, information, think), and answer, with only
 white space in between. The policy must not write information. Tags in a passage are ignored.
@@ -40,7 +40,7 @@ def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
 
 
 def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
-    """Returns the same as `is_valid_sequence`, for segments with authors."""
+    """Returns the same as `is_valid_sequence`, for the segments of a response (`outcome.py`)."""
     parts = []
     for segment in segments:
         text = segment["text"]

@@ -18,7 +18,7 @@ def compute_score(
     continuous: bool = False,
     timeout: float = 10,
 ) -> tuple[float, list[Fields]]:
-    """Returns the share of passed tests and a dict per test; `continuous` runs ten tests."""
+    """Returns the share of passed tests and a dict per test; `continuous` runs only ten tests."""
     limits = Limits(timeout, memory_limit_mb, sandbox_fusion_url)
     code = extract_code(completion)
     tests = read_tests(test_cases, None)[: MAX_COUNTED_TESTS if continuous else None]

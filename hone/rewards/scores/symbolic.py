@@ -1,6 +1,6 @@
 """Compares two LaTeX answers symbolically with math-verify, in processes that can be killed.
 
-Only its LaTeX parser is used, because the plain-expression parser calls Python's `eval`.
+Only math-verify's LaTeX parser is used, because its plain-expression parser calls Python's `eval`.
 Expressions that are too large, and comparisons that exceed their CPU time or memory, count as not
 equal, and as failures in the metrics. The comparisons of a batch run together (`compare_all`).
 """
@@ -24,7 +24,7 @@ from hone.rewards.pool import DeadlinePool
 logger = logging.getLogger(__name__)
 
 Pair = tuple[str, str]
-"""An answer and its reference."""
+"""An answer and the ground truth."""
 
 SHORT_CPU_S = 0.1
 """CPU time per comparison in the first round, which includes every comparison of a batch."""
@@ -65,7 +65,7 @@ _recorded_pairs: ContextVar[list[Pair] | None] = ContextVar("recorded_pairs", de
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
-    """Returns whether math-verify finds both equal; False if it is missing or times out."""
+    """Returns whether math-verify finds both equal; False if it is not installed or times out."""
     if not is_available() or max(len(answer), len(truth)) > MAX_CHARS:
         return False
     pair = (answer, truth)
@@ -96,7 +96,7 @@ def is_available() -> bool:
 
 @contextmanager
 def recording_pairs() -> Iterator[list[Pair]]:
-    """Yields a list, to which comparisons inside the block are added; they return False."""
+    """Yields a list that collects the pairs compared inside the block; each comparison returns False."""
     pairs: list[Pair] = []
     token = _recorded_pairs.set(pairs)
     try:
@@ -106,7 +106,7 @@ def recording_pairs() -> Iterator[list[Pair]]:
 
 
 def compare_all(pairs: Iterable[Pair]) -> None:
-    """Runs the uncached comparisons in parallel; repeats those that time out with more CPU time."""
+    """Runs the uncached comparisons in parallel; those that time out get a second, longer run."""
     uncached = [pair for pair in dict.fromkeys(pairs) if _cache.get(pair, _SKIPPED) == _SKIPPED]
     size_problems = {pair: size_problem(pair[0]) or size_problem(pair[1]) for pair in uncached}
     items = size_problems.items()

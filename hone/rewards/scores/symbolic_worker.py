@@ -33,7 +33,7 @@ _WARM_UP_PAIRS = (
 
 
 class _CpuTimeExceeded(BaseException):
-    """Raised after the CPU time; a BaseException, because sympy catches Exceptions."""
+    """Raised when the CPU time is used up; a BaseException, because sympy catches Exceptions."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

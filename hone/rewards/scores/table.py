@@ -244,11 +244,11 @@ def check_sources(
 
 def _unknown_source_message(source: str, where: str) -> str:
     names = known_sources()
-    others = sum(map(len, names.values())) - len(_EXAMPLES)
+    num_others = sum(map(len, names.values())) - len(_EXAMPLES)
     hint = suggestion(source, names["exact"])
     return (
         f"no scorer for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} "
-        f"and {others} more (docs/rewards.md); name your own score function with "
+        f"and {num_others} more (docs/rewards.md); name your own score function with "
         "custom_reward_function.path=FILE.py"
     )
 
