@@ -23,7 +23,7 @@ _ENGINE_MEMBERS = sorted(name for name in vars(RolloutEngine) if not name.starts
 
 
 def build_rollout(spec: RolloutSpec) -> RolloutEngine:
-    """Builds the engine of `rollout.name`; raises if it lacks a member of the contract."""
+    """Builds the engine of `rollout.name`; raises if the engine lacks a member of the contract."""
     engine = ENGINES.get(spec.config.name)(spec)
     if missing := [member for member in _ENGINE_MEMBERS if not hasattr(engine, member)]:
         raise PluginError(
@@ -36,7 +36,8 @@ def build_rollout(spec: RolloutSpec) -> RolloutEngine:
 def build_native(spec: RolloutSpec) -> RolloutEngine:
     """Builds the native engine.
 
-    It has a paged cache on a GPU, in exact mode, and if it records expert routing; otherwise a slot cache.
+    The engine has a paged cache on a GPU, in exact mode, or if it records routed experts; otherwise it has
+    a slot cache.
     """
     from hone.rollout.native.engine import NativeRollout
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hone.tokenizer import Tokenizer
 
 _MIN_TEMPERATURE = 1e-5
-"""The lowest temperature above 0; with a lower one, logits / temperature overflows."""
+"""The lowest positive temperature; below it, logits / temperature may overflow."""
 
 
 class StopReason(str, Enum):
@@ -67,7 +67,7 @@ class Sampling:
         ):
             if not is_valid:
                 raise ValueError(f"sampling: {name}={getattr(self, name)} must be {rule}")
-        # Other processes get the values as JSON, which has no numbers of numpy.
+        # The values are sent to other processes as JSON, which cannot encode numpy numbers.
         for name in ("max_tokens", "seed", "top_k"):
             object.__setattr__(self, name, int(getattr(self, name)))
         for name in ("temperature", "top_p", "min_p"):
@@ -81,7 +81,7 @@ class Sampling:
 
     @staticmethod
     def from_mapping(params: Settings, *, max_tokens: int, seed: int) -> Sampling:
-        """Converts an agent loop's `sampling_params`; missing values come from the keyword arguments.
+        """Converts an agent loop's `sampling_params`; they may lower `max_tokens` and replace `seed`.
 
         `logprobs` and `repetition_penalty=1` are accepted and have no effect. Unknown names raise.
         """
@@ -114,7 +114,7 @@ class TokenOutput:
     token_ids: list[int]
     log_probs: list[float] = field(default_factory=list)
     """log p of each token under softmax(logits / temperature), before top-k, top-p and min-p, as the
-    trainer computes it. Greedy requests report it at temperature 1."""
+    trainer computes it. For greedy requests, the temperature counts as 1."""
     versions: list[int] = field(default_factory=list)
     """The weight version that sampled each token."""
     stop_reason: StopReason = StopReason.STOP
@@ -196,8 +196,8 @@ class RolloutSpec:
     """Returns the published weights, for an engine with separate weights that must load them again; None
     if they are not in this process."""
     peers: Peers | None = None
-    """The tensor-parallel group of the native engine, or None. In a group, `load_policy` returns a module
-    without weights, and all ranks call `current_weights` together."""
+    """The tensor-parallel group of the native engine, if there is one. In a group, `load_policy` returns a
+    module without weights, and all ranks call `current_weights` together."""
     adapters: bool = False
     """Whether the policy has LoRA adapters, which an engine may load without the base weights."""
 

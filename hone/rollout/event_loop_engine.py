@@ -1,4 +1,4 @@
-"""The base class of engines that decode in the caller's event loop: the slow reference and the fake."""
+"""The base class of engines that decode in the caller's event loop: HFRollout and ScriptedRollout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EventLoopEngine(RequestEngine):
         self._waiters: list[asyncio.Future[None]] = []
 
     def _before_first_token(self, request: Request) -> None:
-        """A hook that subclasses may implement."""
+        """Runs once before the first token of a request."""
 
     def _sample_token(self, request: Request) -> None:
         """Appends one token or sets the stop reason."""
@@ -85,7 +85,7 @@ class EventLoopEngine(RequestEngine):
 
     @contextmanager
     def _step(self, request: Request) -> Iterator[bool]:
-        """Holds the step lock for one token; yields whether the request may sample it.
+        """Holds the step lock for one token; yields whether the request may sample one.
 
         A RolloutError in the block fails only this request; another error fails every request.
         """
@@ -152,7 +152,7 @@ class EventLoopEngine(RequestEngine):
         with self._state_lock:
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            with suppress(RuntimeError):  # its event loop has closed
+            with suppress(RuntimeError):  # the waiter's event loop has closed
                 waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
 

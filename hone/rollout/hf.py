@@ -1,6 +1,6 @@
 """The slow reference engine: every token is a full forward of one sequence, without cache or batching.
 
-Tests compare the native engine with it; the two share only the policy and the sampling function.
+Tests compare the native engine with this one; the two share only the policy and the sampling function.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Event = dict[str, Any]
 """One JSON object of a stream."""
-_UNAVAILABLE = (502, 503, 504)
+_UNAVAILABLE_STATUSES = (502, 503, 504)
 """The statuses of a server that starts, and of a proxy whose server is down."""
 _HEALTH_POLL_INTERVAL_S = 0.2
 _NUM_CHECKED_WEIGHTS = 8
@@ -49,10 +49,12 @@ class ServerLost(ConnectionLost):
 
 @dataclass(frozen=True)
 class LogProbMode:
-    """How a server computes log-probs; `detect_log_prob_mode` finds it out."""
+    """How a server computes log-probs; see `HttpServer.detect_log_prob_mode`."""
 
     after_temperature: bool = True
+    """Whether log-probs are those of logits / temperature."""
     before_truncation: bool = True
+    """Whether log-probs are computed before top-k, top-p and min-p."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class HttpServer:
     samples_by_position = False
     seeded = False
     started_by_hone = False
-    """Whether hone started the server process, so that a restart of it is detected."""
+    """Whether hone started the server process, and so detects its restarts."""
     can_release_memory = False
     """Whether the server can release memory while the actor trains."""
     can_read_weights = False
@@ -236,7 +238,7 @@ class HttpServer:
     async def call(self, path: str, body: Settings | None = None, *, get: bool = False) -> Any:
         """Returns the JSON response of an endpoint; raises RolloutError if the status is not 200."""
         status, text = await self._request("GET" if get else "POST", path, body)
-        if status in _UNAVAILABLE:
+        if status in _UNAVAILABLE_STATUSES:
             raise ServerLost(self, f"answered {status} to {path}: {shorten(text)}")
         if status != 200:
             raise RolloutError(f"{self.safe_url}{path} answered {status}: {shorten(text)}")
@@ -316,7 +318,7 @@ class HttpServer:
 
     @contextmanager
     def reading(self, response: object) -> Iterator[None]:
-        """Converts the errors of reading a malformed response, so that they fail only its request."""
+        """Raises the errors of reading a malformed response as RolloutError, which fails only one request."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -348,18 +350,18 @@ class HttpServer:
 
     async def detect_log_prob_mode(self) -> None:
         """Detects how the server computes log-probs, from single tokens with different parameters."""
-        greedy, highest = await self.sample_one_token([1], {"temperature": 0.0})
-        _, highest_at_2 = await self.sample_one_token([1], {"temperature": 2.0})
-        with_top_k, _ = await self.sample_one_token([1], {"temperature": 1.0, "top_k": 1})
-        if abs(highest) > 1e-3:  # otherwise the model is certain, and all modes are equal
+        greedy_log_prob, max_log_prob = await self.sample_one_token([1], {"temperature": 0.0})
+        _, max_log_prob_at_2 = await self.sample_one_token([1], {"temperature": 2.0})
+        top_1_log_prob, _ = await self.sample_one_token([1], {"temperature": 1.0, "top_k": 1})
+        if abs(max_log_prob) > 1e-3:  # otherwise one token has all probability in every mode
             self.log_prob_mode = LogProbMode(
-                after_temperature=abs(highest_at_2 - highest) > 1e-4 * abs(highest),
-                before_truncation=abs(with_top_k) > 0.5 * abs(greedy),
+                after_temperature=abs(max_log_prob_at_2 - max_log_prob) > 1e-4 * abs(max_log_prob),
+                before_truncation=abs(top_1_log_prob) > 0.5 * abs(greedy_log_prob),
             )
 
 
 async def _wait_for(timeout_s: float, coroutine: Coroutine[None, None, T]) -> T:
-    """Like `asyncio.wait_for`, which before Python 3.12 can ignore a cancellation as the coroutine ends."""
+    """Like `asyncio.wait_for`, which before Python 3.12 may ignore a cancellation as the coroutine ends."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait({task}, timeout=timeout_s)

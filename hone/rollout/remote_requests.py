@@ -1,8 +1,8 @@
 """The base class of engines that decode in another process: vLLM, SGLang and running servers.
 
-Every token is streamed, so that no token is lost when the other process dies. A pause ends every stream;
-after it, the request is issued again with its tokens as part of the prompt. So no stream is open while
-weights change, and the version of every token is exact. Only one event loop, in a thread, uses the state.
+Every token is streamed, so that no token is lost when the other process dies. A pause ends all streams unless
+a subclass keeps them; later, each request is issued again with its tokens as part of the prompt. No token is
+sampled while weights change, so versions are exact. Only one event loop, in a thread, uses the state.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Request:
 
     @property
     def awaited_future(self) -> asyncio.Future[TokenOutput]:
-        """The future of a request that has one."""
+        """`future`, which must not be None."""
         assert self.future is not None
         return self.future
 
@@ -166,7 +166,8 @@ class RequestRules:
 
     def _ends_with_stop(self, request: Request) -> bool:
         """Whether the newest token completes a stop string, which may start several tokens earlier."""
-        # A token has at least one byte. 8 more tokens complete a character that the tail cuts in half.
+        # Each token has at least one byte, so `stop_bytes` tokens contain the stop string. 8 more tokens
+        # complete a character of which the tail would have only the last bytes.
         stop_bytes = max(len(s.encode()) for s in request.sampling.stop)
         assert self.tokenizer is not None, "check() refuses stop strings without a tokenizer"
         tail = self.tokenizer.decode(
@@ -176,14 +177,14 @@ class RequestRules:
 
 
 def decoding_error(cause: BaseException) -> RolloutError:
-    """Returns the error of requests that were running when decoding failed."""
+    """Returns the error for requests that were running when decoding failed."""
     error = RolloutError(f"decoding stopped: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
 
 
 def engine_error(cause: BaseException | None) -> RolloutError:
-    """Returns the error of calls to an engine that failed with `cause`, or is closed if it is None."""
+    """Returns the error for calls to an engine that failed with `cause`, or was closed (`cause` is None)."""
     state = "is closed" if cause is None else f"failed earlier ({type(cause).__name__}: {cause})"
     error = RolloutError(f"the rollout engine {state}; build a new one")
     error.__cause__ = cause
@@ -199,7 +200,7 @@ def check_text_only(request_id: str, media: Settings | None, engine_name: str) -
 
 
 class RequestEngine:
-    """The base class of all engines: it has their common state and validates requests."""
+    """The base class of all engines, with their common state and the validation of requests."""
 
     name: str
 
@@ -219,7 +220,7 @@ class RequestEngine:
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
         check_text_only(request_id, multi_modal_data, self.name)
-        # The ids may be numbers of numpy, which other processes cannot get as JSON.
+        # The ids may be numpy numbers, which cannot be sent to other processes as JSON.
         request = Request(list(map(int, prompt_ids)), sampling, request_id, on_tokens=on_tokens)
         self._rules.check(request)
         self._check_sampling(sampling, request_id)
@@ -233,6 +234,7 @@ class RequestEngine:
 
     @property
     def _stopped(self) -> bool:
+        """Whether the engine is closed or has failed."""
         return self._closed or self._failure is not None
 
     def _raise_if_stopped(self) -> None:

@@ -9,9 +9,9 @@ from typing import Generic, Protocol, TypeVar
 from hone.rollout.requests import Request
 
 _PREFIX_TOKENS = 256
-"""Requests whose first tokens are equal, up to this number, go to the same target."""
+"""Requests with equal prefixes go to the same target; a prefix has at most this many prompt tokens."""
 _MAX_IMBALANCE = 8
-"""A known prefix goes to the least loaded target if its own has over this many streams more."""
+"""A request leaves its prefix's target if the least loaded target has over this many streams fewer."""
 _MAX_ROUTES = 8192
 """Maximum number of recent trajectories and prefixes whose target is remembered."""
 
@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Target)
 
 
 class Router(Generic[T]):
-    """Routes recent trajectories and prefixes to the target whose KV cache has them."""
+    """Routes requests of recent trajectories and prefixes to the target whose KV cache has their tokens."""
 
     def __init__(
         self, targets: Sequence[T], is_healthy: Callable[[T], bool] = lambda target: True
@@ -39,8 +39,9 @@ class Router(Generic[T]):
     def route(self, request: Request) -> T:
         """Returns the target of a request.
 
-        A known trajectory returns to its target, and so does a known prefix unless the target is
-        overloaded. Other requests go to the target with the fewest streams, then the fewest requests.
+        A request of a known trajectory goes to the trajectory's target. Another request with a known prefix
+        goes to the prefix's target, unless that target is overloaded. All others go to the target with the
+        fewest streams; of equal targets, to the one with the fewest requests so far.
         """
         healthy_targets = [t for t in self._targets if self._is_healthy(t)] or self._targets
         least_loaded = min(healthy_targets, key=lambda t: (t.num_streams, self._num_routed[id(t)]))

@@ -1,7 +1,7 @@
 """Inference servers as a rollout engine: SGLang (`rollout.name=sglang`), and servers that already run.
 
-Requests are routed by trajectory, prefix and load. If a server is lost, the engine waits for it and sends it
-the current weights again if needed; its requests continue after the tokens that were received.
+Requests are routed by trajectory, prefix and load. If a server is lost, its requests continue after the
+tokens that were received. Once the server is healthy again, it gets the current weights if it lacks them.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class ServerRollout(RemoteEngine):
         await asyncio.shield(self._start_recovery(server))
 
     async def _recover(self, server: HttpServer) -> None:
-        """Waits until a lost server is healthy, and publishes the current weights if it lacks them."""
+        """Waits until a lost server is healthy; publishes the current weights if the server lacks them."""
         server.healthy = False
         for attempt in range(self.retries):
             await server.wait_until_healthy()
@@ -188,7 +188,8 @@ class ServerRollout(RemoteEngine):
     async def _read_version(self, server: HttpServer) -> str | None:
         """Returns the weight version of a server; None before the first update.
 
-        If this engine did not publish the version, the server was restarted and holds all its memory again.
+        Clears `released_tags` if this engine did not publish the version: the server was restarted, and so
+        holds all its memory again.
         """
         version = None if self._expected_version is None else await server.weight_version()
         if version is not None and not version.startswith(self._version_prefix):
@@ -217,7 +218,7 @@ class ServerRollout(RemoteEngine):
     async def _for_each_server(
         self, call: Callable[[HttpServer], Coroutine[None, None, None]]
     ) -> None:
-        """Calls a function for every server; if a server is lost, calls it again after the recovery."""
+        """Calls a function for every server; if a server is lost, repeats its call after the recovery."""
 
         async def call_with_recovery(server: HttpServer) -> None:
             try:
@@ -262,7 +263,7 @@ class ServerRollout(RemoteEngine):
                 await self._submit(self._send_to_servers(bucket))
 
     async def _broadcast(self, bucket: Mapping[str, Tensor]) -> None:
-        """Broadcasts a bucket in the group of this update; if that fails, `commit` publishes the folder."""
+        """Broadcasts a bucket in the group of this update; after an error, `commit` publishes the folder."""
         assert self._make_group is not None
         if self._stale_servers:
             return
@@ -308,7 +309,7 @@ class ServerRollout(RemoteEngine):
             await self._restore_weights()
 
     async def _publish(self, server: HttpServer, version: str) -> None:
-        """Ends the update of one server; if it is lost meanwhile, publishes all weights again."""
+        """Ends the update of one server; if the server is lost meanwhile, sends it all weights again."""
         try:
             if (self._sends_tensors or self._make_group) and server not in self._stale_servers:
                 await server.end_update(version)
@@ -335,7 +336,7 @@ class ServerRollout(RemoteEngine):
         server.expected_version = version
 
     async def _remote_sleep(self) -> None:
-        """Frees the KV caches; the weights are freed too if the folder can restore them."""
+        """Frees the KV caches, and the weights if the folder can restore them."""
         if any(server.released_tags or not server.can_release_memory for server in self._servers):
             return
         tags = ["kv_cache"]
@@ -353,7 +354,7 @@ class ServerRollout(RemoteEngine):
             log.warning("%s serves other requests and keeps its memory", server.safe_url)
 
     async def _resume_memory(self, server: HttpServer, tags: Sequence[str]) -> None:
-        """Allocates released memory again, except in a restarted server, which has it and would fail."""
+        """Allocates released memory again; skips a restarted server, which already holds all its memory."""
         if server.released_tags:
             await self._read_version(server)
         if tags_to_resume := [tag for tag in server.released_tags if tag in tags]:
@@ -390,5 +391,6 @@ class ServerRollout(RemoteEngine):
 def _log_failed_recovery(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning(
-            "%s; until the next update, it gets requests only if no server is healthy", error
+            "%s; until the next update, this server gets requests only if no server is healthy",
+            error,
         )

@@ -109,7 +109,7 @@ def _check_no_experts(spec: RolloutSpec) -> None:
 
 
 def server_urls(spec: RolloutSpec) -> list[str]:
-    """Returns the URLs of this rank's servers; ranks share servers only if they do not update them."""
+    """Returns the URLs of this rank's servers; if no weights are loaded, all ranks share all servers."""
     urls = [url.rstrip("/").removesuffix("/v1") for url in spec.config.server.urls]
     for url in urls:
         if not url.startswith(("http://", "https://")):
@@ -190,9 +190,9 @@ def _build_engine(
 
 
 async def _connect(engine: ServerRollout, spec: RolloutSpec) -> None:
-    """Connects to the servers; to generate with an adapter, loads it, because their files lack it."""
+    """Connects to the servers; to generate with an adapter, also loads the current weights into them."""
     await engine.start()
-    # A trainer publishes its weights before the first request.
+    # The servers' files lack the adapter. A trainer publishes its weights before the first request.
     if spec.current_weights is not None and not isinstance(spec.config, RolloutConfig):
         await engine.begin_update()
         await engine.load(spec.current_weights())

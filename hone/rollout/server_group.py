@@ -100,9 +100,9 @@ class UpdateGroup:
         self._group = self._store = None
 
     async def _gather(self, *calls: Any) -> None:
-        """Waits for all calls, of which the first is this process's own; raises if one failed.
+        """Waits for all calls; the first is the call of this process. Raises if a call failed.
 
-        The error of a server is preferred, because it causes the error of this process.
+        If several failed, raises the error of a server, which causes the error of this process.
         """
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in reversed(results):
@@ -113,7 +113,7 @@ class UpdateGroup:
 
 
 def _address_reachable_from(urls: Sequence[str]) -> str:
-    """Returns the address of this machine that all servers reach; 127.0.0.1 if all are on this machine."""
+    """Returns this machine's address for all servers; 127.0.0.1 if all servers are on this machine."""
     addresses = map(_address_towards, urls)
     return next((a for a in addresses if not a.startswith("127.")), "127.0.0.1")
 

@@ -41,7 +41,7 @@ class WeightFolder:
             has_memory_folder = _SHARED_MEMORY.is_dir()
             parent_folder = _SHARED_MEMORY if has_memory_folder else Path(tempfile.gettempdir())
             _delete_abandoned_folders(parent_folder)
-            # The dot hides the folder from `_delete_abandoned_folders` until it is locked.
+            # Until the folder is locked, the dot hides it from `_delete_abandoned_folders`.
             hidden_folder = Path(tempfile.mkdtemp(prefix=f".{_FOLDER_PREFIX}", dir=parent_folder))
             self._lock_file = _lock_folder(hidden_folder)
             self.root = hidden_folder.rename(parent_folder / hidden_folder.name[1:])
@@ -56,7 +56,7 @@ class WeightFolder:
         self._update_map: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Creates an empty checkpoint for an update; deletes that of an update without `commit`."""
+        """Creates an empty checkpoint for an update; deletes the checkpoint of an uncommitted update."""
         if self._update_checkpoint is not None:
             shutil.rmtree(self._update_checkpoint, ignore_errors=True)
         self._update_checkpoint = Path(tempfile.mkdtemp(prefix="update-", dir=self.root))
@@ -130,7 +130,7 @@ class AdapterFolder(WeightFolder):
     def __init__(self, parent: str | None, lm: PeftModel) -> None:
         super().__init__(parent, "")
         self._config = lm.peft_config[lm.active_adapter]
-        self._adapter_infix = f".{lm.active_adapter}."  # PEFT leaves it out of names in files
+        self._adapter_infix = f".{lm.active_adapter}."  # PEFT's files omit it from names
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, bucket: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The client of an SGLang server, written from its documentation; not tested against SGLang itself."""
+"""The client of an SGLang server, written from SGLang's documentation; not tested against SGLang itself."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class SGLangServer(HttpServer):
     # -- requests -------------------------------------------------------------------------------
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        rid = f"hone-{uuid4().hex}"  # unique, because SGLang aborts every id with a given prefix
+        rid = f"hone-{uuid4().hex}"  # unique, because an abort ends all ids with that prefix
         body: Fields = {
             "input_ids": [*request.prompt_ids, *request.token_ids],
             "rid": rid,
@@ -138,7 +138,7 @@ class SGLangServer(HttpServer):
         if num_received and len(log_probs) < total:  # the event has only the new tokens
             last_ids = received_ids[num_received - len(log_probs) :]
             if total == num_received and [entry[1] for entry in log_probs] == last_ids:
-                log_probs, ids = [], []  # the event repeats the last one
+                log_probs, ids = [], []  # the event repeats the previous event
         else:
             if [entry[1] for entry in log_probs[:num_received]] != received_ids:
                 raise RolloutError(
@@ -202,15 +202,14 @@ class SGLangServer(HttpServer):
             raise RolloutError(f"{self.safe_url}{path} was not acknowledged: {response}")
 
     async def release_memory(self, tags: Sequence[str]) -> bool:
-        """Waits until the server is idle, and releases memory.
+        """Waits until the server is idle and releases memory; returns False after `_IDLE_TIMEOUT_S`.
 
         SGLang exits if memory is released while a request runs, and it acknowledges an abort before the
         request has ended.
         """
         for _ in range(round(_IDLE_TIMEOUT_S / _IDLE_POLL_INTERVAL_S)):
-            if (await self._request("POST", "/flush_cache", {}))[
-                0
-            ] == 200:  # fails while it is busy
+            status, _ = await self._request("POST", "/flush_cache", {})
+            if status == 200:  # fails while the server is busy
                 await self.call("/release_memory_occupation", {"tags": list(tags)})
                 return True
             await asyncio.sleep(_IDLE_POLL_INTERVAL_S)
@@ -230,7 +229,7 @@ class SGLangServer(HttpServer):
         await self.call_checked("/update_weights_from_disk", body)
 
     async def _load_adapter(self, folder: str) -> None:
-        """Loads an adapter under a new name, so that it does not reuse the KV cache of the old one."""
+        """Loads an adapter under a new name, so that no request reuses the old adapter's KV cache."""
         old_name, name = self.adapter_name, f"hone-{uuid4().hex}"
         await self.call_checked("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         self.adapter_name = name
@@ -238,7 +237,7 @@ class SGLangServer(HttpServer):
 
     async def _unload_adapter(self, name: str | None) -> None:
         if name is not None:
-            with suppress(RolloutError):  # a restarted server does not have it
+            with suppress(RolloutError):  # a restarted server lacks the adapter
                 await self.call("/unload_lora_adapter", {"lora_name": name})
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """vLLM as a rollout engine (`rollout.name=vllm`), in processes with their own Python interpreter.
 
 Requests go to one of `data_parallel_size` processes by trajectory, prefix and load. Weights are sent in
-buckets of shared memory: a memory file, or GPU memory by CUDA IPC. vLLM's first worker broadcasts them to
+buckets of shared memory: a memory file, or GPU memory by CUDA IPC. vLLM's first worker broadcasts buckets to
 workers on other machines. A process that dies is restarted with the current weights, and its requests
 continue after the tokens that were received.
 """
@@ -80,7 +80,7 @@ class VLLMRollout(RemoteEngine):
         except ConnectionLost as error:
             raise RolloutError(f"vLLM did not start: {error}") from error
         for process in self._processes:
-            process.serving = process.alive  # one may have died while another started
+            process.serving = process.alive  # a process may have died while another started
             await self._ensure_serving(process)
 
     def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
@@ -206,7 +206,7 @@ class VLLMRollout(RemoteEngine):
         return self._current_weights() if self._current_weights else self._host_copy.items()
 
     async def _remote_sleep(self) -> None:
-        """Frees GPU memory; the weights are freed too if `wake_up` can restore them."""
+        """Frees GPU memory; `wake_up` restores the weights."""
         self._current_sleep_level = self._choose_sleep_level()
         start_time, used_before = time.monotonic(), self._gpu_memory_used_gib()
         await self._call_all("sleep", level=self._current_sleep_level)
@@ -229,6 +229,7 @@ class VLLMRollout(RemoteEngine):
         return (total - free) / 2**30
 
     def _choose_sleep_level(self) -> int:
+        """Returns vLLM's sleep level: 1 keeps the weights in host memory, 2 drops them, 0 frees nothing."""
         if self._device.type != "cuda":
             return 0
         return 2 if self._must_restore or self._current_weights else 1

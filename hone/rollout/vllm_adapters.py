@@ -1,4 +1,4 @@
-"""vLLM with a LoRA adapter: an update loads only the adapter; the base weights are the model's files."""
+"""vLLM with a LoRA adapter: an update loads only the adapter; vLLM reads the base weights from files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New weights for vLLM: buckets in memory that its workers can open, with one tensor per expert.
+"""New weights for vLLM: buckets in memory that vLLM's workers can open, with one tensor per expert.
 
 The memory is a memory file, or GPU memory that is shared by CUDA IPC.
 """
@@ -86,7 +86,7 @@ class _BucketMemory:
         return description | {"cuda": handle}
 
     def _reserve(self, size: int) -> Tensor:
-        """Returns a uint8 tensor of at least `size` bytes, which is kept for the next buckets."""
+        """Returns a uint8 tensor of at least `size` bytes; later buckets reuse the tensor."""
         if self._buffer is None or len(self._buffer) < size:
             if self._device.type == "cuda":
                 self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)

@@ -117,9 +117,9 @@ async def _start(engine: VLLMRollout, spec: RolloutSpec) -> None:
 def _publishable_peft_model(spec: RolloutSpec) -> Any:
     """Returns the policy's PEFT model if vLLM should load only its adapter, else None.
 
-    If vLLM shares a GPU with the actor and frees its weights while the actor trains, all weights are
-    published when it wakes up, and merged weights decode faster. Workers on another machine cannot read
-    the adapter, which is a folder on this machine.
+    Even with an adapter, the result is None in two cases. If vLLM frees its weights on a GPU that it shares
+    with the actor, it needs all weights when it wakes up, and merged weights decode faster. If vLLM has
+    workers on other machines, these cannot read the adapter's folder on this machine.
     """
     config = spec.config
     if config.vllm.weights == "distributed":
@@ -191,7 +191,7 @@ def make_launch_arguments(
 
 
 def _user_arguments(arguments: Settings) -> Fields:
-    """Returns `engine_kwargs.vllm` without values of None; raises if one is reserved."""
+    """Returns `engine_kwargs.vllm` without values of None; raises for a reserved argument."""
     for name, source in _RESERVED_ARGUMENTS.items():
         if name in arguments:
             raise RolloutError(
@@ -210,7 +210,7 @@ def _visible_devices(device: torch.device, num_gpus: int, index: int) -> list[st
 
 
 def make_environment(on_gpu: bool, devices: list[str] | None) -> dict[str, str]:
-    """Returns the environment variables of one process, whose workers connect over loopback."""
+    """Returns additional environment variables of one process; its workers connect over loopback."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -1,7 +1,7 @@
 """The client of a running vLLM OpenAI server.
 
-The server loads new weights from a checkpoint folder that client and server can read. It needs the
-development routes (VLLM_SERVER_DEV_MODE=1 in its environment); without them, it only generates.
+The server loads new weights from a checkpoint folder that client and server can read. These updates need the
+development routes (VLLM_SERVER_DEV_MODE=1 in the server's environment); without them, it only generates.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ class VLLMServer(HttpServer):
         return list(ids), list(log_probs or [])
 
     async def sample_one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
-        """Samples one token; returns its log-prob and the largest log-prob."""
         body = self._request_body(prompt, {"max_tokens": 1, "logprobs": 1, "seed": 0, **sampling})
         response = await self.call("/v1/completions", body)
         with self.reading(response):

@@ -33,7 +33,7 @@ _LENGTH = struct.Struct("!I")
 _PROGRESS_INTERVAL_S = 10.0
 _PING_INTERVAL_S = 15.0
 _PONG_TIMEOUT_S = 120.0
-"""The longest wait for the answer to a ping, which comes from a thread that does not compute."""
+"""The longest wait for the answer to a ping; a thread that does not compute answers."""
 _EXIT_TIMEOUT_S = 30.0
 _EXCEPTION_LINE = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _COPIED_FILES = {
@@ -246,7 +246,7 @@ class EngineProcess:
                 )
                 break
             limit_s = self._launch.stall_timeout_s
-            if not self.serving:  # it is starting, or loads all weights
+            if not self.serving:  # the process starts, or loads all weights
                 limit_s = max(limit_s, self._launch.start_timeout_s)
             if busy_s > limit_s:
                 log.error("%s has spent %.0f s on one step; it is killed", self._name, busy_s)

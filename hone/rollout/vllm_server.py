@@ -62,7 +62,7 @@ class Server:
         self._idle = True
         self._paused = False
         self._vllm_ids: dict[str, str] = {}  # vLLM's id of each request in the engine, by key
-        # By key: [key, token ids, log-probs, whether it finished, number of cached tokens].
+        # By key: [key, token ids, log-probs, whether the request finished, number of cached tokens].
         self._unsent_outputs: dict[str, list[Any]] = {}
         self._sent_at = 0.0
         self._updating = False
@@ -127,7 +127,7 @@ class Server:
         return frame
 
     def _step(self) -> None:
-        """Runs one step of the engine core directly, because `LLM` would build an output object per token."""
+        """Runs one step of the engine core and sends its tokens; `LLM` would build an object per token."""
         finished_keys = []
         for output in self._llm.llm_engine.engine_core.get_output().outputs:
             key = output.request_id.partition("-")[0]  # vLLM appends a dash and random letters
@@ -149,7 +149,7 @@ class Server:
             self._sent_at = now
 
     def _drain(self) -> None:
-        """Finishes the batches that pipeline stages still compute; their tokens belong to the old weights."""
+        """Finishes the batches in the pipeline stages, so that no command changes the weights under them."""
         core = self._llm.llm_engine.engine_core.engine_core
         if core.batch_queue:
             from vllm.v1.core.sched.interface import PauseState
@@ -166,7 +166,7 @@ class Server:
     # -- commands -------------------------------------------------------------------------------
 
     def start(self, frame: Frame) -> str:
-        """Starts vLLM with the arguments in `engine`; returns its version."""
+        """Starts vLLM with the arguments in `engine`; returns vLLM's version."""
         import hone_vllm_worker
         import vllm
         from vllm import LLM, SamplingParams
@@ -283,7 +283,7 @@ def main() -> None:
     threading.Thread(target=server.read_commands, daemon=True).start()
     try:
         server.serve()
-    except BaseException:  # after a failed step the engine is unusable; the parent restarts it
+    except BaseException:  # the engine is unusable after a failed step; the parent restarts it
         traceback.print_exc()
         sys.stderr.flush()
     finally:

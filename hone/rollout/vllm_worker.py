@@ -220,7 +220,7 @@ class HoneWorker:
             random_numbers = random_numbers.to(cumulative.device).unsqueeze(1)
             threshold = (random_numbers * total.double()).float()
             tokens = torch.searchsorted(cumulative, threshold, right=True)
-            # Rounding may lift the threshold to the total, after the last token with a probability.
+            # Rounding may lift the threshold to the total, and so the index past the last possible token.
             last_tokens = torch.searchsorted(cumulative, total.contiguous())
             return torch.minimum(tokens, last_tokens).view(-1), None
 

@@ -14,11 +14,12 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """The location of a tensor's bytes in a bucket."""
+    """A range of a tensor's bytes, and its location in a bucket."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    """The shape of the whole tensor."""
     tensor_offset: int
     """Offset of the piece in the tensor, in bytes."""
     size: int
@@ -55,6 +56,7 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
     for name, tensor in weights:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         tensor_offset = 0
+        # An empty tensor has one piece of 0 bytes.
         while tensor_offset < len(data) or (tensor_offset == 0 and len(data) == 0):
             if used_bytes >= bucket_bytes:
                 yield Bucket(tuple(pieces), tuple(payloads))
@@ -75,7 +77,7 @@ def unpack_buckets(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) from buckets.
 
-    A bucket is its pieces and its bytes, a uint8 tensor of at least `Bucket.size` bytes.
+    Each bucket is a pair of its pieces and its bytes, a uint8 tensor of at least `Bucket.size` bytes.
     """
     incomplete_tensor: Tensor | None = None
     for pieces, data in buckets:

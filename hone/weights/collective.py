@@ -33,7 +33,7 @@ class BroadcastSender:
         endpoint = f"{host}:{self._store.port}"
         self.address = StreamAddress(transport, endpoint, token, num_receivers)
         self._group: Any = None
-        """The process group; dropped by `close`, so that receivers that wait get an error at once."""
+        """The process group; `close` drops it, so that waiting receivers get an error at once."""
 
     def send(self, buckets: Iterable[Bucket]) -> int:
         """Sends all buckets to all receivers; returns the number of bytes."""
@@ -44,8 +44,9 @@ class BroadcastSender:
             self._broadcast(bucket)
             total_bytes += sum(piece.size for piece in bucket.pieces)
         with _wrap_errors():
+            # Sizes of 0 end the stream.
             self._group.broadcast(torch.tensor([0, 0], device=self._device), 0).wait()
-            # A receiver must be done before the group is destroyed.
+            # Every receiver must be done before the group is destroyed.
             for rank in range(1, self._num_receivers + 1):
                 self._store.wait([_done_key(self.address, rank)], self._timeout)
         return total_bytes

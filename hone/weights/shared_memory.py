@@ -1,8 +1,9 @@
 """Sends buckets through shared memory, synchronized over a Unix socket.
 
-The socket is in a folder that only its user can access. Over it, each receiver gets the memory: a memory
-file (by file descriptor, so that no file name outlives the processes) or GPU memory (by CUDA IPC). The
-memory has two buffers of one bucket: the sender fills one while receivers read the other.
+The socket is in a folder that only the sender's user can access. Over the socket, each receiver gets the
+memory: a memory file (by file descriptor, so that no file name outlives the processes) or GPU memory (by
+CUDA IPC). The memory has two buffers for one bucket each: the sender fills one while receivers read the
+other.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _CudaHandle(TypedDict):
     """The CUDA IPC handle with which torch opens GPU memory of another process."""
 
     parts: list[int | dict[str, str]]
-    """The arguments of torch's function; a bytes value is encoded as {"bytes": base64}."""
+    """The arguments of `_new_shared_cuda`; a bytes value is encoded as {"bytes": base64}."""
     size: int
 
 
@@ -156,7 +157,7 @@ class SharedMemorySender:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _allocate_memory(self) -> tuple[Tensor, _Handshake, int | None]:
-        """Returns the memory, the handshake, and the file descriptor if it is a memory file."""
+        """Returns the memory, the handshake, and the file descriptor of a memory file (None for a GPU)."""
         size = _NUM_BUFFERS * self._bucket_bytes
         handshake: _Handshake = {"bucket_bytes": self._bucket_bytes}
         if self._device.type == "cuda":
@@ -173,7 +174,7 @@ class SharedMemorySender:
         return torch.frombuffer(mapping, dtype=torch.uint8), handshake, descriptor
 
     def _accept_receivers(self, handshake: _Handshake, descriptor: int | None) -> None:
-        """Waits until every receiver has connected, and sends it the handshake and the descriptor."""
+        """Waits until every receiver has connected; sends each the handshake and the descriptor."""
         while len(self._connections) < self._num_receivers:
             num_connected = len(self._connections)
             try:

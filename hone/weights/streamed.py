@@ -38,7 +38,7 @@ class Sender(Protocol):
 
 @dataclass(frozen=True)
 class Location:
-    """The location of a process, by which a transport is chosen."""
+    """The machine and device of a process, which determine the transport."""
 
     machine: str
     """An id that is equal for processes that share temporary files and memory."""
@@ -100,7 +100,7 @@ def send(sender: Sender, weights: Iterable[tuple[str, Tensor]], bucket_bytes: in
 def receive(
     address: StreamAddress, rank: int, device: torch.device, timeout_s: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of one stream to rollout worker `rank`; the caller owns them."""
+    """Yields the tensors of one stream to rollout worker `rank`; the caller may keep them."""
     if address.transport in ("gloo", "nccl"):
         device = device if address.transport == "nccl" else torch.device("cpu")
         yield from unpack_buckets(receive_broadcasts(address, rank + 1, device, timeout_s))
