@@ -29,7 +29,7 @@ LOOP_SCORE_COLUMN = reward_column("agent")
 NOT_RECORDED = -1
 """The value of `routed_experts` for tokens that the rollout did not compute."""
 TRAJECTORY_ROW = "trajectory_row"
-"""The column with the row's index in its trajectory (None is 0); absent if no trajectory has several."""
+"""The column of each row's index in its trajectory (None means 0); absent if all have one row."""
 
 
 def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) -> DataProto:
@@ -151,25 +151,25 @@ def _zero_outside_mask(log_probs: Tensor, mask: Tensor) -> Tensor:
 def _put_on_last_policy_token(values: Sequence[float], mask: Tensor) -> Tensor:
     """Returns [B, T]: each row's value on its last policy token, 0 elsewhere."""
     last_token = last_true_index(mask).clamp(min=0)
-    scores = torch.zeros(mask.shape, dtype=torch.float32)
-    scores[torch.arange(len(values)), last_token] = torch.tensor(values)
-    return scores
+    column = torch.zeros(mask.shape, dtype=torch.float32)
+    column[torch.arange(len(values)), last_token] = torch.tensor(values)
+    return column
 
 
 def turn_rewards(batch: DataProto, name: str) -> Tensor:
-    """Returns [B, T]: the rewards of a tool or interaction per turn, on the turn's last token."""
-    scores = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
+    """Returns [B, T]: the rewards of tool or interaction `name`, each on the last token of its turn."""
+    token_rewards = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
     for row, rewards in enumerate(batch.non_tensor_batch.get("turn_rewards", ())):
         for entry in rewards or ():
-            if entry["name"] == name and entry["token"] < scores.shape[1]:
-                scores[row, entry["token"]] += entry["reward"]
-    return scores
+            if entry["name"] == name and entry["token"] < token_rewards.shape[1]:
+                token_rewards[row, entry["token"]] += entry["reward"]
+    return token_rewards
 
 
 def trajectory_rewards(batch: DataProto, name: str) -> Tensor:
     """Returns [B, T]: a tool's or interaction's final score, on the last policy token."""
-    rows = batch.non_tensor_batch.get("reward_scores", [None] * len(batch))
-    scores = [float((row or {}).get(name, 0.0)) for row in rows]
+    scores_by_name = batch.non_tensor_batch.get("reward_scores", [None] * len(batch))
+    scores = [float((row_scores or {}).get(name, 0.0)) for row_scores in scores_by_name]
     return _put_on_last_policy_token(scores, batch.batch["response_mask"])
 
 
@@ -205,7 +205,7 @@ def _pad_rows(
 
 
 def pad_and_concat(batches: Sequence[DataProto]) -> DataProto:
-    """Pads batches to the largest width and concatenates them; padding has attention and mask 0.
+    """Pads batches to the largest width and concatenates them; the masks are 0 at padding.
 
     A column that some batches lack is filled with None if an agent loop wrote it, and dropped if a
     reward function wrote it.
@@ -262,31 +262,35 @@ def _pad(batch: DataProto, prompt_width: int, response_width: int) -> DataProto:
 
 
 def repeat_rows_per_output(rows: DataProto, output_rows: Sequence[int]) -> DataProto:
-    """Repeats each row of a group once per output; `output_rows[i]` is the row of output i."""
+    """Repeats each row of a group once per output of its loop.
+
+    `output_rows[i]` is the index in the submitted batch of the row of output i.
+    """
     if len(output_rows) == len(rows):
         return rows
     counts: Counter[int] = Counter()
-    row_indices = []
+    trajectory_rows = []
     for row in output_rows:
-        row_indices.append(counts[row])
+        trajectory_rows.append(counts[row])
         counts[row] += 1
     repeated = rows.select_idxs([row - output_rows[0] for row in output_rows])
-    write(repeated, TRAJECTORY_ROW, object_array(row_indices))
+    write(repeated, TRAJECTORY_ROW, object_array(trajectory_rows))
     return repeated
 
 
 def trajectory_indices(batch: DataProto) -> Tensor | None:
     """Returns [B]: the index of each row's trajectory; None if every row is a trajectory."""
-    row_indices = batch.non_tensor_batch.get(TRAJECTORY_ROW)
-    if row_indices is None:
+    trajectory_rows = batch.non_tensor_batch.get(TRAJECTORY_ROW)
+    if trajectory_rows is None:
         return None
-    return torch.tensor([not row_index for row_index in row_indices]).cumsum(0) - 1
+    is_first_row = torch.tensor([not index for index in trajectory_rows])
+    return is_first_row.cumsum(0) - 1
 
 
 def last_row_indices(batch: DataProto) -> Tensor | None:
     """Returns [N]: the index of each trajectory's last row; None if every row is a trajectory."""
-    numbers = trajectory_indices(batch)
-    return None if numbers is None else numbers.bincount().cumsum(0) - 1
+    indices = trajectory_indices(batch)
+    return None if indices is None else indices.bincount().cumsum(0) - 1
 
 
 def is_last_row(batch: DataProto) -> np.ndarray:
@@ -306,7 +310,7 @@ def last_row_values(batch: DataProto, column: np.ndarray) -> np.ndarray:
 
 def trajectory_totals(batch: DataProto, per_row: Tensor) -> Tensor:
     """Returns [N]: the sums of `per_row` [B] over the rows of each trajectory."""
-    numbers = trajectory_indices(batch)
-    if numbers is None:
+    indices = trajectory_indices(batch)
+    if indices is None:
         return per_row
-    return per_row.new_zeros(len(numbers.bincount())).index_add_(0, numbers, per_row)
+    return per_row.new_zeros(len(indices.bincount())).index_add_(0, indices, per_row)

@@ -25,7 +25,7 @@ _SUBMIT_ITERATIONS = 16
 
 An agent loop needs 9 iterations to call a tool and submit the next request."""
 _SUBMIT_TIMEOUT_S = 5.0
-"""If an agent loop blocks the event loop for longer, decoding continues without its request."""
+"""If an agent loop blocks the event loop for longer, decoding continues without that loop's request."""
 _POLL_S = 0.001
 """Interval at which `wait_for_requests` checks whether the event loop has ended."""
 LOOPS_GRACE_S = 30.0
@@ -33,7 +33,7 @@ LOOPS_GRACE_S = 30.0
 
 
 def run_with_engine(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
-    """Returns the result of the work; meanwhile a `DrivenEngine` engine decodes in this thread."""
+    """Runs `work` and returns its result; a `DrivenEngine` decodes in this thread meanwhile."""
     if not isinstance(engine, DrivenEngine):
         return run_coroutine(work)
     loop_thread = LoopThread(work, engine.notify)
@@ -92,7 +92,7 @@ class LoopThread(Generic[T]):
         self._event_loop_run.cancel()
 
     def wait(self, seconds: float) -> bool:
-        """Returns whether the loops ended in time."""
+        """Waits up to `seconds` for the loops, and returns whether they have ended."""
         return bool(wait([self.outcome], timeout=seconds).done)
 
     def end_after_decoding(self) -> None:

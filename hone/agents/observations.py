@@ -1,4 +1,4 @@
-"""Renders tool and user turns to token ids that are appended to the model's tokens.
+"""Renders tool and user messages to token ids that are appended to the model's tokens.
 
 The chat template renders only the text after an assistant turn, so the model's tokens are never
 tokenised again. `drifts` reports templates that render earlier turns differently.
@@ -25,7 +25,7 @@ _PLACEHOLDER = "QZ7assistantturnQZ7"
 """Stands for the model's turn while a template renders the messages after it."""
 _TRUNCATED = "(truncated)"
 _TRUNCATION_ATTEMPTS = 8
-"""Truncated text may tokenise to more ids, so truncation is repeated at most this often."""
+"""The text of truncated ids may tokenise to more ids, so truncation is repeated up to this often."""
 _QUESTION: Message = {"role": "user", "content": "What is 2+2?"}
 _CALL: Fields = {
     "id": "call00000",
@@ -52,8 +52,8 @@ def observation_ids(
 ) -> list[int]:
     """Returns the token ids of messages after a model turn, with the next generation prompt.
 
-    `last_token` is the turn's last id: an end token that the model generated is not repeated. If
-    not `chat`, the messages are formatted without the chat template.
+    `last_token` is the last id of the turn; if it is an end token, the result does not repeat it.
+    Without `chat`, the messages are formatted without the chat template.
     """
     messages = [_remove_placeholder(clean_values(message)) for message in messages]
     if not (chat and getattr(tokenizer, "chat_template", None)):
@@ -101,13 +101,13 @@ def _render_after_assistant(
             calls = [_call_of(message) for message in messages]
             call_turn = {"role": "assistant", "content": "", "tool_calls": calls}
             answers = [{"tool_call_id": _CALL["id"], **message} for message in messages]
-            before = render_text([call_turn], False)
-            after = render_text([call_turn, *answers], True)
-            if not after.startswith(before):
+            call_text = render_text([call_turn], False)
+            full_text = render_text([call_turn, *answers], True)
+            if not full_text.startswith(call_text):
                 raise
-            if end_token is not None and before.endswith(end_token):
-                return end_token + after[len(before) :]
-            text = render_text([turn], False) + after[len(before) :]
+            if end_token is not None and call_text.endswith(end_token):
+                return end_token + full_text[len(call_text) :]
+            text = render_text([turn], False) + full_text[len(call_text) :]
     except BrokenTemplate:
         raise
     except Exception as error:  # a template is third-party code
@@ -131,7 +131,7 @@ def _call_of(answer: Message) -> Fields:
 
 
 def _remove_placeholder(message: Message) -> Message:
-    """Removes the placeholder from a message, because only the text after the last one is used."""
+    """Removes placeholders from a message: text before the last placeholder would be lost."""
     cleaned = dict(message)
     for key, value in cleaned.items():
         while isinstance(value, str) and _PLACEHOLDER in value:
@@ -140,7 +140,7 @@ def _remove_placeholder(message: Message) -> Message:
 
 
 def _format_without_template(message: Message) -> str:
-    """Formats a turn without a chat template: tool answers in Hermes tags."""
+    """Formats a message without a chat template: a tool answer in Hermes tags."""
     if message["role"] == "tool":
         return f"\n<tool_response>\n{message['content']}\n</tool_response>\n"
     return f"\n{message['content']}\n"
@@ -249,7 +249,7 @@ def _render_ending_with(
 
 
 def truncate_text(text: str, max_chars: int, side: str) -> str:
-    """Truncates to `max_chars`; `side` names the part to drop: `left`, `right` or `middle`."""
+    """Truncates to `max_chars` plus a marker; drops the `side` part (`left`, `right`, `middle`)."""
     if len(text) <= max_chars:
         return text
     if side == "right":

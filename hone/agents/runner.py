@@ -220,7 +220,7 @@ class LoopRunner:
         return self._active_submissions == 0
 
     def _raise_failure(self) -> None:
-        """Raises the first failure, if any; if all loops have ended, it also drops all groups."""
+        """Raises the first failure, if any; drops all groups if all loops have ended."""
         failure = self._failure
         if failure is not None:
             if self._active_submissions == 0:

@@ -44,7 +44,7 @@ RESERVED_COLUMNS = (
     *("rollout_log_probs", "rm_scores", "reward/agent", "num_turns", "stop_reason", "versions"),
     "trajectory_row",
 )
-"""Columns that `collate_outputs` builds from the other fields of an output."""
+"""Columns that are built from the other fields of an output, so `extra_fields` may not set them."""
 
 
 class BadTrajectory(ValueError):

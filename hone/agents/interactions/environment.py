@@ -73,7 +73,7 @@ class EnvironmentInteraction(BaseInteraction):
 
 
 async def _make_in_thread(make_environment: Callable[[], Any]) -> Any:
-    """Makes an environment; closes it if it is made only after this task was cancelled."""
+    """Makes an environment; if this task is cancelled first, the environment is closed once made."""
     environments: list[Any] = []
     was_cancelled = threading.Event()
 
@@ -85,7 +85,7 @@ async def _make_in_thread(make_environment: Callable[[], Any]) -> Any:
     def close_late() -> None:
         try:
             environment = environments.pop()
-        except IndexError:  # it is not made yet, or the other thread closes it
+        except IndexError:  # not made yet, or closed by the other thread
             return
         run_coroutine(_close(environment))
 
@@ -124,7 +124,7 @@ def _parse_step(step_result: Any) -> tuple[Any, float, bool]:
 
 
 def _observation_text(observation: Any) -> str:
-    """Converts an observation to text; of an object or dict, takes the first of `_TEXT_FIELDS`."""
+    """Converts an observation to text: of an object or dict, the first of `_TEXT_FIELDS` with text."""
     fields = (
         observation if isinstance(observation, Mapping) else getattr(observation, "__dict__", {})
     )

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class InteractionSession:
-    """Calls the interaction of one trajectory; after a failure, only `finalize_interaction`."""
+    """Calls one trajectory's interaction; after a failure, it calls only `finalize_interaction`."""
 
     def __init__(self, interaction: BaseInteraction, kwargs: Settings, timeout_s: float) -> None:
         self._interaction = interaction
@@ -131,5 +131,5 @@ def _check_finite(score: float | None) -> float | None:
 
 
 async def _call_with_id(function: Callable[..., Awaitable[T]], instance_id: str) -> T:
-    """Calls a method with the instance id, or without if it takes none, as in verl's base class."""
+    """Calls a method with the instance id; verl's base class has methods without this parameter."""
     return await (function(instance_id) if inspect.signature(function).parameters else function())

@@ -1,4 +1,4 @@
-"""Gives environments of the package verifiers (`MultiTurnEnv`, before 0.4) `reset` and `step`.
+"""Gives `reset` and `step` to environments (`MultiTurnEnv`) of the package verifiers before 0.4.
 
 The environment runs its own rollout in a task; `step` passes it the model's turns. The last `step`
 returns the reward of the rubric. `reset(index=3)` starts row 3 of the environment's dataset.
@@ -74,10 +74,10 @@ class VerifiersEnvironment:
         if isinstance(event, dict):
             return "", event["reward"], True
         messages = [m if isinstance(m, dict) else m.model_dump() for m in event]
-        assistant_turns = [
+        assistant_indices = [
             i for i, message in enumerate(messages) if message["role"] == "assistant"
         ]
-        new_messages = messages[assistant_turns[-1] + 1 :] if assistant_turns else messages
+        new_messages = messages[assistant_indices[-1] + 1 :] if assistant_indices else messages
         text = "\n\n".join(_content_text(message["content"]) for message in new_messages)
         return text, 0.0, False
 

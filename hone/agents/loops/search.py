@@ -25,7 +25,7 @@ from hone.types import Fields, Row
 Generate = Callable[[list[int], int], Awaitable[TokenOutput]]
 
 STOPS = ("</search>", "</answer>")
-"""Stop strings of a turn; the response includes the token that completes one."""
+"""Stop strings of a turn; the response includes the token that completes a stop string."""
 _PROBE_TIMEOUT_S = 10.0
 INFORMATION_START, INFORMATION_END = "\n\n<information>", "</information>\n\n"
 INVALID_ACTION_TEXT = (
@@ -43,7 +43,7 @@ class Action(NamedTuple):
 
 def read_action(text: str) -> Action | None:
     """Returns the first complete search or answer of a turn, or None."""
-    first: tuple[int, Action] | None = None
+    first: tuple[int, Action] | None = None  # start position and action
     kinds: tuple[Literal["search", "answer"], ...] = ("search", "answer")
     for kind in kinds:
         start = text.find(f"<{kind}>")
@@ -71,6 +71,7 @@ class SearchCounts:
     answered: bool = False
 
     def columns(self, turns: int) -> Row:
+        """Returns the values of the `env/*` columns after this number of turns."""
         return {
             "env/number_of_actions": turns,
             "env/finish_ratio": float(self.answered),
@@ -92,7 +93,7 @@ class SearchConversation:
     max_observation_tokens: int | None = None
 
     async def run(self, agent_data: AgentData, generate: Generate) -> SearchCounts:
-        """Runs turns until an answer or a limit, each with `generate(prompt_ids, max_tokens)`."""
+        """Generates turns with `generate(prompt_ids, max_tokens)` until an answer or a limit."""
         counts = SearchCounts()
         while True:
             started = time.perf_counter()
@@ -186,5 +187,5 @@ class SearchAgentLoop(AgentLoopBase):
 
 @functools.cache
 def retrieval_client(url: str, topk: int, timeout_s: float, retries: int) -> RetrievalClient:
-    """Returns the process's client of a service; it batches the queries of all trajectories."""
+    """Returns this process's client of a service; the client batches queries of all trajectories."""
     return RetrievalClient(url, topk, timeout_s=timeout_s, retries=retries)

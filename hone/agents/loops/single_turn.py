@@ -21,7 +21,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
             response_ids=output.token_ids,
             response_mask=[1] * len(output.token_ids),
             response_logprobs=output.log_probs,
-            num_turns=2,
+            num_turns=2,  # the prompt and the completion
             metrics=AgentLoopMetrics(
                 time.perf_counter() - started, num_preempted=output.num_preempted or 0
             ),

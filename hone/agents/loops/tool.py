@@ -1,6 +1,6 @@
-"""The tool loop: model turns alternate with tool answers or with a simulated user's turns.
+"""The tool loop: model turns alternate with tool answers or a simulated user's messages.
 
-Tool and user turns are appended as tokens with mask 0. A trajectory ends with a turn without calls,
+Tool and user messages are appended as tokens with mask 0. A trajectory ends with a turn without calls,
 when the interaction ends it, or at a limit of `rollout.multi_turn`.
 """
 
@@ -156,7 +156,10 @@ class ToolAgentLoop(AgentLoopBase):
     def whole_prompt(
         self, prompt: str | list[Message], tool_config: Settings | None = None
     ) -> tuple[str | list[Message], list[Settings]]:
-        """Returns the prompt, with the parser's instructions, and schemas for the chat template."""
+        """Returns the prompt and the tool schemas that the chat template renders.
+
+        If the parser describes the tools instead, the prompt has its instructions, without schemas.
+        """
         tools, _, parser = self.settings_of_row(tool_config)
         schemas = [tool.tool_schema for tool in tools.values()]
         if schemas and not parser.template_renders_tools:
@@ -292,7 +295,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _append_observation(
         self, agent_data: AgentData, messages: list[Message], text: str
     ) -> bool:
-        """Appends a tool or user turn; returns false if that leaves no tokens for a model turn."""
+        """Appends tool or user messages; returns false if they would leave no tokens for a turn."""
         ids = self._observation_ids(messages, text, agent_data.prompt_ids[-1])
         if len(ids) >= self._remaining_tokens(agent_data):
             return False
@@ -301,7 +304,7 @@ class ToolAgentLoop(AgentLoopBase):
         return True
 
     def _observation_ids(self, messages: list[Message], text: str, last_id: int) -> Sequence[int]:
-        """Returns the ids of a tool or user turn; `text` and `last_id` are of the model's turn."""
+        """Returns the ids of tool or user messages; `text` and `last_id` are from the turn before."""
         if messages[0]["role"] == "tool" and not self.parser.template_renders_tools:
             observation = self.parser.observation(text, [m["content"] for m in messages])
             # If the last token is no special token, the model's turn goes on after the observation.

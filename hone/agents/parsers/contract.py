@@ -16,7 +16,7 @@ from hone.types import JsonObject, JsonValue
 MAX_CALL_CHARS = 65_536
 """Maximum length of a call; a longer call gets an `error` and is not parsed."""
 STRING_TYPES = ("string", ["string", "null"], ["null", "string"])
-"""The types in JSON schemas of parameters that are text; an argument `1999` is then not a number."""
+"""JSON-schema types of text parameters; their argument `1999` is text, not a number."""
 P = TypeVar("P", bound="type[ToolParser]")
 Schemas = Sequence[OpenAIFunctionToolSchema]
 
@@ -195,7 +195,7 @@ def texts_between(text: str, opening: str, closing: str) -> Iterator[str]:
 
 
 def parse_value(text: str, json_type: JsonValue = None) -> JsonValue:
-    """Parses an argument: JSON if possible, unless the schema's `json_type` is a string."""
+    """Parses an argument as JSON; `null` is None, string parameters and invalid JSON stay text."""
     if text.lower() == "null":
         return None
     if json_type in STRING_TYPES:

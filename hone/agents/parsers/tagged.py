@@ -60,7 +60,7 @@ def _parse_qwen3_call(body: str, tools: Schemas) -> ToolCall:
 
 
 class GLMToolParser(_TaggedParser):
-    """Named `glm`: a value that is valid JSON is parsed as JSON, unless the schema has a string."""
+    """Named `glm`: a value that is valid JSON is parsed as JSON, unless the schema's type is string."""
 
     stop_tokens = ("<|observation|>",)
 

@@ -13,7 +13,7 @@ from hone.types import Fields, JsonObject, JsonValue
 
 
 class CalculatorTool(BaseTool):
-    """Evaluates its first parameter; supports + - * / // ** and parentheses."""
+    """Evaluates the first argument of a call; supports + - * / // ** and parentheses."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         return function_schema(

@@ -57,7 +57,7 @@ class CodeInterpreterTool(BaseTool):
         self._is_stateful = bool(config.get("stateful", self.default_stateful))
         super().__init__(config, tool_schema)
         self._cells: dict[str, dict[object, str]] = {}
-        """Trajectory -> its cells in call order; calls of one turn run concurrently."""
+        """Trajectory -> its cells in call order, by a unique key, since calls may run concurrently."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         persistence = " Variables stay between calls." if self._is_stateful else ""
@@ -81,7 +81,7 @@ class CodeInterpreterTool(BaseTool):
         return ToolResponse(text=text or f"({status}, nothing printed)"), 0.0, {"status": status}
 
     async def _run_cell(self, instance_id: str, code: str) -> SandboxResult:
-        """Runs a cell after the earlier cells, and keeps it for later ones if it ended in time."""
+        """Runs a cell after the earlier cells; later calls rerun it if its status is OK or ERROR."""
         cells = self._cells.setdefault(instance_id, {})
         program = _PROGRAM.format(earlier=list(cells.values()), code=code)
         key, is_kept = object(), False

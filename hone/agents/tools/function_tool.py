@@ -53,7 +53,7 @@ class FunctionTool:
 
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
-"""Tools by name; a tool replaces the tool of the same name from a file loaded before."""
+"""Tools by name; a tool replaces one of the same name from an earlier file."""
 _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}
 
 

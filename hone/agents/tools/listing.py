@@ -106,7 +106,7 @@ def _add_class_name(entry: JsonValue, path: str, section: str) -> Fields:
 
 
 def _built_in_tool(entry: Fields, path: str) -> Fields:
-    """Returns the entry of a built-in tool with its class, and its schema if it describes one."""
+    """Returns a built-in tool's class and config, and the schema if the entry describes the tool."""
     name = entry["name"]
     if not isinstance(name, str) or name not in BUILT_IN_CLASSES:
         raise ToolError(
@@ -169,7 +169,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
 def initialize_interactions_from_config(
     interaction_config_file: str,
 ) -> dict[str, BaseInteraction]:
-    """Returns the interactions by the name that a row's `interaction_kwargs` gives."""
+    """Returns the interactions by the names that rows give in `interaction_kwargs`."""
     path = interaction_config_file
     interactions: dict[str, BaseInteraction] = {}
     for entry in read_entries(path, "interaction"):

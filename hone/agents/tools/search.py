@@ -22,7 +22,7 @@ from hone.types import Fields, JsonObject, JsonValue, Settings
 
 
 class SearchTool(BaseTool):
-    """Answers `{"result": text}` with numbered passages; `---` separates the queries' passages."""
+    """Answers `{"result": text}`: numbered passages for each query, with `---` between queries."""
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None

@@ -128,7 +128,7 @@ class ToolSession:
         )
 
     def _refusal(self, index: int, call: ToolCall) -> str | None:
-        """Counts a call, and returns why it is refused, or None."""
+        """Returns why a call is refused, or None; counts the call unless a limit refuses it."""
         max_calls = self._limits.max_calls
         if index >= self._limits.max_calls_per_turn:
             return f"not run: at most {self._limits.max_calls_per_turn} tool calls per turn"
@@ -164,7 +164,7 @@ class ToolSession:
         return None
 
     async def _run_call(self, call: ToolCall, error_answer: _Answer | None) -> _Answer:
-        """Runs a call, unless there already is an error answer to it."""
+        """Returns `error_answer` if there is one, else runs the call."""
         if error_answer is not None:
             return error_answer
 
@@ -228,7 +228,7 @@ class ToolSession:
         return score
 
     async def release(self) -> None:
-        """Releases the state of every tool; the failure of one is counted."""
+        """Releases the state of every tool; failures are counted."""
         while self._instances:
             name, (tool, instance_id) = self._instances.popitem()
             try:

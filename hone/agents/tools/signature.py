@@ -15,7 +15,7 @@ from hone.agents.tools.contract import ToolError
 from hone.types import Fields, Function
 
 JsonSchema: TypeAlias = Fields
-"""A JSON schema, or the part of one for a parameter."""
+"""The JSON schema of all parameters or of one."""
 
 _JSON_TYPES = {
     str: "string",
@@ -39,8 +39,8 @@ def parameters_schema(function: Function) -> JsonSchema:
     """Returns the JSON schema of the function's parameters."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        annotated = function if inspect.isroutine(function) else type(function).__call__
-        hints = get_type_hints(annotated, include_extras=True)
+        routine = function if inspect.isroutine(function) else type(function).__call__
+        hints = get_type_hints(routine, include_extras=True)
         signature = inspect.signature(function)
     except (NameError, TypeError, ValueError) as error:
         raise ToolError(f"tool {name}: its signature cannot be read: {error}") from error
@@ -84,10 +84,10 @@ def schema_of_type(hint: Any) -> JsonSchema:
         }
     if origin in (Union, UnionType):
         members = [part for part in args if part is not NoneType]
-        return schema_of_type(members[0]) if len(members) == 1 else _union_type(members)
+        return schema_of_type(members[0]) if len(members) == 1 else _union_schema(members)
     if origin is Literal:
         values = [value for value in args if value is not None]
-        return {**_union_type([type(value) for value in values]), "enum": values}
+        return {**_union_schema([type(value) for value in values]), "enum": values}
     json_type = _JSON_TYPES.get(origin or hint, "string")
     items = [part for part in args if part is not Ellipsis]
     if json_type == "array" and len(set(items)) == 1:
@@ -95,13 +95,13 @@ def schema_of_type(hint: Any) -> JsonSchema:
     return {"type": json_type}
 
 
-def _union_type(hints: Sequence[Any]) -> JsonSchema:
+def _union_schema(hints: Sequence[Any]) -> JsonSchema:
     json_types = list(dict.fromkeys(schema_of_type(hint)["type"] for hint in hints))
     return {"type": json_types[0] if len(json_types) == 1 else json_types}
 
 
 def description_of(function: Function) -> str:
-    """Returns the docstring without its sections on arguments and results."""
+    """Returns the docstring up to its first section, such as `Args:` or `:param x:`."""
     lines: list[str] = []
     for line in _docstring_lines(function):
         if _ARGS_HEADING.match(line) or _OTHER_HEADING.match(line) or line.lstrip().startswith(":"):
