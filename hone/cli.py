@@ -53,7 +53,7 @@ EPILOG = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a subcommand; returns exit code 0, 1 for a failed check, or 2 for a user error."""
+    """Runs a subcommand; returns the exit code: 0, 1 for a failed check, or 2 for a user error."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     if argv and argv[0] in PROGRAMS:
         return _run_program(lambda: _run_with_overrides(argv[0], argv[1:]))
@@ -141,7 +141,7 @@ def _add_model(subcommands: Subcommands) -> None:
         model_verbs, "tiny", _model_tiny, "create a small random model and its tokenizer, for tests"
     )
     tiny.add_argument("out", metavar="OUT", help="folder to write to")
-    # The options have no defaults, because tiny_lm has them.
+    # The options have no defaults: an option that is not given has the default of `tiny_lm`.
     for name in ("hidden", "layers", "heads", "seed"):
         tiny.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N")
     tiny.add_argument("--family", default=argparse.SUPPRESS, help="llama, qwen2, qwen3, …")

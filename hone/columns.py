@@ -1,4 +1,4 @@
-"""Declares every column of a batch: shape, dtype, the step that writes it, when, and its meaning.
+"""Declares every column of a batch: its shape, dtype and meaning, and which step writes it and when.
 
 `require` reads a column and raises if it is missing; `write` adds a column and raises if it exists.
 """
@@ -23,7 +23,7 @@ _ALWAYS = "always"
 
 @dataclass(frozen=True)
 class Column:
-    """One column: B rows, P prompt positions, T response positions."""
+    """One column: B rows, P prompt positions, T response positions, L MoE layers, k experts per token."""
 
     name: str
     shape: str
@@ -127,8 +127,8 @@ _DECLARATIONS = {  # {(step, when): one line per column}
     ("generate", "an agent loop calls tools or has an interaction"): """
         tool_outputs object [B]: outputs of the tools
         tool_rewards object [B]: rewards of the tools
-        turn_scores object [B]: score of each turn by the interaction
-        turn_rewards object [B]: rewards by tools and interactions, each with its turn's last token
+        turn_scores object [B]: the interaction's score of each turn
+        turn_rewards object [B]: rewards of tools and interactions, each with its turn's last position
         timeouts object [B]: number of calls that reached their time limit
         tool_call_counts object [B]: number of tool calls
         tool_failures object [B]: number of failed tool calls and interaction answers
@@ -219,7 +219,7 @@ def declaration(name: str) -> Column | None:
 
 
 def is_data_column(name: str) -> bool:
-    """Whether a data row may have this column: it is undeclared, or the step `prompts` writes it."""
+    """Whether a data row may have this column: no step declares it, or the step `prompts` writes it."""
     column = declaration(name)
     return column is None or column.step == "prompts"
 

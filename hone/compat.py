@@ -121,7 +121,7 @@ def _hone_path(path: str) -> str:
 
 
 class VerlFinder(MetaPathFinder):
-    """Finds the paths of the tables; it is the last finder, so real modules are found before."""
+    """Finds the paths of the tables; real modules have precedence, because this finder is the last one."""
 
     def __init__(self) -> None:
         self._paths = paths()

@@ -1,4 +1,4 @@
-"""Tables of verl's programs and of the names that are not supported, each with an error message.
+"""Tables of verl's programs, and of unsupported programs and names with their error messages.
 
 Nothing is imported here; `hone.compat` resolves the paths.
 """
@@ -37,7 +37,7 @@ PROGRAMS: dict[str, str] = {
     "hone.recipe.r1_ascend.main_ppo": _PPO_PROGRAM,
     "hone.recipe.r1.main_eval": "hone.trainer.main_eval",
 }
-"""Maps each program of verl (`python -m`) to our module and the arguments before the user's."""
+"""Maps each program of verl (`python -m`) to hone's module and the arguments that precede the user's."""
 
 _ASYNC_MESSAGE = "asynchronous training is not supported; hone.trainer.main_ppo takes the same keys"
 _OWN_TRAINER_MESSAGE = (

@@ -104,7 +104,7 @@ class EventLoopRun(Generic[T]):
                     signal.signal(signal.SIGINT, previous_handler)
 
     def cancel(self) -> None:
-        """Cancels the coroutine from any thread; it can still clean up."""
+        """Cancels the coroutine from any thread; the coroutine can still clean up."""
 
         def cancel_task() -> None:
             if self._task is not None:
@@ -156,7 +156,7 @@ class DaemonThreadExecutor(ThreadPoolExecutor):
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Returns the error, or a RuntimeError if the error itself would stop the event loop."""
+    """Returns the error, or a RuntimeError if the error would stop the event loop or its `str` fails."""
     try:
         text = str(error)
     except Exception:  # user-defined `__str__` failed; keep the class name
@@ -167,7 +167,7 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def raised_by_signal(error: BaseException) -> bool:
-    """Whether a handler of SIGINT, SIGTERM or a timer raised the error, not the interrupted code."""
+    """Whether a handler of SIGINT, SIGTERM or a timer, and not the interrupted code, raised the error."""
     if threading.current_thread() is not threading.main_thread():
         return False  # Python runs signal handlers in the main thread
     innermost = error.__traceback__
@@ -239,7 +239,7 @@ def _await_tasks(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[T]]) -
 
 
 class DeadlineExceeded(Exception):
-    """The deadline of `run_with_deadline` passed; a TimeoutError of the work itself stays one."""
+    """The deadline of `run_with_deadline` passed; a TimeoutError that the work raises is not changed."""
 
 
 async def run_with_deadline(
@@ -257,7 +257,7 @@ async def run_with_deadline(
             if not task.done():
                 await _cancel(task, GRACE_S if grace_s is None else grace_s)
             elif not task.cancelled():
-                task.exception()  # if this wait was cancelled, asyncio would log the exception
+                task.exception()  # retrieved here, or asyncio would log it if this wait is cancelled
         finally:
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()  # cancelled before its first step
@@ -276,7 +276,7 @@ async def _convert_exits(work: Coroutine[None, None, T]) -> T:
         raise
     except BaseException as error:
         # Closing this coroutine from outside raises GeneratorExit here, not in the work.
-        is_closing = isinstance(error, GeneratorExit) and _raised_by_caller(error)
+        is_closing = isinstance(error, GeneratorExit) and _is_raised_here(error)
         if is_closing or raised_by_signal(error):
             raise
         exception = as_exception(error)
@@ -285,13 +285,13 @@ async def _convert_exits(work: Coroutine[None, None, T]) -> T:
         raise exception from error
 
 
-def _raised_by_caller(error: BaseException) -> bool:
-    """Returns whether the catching function itself raised the error, and not a function it called."""
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether the error was raised in the function that caught it, not in a function that it called."""
     return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
 async def _cancel(task: asyncio.Future[T], grace_s: float) -> None:
-    """Cancels a task; abandons it after `grace_s`, or closing the event loop would wait for it."""
+    """Cancels a task; abandons a task that is not done after `grace_s`, so that the event loop can close."""
     task.cancel()
     try:
         await asyncio.wait({task}, timeout=grace_s)

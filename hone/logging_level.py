@@ -10,12 +10,12 @@ _FORMAT = "%(levelname)s %(asctime)s %(process)d %(name)s:%(lineno)d: %(message)
 
 
 def level_variables() -> dict[str, str]:
-    """Returns those of LEVEL_VARIABLES that are set, for processes that do not inherit them."""
+    """Returns the LEVEL_VARIABLES that are set, to pass them to processes that do not inherit them."""
     return {name: os.environ[name] for name in LEVEL_VARIABLES if os.environ.get(name)}
 
 
 def set_logging_level() -> None:
-    """Logs to standard error at the configured level; does nothing if none is set."""
+    """Logs to standard error at the configured level; does nothing if no level is configured."""
     variables = level_variables()
     if not variables:
         return

@@ -62,18 +62,18 @@ class Table(Generic[Plugin]):
         return plain_name(name) in self.entries
 
     def is_built_in(self, name: str) -> bool:
-        """Whether the name is an entry of this package, an import path, not a registered object."""
+        """Whether the name's entry is an import path, as hone's own entries are, not a registered object."""
         return isinstance(self.entries.get(plain_name(name)), str)
 
     def get(self, name: str) -> Plugin:
-        """Returns the object of a name from the config, which may also be an import path."""
+        """Returns the object that a config names by its name in the table or by its import path."""
         name = plain_name(name)
         if name not in self.entries and ":" in name:
             return load_object(name)
         return self._get_entry(name, '; or your own as "pkg.mod:object" or "file.py:object"')
 
     def get_registered(self, name: str) -> Plugin:
-        """Returns a registered object; a name from data must not import a user's path."""
+        """Like `get`, but refuses import paths, because a name in a data file must not import code."""
         return self._get_entry(name, "")
 
     def _get_entry(self, name: str, hint: str) -> Plugin:
@@ -235,7 +235,7 @@ def _import(name: str) -> ModuleType:
 
 
 def describe_error_with_location(error: Exception, file: Path | None = None) -> str:
-    """Returns `file.py, line 3: ImportError: …` for the innermost frame, or that in `file`."""
+    """Returns `file.py, line 3: ImportError: …` for the innermost frame, or the innermost one in `file`."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -12,9 +12,9 @@ from hone.types import JsonObject, JsonValue, Settings
 T = TypeVar("T")
 
 MAX_DEPTH = 64
-"""Maximum nesting of lists and objects in data; deeper values exceed Python's recursion limit."""
+"""Maximum nesting of lists and objects in data; deep values could exceed Python's recursion limit."""
 MAX_INTEGER_BITS = 14_000
-"""Integers with more bits become hexadecimal text: Python converts at most 4,300 decimal digits."""
+"""`clean_values` writes longer integers as hexadecimal text: Python writes at most 4,300 decimal digits."""
 MAX_MESSAGE_CHARACTERS = 200
 
 
@@ -104,7 +104,7 @@ def read_json(text: str, *, strict: bool = False) -> Any:
         value = json.loads(text, **options)
     except RecursionError:
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep") from None
-    except ValueError as error:  # includes integers with more digits than Python parses
+    except ValueError as error:  # also for integers with more digits than Python parses
         raise BadText(clean_text(str(error))[:MAX_MESSAGE_CHARACTERS]) from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep")

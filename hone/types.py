@@ -21,7 +21,7 @@ Settings: TypeAlias = Mapping[str, Any]
 """Keyword arguments and configuration of a plug-in, passed through as written."""
 
 Fields: TypeAlias = dict[str, Any]
-"""Values by name that another library or the user defines, such as sampling parameters."""
+"""Values by name, such as sampling parameters; another library or the user defines the names."""
 
 Function: TypeAlias = Callable[..., Any]
 """A user function; its kind of plug-in defines the arguments."""

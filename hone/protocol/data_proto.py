@@ -59,7 +59,7 @@ class DataProtoItem:
 class DataProto:
     """A batch: tensor columns, object columns, and metadata of the whole batch."""
 
-    batch: TensorDict = None  # may be None; the type leaves it out so that callers need no check
+    batch: TensorDict = None  # may be None; the type omits None, so that callers need no check
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)  # None means no columns
     meta_info: Fields = field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class DataProto:
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
-        """Builds a batch from columns; lists of equal lengths become a 2-d object array."""
+        """Builds a batch from columns; lists of equal length become the rows of a 2-d object array."""
         if num_batch_dims < 1:
             raise ProtocolError(
                 f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension"
@@ -198,7 +198,7 @@ class DataProto:
         return tensors + sorted(self.non_tensor_batch)
 
     def set_column(self, name: str, value: torch.Tensor | np.ndarray) -> None:
-        """Adds or replaces a column; it must have as many rows as the batch."""
+        """Adds or replaces a column, which must have as many rows as the batch."""
         if self.column_names() and len(value) != len(self):
             raise ProtocolError(f"column {name!r} has {len(value)} rows; the batch has {len(self)}")
         if isinstance(value, np.ndarray):
@@ -291,7 +291,7 @@ class DataProto:
         return take_batch(self, torch.arange(len(self)).repeat_interleave(times))
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Splits the batch into `chunks` parts; raises if they are unequal, unless padding is enabled."""
+        """Splits the batch into `chunks` parts; raises if they are unequal and padding is not enabled."""
         rows = len(self)
         if chunks < 1:
             raise ProtocolError(f"a batch cannot be split into {chunks} chunks")
@@ -362,7 +362,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Reads a file that `save_to_disk` of hone or verl wrote; raises if it has other objects."""
+        """Reads a batch that hone or verl saved; raises if it has more than plain values, arrays and tensors."""
         return load(filepath, DataProto)
 
 

@@ -110,7 +110,7 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     gathered = cls.concat([batch for batch, _, _ in states])
     columns = {}
     for name in sorted(tensors):
-        # Collectives need equal shapes: pads to the largest number of rows of any rank.
+        # Collectives need equal shapes: every rank pads to the largest number of rows.
         padded = tensors[name].new_zeros((max(num_rows), *shapes[name]))
         padded[: len(data)] = tensors[name]
         outputs = [torch.empty_like(padded) for _ in num_rows]

@@ -24,7 +24,7 @@ AUTO_PADDING_ENV = "HONE_AUTO_PADDING"
 
 
 class _AutoPadding(type):
-    """Adds the class property `auto_padding`; the environment variable HONE_AUTO_PADDING sets it too."""
+    """Adds the class property `auto_padding`; the environment variable HONE_AUTO_PADDING=1 enables it too."""
 
     _enabled = False
     auto_padding_key = AUTO_PADDING_KEY
@@ -42,11 +42,11 @@ class _AutoPadding(type):
 
 
 class DataProtoConfig(metaclass=_AutoPadding):
-    """Its `auto_padding` allows uneven chunks in this process; a batch's own flag has precedence."""
+    """`auto_padding` allows uneven chunks in this process; a flag in a batch's meta_info has precedence."""
 
 
 def padding_enabled(data: DataProto) -> bool:
-    """Whether `chunk` may split the batch unevenly: by its flag in meta_info, else by default."""
+    """Whether `chunk` may split the batch unevenly: the batch's flag, else DataProtoConfig.auto_padding."""
     return bool(data.meta_info.get(AUTO_PADDING_KEY, DataProtoConfig.auto_padding))
 
 
@@ -101,7 +101,7 @@ def unpadded_size(rows: int, pad_size: int) -> int:
 
 
 def split_padded(data: DataProto, parts: int) -> list[DataProto]:
-    """Splits a batch into `parts` batches of equal length; `padded_row` marks the added rows.
+    """Splits a batch into `parts` batches of equal length; if rows are added, `padded_row` marks them.
 
     Each part has consecutive rows and at most one padded row.
     """

@@ -32,7 +32,7 @@ class ProtocolError(ValueError, AssertionError):
 
 
 def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
-    """Converts values to an object array; nested lists of equal lengths become further dimensions."""
+    """Converts values to an object array; nested lists of equal length become further dimensions."""
     if isinstance(values, np.ndarray):
         return values
     shape = _list_shape(values)
@@ -57,7 +57,7 @@ def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
 
 
 def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
-    """Returns a 1-d object array with one element per row, even if the elements are lists."""
+    """Returns a 1-d object array with one element per value, even for lists; an array is returned as is."""
     if isinstance(values, np.ndarray):
         return values
     array = np.empty(len(values), dtype=object)
@@ -67,7 +67,7 @@ def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
 
 
 def build_jagged_tensor(rows: list[torch.Tensor], ragged_idx: int | None) -> torch.Tensor:
-    """Builds a jagged tensor whose ragged dimension is `ragged_idx`."""
+    """Builds a jagged tensor whose ragged dimension is `ragged_idx`, by default 1."""
     if ragged_idx is None or rows[0].dim() == 1:
         return torch.nested.nested_tensor(rows, layout=torch.jagged)
     values = torch.cat(rows, dim=ragged_idx - 1)
@@ -83,15 +83,15 @@ def take_rows(value: Column, index: Index) -> Column:
         selected_rows = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
         if not selected_rows and rows:
             first_row = build_jagged_tensor(rows[:1], ragged_idx)
-            return _without_rows(first_row)
+            return _empty_jagged_tensor(first_row)
         return build_jagged_tensor(selected_rows, ragged_idx) if rows else value
     if isinstance(value, np.ndarray) and isinstance(index, torch.Tensor):
         return value[index.numpy()]
     return value[index]
 
 
-def _without_rows(column: torch.Tensor) -> torch.Tensor:
-    """Returns a jagged tensor without rows, of the dtype and the other dimensions of `column`."""
+def _empty_jagged_tensor(column: torch.Tensor) -> torch.Tensor:
+    """Returns a jagged tensor with 0 rows, and with the dtype and the other dimensions of `column`."""
     ragged_idx = column._ragged_idx  # type: ignore[attr-defined]
     return torch.nested.nested_tensor_from_jagged(
         column.values().narrow(ragged_idx - 1, 0, 0),
@@ -119,7 +119,7 @@ def cat_rows(values: list[Column]) -> Column:
     first = values[0]
     if isinstance(first, np.ndarray):
         if len({value.shape[1:] for value in values}) > 1 and first.dtype == object:
-            # Lists of one length became a 2-d array in some batches: makes all arrays 1-d.
+            # In some batches, lists of equal length became a 2-d array; all arrays must be 1-d.
             values = [object_array(value.tolist()) for value in values]
         return np.concatenate(values, axis=0)
     if isinstance(first, torch.Tensor) and first.is_nested:

@@ -85,7 +85,7 @@ def check_columns_exist(names: Sequence[str], available: Collection[str], kind: 
 
 
 def pick_entries(source: dict[str, T], keys: Sequence[str] | None, kind: str) -> dict[str, T]:
-    """Returns these entries of a dict; None selects all."""
+    """Returns the entries of a dict with these keys; None selects all."""
     if keys is None:
         return dict(source)
     check_columns_exist(keys, source, kind)
@@ -95,7 +95,7 @@ def pick_entries(source: dict[str, T], keys: Sequence[str] | None, kind: str) ->
 def unfold_column_chunks(
     data: DataProto, n_split: int, split_keys: Sequence[str] | None = None
 ) -> DataProto:
-    """Reshapes `split_keys` from [B, n·k, …] to [B·n, k, …]; repeats the rows of other columns."""
+    """Reshapes `split_keys` from [B, n_split·k, …] to [B·n_split, k, …]; repeats rows of other columns."""
     if n_split < 1:
         raise ProtocolError(f"columns cannot be split into {n_split} pieces")
     split_names = set(split_keys or ())

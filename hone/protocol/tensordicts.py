@@ -104,7 +104,7 @@ def unwrap_non_tensor_data(data: T) -> T:
 
 
 def get(tensordict: TensorDict, key: str, default: T | None = None) -> T | None:
-    """Returns a tensor, a column of other values as a list, or a metadata value; else `default`."""
+    """Returns a tensor, a non-tensor column as a list, or a metadata value; `default` if there is none."""
     if key not in tensordict.keys():  # noqa: SIM118
         return default
     value = tensordict.get(key)

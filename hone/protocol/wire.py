@@ -2,7 +2,7 @@
 
 Tensors are sent as numpy views, which pickle protocol 5 transfers without a copy; they arrive on
 the CPU. Files may contain only plain values, arrays and tensors, so that loading a file runs no
-other code.
+code that the file names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def decode_tensor(kind: str, payload: Any, extra: Any) -> torch.Tensor:
         values, offsets = decode_tensor(*payload), decode_tensor(*extra[0])
         return torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=extra[1])
     # Read-only memory is Ray's object store, which other ranks share: an in-place operation would
-    # change their data.
+    # change the data of other ranks.
     tensor = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
     dtype = getattr(torch, extra)
     if tensor.dtype == dtype:
@@ -294,7 +294,7 @@ def save(data: T, filepath: str | os.PathLike[str]) -> None:
 
 
 def load(filepath: str | os.PathLike[str], expected_type: type[T]) -> T:
-    """Reads a file that `save` wrote; raises if the file refers to other code, before any of it runs."""
+    """Reads a file of `save`; raises if the file names code outside _ALLOWED_NAMES, and never runs it."""
     data = _unpickle(Path(filepath).read_bytes(), filepath)
     if not isinstance(data, expected_type):
         raise ValueError(
