@@ -82,6 +82,6 @@ class FusedWorker(Worker):
 def create_colocated_worker_raw_cls(
     class_dict: Mapping[K, ClassWithInitArgs],
 ) -> type[FusedWorker]:
-    """Returns a base class with one worker per role as attributes; see `WorkerGroup.fuse`."""
+    """Returns a base class whose instances have each role's worker as attribute; see `WorkerGroup.fuse`."""
     members = {str(role): member for role, member in class_dict.items()}
     return type("FusedWorker", (FusedWorker,), {"members": members})

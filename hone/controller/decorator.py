@@ -25,7 +25,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 DEFAULT_MESH = ""
-"""The name of the default mesh. Without an engine, each rank is its own data-parallel slot."""
+"""The name of the default mesh. In a worker without an engine, each rank is a data-parallel slot."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ def method_spec(method: Function) -> MethodSpec | None:
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """Returns the spec of each registered method; an override keeps the spec of the base class."""
+    """Returns the spec of each registered method; an unregistered override has the base method's spec."""
     specs: dict[str, MethodSpec] = {}
     for base in reversed(cls.__mro__):
         for name, member in vars(base).items():

@@ -1,7 +1,7 @@
 """Errors about lost processes, lost nodes and passed deadlines.
 
-Each names the worker group, the rank and the method. Exceptions of worker code are re-raised
-unchanged.
+Each error names the worker group, the rank and the method. Exceptions of worker code are
+re-raised unchanged.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class NodeLost(ProcessFailure):
     node_id: str
     node_ip: str
     workers: Sequence[tuple[str, WorkerProcess, Sequence[str]]]
-    """Role, location and last log lines of each worker that ran there."""
+    """Role, location and last log lines of each worker on the node."""
     waiting_role: str
     method: str
     reason: str

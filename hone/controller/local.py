@@ -72,7 +72,7 @@ class WorkerHost:
                 worker.set_colocated(self._workers)
 
     def call(self, call: Call) -> Any:
-        """Resolves futures, runs one method of one worker and drops padded rows from its result."""
+        """Resolves futures, runs a worker's method; returns a batch on the CPU and without padded rows."""
         method = getattr(self.worker(call.role), call.method)
         args, kwargs = call.args, call.kwargs
         spec = method_spec(method)
@@ -103,7 +103,7 @@ class WorkerHost:
 
     def close(self) -> None:
         """Closes the workers that have a `close` method, in order, and stops the event loop."""
-        with contextlib.ExitStack() as stack:  # an error does not keep the others open
+        with contextlib.ExitStack() as stack:  # an error in one `close` does not skip the others
             stack.callback(self._stop_loop)
             for worker in reversed(self._workers.values()):
                 fused_workers = getattr(worker, "fused_worker_dict", {}).values()
@@ -178,7 +178,7 @@ class LocalWorkerGroup(WorkerGroup[W]):
         liveness_deadline_s: float | None = None,
         threads: int | None = None,
     ) -> None:
-        """Takes the arguments of RayWorkerGroup; deadlines have no effect."""
+        """Takes RayWorkerGroup's arguments except `worker_env`; deadlines have no effect."""
         if ray_cls_with_init is None:
             raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
         if resource_pool is not None and resource_pool.world_size != 1:
@@ -201,15 +201,16 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
     """Removes the result rows that belong to padded input rows."""
     padded_inputs = [v for v in inputs if isinstance(v, DataProto) and v.has_column(PADDED_ROW)]
     if result.has_column(PADDED_ROW):
-        rows = without_padding(result)
+        real_rows = without_padding(result)
     elif not padded_inputs or len(result) == 0:
-        rows = result
+        real_rows = result
     else:
         is_real = real_row_mask(padded_inputs[0])
         if len(result) == int(is_real.sum()):
-            rows = result  # the worker has already dropped the padding
+            real_rows = result  # the worker has already dropped the padding
         elif len(result) % len(is_real) == 0 and not _differ_in_padding(inputs):
-            rows = result.select_idxs(is_real.repeat_interleave(len(result) // len(is_real)))
+            repeat_count = len(result) // len(is_real)
+            real_rows = result.select_idxs(is_real.repeat_interleave(repeat_count))
         else:
             raise ValueError(
                 f"a worker got {len(is_real)} rows, {int((~is_real).sum())} of them padding, and returned "
@@ -217,9 +218,9 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
                 "batch to the result, or drop padded rows first with hone.protocol.without_padding"
             )
     if padded_inputs and not torch.stack([real_row_mask(v).any() for v in padded_inputs]).any():
-        rows = rows.select()
-        rows.meta_info.pop("metrics", None)  # every input row is padding
-    return rows
+        real_rows = real_rows.select()
+        real_rows.meta_info.pop("metrics", None)  # every input row is padding
+    return real_rows
 
 
 def _differ_in_padding(inputs: Sequence[Any]) -> bool:

@@ -29,7 +29,7 @@ def process_state(pid: int) -> str:
 class UnresponsiveTimer:
     """Measures for how many seconds each target has been unresponsive.
 
-    At most MAX_UPDATE_GAP_S count between two updates, because the caller itself may have been stopped.
+    Between two updates, at most MAX_UPDATE_GAP_S are counted: the caller itself may have been stopped.
     """
 
     def __init__(self, limit_s: float) -> None:

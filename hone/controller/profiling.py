@@ -1,7 +1,7 @@
 """Profiles a process during one step: a trace of torch.profiler, or a capture range for nsys.
 
-Roles in one process share a profile; the first role that stops writes it to a file that names all
-of them.
+Roles in one process share a profile. The first role that stops writes the profile to a file whose
+name has all roles.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def stop(folder: str, rank: int) -> None:
 
 
 def discard() -> StepProfile | None:
-    """Stops profiling without writing a file, as after a failed step; returns the profile."""
+    """Stops profiling without writing a file, as after a failed step; returns the profile, if any."""
     global _current_profile
     step_profile, _current_profile = _current_profile, None
     if step_profile is not None and step_profile.profiler is not None:

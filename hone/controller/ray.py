@@ -110,7 +110,7 @@ class _WorkerActor:
 
 
 def _exit_with_raylet() -> None:
-    """Exits once the raylet has ended; Ray's own check fails in a container that reaps no zombies."""
+    """Exits once the raylet has ended; Ray's own check misses this in a container that reaps no zombies."""
     raylet = os.getppid()
     while os.getppid() == raylet:
         time.sleep(POLL_INTERVAL_S)

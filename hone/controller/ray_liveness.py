@@ -80,7 +80,7 @@ class _Ping:
 
 
 def call_control_plane(request: Callable[[], T]) -> T:
-    """Returns the result of `request`; raises ClusterFailed if it hangs."""
+    """Returns the result of `request`; raises ClusterFailed if the request hangs."""
     answer: Future[T] = Future()
 
     def call() -> None:
@@ -103,7 +103,7 @@ def call_control_plane(request: Callable[[], T]) -> T:
 
 
 def _control_plane_timeout_message(limit_s: float) -> tuple[str, str]:
-    """Returns the event and the hint of the error when the control plane does not answer."""
+    """Returns the event and the hint of the ClusterFailed error about an unanswered call."""
     address = ray.get_runtime_context().gcs_address
     return (
         f"Ray's control plane (the GCS at {address}) has not answered for {limit_s:g} s",
@@ -175,7 +175,7 @@ class ClusterWatch:
         `waiting_role` and `method` are for the message: the role that waits, and what it waits for.
         """
         with self._lock:
-            # A target that has answered is missing here or has a new key; both reset its time.
+            # A target that has answered has no entry or a new key here; either resets its time.
             errors_by_target: dict[Hashable, Callable[[], RuntimeError]] = {}
             limit = f"{self.unresponsive_timer.limit_s:g} s"
             cluster_error = partial(self._cluster_error, waiting_role, method)
@@ -195,7 +195,9 @@ class ClusterWatch:
                     raise self.lost_node_error(
                         node_id, waiting_role, method, self.ping.dead_nodes[node_id]
                     )
-                if node.answer_count > 0:  # before the first answer, the start's deadline applies
+                if (
+                    node.answer_count > 0
+                ):  # until the first answer, the deadline of the start applies
                     reason = f"it has not answered for {limit}"
                     error = partial(self.lost_node_error, node_id, waiting_role, method, reason)
                     errors_by_target[node_id, "node", node.answer_count] = error
@@ -234,7 +236,7 @@ class ClusterWatch:
         """Waits up to NODE_DEADLINE_S for an answer of the node's probe; raises NodeLost without one.
 
         The answer must be to a request that was sent at least PROBE_OUTLIVES_RAYLET_S after this call,
-        because a probe answers for seconds after its raylet has died; Ray lists the node even longer.
+        because a probe answers for seconds after its raylet has died, and Ray lists the node even longer.
         """
         if node_id == self.local_node_id and (reason := raylet_problem(node_id)) is not None:
             event = f"the Ray node of this machine was lost ({reason})"
@@ -254,7 +256,7 @@ class ClusterWatch:
         raise self.lost_node_error(node_id, waiting_role, method, reason)
 
     def raise_if_any_lost(self, waiting_role: str, method: str) -> None:
-        """Raises WorkerDied or NodeLost if a worker of any worker group has ended."""
+        """Raises WorkerDied or NodeLost if any watched worker has ended or any node does not answer."""
         for (node_id, pid), (role, worker) in list(self._workers.items()):
             if node_id == self.local_node_id and process_state(pid) in (GONE, ZOMBIE):
                 raise WorkerDied(role, worker, method, ENDED_REASON, last_lines(worker.logs))
@@ -277,7 +279,7 @@ class ClusterWatch:
     def lost_node_error(
         self, node_id: str, waiting_role: str, method: str, reason: str
     ) -> NodeLost:
-        """Returns the error about a lost node; later placements leave the node out."""
+        """Returns the error about a lost node, and excludes the node from later placements."""
         _lost_node_ids.add(node_id)
         lines = self._nodes[node_id].log_lines
         workers = [(r, w, tuple(lines.get(w.pid, ()))) for r, w in self._workers_on(node_id)]
@@ -318,7 +320,7 @@ def lost_node_ids() -> frozenset[str]:
 
 
 def watch_cluster(ray_pids: Mapping[str, int], log_folder: str = "") -> None:
-    """Starts watching the cluster; `ray_pids` are of the Ray processes that this process started."""
+    """Starts watching the cluster; `ray_pids` has the pids of the Ray processes that this process started."""
     global _watch
     _watch = ClusterWatch(TrainerConfig.liveness_deadline_s, ray_pids, log_folder)
 
@@ -334,7 +336,7 @@ def watch_workers(role: str, workers: Sequence[WorkerProcess], limit_s: float) -
 
 
 def unwatch_workers(workers: Sequence[WorkerProcess]) -> None:
-    """Removes the processes of a worker group from the watch before they end."""
+    """Removes the processes of a worker group from the watch; call it before they are stopped."""
     if _watch is not None and not _watch.failed:
         _watch.remove(workers)
 
@@ -360,9 +362,9 @@ def refresh_logs() -> None:
 
 
 def raise_if_lost(waiting_role: str, method: str, node_id: str | None = None) -> None:
-    """Raises if the node `node_id` is lost, or, if it is None, if any worker is lost.
+    """Raises if the node `node_id` is lost; without `node_id`, raises if any worker is lost.
 
-    It has an effect in the trainer process only.
+    The check has an effect in the trainer process only.
     """
     if _watch is None or _watch.failed:
         return

@@ -1,6 +1,6 @@
 """Reserves the processes of resource pools on the nodes of a Ray cluster.
 
-A pool is one placement group, in which each bundle selects its node. Ray lists a lost node as alive
+A pool is one placement group; each bundle names its node. Ray lists a lost node as alive
 for about 12 s, so a placement group that is not placed within PLACEMENT_DEADLINE_S is created again.
 """
 
@@ -73,7 +73,7 @@ def reachable_nodes() -> list[Node]:
 
 
 def resources_by_node(nodes: Sequence[Node], *, total: bool = False) -> FreeResources:
-    """Returns the free or the total resources by node, for `place`."""
+    """Returns the free resources by node, or with `total` all resources, for `place`."""
     return {
         node.node_id: dict(node.total_resources if total else node.free_resources) for node in nodes
     }

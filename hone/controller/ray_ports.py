@@ -60,7 +60,7 @@ def fixed_agent_ports() -> Iterator[None]:
         bound = inspect.signature(start_raylet).bind(*args, **kwargs)
         ports = dict(zip(AGENT_PORTS, free_ports(len(AGENT_PORTS)), strict=True))
         bound.arguments.update(ports)
-        # The raylet waits for this file even if it knows the port.
+        # The raylet waits for the file that persist_port writes, even if it knows the port.
         folder, node_id = bound.arguments["session_dir"], bound.arguments["node_id"]
         persist_port(folder, node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, ports[AGENT_PORTS[0]])
         return start_raylet(*bound.args, **bound.kwargs)
@@ -86,7 +86,7 @@ def free_ports(count: int) -> list[int]:
         for port in random.SystemRandom().sample(candidates, min(len(candidates), 50 * count)):
             if len(ports) == count:
                 break
-            # The UDP port of the same number reserves it; our servers listen on TCP.
+            # A UDP socket on the same number reserves the port; our servers listen on TCP.
             reservation = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             try:
                 reservation.bind(("127.0.0.1", port))
@@ -102,7 +102,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _candidate_ports() -> list[int]:
-    """Returns the ports above Ray's and outside the ephemeral range, or all above Ray's if few are left."""
+    """Returns the ports above Ray's outside the ephemeral range; if these are few, all ports above Ray's."""
     try:
         first, last = (int(word) for word in EPHEMERAL_RANGE_FILE.read_text("ascii").split())
     except (OSError, ValueError):  # not Linux

@@ -1,7 +1,7 @@
 """Joins a Ray cluster, or starts one on this machine that listens on loopback and requires a token.
 
 An existing cluster keeps its own authentication. The processes of a cluster that is started here
-have a mark in their environment, by which reaper.py kills them.
+have a mark in their environment, by which reaper.py finds and kills them.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _start_cluster(options: Settings, report: Callable[[str], None]) -> None:
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
         **reaper.marked_environment(mark),
         _LOOPBACK_ENV: "0",
-        "RAY_prestart_worker_first_driver": "0",  # such workers would lack the worker environment
+        "RAY_prestart_worker_first_driver": "0",  # prestarted workers would lack the worker environment
     }
     report("starting Ray on this machine")
     try:
@@ -247,7 +247,7 @@ def _keep_sigterm_handler() -> Iterator[None]:
 
 
 def _log_raylet_messages() -> None:
-    """Makes Ray log the messages of its raylets instead of printing them; our errors report failures."""
+    """Makes Ray log the messages of raylets instead of printing them; hone's errors report failures."""
     print_to_stdstream = ray_worker.print_to_stdstream
 
     def print_or_log(data: Fields, ignore_prefix: bool) -> None:

@@ -1,7 +1,7 @@
 """Kills every process of this machine that has a given mark in its environment.
 
-`start_reaper` runs it as a program (`python reaper.py MARK PARENT_PID`), which waits until its
-parent has ended and then kills the marked processes. It imports the standard library only.
+`start_reaper` runs this file as a program, `python reaper.py MARK PARENT_PID`. The program waits until
+its parent has ended, then kills the marked processes. It imports the standard library only.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class ResourcePool:
 
 
 def place(pool: ResourcePool, free: FreeResources) -> list[str] | None:
-    """Returns the node of each rank and subtracts the pool from `free`; None if it does not fit."""
+    """Returns each rank's node, or None if the pool does not fit; subtracts its resources from `free`."""
     nodes: dict[int, str] = {}
     by_size = sorted(enumerate(pool.process_on_nodes), key=lambda entry: -entry[1])
     for index, count in by_size:

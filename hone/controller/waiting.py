@@ -36,7 +36,7 @@ def report_progress(answered_ranks: int, total_ranks: int) -> None:
 
 @dataclass
 class PhaseDeadlines:
-    """The deadline of a phase: the larger of a floor and a factor times its longest completed run."""
+    """A phase's deadline: the larger of `floor_s` and `factor` times its longest completed run."""
 
     floor_s: float
     """`trainer.phase_deadline_floor_s`."""
@@ -56,9 +56,9 @@ class PhaseDeadlines:
     @contextmanager
     def timed(self, phase: str) -> Iterator[float]:
         """Yields the limit of this run and records its duration if it completes."""
-        started = time.monotonic()
+        start_time = time.monotonic()
         yield self.limit_s(phase)
-        self.record(phase, time.monotonic() - started)
+        self.record(phase, time.monotonic() - start_time)
 
     def advice(self, phase: str) -> str:
         """Returns the end of an error message: where the limit comes from and how to raise it."""

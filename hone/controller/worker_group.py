@@ -68,9 +68,9 @@ class Executor(ABC, Generic[Handle]):
 
     @abstractmethod
     def resolver(self, role: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
-        """Returns a picklable function that waits for the calls of handles and returns their results.
+        """Returns a picklable function that waits for handles and returns the results of their calls.
 
-        Its errors name `role` and `method`.
+        Errors of that function name `role` and `method`.
         """
 
     @abstractmethod
@@ -93,7 +93,7 @@ class WorkerGroup(Generic[W]):
     """Calls the ranks of one role.
 
     `group.method(…)` calls any registered method by its name. `call`, `call_all`, `call_each` and
-    `begin` take the method itself, and type checkers check arguments and result against it.
+    `begin` take the method itself, so that type checkers check its arguments and result.
     """
 
     def __init__(
