@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 TRUE_SCORE_METRIC = "group_info/avg_n/whole_batch/mean"
 """The share of correct responses. If a step does not have it, the step's validation score is used."""
 MIN_LEARNING_RISE, SCORE_TOLERANCE = 0.05, 0.02
-"""The policy is learning if the true score has risen by the first, to its highest value less the second."""
+"""The policy is learning if the true score has risen by at least MIN_LEARNING_RISE, and is at most
+SCORE_TOLERANCE below its highest value."""
 MAD_SCALE = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
 
@@ -48,10 +49,10 @@ class Rule:
     metrics: tuple[str, ...]
     """Alternative names of the metric; the first that a step has is read."""
     bound_name: str
-    """A key of `_BOUNDS`, which computes the bound from the median and the threshold."""
+    """A key of `_BOUNDS`, whose function computes the bound from the median and the threshold."""
     description: str
     min_value: float = -math.inf
-    """Values that do not exceed this one raise no alarm."""
+    """Values up to this one raise no alarm."""
     needs_true_score: bool = False
     """Whether the rule applies only if the true score is known. Such a rule compares with the older half of
     the reference, since the metric drifts slowly."""
@@ -134,8 +135,11 @@ class Alarms:
             raise AlarmsRaised(self._stop_message)
 
     def protected_steps(self, step: int) -> list[int]:
-        """Returns the steps of checkpoints that must not be deleted: those from before an alarm, the one that
-        an alarm at the next step would need, and the one after it, which later alarms will need."""
+        """Returns the steps whose checkpoints must not be deleted.
+
+        An alarm protects the last checkpoint from before its signs. An alarm at the next step would need the
+        newest of `old_steps`; a later alarm may need the first checkpoint after that one.
+        """
         if not self.config.enable or self.config.action == "warn":
             return []
         steps = [number for number, _ in self._run.checkpoints()]
@@ -156,7 +160,7 @@ class Alarms:
             self._raised_alarms, self._protected_steps = list(state["raised"]), list(state["kept"])
 
     def _apply_action(self, message: str, step: int) -> None:
-        # The first of the `patience` steps was generated with the weights of the step before it.
+        # The responses of the first of the `patience` steps come from the weights of the step before it.
         last_step = step - self.config.patience - 1
         earlier_steps = [n for n, _ in self._run.checkpoints() if n <= last_step][-1:]
         if earlier_steps:

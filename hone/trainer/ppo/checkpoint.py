@@ -52,14 +52,14 @@ PPO_KEYS = (
 )
 """Keys and blocks whose changes are printed when a run resumes."""
 SFT_KEYS = ("optim", "data.train_batch_size", "data.max_length", "data.truncation", "trainer.seed")
-"""The same for a run of SFT."""
+"""The same for SFT."""
 _USER_NAMED_KEYS = (
     "custom_reward_function.reward_kwargs.",
     "data.apply_chat_template_kwargs.",
     *(f"reward_model.{name}." for name in ("turn_reward_coef", "trajectory_reward_coef")),
     *(f"reward_model.{name}." for name in ("scores", "score_kwargs", "reward_kwargs.extra")),
 )
-"""Blocks whose keys are names of the user."""
+"""Blocks whose keys are names that the user chose."""
 _DERIVED_KEYS = ("total_training_steps", "input_tokenizer")
 """Keys that are derived from the length of the run or from the model; their changes are not reported."""
 
@@ -242,7 +242,7 @@ def print_result(run: RunFolder, step: int) -> None:
 
 
 def prune(run: RunFolder, num_to_keep: int | None, protected: Collection[int] = ()) -> None:
-    """Deletes all but the newest `num_to_keep` checkpoints, and copies these to `trainer.default_hdfs_dir`.
+    """Deletes all but the newest `num_to_keep` checkpoints (0 or None: none), and updates the remote store.
 
     The steps in `protected` and symbolic links are not deleted.
     """
@@ -286,7 +286,8 @@ def changed_settings(
 ) -> list[str]:
     """Returns `key=new value, before old value` for the first few settings below `keys` that differ.
 
-    A key that only one config has is a change if the user chose its name; others come with new versions.
+    A key that only one config has is a change if the user chose its name; other such keys come from another
+    version of hone.
     """
     old_values, new_values = dict(flatten(old_config)), dict(flatten(new_config))
     prefixes = tuple(f"{key}." for key in keys)

@@ -46,9 +46,9 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Group:
-    """One scored group: its chunk and rows there, and its metric values.
+    """One scored group: its chunk, its rows in the chunk, and the metric value of each trajectory.
 
-    It is informative if it passes the filters, which compare the values.
+    A group is informative if it passes the filters, which compare the values.
     """
 
     chunk_index: int
@@ -82,7 +82,7 @@ class DynamicSampling:
         self._groups_needed = config.data.train_batch_size
         curriculum = config.curriculum_learning
         compares_groups = curriculum.enable and curriculum.fn_name == "interquartile"
-        # Percentiles are those of a whole round, so that the result does not depend on the finishing order.
+        # Percentiles need a whole round, or else the result would depend on the finishing order.
         self._scores_chunks = source.generates_concurrently and not compares_groups
 
     def collect(self) -> DataProto:
@@ -91,7 +91,7 @@ class DynamicSampling:
         self._chunks: list[DataProto] = []
         self._groups: dict[int, _Group] = {}  # by number, in scoring order
         num_reported = 0
-        while (accepted_numbers := self._accepted_groups()) is None:
+        while (accepted_numbers := self._accepted_numbers()) is None:
             while self._needs_round():
                 numbers = self._submit(self._loader.next_batch())
                 self._rounds.append(_Round(numbers, self._loader.state_dict()))
@@ -117,7 +117,7 @@ class DynamicSampling:
         return batch
 
     def _needs_round(self) -> bool:
-        """Returns whether to start another round: if none runs, or if one is likely needed and allowed."""
+        """Returns whether to start a round: if none runs, or if another is probably needed and is allowed."""
         running_rounds = [r for r in self._rounds if not self._is_scored(r)]
         if not running_rounds:
             return True
@@ -133,7 +133,7 @@ class DynamicSampling:
     def _chunk_size(self) -> int | None:
         """Returns the number of groups to wait for; None waits for all.
 
-        It is a part of a round, so that the next round can start before this one ends.
+        A chunk is a part of a round, so that the next round can start before the current one ends.
         """
         if not self._scores_chunks:
             return None
@@ -162,7 +162,7 @@ class DynamicSampling:
             )
         self._chunks.append(batch)
 
-    def _accepted_groups(self) -> list[int] | None:
+    def _accepted_numbers(self) -> list[int] | None:
         """Returns the numbers of the step's groups, or None while there are too few."""
         scored_numbers = iter(self._groups)
         if self._filters.order != "finish":
@@ -190,7 +190,7 @@ class DynamicSampling:
         return batch.select_idxs(torch.cat([g.rows + chunk_offsets[g.chunk_index] for g in groups]))
 
     def _report_round(self, round_number: int) -> None:
-        """Prints the result of round `round_number`; raises an error if no further round is allowed."""
+        """Prints the result of a round; raises an error if groups are missing and no round is left."""
         rounds = [
             [self._groups[number] for number in r.group_numbers]
             for r in self._rounds[:round_number]
@@ -252,8 +252,8 @@ def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
             else:
                 passes_curriculum[is_scored] = remove_extreme(scores, scored_uids)
             keep = passes_curriculum if keep is None else keep & passes_curriculum
-    numbers = trajectory_indices(batch)
-    return keep if keep is None or numbers is None else keep[numbers]
+    row_trajectories = trajectory_indices(batch)
+    return keep if keep is None or row_trajectories is None else keep[row_trajectories]
 
 
 def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
@@ -281,7 +281,7 @@ def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
 def _sort_preferred_first(
     batch: DataProto, keep: torch.Tensor | None, config: PPOTrainerConfig
 ) -> tuple[DataProto, torch.Tensor]:
-    """Sorts the batch and its mask: groups that pass PRIME's two filters come first."""
+    """Sorts the rows of the batch and of `keep`: groups that pass PRIME's two filters come first."""
     data, uids = config.data, batch.non_tensor_batch["uid"]
     groups = Groups.of(uids)
     is_preferred = torch.ones(groups.count, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Computes rewards with the KL penalty, the rollout correction and advantages, on the driver."""
+"""Computes rewards (minus the KL penalty), importance weights and advantages, on the driver."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def penalize_kl(
 
 
 def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Writes importance weights and `loss_mask` without the rejected tokens, if correction is configured."""
+    """Writes importance weights, and a `loss_mask` without rejected tokens, if a correction is configured."""
     correction = algorithm.rollout_correction
     if not correction.applies_before_update:
         return {}
@@ -112,7 +112,7 @@ def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tu
 
 
 def _required_column(batch: DataProto, name: str, failure_score: float) -> Tensor:
-    """Returns a column; for a reward part, the score function may have returned one number per row."""
+    """Returns a column [B, T]; for a reward part without a column, the score function's extra [B]."""
     extra = name.removeprefix(REWARD_PREFIX)
     if batch.has_column(name) or name == extra or not has_extra(batch, extra):
         return require(batch, name)
@@ -143,8 +143,8 @@ def resample(batch: DataProto, algorithm: AlgorithmConfig, *, seed: int, step: i
     scores = trajectory_totals(batch, require(batch, "token_level_scores").sum(-1))
     pf_ppo = algorithm.pf_ppo
     indices = pf_ppo_rows(scores, pf_ppo.reweight_method, pf_ppo.weight_pow, generator)
-    if (numbers := trajectory_indices(batch)) is not None:
+    if (row_trajectories := trajectory_indices(batch)) is not None:
         indices = torch.cat(
-            [(numbers == trajectory).nonzero().squeeze(1) for trajectory in indices]
+            [(row_trajectories == trajectory).nonzero().squeeze(1) for trajectory in indices]
         )
     return batch.select_idxs(indices)

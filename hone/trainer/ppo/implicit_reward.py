@@ -61,7 +61,7 @@ def train_implicit_reward_model(
 
 
 def outcome_labels(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B] in 0 … 1
-    """Returns the label of each response: the scorer's `acc` if it returns one, else its score."""
+    """Returns the label of each response: the scorer's `acc` if there is one, else the response's score."""
     if has_extra(batch, "acc"):
         numbers = extra_numbers(batch, "acc", config.reward_model.reward_kwargs.failure_score)
         labels = torch.tensor(numbers, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """Provides verl's `metric_utils` and `utils.metric`, with verl's names and arguments.
 
-The training loop uses metrics.py instead, and exact expectations in validation.py.
+The training loop uses metrics.py instead, and validation.py, which computes exact expectations.
 """
 
 from __future__ import annotations
@@ -139,22 +139,22 @@ def compute_variance_proxy_metrics(
 ) -> dict[str, float]:
     """Returns estimates of the policy gradient's signal and noise; empty without `sum_pi_squared`.
 
-    The squared norm of a response's gradient is estimated as its squared mean advantage times the score
-    norm, the sum of 1 - 2 pi + sum_pi_squared over its tokens.
+    The squared norm of a response's gradient is estimated as its squared mean advantage times the sum of
+    1 - 2 pi + sum_pi_squared over its tokens, where pi is the probability of the token.
     """
     columns = batch.batch
     if not {"sum_pi_squared", "old_log_probs", "advantages"} <= set(columns.keys()):
         return {}
     mask = columns["response_mask"]
-    score_norms = 1 - 2 * columns["old_log_probs"].exp() + columns["sum_pi_squared"]  # [B, T]
+    token_norms = 1 - 2 * columns["old_log_probs"].exp() + columns["sum_pi_squared"]  # [B, T]
     squared_advantages = masked_mean(columns["advantages"], mask, -1) ** 2
-    weighted_norms, mean_weights = score_norms, torch.ones_like(squared_advantages)
+    weighted_norms, mean_weights = token_norms, torch.ones_like(squared_advantages)
     if "rollout_is_weights" in columns:
         importance_weights = columns["rollout_is_weights"]
-        score_norms = score_norms * (importance_weights > 0)  # a rejected token has no gradient
-        weighted_norms = score_norms * importance_weights**2
+        token_norms = token_norms * (importance_weights > 0)  # a rejected token has no gradient
+        weighted_norms = token_norms * importance_weights**2
         mean_weights = masked_mean(importance_weights, mask, -1)
-    power = mean_weights**2 * squared_advantages * masked_sum(score_norms, mask, -1).clamp(min=0)
+    power = mean_weights**2 * squared_advantages * masked_sum(token_norms, mask, -1).clamp(min=0)
     total = float(power.mean())
     signal = 0.0 if gradient_norm is None else gradient_norm**2
     has_noise = gradient_norm is not None and len(batch) > 1
@@ -178,8 +178,8 @@ def bootstrap_metric(
 ) -> list[tuple[float, float]]:
     """Returns mean and standard deviation of each reduction over bootstrap subsets."""
     rng = np.random.default_rng(seed)
-    rows = rng.integers(len(data), size=(n_bootstrap, subset_size))
-    subsets = [[data[row] for row in sample] for sample in rows]
+    index_subsets = rng.integers(len(data), size=(n_bootstrap, subset_size))
+    subsets = [[data[index] for index in indices] for indices in index_subsets]
     results = [[reduce(subset) for subset in subsets] for reduce in reduce_fns]
     return [(float(np.mean(values)), float(np.std(values))) for values in results]
 

@@ -24,9 +24,9 @@ GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 
 
 class StepWarnings:
-    """Warns of skipped updates, and of batches in which no group has different scores.
+    """Warns of skipped updates, and of batches in which all responses of each group have the same score.
 
-    Of consecutive batches of that kind, only the first is reported.
+    Of consecutive such batches, only the first is reported.
     """
 
     def __init__(self, *, is_group_relative: bool) -> None:

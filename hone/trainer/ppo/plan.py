@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def set_schedule_lengths(config: PPOTrainerConfig, total_steps: int) -> PPOTrainerConfig:
-    """Returns the config with learning-rate schedules of the run's length.
+    """Returns the config in which learning-rate schedules without a length have the run's length.
 
     The actor's schedule excludes `trainer.critic_warmup`.
     """
@@ -167,7 +167,7 @@ def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 
 def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
-    """Returns the plan, or None without a valid estimator, and the problems of its parts."""
+    """Returns the plan, which is None without a valid estimator, and the problems in the config."""
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
     reward_model_type: Literal["orm", "prm", "prime", "judge"] | None = (
         model.type if model.enable else None

@@ -65,7 +65,7 @@ class Preview:
 def prepare(
     config: PPOTrainerConfig, compute_score: Function | None = None
 ) -> tuple[PPOTrainer, Preview]:
-    """Returns the trainer of a run, before models load; raises one error for all problems.
+    """Returns the trainer, without models, and the preview of a run; raises one error for all problems.
 
     `compute_score` replaces the score function of the configuration.
     """
@@ -336,8 +336,8 @@ class _EngineLayout:
             )
 
     def check_optimizer(self) -> None:
-        for block in (self.role, self.role.get("model", {})):  # that of PRIME is in `model`
-            if (optim := block.get("optim")) is not None:  # the reference has none
+        for block in (self.role, self.role.get("model", {})):  # PRIME's `optim` is in `model`
+            if (optim := block.get("optim")) is not None:  # the reference has no optimizer
                 optimizer_class(optim)
 
 

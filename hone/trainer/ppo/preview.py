@@ -30,7 +30,7 @@ class ResourceEstimate:
         is_auto_16_bit = dtype == "auto" and uses_gpu(config.trainer.device)
         is_16_bit = is_auto_16_bit or dtype in ("bf16", "bfloat16", "fp16", "float16")
         self._weight_bytes = BYTES_16_BIT if is_16_bit else BYTES_32_BIT
-        # AdamW's two moments, and the master weights, which fp32 weights do not need.
+        # AdamW's two moments; 16-bit weights also have fp32 master weights.
         self._optimizer_bytes = (3 if is_16_bit else 2) * BYTES_32_BIT
 
     @property
@@ -58,7 +58,9 @@ class ResourceEstimate:
         total = export_bytes + (0 if policy.model.uses_lora else actor_bytes)
         if self.plan.needs_critic and critic.model.lora_rank == 0:
             total += sum(part_bytes.get(part, 0) for part in critic_contents)
-        if self.plan.needs_implicit_rewards:  # the reward model is saved with the actor's settings
+        if (
+            self.plan.needs_implicit_rewards
+        ):  # the actor's save_contents also apply to the reward model
             total += actor_bytes
         return total * self.parameters
 

@@ -53,7 +53,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step_number: int) -> Iterator[None]:
-        """Profiles the enclosed block if this step is listed; a failed step writes no file."""
+        """Profiles the enclosed block if the config lists this step; a failed step writes no file."""
         config = self._config
         with explain_out_of_memory(f"step {step_number}"):
             if step_number in (config.steps or ()) and config.tool and self._has_ranks:

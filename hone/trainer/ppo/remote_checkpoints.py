@@ -38,8 +38,8 @@ def check_store(url: str | None) -> None:
 def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> None:
     """Copies checkpoints, config and metrics to the store, and deletes old checkpoints there.
 
-    Local and `protected` checkpoints and the newest `num_to_keep` are kept, or all if it is 0. An error of
-    the store is only a warning, since the next call copies everything that is missing.
+    The store keeps the local, the `protected` and the newest `num_to_keep` checkpoints; 0 keeps all. An
+    error of the store is only a warning, since the next call copies everything that is missing.
     """
     if run.remote is None:
         return

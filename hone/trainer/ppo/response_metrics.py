@@ -40,7 +40,7 @@ REFLECTION_PATTERN = re.compile(
 def response_metrics(
     batch: DataProto, tokenizer: Tokenizer, config: PPOTrainerConfig, route_by_style: bool = False
 ) -> dict[str, float]:
-    """Returns the metrics of one batch; those by correctness only if that of any response is known.
+    """Returns the metrics of one batch; metrics by correctness need a response of known correctness.
 
     If `route_by_style`, the reward model has scored only the rows of style `model`.
     """
@@ -60,8 +60,8 @@ def response_metrics(
         rule_scores = trajectory_totals(batch, rule_rewards)[has_rule_score(batch)]
         metrics |= mean_max_min("instant_rewards/verifiable_reward", rule_scores)
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
-        styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
-        is_scored = torch.tensor([has_model_style(style) or not route_by_style for style in styles])
+        reward_models = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+        is_scored = torch.tensor([has_model_style(m) or not route_by_style for m in reward_models])
         if (
             batch.has_column(reward_column(MODEL))
             and (last_indices := last_row_indices(batch)) is not None
@@ -95,7 +95,7 @@ def filter_metrics(
 
 
 def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | None:
-    """Returns the unweighted score [B] of the rule, or of the agent loop that replaces it."""
+    """Returns the unweighted score [B] of the rule, or of the agent loop; None if neither scores."""
     for part in (RULE, AGENT):
         is_blank = part == RULE and config.reward_manager.name == "blank"
         if batch.has_column(reward_column(part)) and not is_blank:

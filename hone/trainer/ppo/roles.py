@@ -104,8 +104,8 @@ def start_workers(
     groups: dict[Role, AnyGroup] = {}
     for pool_name, members in pool_members.items():
         pool = pools.create_resource_pool()[pool_name]
-        count = f"{pool.world_size} worker process{'es' * (pool.world_size > 1)}"
-        description = f"{count} ({', '.join(members)})"
+        processes = f"{pool.world_size} worker process{'es' * (pool.world_size > 1)}"
+        description = f"{processes} ({', '.join(members)})"
         if group_cls is not LocalWorkerGroup:
             screen().line(f"starting {description}")
         with _rank_progress(f"start {description}", pool.world_size):
@@ -140,10 +140,10 @@ def policy_groups(
 
 def trained_groups(groups: Mapping[Role, AnyGroup], plan: Plan) -> dict[str, AnyGroup]:
     """Returns the groups of trained roles, by the name of their checkpoint folder."""
-    trained = {"actor": policy_groups(groups)[0], "critic": groups.get(Role.Critic)}
+    groups_by_name = {"actor": policy_groups(groups)[0], "critic": groups.get(Role.Critic)}
     if plan.needs_implicit_rewards:
-        trained["reward"] = groups[Role.RewardModel]
-    return {name: group for name, group in trained.items() if group is not None}
+        groups_by_name["reward"] = groups[Role.RewardModel]
+    return {name: group for name, group in groups_by_name.items() if group is not None}
 
 
 def load_models(groups: Mapping[Role, AnyGroup]) -> None:

@@ -133,25 +133,25 @@ def rollout_table(
     columns = _columns(batch, step)
     _add_extras(columns, batch)
     prompts, responses = (_split_rows(columns[name]) for name in ("prompt_ids", "response_ids"))
-    missing, response_mask = [None for _ in prompts], columns["response_mask"]
-    masks = missing if response_mask.null_count else _split_rows(response_mask)
-    row_spans = batch.non_tensor_batch.get(TURN_SPANS, missing)
-    turns = []
+    nulls, response_mask = [None for _ in prompts], columns["response_mask"]
+    masks = nulls if response_mask.null_count else _split_rows(response_mask)
+    row_spans = batch.non_tensor_batch.get(TURN_SPANS, nulls)
+    turn_texts = []
     for ids, mask, spans in zip(responses, masks, row_spans, strict=True):
         has_turns = spans is not None or (mask is not None and not mask.all())
         policy_mask = () if mask is None else mask.tolist()
-        parts = split_turns(ids, policy_mask, spans, tokenizer) if has_turns else []
-        turns.append(_as_json(parts) if len(parts) > 1 else None)
+        turns = split_turns(ids, policy_mask, spans, tokenizer) if has_turns else []
+        turn_texts.append(_as_json(turns) if len(turns) > 1 else None)
     columns["prompt_text"] = _text_array(_decode_rows(prompts, tokenizer))
     columns["response_text"] = _text_array(_decode_rows(responses, tokenizer))
-    columns["turns"] = _text_array(turns)
+    columns["turns"] = _text_array(turn_texts)
     names = [*SCHEMA, *(name for name in columns if name not in SCHEMA)]
     metadata = {SCHEMA_KEY: str(SCHEMA_VERSION)} | ({TEMPORARY_KEY: "1"} if temporary else {})
     return pa.table({n: columns[n] for n in names}).replace_schema_metadata(metadata)
 
 
 def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
-    """Returns the columns of the schema, except decoded texts, and those of the reward parts."""
+    """Returns the columns of the reward parts and of the schema, without the decoded texts."""
     import pyarrow as pa
 
     tensors, arrays = batch.batch, batch.non_tensor_batch
@@ -167,8 +167,8 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
     }
     if batch.has_column("token_level_scores"):
         scores = trajectory_totals(batch, tensors["token_level_scores"].sum(-1))
-        numbers = trajectory_indices(batch)
-        scores = scores if numbers is None else scores[numbers]
+        row_trajectories = trajectory_indices(batch)
+        scores = scores if row_trajectories is None else scores[row_trajectories]
         columns["score"] = pa.array(_to_numpy(scores).astype(float))
     if batch.has_column("reward_baselines"):
         columns["reward_baseline"] = pa.array(_to_numpy(tensors["reward_baselines"]).astype(float))
@@ -216,7 +216,7 @@ def _to_int(value: JsonValue) -> JsonValue:
 def split_turns(
     ids: np.ndarray, mask: Sequence[int], spans: Sequence[Fields] | None, tokenizer: Tokenizer
 ) -> list[Fields]:
-    """Splits a response into turns: by the agent loop's spans if they cover it, else by the mask."""
+    """Splits a response into turns: by `spans` if these cover the response exactly, else by `mask`."""
     try:
         turns = [{**s, "role": str(s["role"]), "tokens": int(s["tokens"])} for s in spans or ()]
     except (TypeError, ValueError, KeyError):  # a user's loop may return anything
@@ -321,7 +321,7 @@ def _json_default(value: _T) -> JsonValue:
 
 
 def _to_one_type(values: list[JsonValue]) -> list[JsonValue]:
-    """Converts the values of an extra to one type: bools, text or numbers if all are, or else JSON."""
+    """Converts an extra's values to one type: all bools, all text or all numbers, else JSON text."""
     present_values = [v for v in values if v is not None]
     if all(isinstance(v, bool) for v in present_values) or all(
         isinstance(v, str) for v in present_values

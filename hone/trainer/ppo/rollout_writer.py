@@ -1,7 +1,7 @@
 """Writes the rollout files of a run in a thread, while the next step runs.
 
-`trainer.rollout_data_dir` keeps the files of all steps. Without it, the run folder keeps the last steps, and
-the last steps before the checkpoint from which a killed run would resume.
+With `trainer.rollout_data_dir`, the files of all steps are kept. Otherwise the run folder keeps the files of
+the last steps, and of the last steps before the checkpoint from which a killed run would resume.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hone.trainer.ppo.rollout_file import is_temporary, sample_rows, write_rollo
 
 
 class RolloutWriter:
-    """Writes one file at a time in a thread; a submitted batch must not be changed."""
+    """Writes one file at a time in a thread; the caller must not change the tensors of a submitted batch."""
 
     def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Tokenizer) -> None:
         self._run, self._trainer, self._tokenizer = run, trainer, tokenizer

@@ -41,7 +41,7 @@ from hone.types import JsonObject, JsonValue, Row
 
 MULTI_TURN_KEY = "actor_rollout_ref.rollout.multi_turn"
 MAX_SOURCES = 16
-"""The maximum number of data sources whose scorer is tried; it is called on three rows of each."""
+"""The maximum number of data sources whose scorer is tried, on three rows of each source."""
 PROMPTS_PER_PROGRESS_UPDATE = 256
 """Prompts per update of the progress bar."""
 
@@ -223,7 +223,7 @@ class AgentChecks:
                 yield from (row.get(name) for row in dataset.store.scan((name,)))
 
     def _extra_info_field(self, name: str) -> Iterator[JsonObject]:
-        """Yields a dict field of each row, from its columns or from `extra_info`."""
+        """Yields the dict `name` of each row that has one, as a column or in `extra_info`."""
         yield from (value for value in self._column(name) if isinstance(value, dict))
         for extra in self._column("extra_info"):
             if isinstance(extra, dict) and isinstance(value := extra.get(name), dict):
@@ -248,7 +248,7 @@ class AgentChecks:
 def try_scorers(
     manager: AbstractRewardManager, dataset: Dataset, config: PPOTrainerConfig
 ) -> Iterator[Verdict]:
-    """Yields verdicts on the scorers, which are called on a few rows, and on missing ground truths."""
+    """Calls each scorer on a few rows, and yields verdicts on the scorers and on missing ground truths."""
     if not isinstance(manager, RuleRewardManager) or not isinstance(dataset, RLHFDataset):
         return
     key, default_loop = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
@@ -336,7 +336,7 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
 
 
 def _added_text(dataset: RLHFDataset) -> str:
-    """Returns the text that tool agent loops add to a prompt."""
+    """Returns a text that changes with what tool agent loops add to prompts, for the cache's name."""
     if dataset.whole_prompt is None:
         return ""
     names = {row.get("agent_name") for row in dataset.store.scan(("agent_name",))}
@@ -346,7 +346,7 @@ def _added_text(dataset: RLHFDataset) -> str:
 
 
 def _cache_file(dataset: RLHFDataset) -> Path:
-    """Returns the cache file; its name is a hash of the rows, the tokenizer and all that affects lengths."""
+    """Returns the cache file, named by a hash of rows, tokenizer and all settings that affect lengths."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     tokenizer, config = dataset.tokenizer, dataset.settings
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -1,4 +1,4 @@
-"""Writes the score of each reward part (rule, reward model, agent loop) and their weighted sum.
+"""Writes the scores of each reward part (rule, reward model, agent loop) and their weighted sum.
 
 Extras that a scorer returns next to its score become columns, and replace data columns of that name.
 """
@@ -63,7 +63,7 @@ _ROW_WITHOUT_RULE = {"reward_model": {"style": "model"}}
 def check_rows(
     reward_fn: Function, dataset: Dataset | None, config: PPOTrainerConfig, hint: str = ""
 ) -> None:
-    """Checks columns, media, agent loops and scorers of the rows; `hint` ends the error about a scorer."""
+    """Checks columns, media, agent loops and scorers of rows; `hint` ends the error of a missing scorer."""
     if not isinstance(dataset, RLHFDataset):
         return
     loops = LoopNames(config.actor_rollout_ref.rollout)
@@ -163,11 +163,11 @@ def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | Non
     if not model.enable or model.type in ("prm", "prime") or model.route_by_style is False:
         return False
     datasets = [dataset for dataset in (train, val) if dataset is not None]
-    readable = [dataset for dataset in datasets if isinstance(dataset, RLHFDataset)]
-    rows = (row for dataset in readable for _, row in _used_rows(dataset, ("reward_model",)))
+    rl_datasets = [dataset for dataset in datasets if isinstance(dataset, RLHFDataset)]
+    rows = (row for dataset in rl_datasets for _, row in _used_rows(dataset, ("reward_model",)))
     if any(has_model_style(row.get("reward_model")) for row in rows):
         return True
-    if model.route_by_style and len(readable) == len(datasets):
+    if model.route_by_style and len(rl_datasets) == len(datasets):
         raise DataError(
             f"reward_model.route_by_style=true, but no row has {MODEL_STYLE}, so the reward model would "
             "score nothing; write the style into the rows, or use route_by_style=null"
@@ -205,7 +205,7 @@ def _score_parts(
     """Returns the token scores [B, T] of each part, and extras; an agent loop's score replaces the rule's.
 
     With a reward model, no rule scores rows of style `model`; with `route_by_style`, an outcome reward model
-    scores only these. Both score the last row of a trajectory; with `scores_steps` the model scores all rows.
+    scores only these. Only the last row of a trajectory is scored; with `scores_steps`, the model scores all.
     """
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
@@ -339,7 +339,7 @@ def score(
         if part == PROCESS:
             # This part is written with its weight, since the strict minimum subtracts it from the sum.
             scores = scores * config.modeling_reward_coef
-        if part != AGENT:  # the agent loop has already written its own
+        if part != AGENT:  # the agent loop's part is a column already
             write(batch, reward_column(part), scores)
         weighted_scores = scores * weights.get(part, 1.0)
         total = weighted_scores if total is None else total + weighted_scores

@@ -76,7 +76,7 @@ class TrajectorySource:
         self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
         self.weight_path = workers.call(RolloutWorker.weight_path)
         self._leader_ranks = workers.mesh(DEFAULT_MESH).collect_ranks  # the ranks with agent loops
-        self._submissions = [0] * workers.world_size  # each rank's runner counts its submissions
+        self._submissions = [0] * workers.world_size  # by rank; each rank's runner counts them too
         # By rank, submission number on that rank, and uid.
         self._running_groups: dict[tuple[int, int, str], _Group] = {}
         self._finished_groups: list[_Group] = []  # in finishing order
@@ -140,14 +140,14 @@ class TrajectorySource:
             has_one_leader = len(self._leader_ranks) == 1
             groups_needed = num_groups - len(self._finished_groups) if has_one_leader else None
             rank_results = self._workers.call_all(RolloutWorker.finished, groups_needed, _POLL_S)
-            for rank, finished in enumerate(rank_results):
-                for group in finished.groups:
+            for rank, result in enumerate(rank_results):
+                for group in result.groups:
                     submitted_group = self._running_groups.pop((rank, group.submission, group.uid))
                     rows = repeat_rows_per_output(submitted_group.rows, group.rows)
                     number = submitted_group.number
                     self._finished_groups.append(_Group(number, rows, group.outputs))
-                if finished.metrics:
-                    self._metrics.append(finished.metrics)
+                if result.metrics:
+                    self._metrics.append(result.metrics)
         groups = self._finished_groups[:num_groups]
         del self._finished_groups[:num_groups]
         return self._collate_groups(sorted(groups, key=lambda group: group.number))
@@ -191,7 +191,7 @@ class TrajectorySource:
         ]
 
     def load_state_dict(self, state: Sequence[GroupState], loader: PromptLoader) -> None:
-        """Submits the groups of the checkpoint again; equal seeds give equal trajectories."""
+        """Submits the groups of the checkpoint again; their seeds give the same trajectories."""
         for group in state:
             prompts = loader.load_batch([(group["index"], group["uid"])])
             self.submit(prompts, samples=group["samples"], sampling=group["sampling"])
@@ -243,9 +243,9 @@ class Publisher:
         return {"perf/weight_bytes": float(num_bytes)}
 
     def staleness(self, batch: DataProto) -> dict[str, float]:
-        """Returns how many publications the weights of each trajectory's oldest token are behind.
+        """Returns metrics of how many publications old the weights of each trajectory's oldest token are.
 
-        They are compared with the weights before this update, and with those of the newest token.
+        Staleness is the distance to the weights before this update, span the distance to the newest token.
         """
         column = batch.non_tensor_batch.get("versions", ())
         versions = [v for v in column if v is not None and len(v)]

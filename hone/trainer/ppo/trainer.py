@@ -186,7 +186,7 @@ class PPOTrainer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of the step, and shows its name in the progress bar."""
+        """Times a phase of the step, and shows the phase in the progress bar."""
         self.bar.update(self.global_step - 1, note=name)
         with self.timers.timer(name):
             yield
@@ -205,7 +205,7 @@ class PPOTrainer:
         return batch
 
     def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
-        """Starts generating the responses to each prompt, or its greedy response."""
+        """Starts to generate `rollout.n` responses per prompt, or a greedy one; returns the group numbers."""
         rollout = self.config.actor_rollout_ref.rollout
         samples = 1 if greedy else rollout.n
         sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
@@ -213,12 +213,12 @@ class PPOTrainer:
             return self.source.submit(prompts, samples=samples, sampling=sampling)
 
     def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
-        """Returns `n_groups` finished groups, or all submitted groups."""
+        """Returns the first `n_groups` groups to finish; None returns all submitted groups."""
         with self.phase(phase):
             return self.source.take(n_groups)
 
     def score(self, batch: DataProto) -> DataProto:
-        """Writes each reward part to a column, and their configured sum to `token_level_scores`."""
+        """Writes each reward part to a column, and their weighted sum to `token_level_scores`."""
         with self.phase("reward"):
             return self._score(batch, self.reward_fn)
 
@@ -249,7 +249,7 @@ class PPOTrainer:
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
-        """Computes rewards with the KL penalty, rollout correction, advantages and returns."""
+        """Computes rewards (minus the KL penalty), importance weights, advantages and returns."""
         algorithm = self.config.algorithm
         with self.timers.timer("adv"):
             step_metrics = credit.apply_kl_in_reward(batch, algorithm, self.kl_controller)
@@ -262,7 +262,7 @@ class PPOTrainer:
         return batch
 
     def resample_and_balance(self, batch: DataProto) -> DataProto:
-        """Returns the rows of the update: resampled if PF-PPO is enabled, and ordered by rank."""
+        """Returns the batch to train on: resampled if PF-PPO is enabled, and ordered by rank."""
         trainer, algorithm = self.config.trainer, self.config.algorithm
         with self.timers.timer("adv"):
             rows = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
@@ -274,7 +274,7 @@ class PPOTrainer:
         return rows
 
     def update(self, batch: DataProto) -> dict[str, float]:
-        """Updates the critic, then the actor, and publishes the actor's weights."""
+        """Updates the critic, then (after `critic_warmup`) the actor, and publishes the actor's weights."""
         step_metrics: dict[str, float] = {}
         num_rows = int(batch.batch["step_row"].max()) + 1
         if self.plan.needs_critic and self.critic is not None:
@@ -312,7 +312,7 @@ class PPOTrainer:
         return report | scoring.pop_metrics(self.reward_fn, self.reward_model)
 
     def after_step(self, batch: DataProto) -> dict[str, float]:
-        """Writes the rollout file, calls data hooks, and validates if it is due."""
+        """Writes the rollout file, calls `on_batch_end`, and returns the metrics of a due validation."""
         trainer = self.config.trainer
         self.rollout_writer.write(batch, self.global_step, self.tracking)
         self.loader.on_batch_end(batch)
@@ -340,9 +340,9 @@ class PPOTrainer:
 
     @contextmanager
     def checkpoint_if_due(self, stop_requested: bool) -> Iterator[bool]:
-        """Writes a checkpoint if one is due, and yields whether it is; the enclosed block logs the metrics.
+        """Writes a checkpoint if one is due, and yields whether one is; the block logs the step's metrics.
 
-        The checkpoint gets its final name after the block, so a killed run has both or neither.
+        The checkpoint gets its final name after the block, so a killed run has the metrics of its checkpoint.
         """
         trainer = self.config.trainer
         is_due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
@@ -368,7 +368,7 @@ class PPOTrainer:
             checkpoint.write_state(folder, state)
 
     def resume(self) -> bool:
-        """Loads the checkpoint, and returns whether the run will train; if so, discards later files."""
+        """Loads the checkpoint, if any; returns whether the run will train, which discards later files."""
         trainer, run = self.config.trainer, self.run_folder
         source = checkpoint.find_resume_source(run, trainer.resume_mode, trainer.resume_from_path)
         if source is not None:

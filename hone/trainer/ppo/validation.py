@@ -30,7 +30,7 @@ def run_validation(
     """Generates and scores every batch of prompts; returns the metrics and all trajectories."""
     sources: list[str] = []
     uids: list[str] = []
-    turns: list[float] = []
+    turn_counts: list[float] = []
     variables: dict[str, list[JsonValue]] = {}
     batches = []
     for prompt_batch in prompts:
@@ -47,11 +47,13 @@ def run_validation(
             column += values.get(name, [None] * len(batch_uids))
         sources += list(last_row_values(batch, arrays["data_source"]))
         uids += batch_uids
-        turns += [float(n) for n in arrays.get("num_turns", ()) if n is not None]
+        turn_counts += [float(n) for n in arrays.get("num_turns", ()) if n is not None]
         batches.append(batch)
         bar.advance(len(batch_uids) // samples)
     metrics = validation_metrics(sources, uids, variables)
-    return metrics | mean_max_min("val-aux/num_turns", torch.tensor(turns)), pad_and_concat(batches)
+    return metrics | mean_max_min("val-aux/num_turns", torch.tensor(turn_counts)), pad_and_concat(
+        batches
+    )
 
 
 @dataclass

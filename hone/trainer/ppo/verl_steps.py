@@ -1,6 +1,6 @@
 """Provides the functions of verl's `main_ppo` and `ray_trainer` for custom programs, with verl's arguments.
 
-They read and write a DataProto in place. The training loop itself uses credit.py.
+Functions that take a DataProto write its columns in place. The training loop itself uses credit.py.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def compute_advantage(
     estimator = advantages.get_estimator(name, config, **options.get(name, {}))
     columns: Fields = {"non_tensor_batch": data.non_tensor_batch}
     for column in estimator.requires:
-        # A reward part may also be one number per row from the score function.
+        # A reward part without a column may be an extra of the score function: one number per row.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
             columns[column] = require(data, column)
     advantage, returns = credit.run_estimator(data, estimator, columns)
@@ -91,7 +91,7 @@ def compute_advantage(
 
 
 class TaskRunner:
-    """Runs one training run; subclasses may extend it."""
+    """Trains as configured; a subclass may extend `run`."""
 
     def run(self, config: PPOTrainerConfig | Settings) -> None:
         from hone.trainer.main_ppo import run
@@ -149,7 +149,7 @@ def validate_config(
 
 
 class DistProfilerExtension:
-    """Adds `start_profile` and `stop_profile` to a worker, which call its profiler."""
+    """Adds methods to a worker class that start and stop the worker's profiler."""
 
     def __init__(self, profiler: DistProfiler) -> None:
         self.profiler = profiler
