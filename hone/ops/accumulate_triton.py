@@ -1,4 +1,4 @@
-"""The GPU kernel that sums the gradients of engine/optimizer.py; it reads tensor addresses from memory."""
+"""The GPU kernel that sums the gradients of engine/optimizer.py, with one launch for all tensors."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def add_all(sums: list[Tensor], parts: list[Tensor]) -> None:
 def _program_table(
     element_counts: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the size of each tensor, and for each program its tensor and first element."""
+    """Returns the number of elements per tensor, and each program's tensor index and first element."""
     num_elements = torch.tensor(element_counts)
     blocks = -(-num_elements // _BLOCK)
     tensor_index = torch.arange(len(element_counts)).repeat_interleave(blocks)

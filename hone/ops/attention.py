@@ -1,8 +1,11 @@
 """Attention over padded or concatenated sequences, and functions that all attention layouts share.
 
-Fused kernels do not support soft caps and sinks. Attention with these is computed in float32, one
-sequence at a time, and the backward pass recomputes the scores, so that only the scores of one
+Fused kernels support neither soft caps nor sinks. Attention with either is computed in float32, one
+sequence at a time, and the backward pass recomputes the attention scores, so that only the scores of one
 sequence are in memory.
+
+In shapes, H is the number of query heads, KV of key-value heads, L of queries, M of keys, N of concatenated
+tokens and S of their sequences; D is the head dimension.
 """
 
 from __future__ import annotations
@@ -21,21 +24,21 @@ from torch.utils.checkpoint import checkpoint
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (("flash_attn_interface", 9), ("flash_attn.cute", 9), ("flash_attn", 8))
-"""Modules with `flash_attn_varlen_func`, fastest first, and the major capability they need."""
+"""Modules with `flash_attn_varlen_func`, fastest first, and the major compute capability each one needs."""
 
 
 class AttentionOptions(NamedTuple):
     """The attention options of one layer."""
 
     layer: int  # index of the layer
-    scaling: float  # of the scores
+    scaling: float  # of the attention scores
     window: int | None = None  # of sliding-window attention
     softcap: float | None = None
-    sinks: Tensor | None = None  # [H]
+    sinks: Tensor | None = None  # [H] logits
 
     @property
     def needs_scores(self) -> bool:
-        """Whether the scores must be computed, because fused kernels do not support the options."""
+        """Whether attention must materialize its scores, because fused kernels do not support the options."""
         return self.softcap is not None or self.sinks is not None
 
 
@@ -116,7 +119,7 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fits_varlen(q: Tensor) -> bool:
-    """Returns whether the kernel supports the device, dtype and head dimension of q [N, H, D]."""
+    """Returns whether `varlen_attention` supports the device, dtype and head dimension of q [N, H, D]."""
     return q.is_cuda and q.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
@@ -124,8 +127,8 @@ def varlen_attention(
     q: Tensor,  # [N, H, D]
     k: Tensor,  # [M, KV, D]
     v: Tensor,  # [M, KV, D]
-    cu_q: Tensor,  # [S + 1] int32
-    cu_k: Tensor,  # [S + 1] int32
+    cu_q: Tensor,  # [S + 1] int32, cumulative number of queries
+    cu_k: Tensor,  # [S + 1] int32, cumulative number of keys
     max_q: int,
     max_k: int,
     *,
@@ -134,7 +137,7 @@ def varlen_attention(
 ) -> Tensor:  # [N, H, D]
     """Returns causal attention over concatenated 16-bit sequences on a GPU.
 
-    The last query of a sequence has the position of its last key. If a flash-attn package that
+    The last query and the last key of a sequence have the same position. If a flash-attn package that
     supports this GPU is installed, its kernel is used instead of torch's.
     """
     attend = _package_kernel() or _torch_attention
@@ -145,7 +148,7 @@ def _torch_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
     scaling: float, window: int | None,
 ) -> Tensor:  # fmt: skip
-    # The operator behind torch.nn.attention.varlen, whose wrapper takes much host time.
+    # torch.nn.attention.varlen calls this operator, but takes much host time.
     return torch.ops.aten._flash_attention_forward(
         q, k, v, cu_q, cu_k, max_q, max_k, 0.0, window is None, False,
         scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,

@@ -78,8 +78,8 @@ def micro_batches_by_tokens(
 ) -> list[Partition]:
     """Returns the row numbers of micro-batches of at most `max_token_len` tokens each.
 
-    Token counts are balanced. The cheapest micro-batches come first and last, where a pipeline
-    fills and drains. There are at least `min_micro_batches` micro-batches, and a multiple of `multiple_of`.
+    Token counts are balanced. The cheapest micro-batches come first and last, where a pipeline fills and
+    drains. The number of micro-batches is at least `min_micro_batches` and a multiple of `multiple_of`.
     """
     token_counts = [int(n) for n in lengths]
     if token_counts and max(token_counts) > max_token_len:
@@ -119,7 +119,7 @@ def _fit_budget(
     count = _round_up(max(count, len(bins)), multiple_of)
     if (parts := balance(count)) is not None:
         return parts
-    while len(bins) < count:  # a bin of `_first_fit` never exceeds the budget, nor does its half
+    while len(bins) < count:  # bins of `_first_fit`, and so their halves, fit into the budget
         fullest = max((part for part in bins if len(part) > 1), key=num_tokens)
         bins.remove(fullest)
         bins += [fullest[::2], fullest[1::2]]
@@ -165,7 +165,7 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
 def log_seqlen_unbalance(
     seqlen_list: Sequence[int] | np.ndarray, partitions: Sequence[Sequence[int]], prefix: str
 ) -> dict[str, float]:
-    """Returns metrics of the tokens per rank, before and after balancing."""
+    """Returns metrics of the number of tokens per rank, before and after balancing."""
     lengths = np.asarray(seqlen_list, dtype=np.int64)
     before = [int(part.sum()) for part in np.array_split(lengths, len(partitions))]
     after = [int(lengths[list(part)].sum()) for part in partitions]

@@ -21,7 +21,7 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 
 
 def sum_over_group(x: Tensor, group: Group) -> Tensor:
-    """Returns the sum of x over the ranks; the gradient is unchanged."""
+    """Returns the sum of x over the ranks; the gradient of x is the gradient of the sum."""
     return _Sum.apply(x, group)
 
 

@@ -1,4 +1,4 @@
-"""Copies to a device, and the device of this process under verl's names: CUDA if available."""
+"""Copies to a device, and verl's functions about the device of this process (CUDA if available)."""
 
 from __future__ import annotations
 

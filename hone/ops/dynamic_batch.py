@@ -1,6 +1,6 @@
 """Micro-batches by token count, with verl's names and arguments (`verl.utils.seqlen_balancing`).
 
-These functions use `balancing.micro_batches_by_tokens`, as the training engine does.
+The training engine does not use them; it splits mini-batches with `hone.engine.microbatch`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GPU kernels of the gated product and its gradient; the reference is in decoder_halves.py."""
+"""GPU kernels of silu(gate) · up and its gradients; the reference is in decoder_halves.py."""
 
 from __future__ import annotations
 

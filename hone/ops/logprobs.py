@@ -4,8 +4,11 @@ The full logits [tokens, vocabulary] are never materialized: the backward pass r
 chunk. All arithmetic is float32. On a GPU, an LM head without bias and soft cap uses a fused
 kernel.
 
-`wide_product` multiplies 16-bit matrices; on a GPU its float32 result is not rounded to 16 bits, for logits
-and the residual stream, so that log-probs of rollout and trainer differ less.
+`wide_product` and `wide_linear` return float32 products of 16-bit matrices. On a GPU, these products are
+never rounded to 16 bits. Logits and the residual stream use them, so that log-probs of rollout and trainer
+differ less.
+
+In shapes, M is the number of tokens, V the vocabulary size and d the hidden size. `g` is a gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from hone.ops.autograd import Context
 _CHUNK_LOGITS = 2**24
 """Logits per chunk, 64 MiB in float32: enough for the full speed of a matrix product."""
 _GPU_CHUNK_LOGITS = 2**27
-"""Logits per chunk of the GPU kernel; its chunks have a multiple of 128 tokens."""
+"""Logits per chunk of the GPU kernel, which gets a multiple of 128 tokens per chunk."""
 
 Statistics = tuple[Tensor, Tensor, Tensor]
 """log p(target), logsumexp of the logits (`lse`) and entropy; each [M] float32."""
@@ -95,7 +98,7 @@ def chunk_slices(tokens: int, vocab_size: int, *, use_kernel: bool) -> list[slic
 def scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, factor: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns float32 logits times `factor`, and with a soft cap the tanh that backward needs."""
+    """Returns float32 logits times `factor`, and the tanh of a soft cap, which the backward pass needs."""
     z = wide_product(hidden, weight)
     if bias is not None:
         z += bias
@@ -135,7 +138,7 @@ class LinearLogProbs(torch.autograd.Function):
         slices = chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
         empty = hidden.new_zeros(0, dtype=torch.float32)
         chunks = [compute(hidden[chunk], target[chunk]) for chunk in slices] or [(empty,) * 3]
-        log_probs, lse, entropy = (torch.cat(column) for column in zip(*chunks, strict=True))
+        log_probs, lse, entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         ctx.save_for_backward(bias, hidden, weight, target, lse, entropy)
         ctx.factor, ctx.softcap, ctx.use_kernel = factor, softcap, use_kernel
         ctx.set_materialize_grads(False)
@@ -199,7 +202,7 @@ def _plain_gradient(
     g_entropy: Tensor | None,
     factor: float,
 ) -> Tensor:
-    """Returns the gradient of the head's output and overwrites z, which saves memory."""
+    """Returns the gradient of the LM head's output; overwrites z to save memory."""
     # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
     log_p = z.sub_(lse[:, None])
     p = log_p.exp()
@@ -234,7 +237,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:  # [M, V] float32,
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:  # [..., d], [V, d] -> [..., V] float32
-    """Returns x · Wᵀ in float32; gradients are computed in the inputs' dtype, as in F.linear."""
+    """Returns x · Wᵀ in float32; gradients are computed in the dtype of x, as in F.linear."""
     if not x.is_cuda:
         return F.linear(x, weight).float()
     return _WideLinear.apply(x, weight)

@@ -1,4 +1,4 @@
-"""GPU kernels for logprobs.py: one forward and one backward pass over the logits."""
+"""GPU kernels for logprobs.py: one forward and one backward pass over logits [M tokens, V tokens]."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Statistics over the unmasked entries of a tensor.
 
-Masked entries, even NaN or infinity, change neither values nor gradients: they are replaced before
-any arithmetic.
+Masked entries, even NaN or infinity, change neither values nor gradients: they are replaced by 0 before any
+arithmetic.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
 
 
 def last_true_index(mask: Tensor) -> Tensor:
-    """Returns [B]: the column of the last nonzero entry in each row of a mask [B, T], else -1."""
+    """Returns [B]: the index of the last nonzero entry in each row of a mask [B, T], -1 if all are 0."""
     positions = torch.arange(mask.shape[1] + 1, device=mask.device)
-    padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # column 0 stands for "none"
+    padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # index 0 stands for "none"
     return (padded * positions).argmax(1) - 1
 
 

@@ -1,7 +1,7 @@
-"""Linear layers for decoding on a CPU, with weights packed in the layout of the matrix library.
+"""Linear layers for decoding on a CPU, with weights packed in oneDNN's layout.
 
-A product with few rows spends most of its time on reordering the weight, so this is done once.
-Processors and dtypes without a packed layout use the plain product.
+oneDNN spends most of the time of a product with few rows on reordering the weight; a packed weight is
+reordered only once. Processors and dtypes without a packed layout use the plain product.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class PlainLinear:
 def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
     """Returns the smallest m such that products with a multiple of m rows are batch-invariant.
 
-    The library chooses its code path, and thus the rounding, by the number of rows. Decoding pads
-    batches to a multiple of m rows, so that the result of a row does not depend on its batch.
+    The matrix library chooses its code path, and thus the rounding, by the number of rows. Decoding pads
+    batches to a multiple of m rows, so that the result of a row does not depend on the other rows.
     """
     shapes = {
         (min(w.shape[0], _TESTED_SIZE), min(w.shape[1], _TESTED_SIZE))
@@ -106,7 +106,7 @@ def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
 @lru_cache(maxsize=256)
 @torch.inference_mode()
 def _row_multiple(out_features: int, in_features: int, threads: int, packed: bool) -> int:
-    """Returns the smallest such m for one shape, found by a test on this machine."""
+    """Returns the m of `row_multiple` for one weight shape; tests products on this machine."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out_features, in_features, generator=generator)
     x = torch.randn(_TESTED_ROWS, in_features, generator=generator)

@@ -2,6 +2,9 @@
 
 Packed rows are concatenated without padding. A prompt that several rows share is packed once, and
 their responses are its children. Only tokens that predict a response token have a target.
+
+In shapes, N is the number of packed tokens, M of targets and B of rows; P and T are the padded widths of
+prompts and responses.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class PackedRows:
     source: Tensor  # [M] packed position whose hidden state predicts the target
     target: Tensor  # [M] response token ids
     row: Tensor  # [M] batch row of each target
-    column: Tensor  # [M] response column of each target
+    response_position: Tensor  # [M] position of each target in the padded response
     shape: tuple[int, int]  # (B, T) of the padded responses
     packed_positions: Tensor | None = field(default=None, kw_only=True)
     """The packed position [B, P + T] of each token of the padded batch, -1 if it is not packed."""
@@ -37,7 +40,7 @@ class PackedRows:
     """The experts [N, layers, k] to replay, -1 where none were recorded."""
 
     def with_experts(self, experts: Tensor) -> PackedRows:
-        """Returns these rows with the experts [B, P + T, layers, k] of the padded batch."""
+        """Returns these rows with the packed `experts`, which are [B, P + T, layers, k] as in the batch."""
         assert self.packed_positions is not None
         is_packed = self.packed_positions >= 0
         packed = experts.new_full((len(self.input_ids), *experts.shape[2:]), -1)
@@ -54,7 +57,7 @@ class PackedRows:
     def unpack(self, values: Tensor) -> Tensor:
         """Converts values [M] of targets to [B, T], with zeros outside the response mask."""
         out = values.new_zeros(self.shape)
-        return out.index_put((self.row, self.column), values)
+        return out.index_put((self.row, self.response_position), values)
 
     def to(self, device: torch.device) -> PackedRows:
         tensors: dict[str, Any] = {
@@ -75,7 +78,7 @@ def pack_rows(
     with_packed_positions: bool = False,
 ) -> PackedRows:
     """Packs the rows of a padded batch; with `share_prompts`, equal prompts are packed once."""
-    batch, prompt_width = prompts.shape
+    num_rows, prompt_width = prompts.shape
     masks = split_at_response(attention_mask, responses)
     prompt_lengths, response_lengths = (mask.sum(1).tolist() for mask in masks)
     if any(length == 0 for length in prompt_lengths):
@@ -87,16 +90,16 @@ def pack_rows(
             # The last response token predicts no target, so it is not packed.
             response_ids[i, : max(response_lengths[i] - 1, 0)],
         )
-        for i in range(batch)
+        for i in range(num_rows)
     ]
     first_rows = first_equal_indices([prompt.tobytes() for prompt, _ in rows])
     # If no prompt is shared, each row is one causal segment, which is cheaper than two segments.
-    is_shared = share_prompts and len(set(first_rows)) < batch
+    is_shared = share_prompts and len(set(first_rows)) < num_rows
     ids, positions, layout, prompt_last, response_start = (
         _pack_shared(rows, first_rows) if is_shared else _pack_whole(rows)
     )
-    row, column = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
-    i, j = row.numpy(), column.numpy()
+    row, response_position = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
+    i, j = row.numpy(), response_position.numpy()
     source = np.where(j == 0, prompt_last[i], response_start[i] + j - 1)
     packed_positions = (
         _packed_positions(masks, prompt_last, response_start) if with_packed_positions else None
@@ -108,8 +111,8 @@ def pack_rows(
         torch.from_numpy(source),
         torch.from_numpy(response_ids[i, j]),
         row,
-        column,
-        (batch, responses.shape[1]),
+        response_position,
+        (num_rows, responses.shape[1]),
         packed_positions=packed_positions,
     )
 
@@ -138,13 +141,14 @@ def shared_prompt_lengths(prompts: Tensor, attention_mask: Tensor) -> list[int]:
     return [0, *(mask[1:].sum(1) * is_same).tolist()][: len(prompts)]
 
 
-_PackedColumns = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
-"""Ids, positions, layout; per row the last position of its prompt, the first of its response."""
+_PackedTokens = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
+"""Ids, positions and layout of the packed tokens; for each row, the packed positions of the last prompt
+token and of the first response token."""
 _Rows = list[tuple[np.ndarray, np.ndarray]]
 """The token ids of each row's prompt and response."""
 
 
-def _pack_whole(rows: _Rows) -> _PackedColumns:
+def _pack_whole(rows: _Rows) -> _PackedTokens:
     """Packs each row as one segment of prompt and response."""
     lengths = np.array([len(p) + len(r) for p, r in rows])
     response_start = np.cumsum(lengths) - lengths + np.array([len(p) for p, _ in rows])
@@ -153,7 +157,7 @@ def _pack_whole(rows: _Rows) -> _PackedColumns:
     return ids, positions, SegmentLayout(lengths.tolist(), []), response_start - 1, response_start
 
 
-def _pack_shared(rows: _Rows, first_rows: list[int]) -> _PackedColumns:
+def _pack_shared(rows: _Rows, first_rows: list[int]) -> _PackedTokens:
     """Packs each distinct prompt as a root segment and each response as a child of its prompt."""
     root_rows = sorted(set(first_rows))
     root_index = {row: i for i, row in enumerate(root_rows)}

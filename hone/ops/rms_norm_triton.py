@@ -92,7 +92,7 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns `x + residual` normalized, in the weight's dtype, and the sum itself in float32."""
+    """Returns `x + residual` normalized, in the weight's dtype, and the float32 sum (or x, if not summed)."""
     rows, width = x.shape
     out = torch.empty_like(x, dtype=weight.dtype)
     total = torch.empty_like(x, dtype=torch.float32) if residual is not None else x

@@ -1,4 +1,7 @@
-"""Rotary embedding of queries and keys, with one forward and one backward kernel on a GPU."""
+"""Rotary embedding of queries and keys, with one forward and one backward kernel on a GPU.
+
+In shapes, N is the number of tokens, H of query heads and KV of key-value heads; D is the head dimension.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from torch import Tensor
 from hone.ops.autograd import Context
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [N, H, D]; [N, D]
-    """Rotates each head by the angles of its token, whose cosines and sines are given."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: [N, H, D]; cos, sin: [N, D]
+    """Rotates each head by the angles of its token, given as cosines and sines."""
     return _Rotate.apply(x, cos, sin) if x.is_cuda else plain_rotate(x, cos, sin)
 
 
@@ -27,7 +30,7 @@ def split_and_rotate(
     *,
     kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice
-    """Splits `qkv` into rotated queries, rotated keys and values, without gradient."""
+    """Splits `qkv` into queries, keys and values, and rotates queries and keys; has no gradient."""
     if qkv.is_cuda:
         from hone.ops import rotary_triton
 
@@ -38,7 +41,7 @@ def split_and_rotate(
 
 
 def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the gradient of the `qkv` that `split_and_rotate` has split."""
+    """Returns the gradient of the input `qkv` of `split_and_rotate`."""
     if g_q.is_cuda:
         from hone.ops import rotary_triton
 

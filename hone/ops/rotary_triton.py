@@ -13,7 +13,7 @@ def _rotate_qkv(  # type: ignore[no-untyped-def]
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Splits and rotates qkv [N, (H + 2 KV) D]; with BACKWARD, joins the gradients of q, k, v."""
+    """Computes `split_and_rotate` of rotary.py or, with BACKWARD, `join_gradients`."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = D // 2
     h = tl.arange(0, HEADS_PAD)[:, None]
@@ -64,7 +64,7 @@ def _rotate_qkv(  # type: ignore[no-untyped-def]
 def split_and_rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, *, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits qkv [N, (H + 2 KV) D] into rotated queries, rotated keys and values."""
+    """Splits qkv [N, (H + 2 KV) D] into queries, keys and values, and rotates queries and keys."""
     tokens, d = len(qkv), cos.shape[-1]
     heads = qkv.shape[1] // d - 2 * kv_heads
     q = qkv.new_empty(tokens, heads, d)
@@ -74,7 +74,7 @@ def split_and_rotate(
 
 
 def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the gradient of the `qkv` that `split_and_rotate` has split."""
+    """Returns the gradient of the input `qkv` of `split_and_rotate`."""
     g_q, g_k, g_v = (g.contiguous() for g in (g_q, g_k, g_v))
     heads = g_q.shape[1] + 2 * g_k.shape[1]
     joined = g_q.new_empty(len(g_q), heads * g_q.shape[2])

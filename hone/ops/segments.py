@@ -1,6 +1,9 @@
 """Attention over packed rows: a segment attends to itself and to its parent, if it has one.
 
 16-bit tensors on a GPU use a variable-length kernel; otherwise, segments are padded.
+
+In shapes, N is the number of packed tokens, S of segments, C of children, H of query heads and KV of
+key-value heads; D is the head dimension, and L, P and R are padded lengths (of segments, parents, children).
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ _BiasKey = tuple[int | None, torch.dtype]
 
 
 class Padding(NamedTuple):
-    """The mapping between packed segments and a padded batch."""
+    """The mapping between consecutive packed segments (N_s tokens) and a padded batch."""
 
     cells: Tensor  # [S, L] packed position of each cell; `start` where the cell is padding
     cell_indices: Tensor  # [N_s] flat index of each packed position's cell
     start: int  # packed position of the first segment
-    equal_lengths: bool  # whether all segments have the same length, so that a view suffices
+    equal_lengths: bool  # whether no cell is padding, so that a view suffices
 
     @staticmethod
     def of(
@@ -75,6 +78,7 @@ class SegmentLayout:
 
     child_biases: dict[_BiasKey, Tensor] = field(default_factory=dict)
     root_biases: dict[_BiasKey, Tensor] = field(default_factory=dict)
+    """Attention biases by window and dtype; layers share them."""
 
     def to(self, device: torch.device) -> SegmentLayout:
         return SegmentLayout(self.root_lengths, self.children, device)
@@ -86,7 +90,7 @@ class SegmentLayout:
     @cached_property
     def _children(self) -> Padding | None:
         lengths = [n for _, n in self.children]
-        if not any(lengths):  # no token of a one-token response is packed
+        if not any(lengths):  # a one-token response has no packed tokens
             return None
         return Padding.of(lengths, self.device, start=sum(self.root_lengths))
 
@@ -159,7 +163,7 @@ class SegmentLayout:
     def _child_bias(
         self, width: int, window: int | None, dtype: torch.dtype
     ) -> Tensor:  # [C, 1, R, P + R]
-        """Returns the bias of each child: it attends to all of its parent and causally to itself.
+        """Returns the bias with which each child attends to its whole parent and causally to itself.
 
         Padding queries attend to keys too, because the softmax of a fully masked row is NaN.
         """

@@ -18,13 +18,13 @@ from hone.ops.device import send
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """The numbers of queries and keys per segment; a child's keys are its root's, then its own."""
+    """The numbers of queries and keys per segment; a child has the keys of its root and then its own."""
 
     cu_queries: Tensor  # [S + 1] int32, cumulative number of queries
     cu_keys: Tensor  # [S + 1] int32, cumulative number of keys
     max_queries: int
     max_keys: int
-    source: Tensor | None = None  # [M] packed position of each key; None if no key is copied
+    source: Tensor | None = None  # [M] packed position of each of M keys; None if no key is copied
     copy_indices: Tensor | None = None  # [M] indices of the copies, sorted by packed position
     first_copy: Tensor | None = None  # [N + 1] where each token's copies begin in `copy_indices`
 
@@ -38,14 +38,14 @@ class SharedKeys:
         child_lengths = np.array([n for _, n in children if n], np.int64)
         num_queries = np.concatenate([root_sizes, child_lengths])
         num_keys = np.concatenate([root_sizes, root_sizes[parents] + child_lengths])
-        lengths = (
+        query_and_key_counts = (
             _to_device(_cumulative(num_queries), device),
             _to_device(_cumulative(num_keys), device),
             int(num_queries.max()),
             int(num_keys.max()),
         )
         if not len(child_lengths):
-            return SharedKeys(*lengths)
+            return SharedKeys(*query_and_key_counts)
         child_starts = root_sizes.sum() + np.cumsum(child_lengths) - child_lengths
         key_positions = [np.arange(root_sizes.sum())]
         for parent, start, length in zip(parents, child_starts, child_lengths, strict=True):
@@ -56,7 +56,8 @@ class SharedKeys:
         source = np.concatenate(key_positions)
         first_copy = _cumulative(np.bincount(source, minlength=num_queries.sum()))
         index_arrays = (source, np.argsort(source, kind="stable"), first_copy)
-        return SharedKeys(*lengths, *(_to_device(index, device) for index in index_arrays))
+        indices = (_to_device(index, device) for index in index_arrays)
+        return SharedKeys(*query_and_key_counts, *indices)
 
     def repeat(
         self, k: Tensor, v: Tensor
@@ -103,7 +104,7 @@ class _RepeatKeys(torch.autograd.Function):
 
 
 def sum_copies_plain(g: Tensor, source: Tensor, tokens: int) -> Tensor:
-    """Returns the gradient of each token, summed over the copies of its key, in plain torch."""
+    """Returns the gradient of each token's key (or value), summed over its copies, in plain torch."""
     sum_dtype = torch.float32 if g.itemsize < 4 else g.dtype
     total = g.new_zeros(tokens, *g.shape[1:], dtype=sum_dtype)
     return total.index_add_(0, source, g.to(sum_dtype)).to(g.dtype)

@@ -1,4 +1,4 @@
-"""GPU kernels for shared_keys.py: they copy keys and values and sum the copies' gradients."""
+"""GPU kernels for shared_keys.py, which copy keys and values and sum the gradients of the copies."""
 
 from __future__ import annotations
 

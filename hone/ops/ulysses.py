@@ -2,7 +2,8 @@
 
 Before attention, an all-to-all gives each rank all tokens for its share of the heads. After
 attention, another all-to-all gives each rank its own tokens with all heads. Layouts and masks are
-those of all packed tokens.
+those of all packed tokens. In shapes, n is the number of tokens of a rank; segments.py defines the other
+letters.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class SplitLayout:
         heads_per_rank = [x.shape[1] // size for x in (q, k, v)]
         parts = [x.unflatten(1, (size, -1)) for x in (q, k, v)]
         heads = torch.cat(parts, 2).transpose(0, 1)  # [size, n, H/size + 2 KV/size, D]
-        # One all-to-all for q, k and v, because with three their order in backward could differ.
+        # One all-to-all for q, k and v: the order of three could differ between ranks in the backward pass.
         q, k, v = (
             _AllToAll.apply(heads, self.group)
             .flatten(0, 1)[: self.num_tokens]
@@ -66,7 +67,7 @@ class SplitLayout:
 class SplitRows(PackedRows):
     """This rank's part of packed rows: its tokens and their targets.
 
-    `row` and `column` have the targets of all ranks, rank by rank; `unpack` gathers their values.
+    `row` and `response_position` have the targets of all ranks, rank by rank; `unpack` gathers their values.
     """
 
     targets_per_rank: tuple[int, ...]
@@ -74,7 +75,7 @@ class SplitRows(PackedRows):
     group: dist.ProcessGroup
 
     def unpack(self, values: Tensor) -> Tensor:
-        """Converts the values of all ranks to [B, T]; the gradient of a rank is that of its own values."""
+        """Gathers the values of all ranks to [B, T]; a rank gets the gradient of its own values only."""
         return super().unpack(_Gather.apply(values, self.targets_per_rank, self.group))
 
 
@@ -102,7 +103,7 @@ def split_rows(packed: PackedRows, group: dist.ProcessGroup) -> SplitRows:
         packed.source[own_targets] - start,
         packed.target[own_targets],
         packed.row[order],
-        packed.column[order],
+        packed.response_position[order],
         packed.shape,
         tuple(targets_per_rank),
         group,
@@ -128,8 +129,8 @@ class _AllToAll(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """Concatenates the values of all ranks.
 
-    Every rank computes the same loss from them, so a rank takes only the gradient of its own
-    values.
+    Every rank computes the same loss from all values, so its own values get their gradient without a sum over
+    ranks.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Functions over the ranks of a process group, with verl's names and arguments.
 
-They are those of verl's `utils.distributed`, `memory_utils`, `torch_functional` and `profiler`.
+In verl, they are in `utils`: `distributed`, `memory_utils`, `torch_functional` and `profiler`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def allgather_dict_tensors(
 
 
 def split_dict_tensor_into_batches(tensors: TensorDict, batch_size: int) -> Sequence[TensorDict]:
-    """Returns batches of `batch_size` rows; the number of rows must be a multiple of it."""
+    """Returns batches of `batch_size` rows, which must divide the number of rows."""
     if tensors.batch_size[0] % batch_size:
         raise AssertionError(
             f"{tensors.batch_size[0]} rows do not divide into batches of {batch_size}"

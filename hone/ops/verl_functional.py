@@ -1,6 +1,6 @@
 """Tensor functions with verl's names and arguments; the training engine does not use them.
 
-They are those of verl's `utils.torch_functional`, `utils.model` and `utils.groupwise`.
+In verl, they are in `utils.torch_functional`, `utils.model` and `utils.groupwise`.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def postprocess_data(
         )
     num_left = {"left": 0, "right": max_length, "middle": max_length // 2}.get(truncation, length)
     if length > max_length:
-        columns = torch.arange(length, device=input_ids.device)
-        is_kept = (columns < num_left) | (columns >= length - (max_length - num_left))
+        positions = torch.arange(length, device=input_ids.device)
+        is_kept = (positions < num_left) | (positions >= length - (max_length - num_left))
         input_ids, attention_mask = input_ids[:, is_kept], attention_mask[:, is_kept]
     return (
         pad_sequence_to_length(input_ids, max_length, pad_token_id, left_pad),
@@ -189,12 +189,12 @@ def create_random_mask(
         )
     start = torch.from_numpy(np.random.randint(0, max_padding + 1, (rows, 1)))
     length = torch.from_numpy(np.random.randint(min_tokens, max_tokens + 1, (rows, 1)))
-    column = torch.arange(width)
-    return ((column >= start) & (column < start + length)).to(input_ids.device, torch.int64)
+    position = torch.arange(width)
+    return ((position >= start) & (position < start + length)).to(input_ids.device, torch.int64)
 
 
 def update_model_config(module_config: PreTrainedConfig, override_config_kwargs: Fields) -> None:
-    """Sets attributes of a model's config; a dict value sets those of a nested config."""
+    """Sets attributes of a model's config; a dict sets the attributes of a nested config."""
     for key, value in override_config_kwargs.items():
         if isinstance(value, dict):
             update_model_config(getattr(module_config, key), value)
@@ -233,7 +233,7 @@ def get_generation_config(model: str, trust_remote_code: bool = False) -> Genera
 
 
 def squeeze(x: Tensor) -> Tensor:
-    """Returns the tensor without its last dimension if that has size 1."""
+    """Removes the last dimension if its size is 1."""
     return x.squeeze(-1)
 
 
@@ -316,7 +316,7 @@ def get_wsd_schedule_with_warmup(
 def as_torch_index(
     index: Sequence[Hashable] | np.ndarray | Tensor, device: torch.device | str | None = None
 ) -> Tensor:
-    """Returns a group number per label, [N] from 0; nearly integral labels are rounded."""
+    """Returns the group number (from 0) of each label; floats close to integers are rounded first."""
     array = index.cpu().numpy() if isinstance(index, Tensor) else np.asarray(index, dtype=object)
     if array.dtype == object and all(isinstance(label, float | np.floating) for label in array):
         array = array.astype(np.float64)

@@ -1,6 +1,6 @@
 """Functions on dicts, processes and IP addresses, with verl's names and arguments.
 
-They are those of verl's `utils.py_functional`, `utils.net_utils`, `utils.import_utils` and
+In verl, they are in `utils.py_functional`, `utils.net_utils`, `utils.import_utils` and
 `utils.checkpoint.checkpoint_manager`.
 """
 
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 
 
 def append_to_dict(data: Fields, new_data: Settings, prefix: str = "") -> None:
-    """Appends each value of `new_data` to the list (or `Metric`) of its name in `data`."""
+    """Appends each value of `new_data` to the list (or `Metric`) that `data` has under `prefix` + its key."""
     for key, value in rename_dict(new_data, prefix).items():
         values = data.setdefault(key, getattr(value, "init_list", list)())
         if isinstance(value, list):
@@ -54,7 +54,7 @@ def union_two_dict(dict1: dict[K, V], dict2: Mapping[K, V]) -> dict[K, V]:
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[K, V]]) -> dict[K, list[V]]:
-    """Converts rows to columns; all rows must have the keys of the first."""
+    """Converts a list of dicts, which must have the same keys, to a dict of lists."""
     if any(row.keys() != list_of_dict[0].keys() for row in list_of_dict):
         raise AssertionError("the rows do not all have the same keys")
     return {key: [row[key] for row in list_of_dict] for key in (list_of_dict or [{}])[0]}
@@ -154,7 +154,7 @@ def _send_result(sender: Connection, call: Callable[[], R]) -> None:
 
 
 def deprecated(replacement: str = "") -> Callable[[Function], Function]:
-    """Decorates a function or class to emit a FutureWarning with its replacement when used."""
+    """Decorates a function or class: each use emits a FutureWarning that names `replacement`."""
 
     def decorate(target: Function) -> Function:
         kind, init = ("Class" if isinstance(target, type) else "Function"), "__init__"
@@ -195,7 +195,7 @@ def _ip_version(text: str) -> int | None:
 def should_save_ckpt_esi(
     max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0
 ) -> bool:
-    """Returns whether the machine's reservation ends before another step and checkpoint would.
+    """Returns whether the machine's reservation ends before another step and a checkpoint would finish.
 
     Volcengine and SageMaker set the end of a reservation in an environment variable.
     """

@@ -81,7 +81,7 @@ def test_every_target_is_predicted_by_the_token_before_it_at_its_position(data, 
     ]
     actual = zip(
         packed.row.tolist(),
-        packed.column.tolist(),
+        packed.response_position.tolist(),
         packed.target.tolist(),
         packed.input_ids[packed.source].tolist(),
         packed.position_ids[packed.source].tolist(),
@@ -110,7 +110,7 @@ def test_unpack_puts_values_back_and_leaves_zero_elsewhere():
 def test_padding_never_changes_the_pack():
     narrow = pack_rows(*padded(ROWS), share_prompts=True)
     wide = pack_rows(*padded(ROWS, 9, 11), share_prompts=True)
-    for name in ("input_ids", "position_ids", "source", "target", "row", "column"):
+    for name in ("input_ids", "position_ids", "source", "target", "row", "response_position"):
         np.testing.assert_array_equal(getattr(narrow, name), getattr(wide, name))
 
 
