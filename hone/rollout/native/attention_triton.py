@@ -4,8 +4,8 @@ This module is imported only on a GPU; the references are in kernels_reference.p
 at multiples of KEYS and are read from last to first, as in torch's variable-length kernel, which
 training uses. Softmax terms are rounded relative to the running maximum score, so the same order
 gives the same rounding. For head dimensions up to 64, torch's kernel reads tiles of 128 keys. This kernel
-reads 64, which is faster here, so the first tile that it reads of a sequence is rounded
-differently.
+reads 64, which is faster here, so it rounds the first tile that it reads of a sequence differently
+from torch.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def _decode_attention(  # type: ignore[no-untyped-def]
 def _load_rotated_heads(  # type: ignore[no-untyped-def]
     x_ptr, mask, cos, sin, norm_ptr, eps, D: tl.constexpr, D_PAD: tl.constexpr, NORM: tl.constexpr
 ):
-    """Loads heads from x_ptr ([h, 1] or one pointer), applies the norm if NORM, and returns them
-    rotated, [h, D_PAD]."""
+    """Loads heads from x_ptr ([heads, 1] or one pointer), applies the norm if NORM, and returns the
+    rotated heads, [heads, D_PAD]."""
     d = tl.arange(0, D_PAD)[None, :]
     is_first_half = d < D // 2
     partner_index = tl.where(is_first_half, d + D // 2, d - D // 2)
@@ -178,7 +178,7 @@ def _rope_attention(  # type: ignore[no-untyped-def]
     sin = tl.load(sin_ptr + position * D + d, d_mask, other=0.0).to(tl.float32)
     base = tl.multiple_of(tl.load(base_ptr).to(tl.pointer_type(qkv_ptr.dtype.element_ty)), 16)
     qkv_row = qkv_ptr + row * ((KV * GROUP + 2 * KV) * D)
-    # The program that reads the last tile first writes the new key and value into it.
+    # The program of the last tile writes the new key and value before it reads the tile.
     new_kv_mask = d_mask & (begin < num_tiles) & (end == num_tiles)
     k_ptr = qkv_row + (KV * GROUP + kv_head) * D
     k = _load_rotated_heads(k_ptr, new_kv_mask, cos, sin, k_norm_ptr, eps, D, D_PAD, NORM)
@@ -223,7 +223,7 @@ def _combine_splits(  # type: ignore[no-untyped-def]
 
 
 class _Launch:
-    """The grid, constants and output tensors of a launch, for either attention kernel."""
+    """The grid, constants and output tensors of a launch of one of the two attention kernels."""
 
     def __init__(
         self, inputs: Tensor, heads: int, cache: PagedCache, window: int | None, splits: int

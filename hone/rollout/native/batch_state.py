@@ -24,7 +24,7 @@ _FINISHED = STATE_FIELDS.index("finished")
 
 @dataclass(frozen=True)
 class BatchState:
-    """The device tensors of a batch of R rows."""
+    """The device tensors of a batch of R rows, and of chunks of up to C tokens per row."""
 
     state: Tensor  # [7, R] int64; state[i] has STATE_FIELDS[i] of every row
     inverse_temperature: Tensor  # [R] float32; 1 where greedy

@@ -45,7 +45,7 @@ class SlotCache:
         """Frees the memory; the next sequence allocates it again."""
         self._capacity = 0
         self._kv: list[list[Tensor]] = [[] for _ in range(self._num_layers)]
-        """Keys and values per layer, [slots, KV, capacity, D]; empty before its first tokens."""
+        """Keys and values per layer, [slots, KV, capacity, D]; no tensors before the first tokens."""
 
     def reserve(self, num_tokens: int, num_used_slots: int) -> None:
         """Grows the slots to at least `num_tokens` tokens; the contents of used slots are copied."""
@@ -76,7 +76,7 @@ class PrefillLayout:
 
     def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int]) -> None:
         self._cache, self._slots = cache, torch.tensor(slots)
-        # Lengths are padded, because the remainder of a vector register is summed in another order.
+        # Lengths are padded, because a partly filled vector register is summed in another order.
         self._padding = Padding.of(lengths, torch.device("cpu"), multiple=_KEY_MULTIPLE)
         self._padded_length = self._padding.cells.shape[1]
         self._token_slots = self._slots.repeat_interleave(torch.tensor(lengths))  # [N]
@@ -106,7 +106,7 @@ class PrefillLayout:
 
 
 class DecodeLayout:
-    """The layout of one new token for each of the first `len(positions)` slots."""
+    """The layout of one new token in each of the first `len(positions)` slots."""
 
     def __init__(self, cache: SlotCache, positions: Tensor) -> None:
         self._cache = cache

@@ -71,7 +71,7 @@ class NativeCore:
         self.cache.free()
 
     def invalidate(self) -> None:
-        """Drops everything computed from the parameters, which have changed."""
+        """Drops everything that was computed from the old parameters."""
         self._forward.invalidate()
         self._forward_is_current = False
 
@@ -116,7 +116,7 @@ class NativeCore:
             admitted.append(self._waiting.pop())
         return admitted
 
-    def _next_logits(self, admitted: list[Request]) -> Tensor:  # [A, V]
+    def _next_logits(self, admitted: list[Request]) -> Tensor:  # [sequences, V]
         """Returns next-token logits of the running sequences, then of the admitted ones.
 
         Each distinct prompt is computed once, in the slot of the first request that has it.
@@ -186,7 +186,7 @@ class NativeCore:
             request.stop_reason = self.rules.stop_reason(request)
 
     def _remove_finished(self) -> list[Request]:
-        """Removes and returns the finished requests; the last sequences take over their slots."""
+        """Removes and returns the finished requests; the last sequences move into their slots."""
         finished = [r for r in self._running if r.stop_reason is not None]
         if not finished:
             return []

@@ -51,7 +51,7 @@ class DecodeStep:
         self._kernels, self._block_size = kernels, block_size
         self._sizes = list(sizes)
         self._use_graphs = use_graphs
-        # A forward that synchronizes cannot be captured; the first step finds out whether it does.
+        # A forward that synchronizes with the device cannot be captured; `run` tests this once.
         self._may_synchronize = may_synchronize
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: torch.cuda._POOL_HANDLE | None = None
@@ -86,7 +86,7 @@ class DecodeStep:
         return logits
 
     def _synchronizes(self, size: int) -> bool:
-        """Returns whether a step synchronizes with the device, as some expert routers do."""
+        """Whether a step synchronizes with the device, as some expert routers do."""
         state = self._batch_state.state.clone()
         self._batch_state.finished.fill_(1)  # finished rows sample nothing
         self._compute(size, sample=False)  # compiles the kernels

@@ -1,8 +1,8 @@
-"""The decoder forward on a CPU.
+"""The decoder forward on a CPU, and the forward of other models on any device.
 
-`PlainDecoder` computes the layers of models/decoder_layer.py without module overhead;
-`ModuleDecoder` runs the modules of any other model. Weights are packed for the CPU where that is
-faster, and packed again after the parameters change.
+On a CPU, `PlainDecoder` computes the layers of models/decoder_layer.py without module overhead. It
+packs weights for the CPU where that is faster, and packs them again after the parameters change.
+`ModuleDecoder` runs the modules of any other model.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class ModuleDecoder:
 
 
 class PlainDecoder:
-    """Runs the layers of models/decoder_layer.py over packed copies of the parameters."""
+    """Computes the layers of models/decoder_layer.py with packed copies of the parameters."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
-        # [positions, 1, head_dim]; half of `_sin` is negated
+        # [positions, 1, head_dim]; the first half of each row of `_sin` is negated
         self._cos = self._sin = torch.empty(0)
         self.invalidate()
 
@@ -141,7 +141,7 @@ class PlainDecoder:
 
 
 def _join(modules: Sequence[nn.Linear]) -> PackableLinear:
-    """Concatenates linear layers that have the same input into one layer."""
+    """Returns one layer that concatenates the outputs of linear layers with the same input."""
     first, *others = modules
     if not others:
         return make_linear(first.weight, first.bias)
@@ -163,7 +163,7 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return F.rms_norm(x, self._weight.shape, self._weight, self._epsilon)
-        # x / sqrt(mean(x²) + ε) = √d · x / sqrt(sum(x²) + d · ε)
+        # With d features: x / sqrt(mean(x²) + ε) = √d · x / sqrt(sum(x²) + d · ε)
         square_sum = (x * x).sum(-1, keepdim=True)
         return (x * square_sum.add_(self._scaled_epsilon).rsqrt_()).mul_(self._scaled_weight)
 

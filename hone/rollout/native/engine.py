@@ -1,7 +1,8 @@
 """The native engine: one thread decodes in `drive`; event loops in other threads await results.
 
-The engine starts no thread, because a second thread would have its own pool of torch workers and
-slow both down. Requests that an event loop submits in one iteration enter the core as one batch.
+The engine starts no thread, because a second thread would have its own pool of torch workers, and the two
+pools would slow each other down. Requests that an event loop submits in one iteration enter the core as one
+batch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CLOSE_TIMEOUT_S = 30.0
 
 
 class Core(Protocol):
-    """The synchronous part of the engine: core.py, or on a GPU and in exact mode paged_core.py."""
+    """The synchronous part of the engine: `NativeCore` with a slot cache or `PagedCore` with blocks."""
 
     policy: PolicyModel
     version: int
@@ -182,7 +183,7 @@ class NativeRollout(RequestEngine):
         finally:
             with self._between_steps(), self._condition:
                 self._is_driven = False
-                if not self._stopped and not self._open_requests():  # all loops are closed
+                if not self._stopped and not self._open_requests():  # every event loop is closed
                     self._abort_requests(None)
                     self._pending, self._streaming = {}, {}
 
@@ -258,7 +259,7 @@ class NativeRollout(RequestEngine):
                 raise
 
     def _wait_for_work(self) -> bool:
-        """Waits for work; returns False if `drive` must check `until`."""
+        """Waits for work; returns False if the engine stopped or `drive` must check `until`."""
         with self._condition:
             self._condition.wait_for(lambda: self._stopped or self._notified or self._can_decode)
             notified, self._notified = self._notified, False
@@ -297,7 +298,7 @@ class NativeRollout(RequestEngine):
                 call_soon_in_loop(request.awaited_future.get_loop(), _stream_tokens, request)
 
     def _deliver(self, finished: list[Request]) -> None:
-        """Posts the results; removes requests of closed event loops, as nothing awaits them."""
+        """Posts the results; removes requests whose event loop is closed, as nothing awaits them."""
         self._remove_pending(_post_results(finished))
 
     def _remove_pending(self, requests: list[Request]) -> None:
@@ -354,7 +355,7 @@ def _set_results(requests: list[Request]) -> None:
 
 
 def _stream_tokens(request: Request) -> None:
-    """Passes new tokens to `on_tokens`; an error in it fails only this request."""
+    """Passes new tokens to `on_tokens`; an error of the callback fails only this request."""
     if request.awaited_future.done():
         return
     try:

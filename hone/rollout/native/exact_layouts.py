@@ -22,7 +22,7 @@ TILE_ROWS = 64
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of the GPU kernel: consecutive queries of one sequence; each field is [T] int64."""
+    """The T tiles of the GPU kernel, each with consecutive queries of one sequence; fields are [T] int64."""
 
     first_query: Tensor  # index of the first query
     num_queries: Tensor
@@ -38,11 +38,11 @@ class Queries:
     row: Tensor  # [N] int64, row of the block table
     block_table: Tensor  # [R, W] int32, the blocks of each row
     tiles: Tiles | None
-    """Used by the GPU kernel only."""
+    """Only the GPU kernel uses the tiles."""
 
 
 def queries_per_tile(heads: int, kv_heads: int) -> int:
-    """Returns how many queries fit a tile with all query heads of a key head."""
+    """Returns the number of queries per tile, each with all query heads of one key head."""
     group = heads // kv_heads
     if group > TILE_ROWS:
         raise ValueError(
@@ -74,6 +74,7 @@ def segment_queries(
     for row, block_ids in enumerate(blocks):
         padded_table[row, : len(block_ids)] = block_ids
     offsets = [np.arange(0, n, queries_per_tile) for n in lengths]
+    # For each tile, its segment and its offset in the segment.
     segment = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
     offset = np.concatenate(offsets)
     num_queries = np.minimum(lengths[segment] - offset, queries_per_tile)
@@ -152,7 +153,7 @@ class TrainingLayout(ExactLayout):
 
 
 class _Segments:
-    """The blocks of packed prompts and responses; a response shares its prompt's full blocks."""
+    """A segment per packed prompt and response; a response shares its prompt's full blocks."""
 
     def __init__(self, packed: PackedRows, block_size: int) -> None:
         self._block_size = block_size
@@ -160,7 +161,7 @@ class _Segments:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.blocks: list[list[int]] = []
-        self.slots: list[np.ndarray] = []  # slot of each packed token
+        self.slots: list[np.ndarray] = []  # slots of each segment's tokens
         # The slots of a prompt's tail are copied to the start of each response's first block.
         self.source_slots, self.target_slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         prompt_blocks = [self._add(0, length, []) for length in packed.layout.root_lengths]

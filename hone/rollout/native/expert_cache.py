@@ -1,4 +1,4 @@
-"""Records routed experts by cache slot, so that tokens of prefix-cache hits have experts too."""
+"""Records routed experts by cache slot, so that tokens that hit the prefix cache have experts too."""
 
 from __future__ import annotations
 

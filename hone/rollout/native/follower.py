@@ -17,7 +17,7 @@ from hone.rollout.weights import load_weights
 
 
 class FollowerRollout(RequestEngine):
-    """The engine of a rank above 0: `drive` executes commands until rank 0 releases or closes it.
+    """The engine of a rank above 0: `drive` executes commands until `release` or `close`.
 
     This rank's own worker only updates its weights: `begin_update` waits until rank 0 begins the
     update, and `drive` executes no step before `commit`.
@@ -30,7 +30,7 @@ class FollowerRollout(RequestEngine):
         super().__init__(core.rules)
         self._replica, self._peers = Replica(core), peers
         self._condition = threading.Condition()
-        # The numbers of updates that rank 0 has begun, and that this rank has begun and has ended.
+        # Numbers of updates: begun by rank 0, begun by this rank, ended by this rank.
         self._updates_announced = self._updates_begun = self._updates_ended = 0
         self._update_error: str | None = None
         self._is_driven = False

@@ -24,12 +24,12 @@ from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 
 
 class JoinedDecoder:
-    """The joined parameters and the rotary table of a decoder."""
+    """The parameters of a decoder, with joined query-key-value and gate-up weights, and a rotary table."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
-        self._cos = self._sin = torch.empty(0)  # [W, D]
-        # Captured graphs still read the tables that `extend_rotary_table` has replaced.
+        self._cos = self._sin = torch.empty(0)  # [positions, head_dim]
+        # Captured graphs still read old tables after `extend_rotary_table`.
         self._old_rotary_tables: list[Tensor] = []
         self._read_parameters()
 
@@ -41,7 +41,7 @@ class JoinedDecoder:
     @torch.no_grad()
     def _read_parameters(self) -> None:
         decoder = self._policy.decoder
-        # Parameters created in inference mode could not be trained.
+        # Tensors that are created in inference mode cannot be trained.
         with torch.inference_mode(False):
             self._layers: list[DecoderLayer[Linear, Norm]] = [
                 read_layer(layer, join=_join_linears, norm=_norm_parameters)
@@ -95,7 +95,7 @@ class FusedDecoder(JoinedDecoder):
         return F.embedding(ids, self._embedding)
 
     def _residual_term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns a term of the residual stream; without bias it is float32, as in training."""
+        """Returns a term of the residual stream; without a bias, the term is float32, as in training."""
         return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
@@ -116,6 +116,7 @@ def _join_linears(modules: Sequence[nn.Linear]) -> Linear:
 
 
 def _join_parameters(parameters: Sequence[Tensor]) -> Tensor:
+    """Returns the concatenated parameters; afterwards, each parameter is a view of the result."""
     first = parameters[0].detach()
     are_adjacent = all(
         b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()

@@ -24,8 +24,8 @@ _HEARTBEATS_PER_TIMEOUT = 4
 class LeaderCore:
     """The core of rank 0, which executes each command and sends it to the other ranks.
 
-    The inner core works on copies of the requests, which share the token lists with them. So a
-    cancellation takes effect on all ranks at the same step.
+    The inner core works on copies of the requests, which share the requests' token lists. Only a
+    command cancels a copy, so a cancellation takes effect on all ranks at the same step.
     """
 
     def __init__(self, core: Core, peers: Peers) -> None:
@@ -109,7 +109,7 @@ class LeaderCore:
             self._peers.fail(error)
 
     def _finish(self, number: int, copy: Request) -> Request:
-        """Removes and returns the request whose copy has finished."""
+        """Removes a request whose copy has finished; returns the request with the copy's results."""
         request = self._requests.pop(number)
         request.stop_reason, request.cached_tokens = copy.stop_reason, copy.cached_tokens
         request.num_preempted = copy.num_preempted
@@ -139,7 +139,7 @@ class LeaderRollout(NativeRollout):
         super().__init__(core)
         self._core = self._leader_core = LeaderCore(core, peers)
         self._heartbeat_s = peers.timeout_s / _HEARTBEATS_PER_TIMEOUT
-        self._followers_listen = False  # whether the other ranks are in `drive`
+        self._followers_listen = False  # whether `drive` runs on the other ranks
 
     def drive(self, until: Callable[[], bool]) -> None:
         self._followers_listen = True

@@ -24,9 +24,9 @@ from hone.rollout.contract import RolloutError
 NULL_BLOCK = 0
 """The block that empty rows of a batch write to; it belongs to no sequence."""
 _BlockKey = tuple[int, bytes]
-"""The entry id of the preceding block, and the tokens of this block."""
+"""The id of the preceding block's prefix-cache entry, and the tokens of this block."""
 _ROOT_ENTRY = -1
-"""The entry id before the first block of a sequence."""
+"""The entry id that precedes the first block of a sequence."""
 
 
 class BlockPool:
@@ -39,7 +39,7 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # unreferenced, oldest first
         self._block_by_key: dict[_BlockKey, int] = {}
         self._key_by_block: dict[int, _BlockKey] = {}
-        self._entry_by_block: dict[int, int] = {}  # prefix-cache entry; new when a block is reused
+        self._entry_by_block: dict[int, int] = {}  # entry id; new when a block is reused
         self._last_entry_id = 0
         self._deferred_releases: list[tuple[Sequence[int], Sequence[int]]] = []
         """The arguments of `insert_and_release` calls that are not executed yet."""
@@ -84,8 +84,8 @@ class BlockPool:
     def insert_and_release(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Inserts the blocks of a finished sequence into the prefix cache and releases them.
 
-        Both are done at the next call on the pool; if that call clears the prefix cache, as after a
-        rollout, nothing is inserted.
+        The pool does both at its next call. If that call clears the prefix cache, as after a rollout,
+        nothing is inserted.
         """
         self._deferred_releases.append((tokens, blocks))
 
@@ -179,7 +179,7 @@ class PagedCache:
         block_size: int,
         memory_fraction: float,
     ) -> PagedCache:
-        """Returns a cache with `num_blocks`; if None, with as many as fit, up to `max_blocks`."""
+        """Returns a cache of `num_blocks` blocks; None: as many as fit, at most `max_blocks`."""
         text_config = policy.lm.config.get_text_config()
         weight = next(policy.parameters())
         kv_heads, head_dim = policy.key_shape
@@ -273,7 +273,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def _usable_bytes(fraction: float, device: torch.device) -> float:
-    if device.type != "cuda":  # `zeros` takes no memory yet, so what is free does not matter
+    if device.type != "cuda":  # `zeros` takes no memory yet, so free memory does not matter
         return fraction * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     unused_reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -42,9 +42,9 @@ from hone.tokenizer import Tokenizer
 class _Chunk(NamedTuple):
     """Sampled tokens that the host has read but not yet appended to their requests."""
 
-    tokens: Tensor  # [N, C]
-    log_probs: Tensor
-    counts: list[int]  # tokens per sequence
+    tokens: Tensor  # [sequences, C]; the first counts[i] of row i are valid
+    log_probs: Tensor  # [sequences, C]
+    counts: list[int]  # number of tokens per sequence
     finished: list[int]  # 1 for a finished sequence
 
 
@@ -165,7 +165,7 @@ class PagedCore:
 
     @torch.no_grad()
     def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
-        """Samples a chunk of tokens per sequence, admits requests, returns the finished requests.
+        """Samples a chunk of tokens per sequence, admits requests, and returns the finished requests.
 
         The host prepares prefills while the device computes the chunk of the running sequences.
         Until `must_yield` returns True, further chunks follow if they do not need the host; the
@@ -201,7 +201,7 @@ class PagedCore:
         return self._remove_finished()
 
     def _refresh_forward(self) -> None:
-        """Reads moved parameters again; discards the graphs that read their old memory."""
+        """Reads moved parameters again; discards the graphs that read the parameters' old memory."""
         self._forward.refresh()
         addresses = self.policy.addresses()
         if addresses != self._addresses:
@@ -273,7 +273,7 @@ class PagedCore:
     def _prefill_hidden_states(
         self, sequences: list[RunningSequence], prompts: list[tuple[int, ...]]
     ) -> Tensor:
-        """Returns hidden states [S, d] of the last token of each prompt."""
+        """Returns hidden states [prompts, d] of the last token of each prompt."""
         starts = [s.cached_tokens for s in sequences]
         lengths = [len(ids) - start for ids, start in zip(prompts, starts, strict=True)]
         blocks = [s.blocks for s in sequences]
@@ -320,7 +320,7 @@ class PagedCore:
     # -- results -------------------------------------------------------------------------------
 
     def _read_chunk(self) -> _Chunk:
-        """Waits for the device and copies the sampled tokens, which the next chunk overwrites."""
+        """Waits for the device; copies the sampled tokens, because the next chunk overwrites them."""
         rows = self._device_rows.rows(0, len(self._scheduler.running))
         tokens = rows.tokens_out.to("cpu", copy=True)
         log_probs = rows.log_probs_out.to("cpu", copy=True)
@@ -333,7 +333,7 @@ class PagedCore:
             self._append_tokens(sequence, tokens[index][:count], log_probs[index][:count], finished)
 
     def _read_experts(self, request_ids: Collection[str] | None = ()) -> None:
-        """Copies routed experts to finished requests and to those with these ids (None: all)."""
+        """Copies routed experts to finished requests and to requests with these ids (None: all)."""
         assert self._expert_cache is not None
         for sequence in self._scheduler.running:
             request = sequence.request

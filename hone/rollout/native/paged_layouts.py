@@ -1,6 +1,6 @@
 """Attention over the paged cache, for prefill and decode.
 
-Both layouts first write the new keys and values. Hugging Face models call `attend`; the fused
+Both layouts first write the new keys and values into the cache. Hugging Face models call `attend`; the fused
 decoder calls `attend_qkv` with queries, keys and values as one tensor before the rotation.
 """
 
@@ -28,12 +28,12 @@ from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
 
 _FULL_GPU_PROGRAMS = 512
-"""Number of attention programs that occupy a large GPU; small batches split keys to reach it."""
+"""Number of attention programs that occupy a large GPU; a small batch splits its keys into about as many."""
 _MAX_SPLITS = 16
 
 
 class PagedPrefill:
-    """The layout of several sequences' new tokens, each after the sequence's cached tokens."""
+    """The layout of the new tokens of several sequences; a sequence may have cached tokens before them."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class PagedDecode:
     def __init__(self, cache: PagedCache, kernels: ModuleType, rows: BatchState) -> None:
         self._cache, self._kernels = cache, kernels
         self._block_table, self._positions, self.slots = rows.block_table, rows.position, rows.slot
-        # A power of two, as the kernel that combines the splits expects.
+        # The kernel that combines the splits expects a power of two.
         splits_to_fill = _FULL_GPU_PROGRAMS // max(len(rows.greedy) * cache.kv_heads, 1)
         self._splits = min(_MAX_SPLITS, 1 << max(0, int(math.log2(max(splits_to_fill, 1)))))
 

@@ -26,7 +26,7 @@ _FIRST_MESSAGE_BYTES = 1024
 _LENGTH_BYTES = 8
 _CAUSE_KEY = "cause"
 _CAUSE_TIMEOUT_S = 3.0
-"""How long a rank waits for the cause after another rank has failed."""
+"""The longest wait for the recorded cause after another rank was lost."""
 
 
 class PeerLost(RolloutError):
@@ -81,19 +81,20 @@ class Peers:
 
     def receive(self) -> list[Command]:
         """Returns the next commands of rank 0."""
-        head = bytes(self._broadcast(torch.empty(_FIRST_MESSAGE_BYTES, dtype=torch.uint8)).tolist())
-        end = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "big")
+        first_message = self._broadcast(torch.empty(_FIRST_MESSAGE_BYTES, dtype=torch.uint8))
+        data = bytes(first_message.tolist())
+        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
         if end > _FIRST_MESSAGE_BYTES:
             rest = self._broadcast(torch.empty(end - _FIRST_MESSAGE_BYTES, dtype=torch.uint8))
-            head += rest.numpy().tobytes()
-        commands: list[Command] = json.loads(head[_LENGTH_BYTES:end])
+            data += rest.numpy().tobytes()
+        commands: list[Command] = json.loads(data[_LENGTH_BYTES:end])
         return commands
 
     def fail(self, error: BaseException) -> BaseException:
         """Closes the groups after an error and returns the error to raise.
 
-        If another rank was lost, the returned error has the cause that the lost rank recorded, if
-        it recorded one.
+        A rank that fails by itself records its error as the cause. A rank that has lost another rank
+        returns the recorded cause, if there is one.
         """
         with suppress(RuntimeError, dist.DistError):  # the rank with the store may have exited
             if isinstance(error, PeerLost):
@@ -101,8 +102,9 @@ class Peers:
                 self.store.wait([_CAUSE_KEY], timeout)
                 error = RolloutError(self.store.get(_CAUSE_KEY).decode())
             else:
-                failed = f"rank {self.rank} of {self.size} tensor-parallel ranks failed"
-                self.store.compare_set(_CAUSE_KEY, "", f"{failed}: {type(error).__name__}: {error}")
+                name = f"rank {self.rank} of {self.size} tensor-parallel ranks"
+                cause = f"{name} failed: {type(error).__name__}: {error}"
+                self.store.compare_set(_CAUSE_KEY, "", cause)
         self.close()
         return error
 

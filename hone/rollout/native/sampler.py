@@ -39,17 +39,17 @@ class SamplingRows:
 
     @staticmethod
     def of(samplings: list[Sampling], device: torch.device) -> SamplingRows:
-        def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        def to_tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
         greedy = [s.temperature == 0 for s in samplings]
         return SamplingRows(
-            column([s.temperature or 1.0 for s in samplings], torch.float32),
-            column(greedy, torch.bool),
-            column([s.top_k if s.top_k > 0 else _NO_TOP_K for s in samplings], torch.int64),
-            column([s.top_p for s in samplings], torch.float32),
-            column([s.min_p for s in samplings], torch.float32),
-            column([s.seed for s in samplings], torch.int64),
+            to_tensor([s.temperature or 1.0 for s in samplings], torch.float32),
+            to_tensor(greedy, torch.bool),
+            to_tensor([s.top_k if s.top_k > 0 else _NO_TOP_K for s in samplings], torch.int64),
+            to_tensor([s.top_p for s in samplings], torch.float32),
+            to_tensor([s.min_p for s in samplings], torch.float32),
+            to_tensor([s.seed for s in samplings], torch.int64),
             any(greedy),
             all(greedy),
             any(s.truncates for s in samplings),
@@ -66,8 +66,8 @@ def sample_tokens(
     log_p = torch.log_softmax(logits / sampling.temperature[:, None], -1)
     p = log_p.exp()
     cumulative = (_truncate(p, sampling) if sampling.any_truncation else p).cumsum(-1)
-    # Scaled by the total, so that rounding selects neither a token of probability 0 nor an index past
-    # the vocabulary.
+    # The threshold is scaled by the total, so that rounding selects neither a token of probability 0
+    # nor an index past the vocabulary.
     threshold = uniform(sampling.seed, position).to(torch.float64) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
     token = token.clamp(max=logits.shape[-1] - 1)
@@ -83,8 +83,8 @@ def _truncate(p: Tensor, sampling: SamplingRows) -> Tensor:
     without truncation are returned unchanged.
     """
     sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(p.shape[-1], device=p.device)
-    keep = rank < sampling.top_k[:, None]
+    sorted_index = torch.arange(p.shape[-1], device=p.device)
+    keep = sorted_index < sampling.top_k[:, None]
     cumulative = (sorted_p * keep).cumsum(-1)
     threshold = sampling.top_p[:, None] * cumulative[:, -1:]
     keep &= (cumulative - sorted_p < threshold) | (sampling.top_p == 1)[:, None]
@@ -97,13 +97,13 @@ def _truncate(p: Tensor, sampling: SamplingRows) -> Tensor:
 class TruncatedSampling:
     """The rows of a batch that have top-k, top-p or min-p.
 
-    The kernels sample all other rows, as in a batch without such rows, because a sampled token must
-    not depend on the batch.
+    The kernels sample all other rows, exactly as in a batch without truncation, because a sampled token
+    must not depend on the batch.
     """
 
-    indices: Tensor  # [C] int64, the rows with truncation
-    mask: Tensor  # [R] bool, True for these rows
-    sampling: SamplingRows  # parameters of these rows
+    indices: Tensor  # [T] int64, indices of the T rows with truncation
+    mask: Tensor  # [R] bool over all rows, True for rows with truncation
+    sampling: SamplingRows  # parameters of the T rows
     exact: bool  # whether log-probs are those of exact mode
 
     @staticmethod

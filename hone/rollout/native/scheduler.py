@@ -18,8 +18,8 @@ from hone.rollout.requests import Request, RequestRules, select
 
 BLOCK_SIZE = 16
 STEPS_PER_CHUNK = 32
-"""Decode steps between two reads by the host: enough to hide the read, and few enough that a
-waiting request is admitted soon."""
+"""Decode steps between two reads by the host: enough to hide the cost of a read, and few enough that
+a waiting request is admitted soon."""
 STEPS_PER_LONG_CHUNK = 64
 """Decode steps between two reads by the host when no request waits."""
 
@@ -86,7 +86,7 @@ class Scheduler:
         self._watermark = max_num_seqs * (STEPS_PER_LONG_CHUNK // BLOCK_SIZE)
         """Number of free blocks kept for the next chunk.
 
-        A sequence gets all its blocks at once if more than this number stay free.
+        A sequence gets all its blocks at once if at least this number stays free.
         """
         self._waiting: list[Request] = []  # by priority, ascending; the last starts first
         self.running: list[RunningSequence] = []
@@ -129,7 +129,7 @@ class Scheduler:
         return max(1 - unread_tokens, min(max_steps, max(remaining, default=max_steps)))
 
     def lookahead_steps(self, counts: Sequence[int]) -> int:
-        """Returns the decode steps that may run before the host appends `counts` tokens each.
+        """Returns the decode steps that may run before the host appends `counts[i]` tokens to sequence i.
 
         Returns 0 if a request waits, if the host must check whether a sequence ends, or if a
         sequence may need another block.
@@ -194,7 +194,7 @@ class Scheduler:
     def _allocate(
         self, request: Request, prefix_blocks: list[int], steps: int
     ) -> RunningSequence | None:
-        """Returns a sequence with its cached prefix and new blocks, or None if too few are free."""
+        """Returns a sequence with its cached prefix and new blocks; None if too few blocks are free."""
         sampling = request.sampling
         eos_ids = [] if sampling.ignore_eos else sorted(self._rules.eos_ids)
         stop_ids = list(dict.fromkeys([*eos_ids, *sampling.stop_token_ids]))

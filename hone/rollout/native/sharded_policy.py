@@ -41,7 +41,7 @@ _SPLIT_LAYERS = {
     "mlp.up_proj": (0, _MLP_COLUMNS),
     "mlp.down_proj": (1, _MLP_COLUMNS),
 }
-"""The dimension that is split of each linear layer's weight, and the unit of the split."""
+"""For each linear layer, the split dimension of its weight, and the unit of the split."""
 _ROW_PARALLEL_LAYERS = tuple(name for name, (dim, _) in _SPLIT_LAYERS.items() if dim == 1)
 """The linear layers whose outputs are summed over the ranks."""
 
@@ -136,8 +136,8 @@ class ShardedPolicy(PolicyModel):
 
     def embed(self, ids: Tensor) -> Tensor:
         """Returns the input embeddings [N, d] of token ids [N]."""
-        local, is_local = self._local_ids(ids)
-        x = F.embedding(local, self.decoder.embed_tokens.weight)
+        local_ids, is_local = self._local_ids(ids)
+        x = F.embedding(local_ids, self.decoder.embed_tokens.weight)
         return self.peers.all_reduce(x * is_local[..., None])
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -180,24 +180,25 @@ class ShardedPolicy(PolicyModel):
         for name, whole in self._whole_parameters.items():
             if id(whole) not in shard_by_id:
                 shape = self._local_part(name, whole).shape
-                local = torch.zeros(shape, dtype=whole.dtype, device=device)
-                shard_by_id[id(whole)] = nn.Parameter(local, requires_grad=False)
+                shard = torch.zeros(shape, dtype=whole.dtype, device=device)
+                shard_by_id[id(whole)] = nn.Parameter(shard, requires_grad=False)
             owner, _, attribute = name.rpartition(".")
             setattr(self.lm.get_submodule(owner), attribute, shard_by_id[id(whole)])
 
     def _local_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the row of each id in this rank's embedding, and whether this rank has it."""
-        local = ids - self.peers.rank * self._vocab_rows
-        return local.clamp(0, self._vocab_rows - 1), (local >= 0) & (local < self._vocab_rows)
+        local_ids = ids - self.peers.rank * self._vocab_rows
+        is_local = (local_ids >= 0) & (local_ids < self._vocab_rows)
+        return local_ids.clamp(0, self._vocab_rows - 1), is_local
 
     def _register_hooks(self) -> None:
-        """Registers hooks, with which the model's own modules compute on shards."""
+        """Registers hooks, so that the model's own modules compute on shards."""
         masks: list[Tensor] = []  # the mask of the current embedding call
 
         def to_local_ids(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            local, is_local = self._local_ids(args[0])
+            local_ids, is_local = self._local_ids(args[0])
             masks[:] = [is_local]
-            return (local, *args[1:])
+            return (local_ids, *args[1:])
 
         def sum_embeddings(_: nn.Module, args: tuple[Tensor, ...], x: Tensor) -> Tensor:
             return self.peers.all_reduce(x * masks.pop()[..., None])
