@@ -43,7 +43,7 @@ class Box(DescriptorOwner):
         self._box_id = box_id
         self._deadline = time.monotonic() + SETUP_S
         self._next_check = time.monotonic() + CHECK_INTERVAL_S
-        self._is_spare = False  # whether this is a spare that has no request yet
+        self._is_spare = False  # whether the box is a spare that has no request yet
         self._kill_status: Status | None = None  # the status of a run that was killed
         self._error: str | None = None
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
@@ -197,7 +197,7 @@ class Box(DescriptorOwner):
         self._pending_events.discard(event)
 
     def _on_status(self, descriptor: int) -> None:
-        """Reads the pid of the box's first process, which waits until the limits are set."""
+        """Reads from bubblewrap the pid of the box's first process, which waits for its limits."""
         data = os.read(descriptor, _CHUNK_BYTES)
         if not data:
             self._end_event("status", descriptor)
@@ -314,7 +314,7 @@ class Box(DescriptorOwner):
         return min(self._deadline, self._next_check)
 
     def kill(self, status: Status | None = None) -> None:
-        """Kills all processes of the box; the first status given is that of the result."""
+        """Kills all processes of the box; the result has the status of the first call that gives one."""
         self._kill_status = self._kill_status or status
         self._kill_program()
         if self.pid and "process" in self._pending_events:

@@ -131,7 +131,7 @@ def _kill_session(session_id: int) -> None:
     """Kills all processes in the session of a dead warden.
 
     A bubblewrap that has just started does not die with its parent yet. The kernel does not reuse
-    a session's id while it has a member.
+    a session's id while the session has a member.
     """
     has_members = True
     while has_members:
@@ -148,7 +148,7 @@ os.register_at_fork(after_in_child=_warden.forget)
 
 
 def run_job(job: Job, plan: Plan, caller_socket: socket.socket | None = None) -> SandboxResult:
-    """Runs one job. Raises SandboxError if the box fails; a program that fails is a result.
+    """Runs one job. Raises SandboxError if the box fails, but not if the program fails.
 
     caller_socket: the run ends with CallerDisconnected if this connection closes.
     """
@@ -189,7 +189,7 @@ class Run:
     def close(self) -> None:
         """Closes the run's connection and descriptors, which ends a run in progress."""
         with contextlib.suppress(OSError):  # it is closed already, or the warden is dead
-            self._connection.shutdown(socket.SHUT_RDWR)  # also if a forked process holds it
+            self._connection.shutdown(socket.SHUT_RDWR)  # works even if a fork holds it
         self._connection.close()
         while self._descriptors:
             os.close(self._descriptors.pop())

@@ -39,7 +39,7 @@ class Interpreter:
 
     executable: str
     read_paths: tuple[str, ...]
-    """Paths outside the system directories that it needs; they are read-only."""
+    """Paths that it needs outside the system directories; the box makes them read-only."""
     masked_paths: tuple[str, ...]
     """Directories below `read_paths` that are hidden."""
 
@@ -57,7 +57,7 @@ class Interpreter:
 
 @functools.lru_cache(maxsize=8)
 def describe(executable: str | None = None) -> Interpreter:
-    """Returns the interpreter at that path, or without a path the base one of this process."""
+    """Returns the interpreter at `executable`, or by default the base interpreter of this process."""
     if executable is None:
         base = getattr(sys, "_base_executable", None) or sys.executable
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -101,7 +101,8 @@ def describe(executable: str | None = None) -> Interpreter:
 def choose(executable: str | None, *, uid: int, gid: int, bind_interpreter: bool) -> Interpreter:
     """Returns the interpreter at `executable`, or by default that of this process.
 
-    If `uid` cannot read the default, the system's Python replaces it.
+    If `uid` cannot read the default, returns the system's Python. Otherwise, if `uid` cannot read the
+    interpreter, raises SandboxUnavailable.
     """
     interpreter = describe(executable)
     if bind_interpreter or interpreter.reachable_by(uid, gid):
@@ -115,7 +116,7 @@ def choose(executable: str | None, *, uid: int, gid: int, bind_interpreter: bool
 
 
 class BindMounts:
-    """The bind mounts of this process, in a mount namespace that the first one creates."""
+    """The bind mounts of this process, in a mount namespace that the first mount creates."""
 
     def __init__(self) -> None:
         self._directory: str | None = None
@@ -142,7 +143,7 @@ class BindMounts:
 def _mount_directory(paths: Sequence[str]) -> str:
     """Mounts a tmpfs in a new mount namespace and returns the directory that it is mounted on.
 
-    The tmpfs hides what the directory contains, so none of the paths may be in it.
+    The tmpfs hides what the directory contains, so none of the paths may be in this directory.
     """
     for directory in _CANDIDATE_DIRECTORIES:
         if os.path.isdir(directory) and not any(p.startswith(directory + "/") for p in paths):

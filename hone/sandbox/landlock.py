@@ -79,7 +79,7 @@ def fork_program(
                 cgroup.add_process(os.getpid())
         for target, descriptor in enumerate(standard_fds):
             os.dup2(descriptor, target)
-        # All descriptors are opened close-on-exec; this closes any that were missed.
+        # All descriptors are opened close-on-exec; this call marks any that were missed.
         _LIBC.syscall(_CLOSE_RANGE, 3, _MAX_DESCRIPTOR, _CLOSE_ON_EXEC)
         for number in SIGNALS_TO_RESET:
             signal.signal(number, signal.SIG_DFL)
@@ -108,7 +108,7 @@ def abi_version() -> int:
 
 
 def restrict(*, read_paths: Iterable[str], write_paths: Iterable[str]) -> None:
-    """Lets this process read only `read_paths` and `write_paths`, and write only the latter."""
+    """Lets this process read only `read_paths` and `write_paths`, and write only `write_paths`."""
     version = abi_version()
     if version == 0:
         raise OSError("landlock: this kernel does not support it; use bubblewrap")

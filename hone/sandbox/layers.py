@@ -1,6 +1,6 @@
 """Probes which isolation layers work on this machine, and compares them with the minimum of a run.
 
-It fails closed: if no layer provides a guarantee that the minimum names, the run does not start.
+If no layer provides a guarantee that the minimum names, the run does not start.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _probe_machine(interpreter_path: str | None) -> _ProbeResult:
     errors: list[str] = []
     plan: Plan | None = None
     probe_output: dict[str, str | int] = {}
-    for bwrap_path, mount_proc, bind_interpreter in _variants(is_root=box_uid is not None):
+    for bwrap_path, mount_proc, bind_interpreter in _box_variants(is_root=box_uid is not None):
         try:
             python = interpreter.choose(
                 interpreter_path,
@@ -132,7 +132,7 @@ def _probe_machine(interpreter_path: str | None) -> _ProbeResult:
     return _ProbeResult(plan, states)
 
 
-def _variants(is_root: bool) -> Iterator[tuple[str | None, bool, bool]]:
+def _box_variants(is_root: bool) -> Iterator[tuple[str | None, bool, bool]]:
     """Yields (bwrap_path, mount_proc, bind_interpreter), the strongest box first."""
     bwrap_path, _ = bubblewrap.find()
     if bwrap_path is not None:

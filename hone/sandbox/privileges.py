@@ -1,6 +1,6 @@
-"""User ids of a warden that root starts: it runs as uid 65534 and is root only in `as_root()`.
+"""User ids of a warden that root starts: the warden runs as uid 65534, and as root only in `as_root()`.
 
-Programs that it executes never have root privileges, because exec resets the saved user id.
+Programs that the warden executes never have root privileges, because exec resets the saved user id.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class SandboxResult:
 
     status: Status
     exit_code: int | None
-    """The code that a shell reports (128 + signal); None when the box was killed from outside."""
+    """The program's exit code, or 128 + signal as a shell reports; None if the warden killed the box."""
     stdout: str
     stderr: str
     wall_s: float

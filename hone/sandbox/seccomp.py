@@ -16,7 +16,7 @@ import struct
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-# Offsets in struct seccomp_data; those of the arguments are offsets of their low words.
+# Offsets in struct seccomp_data; the offset of an argument is that of its low word.
 _CALL_NUMBER, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of clone(2)
@@ -59,7 +59,7 @@ DENIED_CALLS: dict[str, dict[str, int]] = {
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _IOCTL = {"x86_64": 16, "aarch64": 29}
-# Without a PID namespace, a run is ended by killing its process group, so no process may leave it.
+# Without a PID namespace, a run is ended by killing its process group, so no process may leave the group.
 _LEAVE_GROUP_CALLS = {"x86_64": (112, 109), "aarch64": (157, 154)}  # setsid, setpgid
 
 
@@ -111,7 +111,7 @@ def build_filter(machine: str | None = None, *, deny_leaving_group: bool = False
 
 
 def install(program: bytes) -> None:
-    """Applies the filter to this thread and its future children; it cannot be removed."""
+    """Applies the filter to this thread and its future children; the filter cannot be removed."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(program, len(program))
     sock_fprog = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))

@@ -1,6 +1,6 @@
 """Serves the local sandbox over HTTP: SandboxFusion's `run_code`, and `judge_code` for assertions.
 
-There is no authentication: bind it to loopback or to a trusted network. Requests from web pages and
+There is no authentication: bind the server to loopback or to a trusted network. Requests from web pages and
 requests that are not JSON are refused before anything runs.
 `python -m hone.sandbox.server --port 8080 --max-concurrent 8 --max-memory-mb 1024`
 """
@@ -73,7 +73,7 @@ class SandboxServer(ThreadingHTTPServer):
         return f"http://{name!s}:{port}{RUN_PATH}"
 
     def is_own_host(self, host: str) -> bool:
-        """Whether the host is an IP address or one of our names, so DNS rebinding cannot set it."""
+        """Whether the host is an IP address or a name of this server; DNS rebinding sends other names."""
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(host)
             return True
@@ -145,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
         limits: _Limits = {"memory_mb": self.server.max_memory_mb}
         if request.get("memory_limit_MB") != -1:  # -1 means no limit in SandboxFusion
             memory_mb = _number_field(request, "memory_limit_MB", RANGES["memory_mb"][1])
-            if memory_mb is not None:  # larger requests get the server's maximum
+            if memory_mb is not None:  # a larger limit is lowered to the server's maximum
                 limits["memory_mb"] = min(max(1, int(memory_mb)), self.server.max_memory_mb)
         timeout_s = _number_field(request, "run_timeout", self.server.max_timeout_s)
         if timeout_s is not None:

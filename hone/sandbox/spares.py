@@ -77,7 +77,7 @@ class SpareSlot:
 
 
 def _kind(request: RunRequest) -> Kind | None:
-    """Returns what must be equal for a spare and its request; None if no spare can fit it."""
+    """Returns what must be equal for a spare and its request; None if no spare can fit the request."""
     # Arguments, and files other than the program, are fixed when a box is built.
     fits_spare = (
         request.plan.bwrap_path is not None and not request.job.argv and not request.job.files

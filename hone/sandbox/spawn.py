@@ -16,7 +16,7 @@ StandardFds = tuple[int, int, int]
 
 
 def spawn(argv: list[str], *, standard_fds: StandardFds, pass_fds: Sequence[int]) -> int:
-    """Starts a process with an empty environment and returns its pid; it inherits `pass_fds`.
+    """Starts a process with an empty environment and returns its pid; the process inherits `pass_fds`.
 
     The caller must close `pass_fds` at once, because the next child would inherit them too.
     """

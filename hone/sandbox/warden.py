@@ -1,7 +1,7 @@
 """The warden: a small process that starts, watches and ends all boxes of the process it serves.
 
 Forking a trainer with many gigabytes and threads is slow and unsafe, so the warden forks instead.
-If the trainer is killed, the warden kills the boxes and exits. It has a single thread.
+If the trainer is killed, the warden kills the boxes and exits. The warden has a single thread.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class CallerConnection:
             self._selector.unregister(self._connection)
 
     def send_descriptors(self, descriptors: list[int]) -> None:
-        """Sends a pidfd of the box's first process, which the caller kills if the warden dies, and
-        the channel if the box has one."""
+        """Sends the box's channel, if any, and a pidfd by which the caller kills the box of a dead warden."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # see on_disconnect
             socket.send_fds(self._connection, [DESCRIPTORS_MARK], descriptors)
 
@@ -128,8 +127,8 @@ class Warden:
             self._control_closed = True
             self._selector.unregister(self._control)
             self._spare_slot.discard()
-            for running in self._boxes:
-                running.kill(Status.KILLED)
+            for box in self._boxes:
+                box.kill(Status.KILLED)
             return
         if len(descriptors) < 3 or flags & socket.MSG_CTRUNC:
             for descriptor in descriptors:  # too many are open; the caller sees a disconnect

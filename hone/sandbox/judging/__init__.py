@@ -1,6 +1,7 @@
 """Runs assertions about an untrusted program, which cannot tamper with them.
 
-The program's box answers calls with plain data. The judge's box runs the tests, which call proxies.
+The judge's box runs the tests, which call the program through proxies. The program's box answers the
+calls with plain data.
 """
 
 from __future__ import annotations

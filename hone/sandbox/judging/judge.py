@@ -1,7 +1,7 @@
 """Starts the program's box, and lets the judge's box run the tests.
 
-Each process has one judge's box, which runs every judgement in a separate child. If that box is
-lost, it is replaced and the judgement is repeated. The program's box is used once.
+Each process has one judge's box per plan, which runs every judgement in a separate child. If that
+box is lost, it is replaced and the judgement is repeated. The program's box is used once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def judge(
 ) -> Judgement:
     """Runs `tests` (Python source) against `program`; the preamble runs first in both boxes.
 
-    Raises SandboxError if a box fails; a program that fails is a judgement.
+    Raises SandboxError if a box fails; if the program fails, the Judgement has the reason.
     caller_socket: the run ends if this connection closes.
     """
     plan = plan_for(minimum, interpreter)
@@ -112,7 +112,7 @@ def _judge_once(
 
 
 class JudgeBox:
-    """The judge's box of this process, which starts on first use."""
+    """A judge's box of this process, which starts on first use."""
 
     def __init__(self, plan: Plan) -> None:
         self.slots = threading.BoundedSemaphore(_MAX_CONCURRENT)
@@ -188,7 +188,7 @@ def _judge_files() -> dict[str, str]:
 def _program_server_expression() -> str:
     """Returns a Python expression for the code object of program_server.py.
 
-    The code is sent compiled, and as source for another version of Python.
+    It contains the compiled code, and the source for a box that has another version of Python.
     """
     source = (_FOLDER / "program_server.py").read_text()
     compiled = marshal.dumps(compile(source, "program_server.py", "exec", dont_inherit=True))

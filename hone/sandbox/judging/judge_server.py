@@ -1,7 +1,7 @@
-"""Runs in the judge's box: forks a child per request, which runs the tests and writes the verdict.
+"""The server in the judge's box: for each request, forks a child that runs the tests.
 
-The server itself has no tests and no program. A child serves one judgement; it receives the tests,
-the program's channel and the socket for the verdict as descriptors.
+The server itself has no tests and no program. A child serves one judgement and writes its verdict;
+the tests, the program's channel and the socket for the verdict arrive as descriptors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     verdict_fds: dict[int, int] = {}  # by the pid of the child
 
     def on_child_exit(number: int, frame: FrameType | None) -> None:
-        """Writes a verdict for each ended child; the caller reads only the first verdict."""
+        """Writes a failure for each child that has ended; the caller reads only the first verdict."""
         while verdict_fds:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)

@@ -40,7 +40,7 @@ class MalformedAnswer(Exception):
 
 
 class NotPlainData(TypeError):
-    """The tests passed an argument that cannot be sent."""
+    """The tests passed an argument that cannot be sent to the program."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +60,7 @@ ABSENT = Absent()
 
 
 class AnswerReader:
-    """Reads one answer. Instances of shared classes get their attributes at the end."""
+    """Reads one answer; sets the attributes of its instances of shared classes after all values are read."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class AnswerReader:
         """Returns the kind of a message, its value and the arguments that the program changed."""
         try:
             message = json.loads(data, object_hook=self._decode_tag)
-            kind, value, object_rows, changes = _check_shape(message, list)
-            for row in _check_shape(object_rows, list):
-                number, name, attributes = _check_shape(row, [int, str, list])
+            kind, value, object_states, changes = _check_shape(message, list)
+            for state in _check_shape(object_states, list):
+                number, name, attributes = _check_shape(state, [int, str, list])
                 self._set_attributes(self._get_object([number, name]), _pair_up(attributes))
             return (
                 _check_shape(kind, str),
@@ -205,7 +205,7 @@ class RequestWriter(pickle.Pickler):
             if _is_marshalable(request):  # the usual case: reading marshal needs no imports
                 return b"m" + marshal.dumps(request)
         except (RecursionError, ValueError):
-            pass  # the list contains itself, or is too deep for marshal
+            pass  # a value contains itself, or is too deep for marshal
         self.dump(request)
         for instance in self.shared_objects:  # dump() may append
             self.dump(instance.__dict__)
@@ -243,7 +243,7 @@ def _is_marshalable(value: Value) -> bool:
 
 
 def update_in_place(local: Value, remote: Value) -> Value:
-    """Copies `remote` into `local` and returns it; returns `remote` if their types differ."""
+    """Copies `remote` into `local` and returns `local`; returns `remote` if `local` cannot hold it."""
     value_type = type(local)
     if type(remote) is not value_type:
         return remote

@@ -1,7 +1,7 @@
-"""Runs in the program's box: loads the program, then answers the judge until it disconnects.
+"""The server in the program's box: loads the program, then answers the judge until it disconnects.
 
-This file is sent as text and imports few modules and none of hone, because its startup delays every
-program. The program can tamper with this code, so it decides nothing: the judge gets plain data.
+This file imports few modules, because its startup delays every program, and none of hone, because
+the box has no hone. The program can tamper with this code, so the judge alone decides.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] =
 }
 """Type → its tag, and a function that turns a value into plain data.
 
-A type that is not imported here is given by its module and name.
+A key is a type, or the module and name of a type that is not imported here.
 """
 _to_json = make_encoder(None, repr, encode_basestring_ascii, None, ":", ",", False, False, True)
 
@@ -89,7 +89,7 @@ class Request:
         return fields
 
     def _resolve(self, kind: str, key: Value) -> Value:
-        """Replaces `plain_data.resolve`."""
+        """Returns the object that a call of `plain_data.resolve` in the request stands for."""
         if kind == "handle":
             return self._session.handles[key]
         if kind == "callback":
@@ -100,7 +100,7 @@ class Request:
 
 
 class ProgramSession:
-    """The connection to the judge, the program's names, and the objects of which it has handles."""
+    """The connection to the judge, the program's names, and the objects that the judge has handles of."""
 
     def __init__(self, channel: int, scope: dict[str, Value]) -> None:
         self.scope = scope  # the program's global names
@@ -123,7 +123,7 @@ class ProgramSession:
         return b"".join(parts)
 
     def send(self, kind: str, value: Value, changes: list[Value], encoder: Encoder) -> None:
-        message = [kind, value, encoder.object_rows(), changes]
+        message = [kind, value, encoder.object_states(), changes]
         data = "".join(_to_json(message, 0)).encode()
         view = memoryview(len(data).to_bytes(8, "big") + data)
         while view:
@@ -140,14 +140,14 @@ class ProgramSession:
     def answer(self, request: Request) -> None:
         try:
             value, arguments = self._execute(*request.fields)
-            for unchecked_lists in (True, False):
-                encoder = Encoder(self, request.shared_objects, unchecked_lists)
+            for skip_list_check in (True, False):
+                encoder = Encoder(self, request.shared_objects, skip_list_check)
                 try:
                     changes = self._changed_arguments(encoder, arguments, request)
                     self.send("v", encoder.encode(value), changes, encoder)
                     return
-                except ValueError:  # an unchecked list has a large integer
-                    if not unchecked_lists:
+                except ValueError:  # a list that was not checked has a large integer
+                    if not skip_list_check:
                         raise
         except BaseException as error:  # any exception of the program is sent to the judge
             self.send_error(error)
@@ -215,15 +215,15 @@ class Absent:
 class Encoder:
     """Encodes the values of one answer as tagged JSON.
 
-    unchecked_lists: lists of scalars are not searched for large integers; sending such a list with
-    a large integer raises ValueError.
+    skip_list_check: lists of scalars are not searched for large integers; `send` raises ValueError for
+    a list that has one.
     """
 
     def __init__(
-        self, session: ProgramSession, shared_objects: list[Value], unchecked_lists: bool
+        self, session: ProgramSession, shared_objects: list[Value], skip_list_check: bool
     ) -> None:
         self._session = session
-        self._unchecked_lists = unchecked_lists
+        self._skip_list_check = skip_list_check
         self._shared_objects = [*shared_objects]
         self._numbers = {id(value): number for number, value in enumerate(shared_objects)}
 
@@ -234,7 +234,7 @@ class Encoder:
         if value_type in _SCALAR_TYPES:
             return value
         if value_type is list:
-            if self._unchecked_lists and _SCALAR_TYPES.issuperset(map(type, value)):
+            if self._skip_list_check and _SCALAR_TYPES.issuperset(map(type, value)):
                 return value
             return [self.encode(item) for item in value]
         full_name = (value_type.__module__, value_type.__name__)
@@ -264,16 +264,18 @@ class Encoder:
             return {"g": number}
         return {"h": number}
 
-    def object_rows(self) -> list[Value]:
+    def object_states(self) -> list[Value]:
         """Returns the instances of shared classes as [number, class name, attributes]."""
-        rows = []
+        states = []
         for number, value in enumerate(self._shared_objects):  # encode() may append
-            rows.append([number, type(value).__name__, self.encode(_flatten_items(value.__dict__))])
-        return rows
+            states.append(
+                [number, type(value).__name__, self.encode(_flatten_items(value.__dict__))]
+            )
+        return states
 
 
 def main(program: str, preamble: str) -> None:
-    """Runs the preamble and the program as `__main__`, then answers requests."""
+    """Runs the preamble and the program as `__main__`, then answers the judge's requests."""
     channel = os.dup(0)
     null_fd = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null_fd, 0)

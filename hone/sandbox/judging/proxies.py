@@ -1,7 +1,7 @@
 """Proxies through which the tests use names, functions and objects of the program's box.
 
 A proxy forwards calls and returns plain data, which plain_data.py reads. The program never decides
-what is equal, true or contained: if a test asks an object of the program, the tests have failed.
+what is equal, true or contained: if a test lets an object of the program decide, the tests fail.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Session:
 
     def __init__(self, channel: int) -> None:
         self.shared_classes: dict[str, type] = {}  # the preamble's classes, in both boxes
-        self.answers = 0  # see Judgement
+        self.answers = 0  # number of plain values received, for the Judgement
         self._channel = channel
         self._callbacks: list[Callable[..., Value]] = []
         self._exception_classes: dict[str, type] = {}
@@ -69,7 +69,7 @@ class Session:
     def request(
         self, operation: str, *fields: Value, arguments: tuple[list[Value], dict[str, Value]]
     ) -> Value:
-        """Sends a request and returns the value or raises; runs callbacks that come first."""
+        """Sends a request, runs the program's callbacks, and returns the answer or raises its exception."""
         positional, named = arguments
         content = (positional, named) if operation == "call" else (positional,)
         objects = self._send((operation, *fields, *content))
@@ -91,7 +91,7 @@ class Session:
             return value
 
     def request_value(self, operation: str, *fields: Value, arguments: Value = ((), {})) -> Value:
-        """Sends a request, and counts the answer if it is plain data."""
+        """Like `request`, but also counts the answer if it is plain data."""
         value = self.request(operation, *fields, arguments=([*arguments[0]], arguments[1]))
         self.answers += not isinstance(value, RemoteObject)
         return value
@@ -140,7 +140,7 @@ class Session:
     def _make_exception_class(self, names: list[str]) -> type:
         """Returns a local class with the name and the built-in base of the program's exception.
 
-        names: of the program's class and its bases.
+        names: the names of the program's class and of its bases.
         """
         base = _builtin_exception(names)
         if names and names[0] != base.__name__ and names[0] not in self._exception_classes:
@@ -190,7 +190,7 @@ class RemoteObject:
     def __getattr__(self, name: str) -> Value:
         if name.startswith("__") and name.endswith("__") and name not in _FORWARDED_DUNDERS:
             raise AttributeError(name)
-        if name in _PREDICATE_METHODS:  # only str, int and the like may answer these
+        if name in _PREDICATE_METHODS:  # only plain data may answer these methods
             self._fail_comparison()
         return self._session.request_value("attribute", self._handle, name)
 
@@ -240,7 +240,7 @@ class RemoteIterator(RemoteObject):
     def __iter__(self) -> Iterator[Value]:
         return self
 
-    def __len__(self) -> int:  # list() calls it and ignores the error
+    def __len__(self) -> int:  # list() calls __len__ and ignores the error
         raise TypeError("an iterator of the program has no len()")
 
     def __next__(self) -> Value:
@@ -273,7 +273,7 @@ def _error_text(value: Value) -> str:
 
 
 def _builtin_exception(names: list[str]) -> type:
-    """Returns the first built-in exception in `names`, but none that would silently end a loop."""
+    """Returns the first built-in exception in `names`; RuntimeError replaces one that would end a loop."""
     for name in names:
         exception_class = getattr(builtins, name, None)
         if isinstance(exception_class, type) and issubclass(exception_class, Exception):
@@ -296,7 +296,7 @@ class TestNamespace(dict[str, Value]):
         self._codes: list[CodeType] = []
 
     def set_code(self, code: CodeType) -> None:
-        """Sets the tests' code, and looks up names of class bodies, which ignore __missing__."""
+        """Sets the tests' code; looks up names of class bodies now, because these ignore __missing__."""
         self._codes = [code]
         for code in self._codes:  # the loop appends to this list
             self._codes += [const for const in code.co_consts if isinstance(const, CodeType)]
@@ -341,17 +341,18 @@ class TestNamespace(dict[str, Value]):
 
 
 def _can_be_replaced(value: Value) -> bool:
-    """Whether a program may define a function of this name: not for constants and exceptions."""
+    """Whether a program may replace this built-in by a function; constants and exceptions stay built-in."""
     return callable(value) and not (isinstance(value, type) and issubclass(value, BaseException))
 
 
 def _loads_bare(code: CodeType, name: str) -> bool:
     """Whether the name is loaded without its attributes: `calendar(3)`, not `calendar.month(3)`."""
     previous_name, is_loaded = "", False
-    for step in dis.get_instructions(code):
+    for instruction in dis.get_instructions(code):
         if previous_name == name:
-            if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 return False
             is_loaded = True
-        previous_name = step.argval if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ""
+        is_name = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        previous_name = instruction.argval if is_name else ""
     return is_loaded
