@@ -19,11 +19,11 @@ from hone.controller.worker import free_port
 from hone.engine.tensor_parallel import FAMILIES_WITHOUT_TP_PLAN, TensorParallel
 from hone.models import attention
 from hone.models.families import FAMILIES
-from hone.models.lora import Adapters, full_tensor, init_lora
+from hone.models.lora import AdapterSettings, full_tensor, init_lora
 from hone.models.policy import PolicyModel
 from hone.ops.packing import pack_rows
 
-ADAPTERS = Adapters(4, 8.0, 0.0, "all-linear", None, None)
+ADAPTERS = AdapterSettings(4, 8.0, 0.0, "all-linear", None, None)
 BOUND = 1e-5
 
 

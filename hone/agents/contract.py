@@ -173,7 +173,10 @@ class ServerManager:
 
 
 class AgentLoopBase(ABC):
-    """Base class of agent loops; each trajectory gets a new instance."""
+    """Base class of agent loops; each trajectory gets a new instance.
+
+    verl's `ct_` methods ("continuous token") extend token ids without tokenising earlier text again.
+    """
 
     _class_initialized = False
 
@@ -212,7 +215,7 @@ class AgentLoopBase(ABC):
         processor: Callable[..., Fields] | None,
         **kwargs: JsonValue,
     ) -> None:
-        """Called for every instance; an override tests `_class_initialized` to run once per class."""
+        """Called for every instance; to run once per class, an override can test `_class_initialized`."""
         cls._class_initialized = True
 
     @cached_property
@@ -292,7 +295,7 @@ class AgentLoopBase(ABC):
         response_logprobs: list[float] | None = None,
         tools: Sequence[Settings] | None = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
-        """Appends the messages that `updated_messages` adds to `previous_messages`, with mask 0."""
+        """Appends to the token ids, with mask 0, the messages after `previous_messages`."""
         ids = observation_ids(
             updated_messages[len(previous_messages) :],
             self.tokenizer,
@@ -312,7 +315,7 @@ class AgentLoopBase(ABC):
         response_logprobs: list[float] | None = None,
         assistant_logprobs: list[float] | None = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
-        """Appends the model's tokens, with mask 1."""
+        """Appends the model's tokens to the token ids, with mask 1."""
         count = len(assistant_token_ids)
         log_probs = None
         if response_logprobs is not None:

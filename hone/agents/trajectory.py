@@ -30,7 +30,7 @@ from hone.event_loop import run_with_deadline
 from hone.ops.counter_rng import trajectory_seed
 from hone.plugins import PluginError, load_object, suggestion
 from hone.protocol import DataProto
-from hone.protocol.rows import same
+from hone.protocol.rows import deeply_equal
 from hone.rollout.contract import RolloutEngine
 from hone.text import BadText, read_yaml, shown
 from hone.tokenizer import Tokenizer
@@ -306,7 +306,7 @@ def _extra_field_problems(output: AgentLoopOutput, row: Row) -> Iterator[str]:
         column = COLUMNS.get(field)
         origin = ""
         if field in row:
-            origin = "" if same(row[field], value) else "a column of the data row"
+            origin = "" if deeply_equal(row[field], value) else "a column of the data row"
         elif field in RESERVED_COLUMNS:
             origin = "built from the output's other fields"
         elif column is not None and column.step not in ("generate", "prompts"):

@@ -36,7 +36,7 @@ from hone.types import JsonObject, JsonValue
 _SUGGESTED_KEY = re.compile(r"Did you mean '([^']+)'")
 
 ExtraChecks = Callable[[Config, dict[str, str]], tuple[list[str], list[str]]]
-"""Takes a config and the origins of its requested keys, and returns problems and notes."""
+"""Takes a config and the origins of the keys that were set, and returns problems and notes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Composed:
     config: Config
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
-    """One line per topic about keys that have no effect, or another effect, in this run."""
+    """One line per topic about keys whose value is ignored or replaced in this run."""
 
 
 def compose_settings(
@@ -54,12 +54,12 @@ def compose_settings(
 ) -> Composed:
     """Applies settings to the schema's defaults and checks the result."""
     composition = _Composition(schema)
-    without_field = composition.write_settings(settings)
+    settings_without_field = composition.write_settings(settings)
     try:
         composition.values = keys.resolve(composition.values)
     except ConfigError as error:
         raise ConfigError([*composition.problems, *error.problems]) from None
-    composition.check_keys_without_field(without_field)
+    composition.check_keys_without_field(settings_without_field)
     config = composition.build_config()
     requested_keys = _requested_keys(config, composition.origins)
     config, previous_values = adjust_values(schema.name, config)
@@ -97,10 +97,10 @@ class _Composition:
         self.notes.append((f"{key}={show_value(value)}", sentence))
 
     def add_problems(self, sentences: Iterable[str]) -> None:
-        """Adds problems between keys, except those that may be caused by a key with an earlier problem."""
-        suggested = {word for problem in self.problems for word in _SUGGESTED_KEY.findall(problem)}
-        ignored = [f"{key}=" for key in self.invalid_keys | suggested]
-        self.problems += [s for s in sentences if not any(key in s for key in ignored)]
+        """Adds problems that concern several keys, unless one of these keys already has a problem."""
+        suggested_keys = {key for text in self.problems for key in _SUGGESTED_KEY.findall(text)}
+        reported_keys = self.invalid_keys | suggested_keys
+        self.problems += [s for s in sentences if not any(f"{key}=" in s for key in reported_keys)]
 
     def write_settings(self, settings: Sequence[Setting]) -> dict[str, Setting]:
         """Writes the settings over the defaults, and returns those whose key has no field.
@@ -109,7 +109,7 @@ class _Composition:
         may refer to them.
         """
         root, tree = self.root, self.schema.name
-        without_field: dict[str, Setting] = {}
+        settings_without_field: dict[str, Setting] = {}
         unknown = (s for s in settings if not s.delete and owner_of(root, s.key) is None)
         self.values |= {setting.key: setting.value for setting in unknown}
         for translated in translate(settings, self.problems, tree):
@@ -119,10 +119,10 @@ class _Composition:
             origins = (origin, self.origins.get(key, ""))
             file, previous_file = (o.split(", written ")[0] for o in origins)
             if owner is None:
-                without_field[key] = setting
+                settings_without_field[key] = setting
                 self.values[key] = value
             elif value is None and file == previous_file != COMMAND_LINE:
-                continue  # the same file already set the key under another name
+                continue  # a null does not replace the value that the same file set under another name
             elif problem := self._write(owner, setting):
                 self.problems.append(f"{problem} ({origin})")
             else:
@@ -131,10 +131,10 @@ class _Composition:
         for key in referenced - {s.key for s in settings}:
             if owner_of(root, key) is None and (rule := rule_of(key, tree)):
                 self.values[key] = rule.reference_value
-        return without_field
+        return settings_without_field
 
     def _write(self, owner: str, setting: Setting) -> str | None:
-        """Writes one setting to its leaf or block, and returns the problem, if any."""
+        """Writes a setting to `owner`, the leaf or block that contains its key; returns any problem."""
         value, nested_key = setting.value, setting.key[len(owner) + 1 :]
         if setting.delete and not nested_key:
             return f"{owner} cannot be removed; give it a value or null"
@@ -179,7 +179,7 @@ class _Composition:
         """Returns the frozen tree, with every leaf in its field's type and range.
 
         The default replaces a value that does not fit, and a null that the field does not accept. A key
-        that merely follows such a value is not reported.
+        that merely refers to such a value is not reported.
         """
         converted: dict[str, Value] = {}
         type_problems: dict[str, str] = {}
@@ -199,8 +199,11 @@ class _Composition:
             if is_set_number and leaf.bounds is not None and not leaf.bounds.holds(value):
                 advice = f"is out of range; use {leaf.bounds}"
                 range_problems[key] = f"{key}={show_value(value)} {advice} ({origin})"
-        of_set_keys = [text for key, text in type_problems.items() if key in self.origins]
-        self.problems += [*(of_set_keys or type_problems.values()), *range_problems.values()]
+        problems_of_set_keys = [text for key, text in type_problems.items() if key in self.origins]
+        self.problems += [
+            *(problems_of_set_keys or type_problems.values()),
+            *range_problems.values(),
+        ]
         self.invalid_keys = {*type_problems, *range_problems}
         defaults = {key: _defaults(self.root)[key] for key in self.invalid_keys}
         return _build_block(self.root, converted | defaults)

@@ -75,7 +75,7 @@ def create_run_dataset(
         raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 
 
-def custom_dataset_class(
+def encoded_dataset_class(
     data_config: RowsConfig, default: Callable[..., EncodedDataset]
 ) -> Callable[..., EncodedDataset]:
     """Returns the user's dataset class (data.custom_cls), or the default."""
@@ -91,7 +91,7 @@ def create_sft_dataset(
     if is_multi_turn is None and not data_config.custom_cls.path:
         rows = read_file(expand_files(data_paths)[0], BadRowPolicy("skip"))
         is_multi_turn = rows is not None and data_config.multiturn.messages_key in rows[0]
-    cls = custom_dataset_class(data_config, MultiTurnSFTDataset if is_multi_turn else SFTDataset)
+    cls = encoded_dataset_class(data_config, MultiTurnSFTDataset if is_multi_turn else SFTDataset)
     return cls(data_paths, tokenizer, data_config, max_samples=max_samples)
 
 

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SINGLE_TURN_AGENT = "single_turn_agent"
-WholePrompt: TypeAlias = Callable[[Row], tuple[Prompt, Tools | None] | None]
-"""Maps a row to the prompt and tools of its agent loop; None leaves the prompt unchanged."""
+PromptBuilder: TypeAlias = Callable[[Row], tuple[Prompt, Tools | None] | None]
+"""Maps a row to the prompt and tools of its agent loop, or to None if the prompt is unchanged."""
 
 
 class RLHFDataset:
@@ -68,8 +68,8 @@ class RLHFDataset:
     store: RowStore
     positions: list[int]
     """Positions in `store` of the rows in use."""
-    whole_prompt: WholePrompt | None = None
-    """Returns the prompt with what its agent loop adds, such as instructions; see `render_with`."""
+    prompt_builder: PromptBuilder | None = None
+    """Builds prompts with what agent loops add, such as instructions; see `set_prompt_builder`."""
     _hf_dataset: Dataset | None = None
 
     def __init__(
@@ -88,6 +88,7 @@ class RLHFDataset:
         self.settings = settings = as_data_config(config)
         self.prompt_key, self.image_key = settings.prompt_key, settings.image_key
         self.video_key, self.max_prompt_length = settings.video_key, settings.max_prompt_length
+        # With truncation=error, a far too long text fails before all of it is tokenised.
         self._max_tokens = self.max_prompt_length if settings.truncation == "error" else None
         self.bad_rows = BadRowPolicy(settings.on_bad_row)
         self.tools = list(tools) if tools is not None else load_tool_schemas(settings)
@@ -133,9 +134,9 @@ class RLHFDataset:
             return self.store[self.positions[index]]
         return self.added_rows[index - len(self.positions)]
 
-    def render_with(self, whole_prompt: WholePrompt) -> None:
-        """Sets `whole_prompt`, and filters the prompts again with what agent loops add to them."""
-        self.whole_prompt, self._prompt_lengths = whole_prompt, None
+    def set_prompt_builder(self, prompt_builder: PromptBuilder) -> None:
+        """Sets `prompt_builder`, and filters overlong prompts again with the text that it adds."""
+        self.prompt_builder, self._prompt_lengths = prompt_builder, None
         if self.settings.filter_overlong_prompts:
             self.positions = self._filter_overlong(self.positions)
             self._hf_dataset = None
@@ -240,7 +241,7 @@ class RLHFDataset:
 
     @property
     def dataframe(self) -> Dataset:
-        """The rows as a Hugging Face dataset, or a list without `datasets`; can be assigned."""
+        """The rows as a Hugging Face dataset, or a list if `datasets` is not installed; can be assigned."""
         if self._hf_dataset is None:
             is_initialized = hasattr(self, "positions")
             rows = (
@@ -261,8 +262,7 @@ class RLHFDataset:
         return getattr(type(self), name) is not getattr(RLHFDataset, name)
 
     def _valid_positions(self) -> list[int]:
-        positions = []
-        position = 0
+        positions, position = [], 0
         for file in self.store.files:
             check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
             for row in file.scan((self.prompt_key, *COLUMNS)):
@@ -270,7 +270,7 @@ class RLHFDataset:
                 if problem is None:
                     positions.append(position)
                 else:
-                    problem = check.problem(self.store[position]) or problem  # with all columns
+                    problem = check.problem(self.store[position]) or problem  # of all columns
                     self.bad_rows.report(problem.reason, f"{self.store.where(position)}: {problem}")
                 position += 1
         if not positions:
@@ -280,7 +280,7 @@ class RLHFDataset:
     def _filter_overlong(self, positions: list[int]) -> list[int]:
         """Returns the positions of prompts that fit; counts and logs the others."""
         limit, position_set = self.max_prompt_length, set(positions)
-        loop_columns = ("tool_config", "extra_info") if self.whole_prompt else ()
+        loop_columns = ("tool_config", "extra_info") if self.prompt_builder else ()
         indexed_rows = enumerate(self.store.scan((self.prompt_key, "agent_name", *loop_columns)))
         rows = (row for position, row in indexed_rows if position in position_set)
         fitting, lengths = [], []
@@ -315,8 +315,8 @@ class RLHFDataset:
         tools: Tools | None = self.tools or None
         if row.get("agent_name") == SINGLE_TURN_AGENT:
             tools = None
-        if self.whole_prompt is not None:
-            prompt, tools = self.whole_prompt(row) or (prompt, tools)
+        if self.prompt_builder is not None:
+            prompt, tools = self.prompt_builder(row) or (prompt, tools)
         return render_text_or_ids(
             prompt,
             self.tokenizer,
@@ -326,7 +326,7 @@ class RLHFDataset:
         )
 
     def _prepare(self, row: Row) -> Row:
-        text = self._render(row)
+        text = self._render(row)  # or token ids
         ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
         row["prompt_ids"] = truncate(ids, self.max_prompt_length, self.settings.truncation)
         prompt: str | list[Message]
@@ -357,7 +357,7 @@ def loop_kwargs(row: Row, name: str) -> Fields:
 def with_typed_parts(
     messages: Sequence[Message], row: Row, image_key: str, video_key: str
 ) -> list[Message]:
-    """Replaces `<image>` and `<video>` in text by typed parts, as many as the row has media."""
+    """Replaces `<image>` and `<video>` in text by typed parts; their number must match the row's media."""
     media_counts: Counter[str] = Counter()
     typed_messages: list[Message] = []
     for message in messages:

@@ -63,36 +63,40 @@ class StepSeparator:
     tokens: list[int]
     score_index: int
     """Index in `tokens` of the token after which the step is scored."""
-    labels: tuple[int, int] | None
+    label_tokens: tuple[int, int] | None
     """The tokens (bad step, good step) of a causal model; None for a token classifier."""
 
 
 def build_step_separator(
-    tokenizer: Tokenizer, separator: str, labels: tuple[str, str] | None, config_block: str = "data"
+    tokenizer: Tokenizer,
+    separator: str,
+    label_texts: tuple[str, str] | None,
+    config_block: str = "data",
 ) -> StepSeparator:
     """Returns the separator of a process reward model.
 
-    A token classifier has no `labels`, and its separator must be one token.
+    `label_texts` are (good step, bad step); a token classifier has none, and its separator must be one
+    token.
     """
     key = f"{config_block}.step_separator"
-    if labels is None:
+    if label_texts is None:
         return StepSeparator([single_token_id(tokenizer, separator, key)], 0, None)
     labels_key = f"{config_block}.step_labels"
-    good, bad = (single_token_id(tokenizer, label, labels_key) for label in labels)
+    good, bad = (single_token_id(tokenizer, label, labels_key) for label in label_texts)
     tokens = list(
         map(int, tokenizer.encode(unescape_newlines(separator), add_special_tokens=False))
     )
     text_indices = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
     if not tokens or good == bad:
         raise ConfigError(
-            f"{key}={separator!r} must not be empty, and {labels_key}={list(labels)} must"
+            f"{key}={separator!r} must not be empty, and {labels_key}={list(label_texts)} must"
             " be two different tokens"
         )
     return StepSeparator(tokens, text_indices[-1] if text_indices else len(tokens) - 1, (bad, good))
 
 
 def unescape_newlines(text: str) -> str:
-    r"""Replaces a backslash and an n, as a shell passes `\n`, with a line break."""
+    r"""Replaces each `\n` of two characters, which is what a shell passes, with a line break."""
     return text.replace("\\n", "\n")
 
 
@@ -100,7 +104,8 @@ class StepDataset(EncodedDataset):
     """Rows in one of the layouts of `data.format`.
 
     `dataset[i]` is {"input_ids", "loss_mask", "labels", "prompt_tokens"}; the mask is 1 at the
-    separators of labelled steps, and `prompt_tokens` has one value.
+    separators of labelled steps, and `prompt_tokens` is a list with the
+    number of prompt tokens.
     """
 
     config: StepDataConfig
@@ -121,7 +126,7 @@ class StepDataset(EncodedDataset):
             numbers: list[int] = []
             for number, row in zip(file.row_numbers, file.scan(), strict=True):
                 is_prm800k = _layout_of(row, self.config) == "prm800k"
-                parts = _split_into_rated_steps(row) if is_prm800k else [row]
+                parts = _split_into_completions(row) if is_prm800k else [row]
                 rated_parts = [part for part in parts if not is_prm800k or self._is_rated(part)]
                 num_unrated += len(parts) - len(rated_parts)
                 rows += rated_parts
@@ -133,7 +138,8 @@ class StepDataset(EncodedDataset):
         return RowStore(expanded_files)
 
     def _is_rated(self, row: Row) -> bool:
-        rating = row.get("rating", "")  # "": without the column, the row is bad and not unrated
+        # A row without the column counts as rated, so that it is reported as a bad row.
+        rating = row.get("rating", "")
         return rating is not None and (rating != 0 or self.config.neutral_label is not None)
 
     def solution(self, row: Row) -> Solution:
@@ -177,8 +183,13 @@ class StepDataset(EncodedDataset):
                 f"no labelled step is left within data.max_length={length} tokens",
             )
         labels = labels[surplus:][: len(ids)]
-        start = min(max(1, len(prompt) - surplus), mask.index(1) + 1)
-        return {"input_ids": ids, "loss_mask": mask, "labels": labels, "prompt_tokens": [start]}
+        num_prompt_tokens = min(max(1, len(prompt) - surplus), mask.index(1) + 1)
+        return {
+            "input_ids": ids,
+            "loss_mask": mask,
+            "labels": labels,
+            "prompt_tokens": [num_prompt_tokens],
+        }
 
     def _render(self, prompt: Prompt) -> list[int]:
         return render_prompt(
@@ -222,8 +233,8 @@ def _parse_prm800k(row: Row, config: StepDataConfig) -> Solution:
     """Parses a rated step and those before it: instruction, responses, next_response, rating."""
     if "next_response" not in row:
         raise PromptError(
-            "the row has neither next_response and rating nor PRM800K's question.problem and "
-            "label.steps with their completions"
+            "the row is in neither layout of PRM800K: it has no next_response, and its "
+            "question.problem or label.steps is missing or malformed"
         )
     steps = [*_list_column(row, "responses"), row["next_response"]]
     label = _parse_rating(row.get("rating"), config)
@@ -231,8 +242,8 @@ def _parse_prm800k(row: Row, config: StepDataConfig) -> Solution:
     return Solution(row.get("instruction"), _check_step_texts(steps, "responses"), labels)
 
 
-def _split_into_rated_steps(row: Row) -> list[Row]:
-    """Splits a row of PRM800K's own layout (question, label.steps) into one row per step."""
+def _split_into_completions(row: Row) -> list[Row]:
+    """Splits a row of PRM800K's own layout (question, label.steps) into one row per completion of a step."""
     parts: list[Row] = []
     previous_steps: list[str] = []
     try:
@@ -286,7 +297,7 @@ def _parse_math_shepherd(row: Row, config: StepDataConfig) -> Solution:
         raise PromptError(f"'label' differs from 'input' after the last {MATH_SHEPHERD_STEP_END!r}")
     prompt, heading, step = parts[0].partition(_FIRST_STEP_HEADING)
     if not heading:
-        raise PromptError(f"'input' has no {_FIRST_STEP_HEADING!r} that ends the problem")
+        raise PromptError(f"'input' has no {_FIRST_STEP_HEADING!r} after the problem")
     steps = _check_step_texts([heading + step, *parts[1:]], "input")
     return Solution(prompt.strip(), steps, labels)
 

@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from hone.config.engine import FSDPConfig, MegatronConfig, OptimConfig
 from hone.engine.microbatch import MicroBatchRule
-from hone.models.lora import Adapters
+from hone.models.lora import AdapterSettings
 from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
@@ -133,7 +133,7 @@ class EngineSpec:
     override_config: Settings = field(default_factory=dict)
     """Overrides of the model's config.json."""
     gradient_checkpointing: bool = False
-    adapters: Adapters | None = None
+    adapters: AdapterSettings | None = None
     seed: int = 0
     """The seed of newly initialized weights."""
     compile_blocks: bool = False

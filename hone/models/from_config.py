@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from hone.config.model import ModelConfig, ModelSourceConfig
 from hone.models.load import load_tokenizer
-from hone.models.lora import Adapters, init_lora
+from hone.models.lora import AdapterSettings, init_lora
 from hone.plugins import PluginError
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def build_tokenizer(model: ModelSourceConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def lora_adapters_or_none(model: ModelConfig) -> Adapters | None:
+def lora_adapters_or_none(model: ModelConfig) -> AdapterSettings | None:
     """Returns the settings of the LoRA adapters of a model block, or None if it has none."""
     if not model.uses_lora:
         return None
-    return Adapters(
+    return AdapterSettings(
         rank=model.lora_rank,
         alpha=model.lora_alpha,
         dropout=model.lora_dropout,

@@ -28,7 +28,7 @@ class LoraError(ValueError):
 
 
 @dataclass(frozen=True)
-class Adapters:
+class AdapterSettings:
     """The settings of LoRA adapters."""
 
     rank: int
@@ -45,7 +45,7 @@ def is_lora(lm: PreTrainedModel | None) -> bool:
     return hasattr(lm, "peft_config")
 
 
-def init_lora(lm: PreTrainedModel, adapters: Adapters, seed: int) -> PeftModel:
+def init_lora(lm: PreTrainedModel, adapters: AdapterSettings, seed: int) -> PeftModel:
     """Wraps the model in adapters whose weights are initialized from the seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -108,7 +108,7 @@ def wrap_lora(
     if is_tied and (hasattr(embeddings, "base_layer") or hasattr(embeddings, "modules_to_save")):
         raise LoraError(
             "the adapter changes the embeddings, whose matrix is also that of the LM head, so the merged "
-            "weights would be another policy; leave the embeddings out of target_modules"
+            "weights would differ from the trained policy; leave the embeddings out of target_modules"
         )
     return peft_model
 
@@ -143,8 +143,10 @@ def adapter_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_plain_lora(lm: PeftModel) -> bool:
-    """Whether the adapter files and the base files together give the policy: one rank and scaling for all
-    modules, two matrices per module, and a base that PEFT has not changed."""
+    """Whether base files plus adapter files reproduce the policy.
+
+    This needs one rank and scaling for all modules, two matrices per module, and an unchanged base.
+    """
     config = lm.peft_config[lm.active_adapter]
     changes_base = config.init_lora_weights not in (True, False, "gaussian", "orthogonal")
     if changes_base or config.rank_pattern or config.alpha_pattern or config.lora_bias:

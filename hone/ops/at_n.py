@@ -49,8 +49,8 @@ def worst_std_at(values: Sequence[float], n: int) -> float:
 def majority_at(values: Sequence[float], answers: Sequence[Hashable | None], n: int) -> float:
     """Returns the expected value of the most frequent of n answers; ties are averaged.
 
-    The value of an answer is the mean of its values in the subset. An answer of None has no vote;
-    the value of a subset without votes is its mean.
+    The value of an answer is the mean value of the responses in the subset that give it. An answer
+    of None has no vote; a subset without votes has the mean value of its responses.
     """
     return float(np.mean(_majority_values(values, answers, n)))
 
@@ -78,15 +78,15 @@ def _majority_values(
 
 
 @lru_cache(maxsize=64)
-def _subsets(size: int, n: int) -> np.ndarray:
-    """Returns [S, n]: all subsets of n out of `size` indices, or random ones with a fixed seed."""
-    if math.comb(size, n) <= _MAX_SUBSETS:
-        return np.array(list(itertools.combinations(range(size), n)))
-    rng = random.Random(size * 1009 + n)
-    return np.array([sorted(rng.sample(range(size), n)) for _ in range(_MAX_SUBSETS)])
+def _subsets(num_items: int, n: int) -> np.ndarray:
+    """Returns [S, n]: all subsets of n out of `num_items` indices, or random ones with a fixed seed."""
+    if math.comb(num_items, n) <= _MAX_SUBSETS:
+        return np.array(list(itertools.combinations(range(num_items), n)))
+    rng = random.Random(num_items * 1009 + n)
+    return np.array([sorted(rng.sample(range(num_items), n)) for _ in range(_MAX_SUBSETS)])
 
 
-def sizes(samples: int) -> list[int]:
+def attempt_counts(num_samples: int) -> list[int]:
     """Returns the reported values of n for N samples: 2, 4, 8, … below N, and N."""
-    powers = itertools.takewhile(lambda n: n < samples, (2**k for k in itertools.count(1)))
-    return [*powers, samples] if samples > 1 else [1]
+    powers = itertools.takewhile(lambda n: n < num_samples, (2**k for k in itertools.count(1)))
+    return [*powers, num_samples] if num_samples > 1 else [1]

@@ -19,8 +19,8 @@ from hone.protocol.padding import (
 )
 from hone.protocol.rows import (
     ProtocolError,
+    deeply_equal,
     object_array,
-    same,
     union_numpy_dict,
     union_tensor_dict,
 )
@@ -44,13 +44,13 @@ __all__ = [
     "ProtocolError",
     "all_gather_data_proto",
     "collate_fn",
+    "deeply_equal",
     "deserialize_single_tensor",
     "deserialize_tensordict",
     "fold_batch_dim",
     "object_array",
     "pad_dataproto_to_divisor",
     "real_row_mask",
-    "same",
     "serialize_single_tensor",
     "serialize_tensordict",
     "split_padded",

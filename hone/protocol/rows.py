@@ -160,7 +160,7 @@ def join_meta_info(infos: list[Fields]) -> Fields:
                 metrics.extend(value if isinstance(value, list) else [value])
             elif key not in merged:
                 merged[key] = value
-            elif not same(merged[key], value):
+            elif not deeply_equal(merged[key], value):
                 raise ProtocolError(
                     f"cannot concatenate: meta_info[{key!r}] is {merged[key]!r} in an earlier "
                     f"batch and {value!r} in batch {number}; put values that differ under 'metrics'"
@@ -301,7 +301,7 @@ def union_numpy_dict(
 def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[str, T]:
     """Merges two dicts; raises ProtocolError if a shared key has two values."""
     for key in first.keys() & second.keys():
-        if not same(first[key], second[key]):
+        if not deeply_equal(first[key], second[key]):
             raise ProtocolError(
                 f"cannot unite two batches: their {kind} {key!r} differs; "
                 "pop or rename it in one of them first"
@@ -309,7 +309,7 @@ def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[st
     return first | second
 
 
-def same(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = None) -> bool:
+def deeply_equal(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = None) -> bool:
     """Whether two values are deeply equal; NaN equals NaN, and cycles are allowed."""
     if a is b:
         return True
@@ -323,8 +323,10 @@ def same(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = None) -> bo
         return False
     if is_tensor_collection(a) or is_tensor_collection(b):
         if isinstance(a, NonTensorData | NonTensorStack):
-            return type(a) is type(b) and same(a.tolist(), b.tolist())
-        return is_tensor_collection(a) and is_tensor_collection(b) and same(dict(a), dict(b))
+            return type(a) is type(b) and deeply_equal(a.tolist(), b.tolist())
+        return (
+            is_tensor_collection(a) and is_tensor_collection(b) and deeply_equal(dict(a), dict(b))
+        )
     in_progress.add(pair)
     try:
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
@@ -332,10 +334,14 @@ def same(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = None) -> bo
         if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
             return False
         if isinstance(a, dict) and isinstance(b, dict):
-            return a.keys() == b.keys() and all(same(a[key], b[key], in_progress) for key in a)
+            return a.keys() == b.keys() and all(
+                deeply_equal(a[key], b[key], in_progress) for key in a
+            )
         if isinstance(a, list | tuple) and isinstance(b, list | tuple):
             same_type = type(a) is type(b) and len(a) == len(b)
-            return same_type and all(same(x, y, in_progress) for x, y in zip(a, b, strict=True))
+            return same_type and all(
+                deeply_equal(x, y, in_progress) for x, y in zip(a, b, strict=True)
+            )
     finally:
         in_progress.discard(pair)
     if isinstance(a, _TYPES_WITH_NAN) and isinstance(b, _TYPES_WITH_NAN) and a != a and b != b:
@@ -364,4 +370,4 @@ def _same_array(a: np.ndarray, b: np.ndarray, in_progress: set[tuple[int, int]])
     if a.dtype != object and b.dtype != object:
         has_nan = a.dtype.kind == b.dtype.kind and a.dtype.kind in "fcmM"
         return bool(np.array_equal(a, b, equal_nan=has_nan))
-    return all(same(x, y, in_progress) for x, y in zip(a.ravel(), b.ravel(), strict=True))
+    return all(deeply_equal(x, y, in_progress) for x, y in zip(a.ravel(), b.ravel(), strict=True))

@@ -22,9 +22,9 @@ from hone.protocol.rows import (
     build_jagged_tensor,
     cat_columns,
     cat_rows,
+    deeply_equal,
     iterate_epochs,
     row_indices,
-    same,
     take_rows,
     union_tensor_dict,
 )
@@ -257,7 +257,7 @@ def assert_tensordict_eq(tensordict1: TensorDict, tensordict2: TensorDict) -> No
     if names != set(tensordict2.keys()):
         raise ProtocolError(f"columns {sorted(names)} and {sorted(tensordict2.keys())} differ")
     for key in names:
-        if not same(get(tensordict1, key), get(tensordict2, key)):
+        if not deeply_equal(get(tensordict1, key), get(tensordict2, key)):
             raise ProtocolError(f"column {key!r} differs")
 
 

@@ -1,7 +1,7 @@
 """Tries a scorer before training, on rows of the data with responses that contain the ground truth.
 
-A scorer works if it returns a number for one of them. It cannot work if every response fails with
-the same error and no response can cause that error. The response may cause other failures.
+A scorer works if it returns a number for one of them. It is refused if every response fails with
+the same error, of a kind that does not depend on the response. Other failures only print a warning.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RESPONSE_FORMATS = (
     "{prompt}\n{truth}",
     "",
 )
-"""Formats of responses, simplest first; one has the prompt, which often shows the format."""
+"""Formats of responses, simplest first. One repeats the prompt, which often has an example answer."""
 TEXT_ERRORS = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
 """Errors (with their subclasses) that a scorer may raise for a text that it cannot parse."""
 
@@ -119,7 +119,7 @@ def _is_response_independent(failed: Failed) -> bool:
 
 
 def _text_of(value: JsonValue) -> str:
-    """Returns the text of a ground truth or prompt, or of one item of a container."""
+    """Returns a value as text: of a list, the last item; of a dict, `content` or the first value."""
     if isinstance(value, Mapping):
         return _text_of(value.get("content") or next(iter(value.values()), ""))
     if isinstance(value, (list, tuple)):

@@ -98,8 +98,9 @@ def compose_arguments(
 ) -> Composed:
     """Composes the configuration of a command line, with the origin of each value.
 
-    `schema` is the name of the schema; a user's YAML without a defaults list uses it too. `starting_values`
-    returns values for keys that are not set; it is not called if --config-name selects another YAML.
+    `schema` is the name of the tree of keys, also for a user's YAML without a defaults list.
+    `starting_values` returns values for keys that are not set; it is not called if --config-name selects
+    another YAML.
     """
     options = _parse(arguments, schema, program)
     composed = compose(
@@ -202,7 +203,9 @@ def print_starting_values_and_notes(composed: Composed) -> None:
     settings = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
     if settings:
         half = (len(settings) + 1) // 2
-        screen().line("starting values for this data, model and device (give a key to change it):")
+        screen().line(
+            "starting values for this data, model and device (set a key to change its value):"
+        )
         for part in (settings[:half], settings[half:]):
             screen().line("  " + " ".join(part))
     if composed.notes:
@@ -253,7 +256,7 @@ def _check_writable(folder: Path, setting: str) -> None:
 
 
 def path_override(key: str, path: str | Path) -> str:
-    """Returns `key='path'`; Hydra's grammar needs a backslash before a quote and before such backslashes."""
+    """Returns `key='path'`, with quotes, and backslashes before a quote, escaped for Hydra's grammar."""
     text = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(path))
     return f"{key}='{text}'"
 
@@ -286,7 +289,7 @@ def run_ranks(
 
 
 def run_module(main: Callable[[Sequence[str]], int | None], schema: str, module: str) -> int:
-    """Runs `python -m module …`, once or as a sweep (`-m`)."""
+    """Runs `python -m module …` once, or as a sweep if the arguments contain `-m` (`--multirun`)."""
     from hone.trainer.sweep import run_or_sweep
 
     return run_program(lambda: run_or_sweep(main, sys.argv[1:], schema, ["-m", module]))
@@ -300,12 +303,12 @@ def run_program(program: Callable[[], int | None]) -> int:
     try:
         with exit_on_signal():
             return program() or 0
-    except Interrupted as interrupt:
+    except Interrupted as interrupt:  # at the end of a step, after saving
         signal_number = signal.Signals(int(interrupt.code or 0) - 128)
         if Ranks.from_env().is_first:
             sys.stderr.write(stop_message(f"stopped by {SIGNAL_NAMES[signal_number]}"))
         return signal_exit_code(signal_number)
-    except (KeyboardInterrupt, Terminated) as stop:
+    except (KeyboardInterrupt, Terminated) as stop:  # SIGINT or SIGTERM, without saving
         signal_number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
         sys.stderr.write(stop_message(f"stopped at once by {SIGNAL_NAMES[signal_number]}"))
         return signal_exit_code(signal_number)
@@ -322,7 +325,7 @@ def run_program(program: Callable[[], int | None]) -> int:
 def write_traceback(error: BaseException, folder: Path | None = None) -> Path | None:
     """Appends the traceback of an error to the log of a run folder, and returns the path of the log.
 
-    The default folder is that of the last configuration. None means that nothing was written.
+    The default folder is that of the last configuration. Returns None if nothing was written.
     """
     if folder is None:
         config = None if _last_composed is None else _last_composed.config
@@ -355,7 +358,7 @@ def user_error_message(error: BaseException) -> str | None:
 
 
 def _add_key(message: str, path: str | None) -> str:
-    """Returns the message with the key whose value is `path` in front of it, if there is one."""
+    """Returns `key=path: message` if the value of a key is `path`, or else the message."""
     composed = _last_composed
     if composed is None or not path:
         return message

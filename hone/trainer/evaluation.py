@@ -17,7 +17,7 @@ import numpy as np
 from hone.config.generation import EvaluationConfig, EvaluationMetricsConfig
 from hone.cores import usable_cores
 from hone.data.rows import BadRowPolicy, DataError, as_table, read_rows
-from hone.ops.at_n import best_at, majority_at, sizes
+from hone.ops.at_n import attempt_counts, best_at, majority_at
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature
 from hone.rewards.failures import Failed, FailurePolicy, Scored
@@ -270,7 +270,7 @@ def _source_result(
     rows: Sequence[Attempts], config: EvaluationMetricsConfig, failures: dict[str, int]
 ) -> SourceResult:
     min_responses = min(len(row.scores) for row in rows)
-    ks = list(config.pass_at) if config.pass_at is not None else [1, *sizes(min_responses)]
+    ks = list(config.pass_at) if config.pass_at is not None else [1, *attempt_counts(min_responses)]
     if invalid_ks := [k for k in ks if not 1 <= k <= min_responses]:
         raise EvaluationError(
             f"metrics.pass_at has {invalid_ks[0]}, but rows of {rows[0].source} have {min_responses} "

@@ -14,7 +14,7 @@ from hone.config.sft import PRMConfig
 from hone.data.rows import BadRowPolicy, DataError, read_rows
 from hone.data.steps import Solution, StepDataset, build_step_separator
 from hone.models.from_config import build_tokenizer
-from hone.ops.at_n import sizes
+from hone.ops.at_n import attempt_counts
 from hone.tracking import progress
 from hone.trainer import prm_metrics as metrics
 from hone.trainer.command_line import path_override
@@ -40,7 +40,7 @@ class StepScorer:
         self.config, self.tokenizer = config, build_tokenizer(config.model)
         self._task, data = StepTask(), config.data
         separator = build_step_separator(self.tokenizer, data.step_separator, data.step_labels)
-        self._task.label_tokens = separator.labels
+        self._task.label_tokens = separator.label_tokens
         self._engine = build_engine(config, Ranks(), self._task, is_trained=False)
 
     def score(self, solutions: Sequence[Solution]) -> list[np.ndarray]:
@@ -180,7 +180,7 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
     ]
     min_responses = min(len(row["scores"]) for row in rows)
     columns: dict[str, list[float]] = {"mean@1": [float(np.mean(row["scores"])) for row in rows]}
-    for k in sizes(min_responses):
+    for k in attempt_counts(min_responses):
         for name in ("oracle", "best_of_n", "majority", "weighted_majority"):
             columns[f"{name}@{k}"] = []
         for row, model_scores in zip(rows, model_scores_by_row, strict=True):

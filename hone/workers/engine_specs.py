@@ -13,7 +13,7 @@ from hone.controller import Worker
 from hone.engine.contract import EngineSpec, MicroBatchRuleFor
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import lora_adapters_or_none
-from hone.models.lora import Adapters
+from hone.models.lora import AdapterSettings
 from hone.workers.device import pick_dtype
 
 
@@ -57,7 +57,7 @@ def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) 
     critic, model = config.critic, config.critic.model
     adapters = None
     if model.lora_rank > 0:
-        adapters = Adapters(
+        adapters = AdapterSettings(
             model.lora_rank, model.lora_alpha, 0.0, model.target_modules, None, None
         )
     return _spec(

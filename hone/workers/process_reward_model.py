@@ -72,7 +72,7 @@ class ProcessRewardModelWorker(TrainWorker):
             policy_tokenizer is None or policy_tokenizer.get_vocab().items() <= vocabulary
         )
         self._has_warned = False
-        spec = partial(process_reward_spec, label_tokens=self._separator.labels)
+        spec = partial(process_reward_spec, label_tokens=self._separator.label_tokens)
         self.build_engine("fsdp2", spec, config.model.fsdp_config)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -19,7 +19,7 @@ from hone.agents.collate import (
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.trajectory import BadTrajectory
 from hone.protocol import DataProto
-from hone.protocol.rows import object_array, same
+from hone.protocol.rows import deeply_equal, object_array
 
 PAD = 99
 
@@ -121,7 +121,7 @@ def test_two_ranks_make_the_columns_that_one_makes(split: int) -> None:
     one, two = collate_outputs(MIXED, pad_token_id=PAD), on_two_ranks(MIXED, split)
     assert set(two.column_names()) == set(one.column_names())
     for name in one.column_names():
-        assert same(two.column(name), one.column(name)), name
+        assert deeply_equal(two.column(name), one.column(name)), name
     assert not two.has_column("rollout_log_probs")
 
 

@@ -151,7 +151,7 @@ def test_truncation_keeps_the_end_as_the_worker_of_rl_does(tokenizer: Any) -> No
         ({"input": "1 ки", "label": "1 +"}, "no 'Step 1:'"),
         ({"problem": "1", "steps": ["a"], "label": 1}, "first wrong of 1 steps"),
         ({"instruction": "1", "responses": [], "next_response": "a", "rating": 7}, "-1, 0, 1"),
-        ({"question": {"problem": "1"}, "label": {"steps": [{}]}}, "neither next_response"),
+        ({"question": {"problem": "1"}, "label": {"steps": [{}]}}, "has no next_response"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_number_and_the_reason(

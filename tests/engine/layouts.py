@@ -24,7 +24,7 @@ from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.sharding import join_group
 from hone.models.load import load_causal_lm
-from hone.models.lora import Adapters
+from hone.models.lora import AdapterSettings
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.ops.packing import pack_rows
@@ -105,7 +105,7 @@ def _value() -> Any:
     return ValueObjective(CriticConfig(loss_agg_mode="token-mean", loss_scale_factor=None))
 
 
-_LORA = Adapters(4, 8.0, 0.0, "all-linear", None, None)
+_LORA = AdapterSettings(4, 8.0, 0.0, "all-linear", None, None)
 CASES = {
     "token-mean": Case(_policy(use_kl_loss=True), on_many_ranks=True),
     "seq-mean, clipped gradient": Case(

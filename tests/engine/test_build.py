@@ -15,7 +15,7 @@ from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Mesh
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.load import load_causal_lm, resolve_model_path
-from hone.models.lora import Adapters, adapter_weights, wrap_lora
+from hone.models.lora import AdapterSettings, adapter_weights, wrap_lora
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking.manifest import write_manifest
@@ -130,7 +130,7 @@ def test_the_adapters_of_a_model_without_an_optimizer_are_known(tmp_path):
         lambda slots: MicroBatchRule(1, 1),
         lambda slots: MicroBatchRule(1, 1),
         response_width=1,
-        adapters=Adapters(**ranks.LORA),
+        adapters=AdapterSettings(**ranks.LORA),
     )
     module = load_module(spec)
     assert names == {name for name, _ in adapter_weights(module.lm)}

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.ops.at_n import (
+    attempt_counts,
     best_at,
     best_std_at,
     majority_at,
     majority_std_at,
-    sizes,
     worst_at,
     worst_std_at,
 )
@@ -117,7 +117,7 @@ def test_a_sample_of_subsets_votes_as_each_of_them_would():
 
 
 def test_reported_sizes_are_powers_of_two_and_the_whole():
-    assert sizes(1) == [1]
-    assert sizes(2) == [2]
-    assert sizes(6) == [2, 4, 6]
-    assert sizes(8) == [2, 4, 8]
+    assert attempt_counts(1) == [1]
+    assert attempt_counts(2) == [2]
+    assert attempt_counts(6) == [2, 4, 6]
+    assert attempt_counts(8) == [2, 4, 8]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from hone.protocol import AUTO_PADDING_KEY, DataProto, DataProtoItem, object_array, same
+from hone.protocol import AUTO_PADDING_KEY, DataProto, DataProtoItem, deeply_equal, object_array
 
 quick = settings(max_examples=40, deadline=None)
 
@@ -353,7 +353,7 @@ class TestUnion:
         )
         united = nan.select(deepcopy=True).union(nan)
         assert united.column_names() == ["a", "f", "u"]
-        assert same(as_list(united), as_list(nan))
+        assert deeply_equal(as_list(united), as_list(nan))
 
     @pytest.mark.parametrize("where", ["x", "uid", "step"])
     def test_a_difference_is_named_and_nothing_is_changed(self, where: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.protocol import same, union_numpy_dict, union_tensor_dict
+from hone.protocol import deeply_equal, union_numpy_dict, union_tensor_dict
 
 nested = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3)),
@@ -26,7 +26,7 @@ nested = st.recursive(
 def test_a_copy_is_the_same(value: Any) -> None:
     import copy
 
-    assert same(value, copy.deepcopy(value))
+    assert deeply_equal(value, copy.deepcopy(value))
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_a_copy_is_the_same(value: Any) -> None:
     ],
 )
 def test_what_differs_is_not_the_same(first: Any, second: Any) -> None:
-    assert not same(first, second)
-    assert not same(second, first)
-    assert same(first, first)
+    assert not deeply_equal(first, second)
+    assert not deeply_equal(second, first)
+    assert deeply_equal(first, first)
 
 
 def test_a_structure_may_contain_itself() -> None:
@@ -61,19 +61,19 @@ def test_a_structure_may_contain_itself() -> None:
     two.append(two)
     three: list[Any] = [2]
     three.append(three)
-    assert same(one, two)
-    assert not same(one, three)
+    assert deeply_equal(one, two)
+    assert not deeply_equal(one, three)
 
 
 def test_nan_in_tensors_and_arrays_equals_nan() -> None:
-    assert same(torch.tensor([math.nan, 1]), torch.tensor([math.nan, 1]))
-    assert same(
+    assert deeply_equal(torch.tensor([math.nan, 1]), torch.tensor([math.nan, 1]))
+    assert deeply_equal(
         np.array([math.nan, "x"], dtype=object), np.array([float("nan"), "x"], dtype=object)
     )
     for make in (lambda: np.float32("nan"), lambda: complex("nan"), lambda: np.datetime64("NaT")):
-        assert same(make(), make())
-        assert same(np.array([make()]), np.array([make()]))
-        assert not same(make(), 1)
+        assert deeply_equal(make(), make())
+        assert deeply_equal(np.array([make()]), np.array([make()]))
+        assert not deeply_equal(make(), 1)
 
 
 def test_unions_of_dicts() -> None:

@@ -16,7 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from hone.protocol import DataProto, same, serialize_tensordict, split_padded, without_padding
+from hone.protocol import (
+    DataProto,
+    deeply_equal,
+    serialize_tensordict,
+    split_padded,
+    without_padding,
+)
 from hone.protocol.wire import UnsafeObject, decode_tensor, encode_tensor
 
 DTYPES = [
@@ -261,5 +267,5 @@ def test_arrays_of_every_plain_dtype_are_loaded(tmp_path: Path) -> None:
     path = tmp_path / "batch.pkl"
     DataProto(meta_info={"arrays": arrays}).save_to_disk(path)
     loaded = DataProto.load_from_disk(path).meta_info["arrays"]
-    assert same(loaded, arrays)
+    assert deeply_equal(loaded, arrays)
     assert [array.dtype for array in loaded] == [array.dtype for array in arrays]

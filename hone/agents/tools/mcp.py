@@ -128,7 +128,7 @@ class McpServer:
     async def _run_session(
         self, session_future: asyncio.Future[Any], close_event: asyncio.Event
     ) -> None:
-        """Keeps a session open until `close_event`; one task must enter and exit its context."""
+        """Keeps a session open until `close_event`; anyio requires that one task opens and closes it."""
         from mcp import ClientSession
 
         try:
@@ -166,14 +166,21 @@ def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any
 def mcp_tools(
     cls: type[MCPBaseTool], config: Settings, mcp_config: JsonValue, path: str
 ) -> list[MCPBaseTool]:
-    """Returns the tools of the MCP servers of one entry of the tool list, as objects of `cls`."""
+    """Returns a `cls` object for each tool of the MCP servers that one entry of the tool list names.
+
+    `path` is the file of the tool list, for messages.
+    """
     try:
         import mcp as _  # noqa: F401
     except ModuleNotFoundError as error:
         raise ToolError(f"{path}: MCP tools need the client: pip install 'hone-rl[mcp]'") from error
     options: Fields = dict(mcp_config) if isinstance(mcp_config, dict) else {}
-    file = options.get("mcp_servers_config_path")
-    servers = options.get("mcpServers") if file is None else _read_servers(str(file), path)
+    servers_file = options.get("mcp_servers_config_path")
+    servers = (
+        options.get("mcpServers")
+        if servers_file is None
+        else _read_servers(str(servers_file), path)
+    )
     if not isinstance(servers, dict) or not servers:
         raise ToolError(
             f"{path}: give the servers of `mcp` in mcpServers or mcp_servers_config_path; "
@@ -208,9 +215,9 @@ def _make_tool(
     return tool
 
 
-def _read_servers(file: str, path: str) -> JsonValue:
+def _read_servers(servers_file: str, path: str) -> JsonValue:
     try:
-        data = read_json(Path(file).expanduser().read_text())
+        data = read_json(Path(servers_file).expanduser().read_text())
     except (OSError, BadText) as error:
-        raise ToolError(f"{path}: {file} cannot be read: {error}") from error
+        raise ToolError(f"{path}: {servers_file} cannot be read: {error}") from error
     return data.get("mcpServers") if isinstance(data, dict) else None

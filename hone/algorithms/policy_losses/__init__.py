@@ -1,7 +1,8 @@
 """Policy losses by name; each is called with verl's arguments.
 
 `fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`
-returns `(loss, metrics)`: this micro-batch's share of the loss (aggregation.py), and token means.
+returns `(loss, metrics)`: this micro-batch's share of the loss (aggregation.py), and the metrics as
+means over tokens.
 """
 
 from __future__ import annotations

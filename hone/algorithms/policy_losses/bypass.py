@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.correction import importance_weights
-from hone.algorithms.policy_losses.policy_loss import Columns, PolicyLoss, Tokens
+from hone.algorithms.policy_losses.policy_loss import NamedTensors, PolicyLoss, Tokens
 from hone.algorithms.policy_losses.token_ratio import policy_gradient_loss
 from hone.algorithms.policy_losses.vanilla import ppo_clip
 from hone.algorithms.rejection import catastrophic_tokens, rejection_mask
@@ -25,7 +25,7 @@ from hone.types import Settings
 _KEYWORD = "rollout_correction"
 
 
-def bypass_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def bypass_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """Returns the loss of `loss_type`, 0 for rejected tokens: `ppo_clip` is PPO, `reinforce` is −A·log π·w.
 
     Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction),

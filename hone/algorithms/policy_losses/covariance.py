@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.policy_losses.policy_loss import (
-    Columns,
+    NamedTensors,
     PolicyLoss,
     Tokens,
     bounded_log_ratio,
@@ -37,7 +37,7 @@ def _surrogates(tokens: Tokens) -> tuple[Tensor, Tensor]:
     return -tokens.advantages * ratio, -tokens.advantages * ratio.clamp(1 - low, 1 + high)
 
 
-def select_to_clip(tokens: Tokens) -> Columns:
+def select_to_clip(tokens: Tokens) -> NamedTensors:
     """Samples a few tokens of high covariance that PPO does not already clip."""
     unclipped, clipped = _surrogates(tokens)
     covariance = _covariance(tokens)
@@ -49,7 +49,7 @@ def select_to_clip(tokens: Tokens) -> Columns:
     return {_SELECTED_COLUMN: _mask_of_smallest(priority, count) & is_eligible}
 
 
-def select_to_penalise(tokens: Tokens) -> Columns:
+def select_to_penalise(tokens: Tokens) -> NamedTensors:
     """Selects the tokens of highest covariance."""
     covariance = torch.where(tokens.mask, _covariance(tokens), -torch.inf)
     count = _selected_count(tokens, "policy_loss.kl_cov_ratio")
@@ -78,14 +78,14 @@ def _position_hash(mask: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def clip_cov_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def clip_cov_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """max(−A·r, −A·clip(r)); 0 for the selected tokens."""
     is_selected = tokens.prepared[_SELECTED_COLUMN]
     loss = torch.where(is_selected, 0.0, torch.maximum(*_surrogates(tokens)))
     return loss, standard_metrics(tokens, is_selected)
 
 
-def kl_cov_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def kl_cov_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """−A·r, plus ppo_kl_coef·|log-ratio| for the selected tokens."""
     distance = tokens.log_ratio.abs()
     loss = -tokens.advantages * bounded_log_ratio(tokens).exp()

@@ -22,7 +22,7 @@ from hone.types import Settings
 
 RATIO_EXPONENT_BOUND = 20.0
 
-Columns = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 """Tensors [B, T], or scalar means of them, by name."""
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Old log-probs, log-probs, advantages and the response mask."""
@@ -38,7 +38,7 @@ class Tokens:
     mask: Tensor  # bool
     config: Settings | None
     weights: Tensor | None = None  # rollout importance weights
-    prepared: Columns = field(default_factory=dict)  # result of `prepare` for these rows
+    prepared: NamedTensors = field(default_factory=dict)  # result of `prepare` for these rows
     extras: Mapping[str, Settings] = field(default_factory=dict)  # further keyword arguments
 
     @property
@@ -62,8 +62,8 @@ class Tokens:
 
 _KEYWORDS = ("loss_agg_mode", "config", "rollout_is_weights", "prepared")
 
-TokenLoss = Callable[[Tokens], tuple[Tensor, Columns]]
-PrepareTokens = Callable[[Tokens], Columns]
+TokenLoss = Callable[[Tokens], tuple[Tensor, NamedTensors]]
+PrepareTokens = Callable[[Tokens], NamedTensors]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PolicyLoss:
         advantages: Tensor,
         response_mask: Tensor,
         config: Settings | None = None,
-    ) -> Columns:
+    ) -> NamedTensors:
         """Runs once over the whole mini-batch; each micro-batch then gets its rows as `prepared`."""
         if self.prepare_tokens is None:
             return {}
@@ -113,9 +113,9 @@ class PolicyLoss:
         config: Settings | None = None,
         rollout_is_weights: Tensor | None = None,
         *,
-        prepared: Columns | None = None,
+        prepared: NamedTensors | None = None,
         **extras: Settings,
-    ) -> tuple[Tensor, Columns]:
+    ) -> tuple[Tensor, NamedTensors]:
         """Returns the micro-batch's share of the loss, and token means over the mask of this call."""
         inputs = (old_log_prob, log_prob, advantages, response_mask)
         tokens = self.tokens(inputs, config, rollout_is_weights, prepared=prepared, **extras)
@@ -127,7 +127,7 @@ class PolicyLoss:
         config: Settings | None,
         weights: Tensor | None,
         *,
-        prepared: Columns | None = None,
+        prepared: NamedTensors | None = None,
         **extras: Settings,
     ) -> Tokens:
         """Returns the input of `per_token`; raises on an unknown keyword."""
@@ -142,8 +142,8 @@ class PolicyLoss:
         return replace(tokens, prepared=prepared or {}, extras=extras, weights=weights)
 
     def reduce(
-        self, tokens: Tokens, losses: Tensor, token_metrics: Columns, loss_agg_mode: str | None
-    ) -> tuple[Tensor, Columns]:
+        self, tokens: Tokens, losses: Tensor, token_metrics: NamedTensors, loss_agg_mode: str | None
+    ) -> tuple[Tensor, NamedTensors]:
         """Returns the aggregated loss, and the token means of the metrics of `per_token`."""
         if tokens.weights is not None and not self.applies_weights:
             losses = losses * tokens.weights
@@ -173,7 +173,7 @@ def standard_metrics(
     clipped: Tensor | None = None,
     clipped_below: Tensor | None = None,
     log_ratio: Tensor | None = None,
-) -> Columns:
+) -> NamedTensors:
     """Returns the four per-token metrics of every loss; `log_ratio` replaces `tokens.log_ratio` in ppo_kl."""
     zeros = torch.zeros_like(tokens.mask)
     clipped = zeros if clipped is None else clipped

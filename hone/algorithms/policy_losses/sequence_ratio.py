@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.policy_losses.policy_loss import (
-    Columns,
+    NamedTensors,
     PolicyLoss,
     Tokens,
     bounded_log_ratio,
@@ -17,7 +17,7 @@ from hone.ops.masked import masked_mean
 _EXPONENT_CEILING = 10.0
 
 
-def sequence_clip_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def sequence_clip_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """max(−A·s, −A·clip(s)), s = exp(mean log-ratio); the gradient at a token is that of its own log π."""
     low, high = tokens.clip_bounds()
     mean_log_ratio = masked_mean(tokens.log_ratio, tokens.mask, -1).unsqueeze(-1).detach()
@@ -28,7 +28,7 @@ def sequence_clip_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     return torch.maximum(unclipped, clipped), standard_metrics(tokens, clipped > unclipped)
 
 
-def geometric_mean_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def geometric_mean_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """−mean(A)·exp(mean log-ratio), where log-ratios are clipped above if A > 0 and below if A < 0.
 
     pg_clipfrac counts tokens with A > 0 outside of either bound, pg_clipfrac_lower those with A < 0.

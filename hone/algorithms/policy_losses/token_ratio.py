@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.policy_losses.policy_loss import (
-    Columns,
+    NamedTensors,
     PolicyLoss,
     Tokens,
     bounded_log_ratio,
@@ -16,12 +16,12 @@ from hone.algorithms.policy_losses.policy_loss import (
 _EPS = 1e-8
 
 
-def policy_gradient_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def policy_gradient_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """−A·log π (GPG, 2504.02546); without a ratio, the data must be nearly on-policy or weighted."""
     return -tokens.advantages * tokens.log_prob, standard_metrics(tokens)
 
 
-def cispo_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def cispo_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """−sg(clip(r))·A·log π (2506.13585), sg = stop-gradient; pg_clipfrac counts clips on both sides."""
     low, high = tokens.clip_bounds()
     log_ratio = bounded_log_ratio(tokens).detach()
@@ -31,7 +31,7 @@ def cispo_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     return loss, standard_metrics(tokens, ratio != weight, log_ratio=log_ratio)
 
 
-def sapo_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def sapo_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """−A·σ(τ(r−1))·4/τ (2511.20347); τ is tau_pos if A > 0, else tau_neg."""
     tau_pos, tau_neg = tokens.setting("tau_pos"), tokens.setting("tau_neg")
     if tau_pos <= 0 or tau_neg <= 0:
@@ -43,7 +43,7 @@ def sapo_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     return -tokens.advantages * gate, standard_metrics(tokens, log_ratio=log_ratio)
 
 
-def dro_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def dro_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """−(A·log π − β/2·(log π/π_old)²) (2405.19107): a quadratic penalty instead of a clip."""
     beta = tokens.setting("policy_loss.dro_beta")
     if beta is None or beta <= 0:
@@ -54,8 +54,8 @@ def dro_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     return loss, standard_metrics(tokens)
 
 
-def _masked_gradient_loss(tokens: Tokens, keep_mask: Tensor) -> tuple[Tensor, Columns]:
-    """−A·sg(min(r, c))·log π on the tokens in `keep_mask`, 0 on others (DPPO, 2602.04879).
+def _masked_gradient_loss(tokens: Tokens, keep_mask: Tensor) -> tuple[Tensor, NamedTensors]:
+    """−A·sg(min(r, c))·log π on the tokens in `keep_mask`, 0 on others (DPPO, 2602.04879); c = clip_ratio_c.
 
     pg_clipfrac counts the others; pg_clipfrac_lower counts tokens in `keep_mask` whose ratio is above c.
     """
@@ -66,7 +66,7 @@ def _masked_gradient_loss(tokens: Tokens, keep_mask: Tensor) -> tuple[Tensor, Co
     return loss, standard_metrics(tokens, ~keep_mask, keep_mask & (ratio > ceiling), log_ratio)
 
 
-def dppo_tv_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def dppo_tv_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """`_masked_gradient_loss` on the tokens with π − π_old ≤ high if A > 0, and ≥ −low otherwise."""
     low, high = tokens.clip_bounds()
     change = tokens.log_prob.detach().exp() - tokens.old_log_prob.exp()
@@ -74,7 +74,7 @@ def dppo_tv_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
     return _masked_gradient_loss(tokens, keep_mask)
 
 
-def dppo_kl_loss(tokens: Tokens) -> tuple[Tensor, Columns]:
+def dppo_kl_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """`_masked_gradient_loss` on the tokens whose binary KL(π_old, π) is in bounds or would shrink."""
     low, high = tokens.clip_bounds()
     prob = tokens.log_prob.detach().exp()

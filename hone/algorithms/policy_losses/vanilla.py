@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.policy_losses.policy_loss import (
-    Columns,
+    NamedTensors,
     PolicyLoss,
     Tokens,
     bounded_log_ratio,
@@ -14,7 +14,7 @@ from hone.algorithms.policy_losses.policy_loss import (
 )
 
 
-def ppo_clip(tokens: Tokens) -> tuple[Tensor, Columns]:
+def ppo_clip(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """max(−A·r, −A·clip(r)), but at most −A·c for A < 0 (dual clip)."""
     low, high = tokens.clip_bounds()
     max_ratio = tokens.setting("clip_ratio_c")

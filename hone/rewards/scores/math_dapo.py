@@ -1,7 +1,7 @@
-r"""DAPO and AIME: the text after the last `Answer:` near the end, else the last `\boxed{}` there.
+r"""DAPO and AIME: scores the text after the last `Answer:`, or else the last `\boxed{}`, as +1 or -1.
 
-Scores are +1 or -1. `strict_box_verify=True` reads only the last box of the last 100 characters.
-There is no symbolic check, because references are integers or short expressions.
+Only the last 300 characters count; with `strict_box_verify=True`, only a `\boxed{}` in the last 100.
+There is no symbolic check, because ground truths are integers or short expressions.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _UNIT_WORDS = re.compile(
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Returns the normal form of the right side of `=`, without markup, units and separators."""
+    """Returns an answer without markup, units and separators; of `x = 5`, only the right side."""
     text = final_answer.split("=")[-1]
     boxed = boxed_answer(text)
     if boxed is not None:
         text = boxed
     elif text.count("$") >= 2:
         start, end = text.index("$"), text.rindex("$")
-        if not _DIGIT.search(text[:start] + " " + text[end + 1 :]):  # reject `43 or $42$`
+        if not _DIGIT.search(text[:start] + " " + text[end + 1 :]):  # keep `43 or $42$` whole
             text = text[start + 1 : end]
     text = _UNIT_WORDS.sub(" ", text.replace("**", " "))
     return strip_string(text)

@@ -60,7 +60,10 @@ def check_exact_supported(config: PreTrainedConfig, path: str) -> None:
 
 
 class ExactDecoder(JoinedDecoder):
-    """Computes the policy's forward with batch-invariant kernels, in rollout and training."""
+    """Computes the policy's forward with batch-invariant kernels, in rollout and training.
+
+    The base class joins the q, k and v weights, and the gate and up weights, into one tensor each.
+    """
 
     def __init__(self, policy: PolicyModel) -> None:
         config = policy.lm.config
@@ -140,7 +143,7 @@ class ExactDecoder(JoinedDecoder):
         response_lengths = [n for _, n in packed.layout.children]
         self.extend_rotary_table(max(packed.layout.root_lengths) + max(response_lengths, default=0))
         layer, positions = self._layers[0], packed.position_ids
-        layout = TrainingLayout(
+        training_layout = TrainingLayout(
             packed, self.kernels, kv_heads=layer.kv_heads, head_dim=layer.head_dim,
             block_size=BLOCK_SIZE, queries_per_tile=self._queries_per_tile,
             dtype=self._embedding.dtype,
@@ -154,7 +157,7 @@ class ExactDecoder(JoinedDecoder):
             return (out[0] if isinstance(out, tuple) else out)[0]
 
         for index, module in enumerate(decoder.layers):
-            exact_layer = partial(self._compute_layer, index, positions, layout)
+            exact_layer = partial(self._compute_layer, index, positions, training_layout)
             x = _ExactForward.apply(
                 exact_layer, partial(run_module, module), x, *module.parameters()
             )
@@ -166,7 +169,7 @@ class ExactDecoder(JoinedDecoder):
         self, hidden: Tensor, target: Tensor, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """Returns the exact log-probs [N] of the targets, and the entropies [N]."""
-        # Divided in float32, as in the rollout's batch state, so that both use the same factor.
+        # The rollout's batch state computes this in float32 too, so both use the same factor.
         inverse_temperature = float(np.float32(1.0) / np.float32(temperature))
         return linear_log_probs(
             hidden,

@@ -29,7 +29,7 @@ def kernels_for(device: torch.device, *, exact: bool = False) -> ModuleType:
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines per position, and the norms of queries and keys before the rotation."""
+    """Cosines and sines per position, and the weights of the RMSNorm of queries and keys before rotation."""
 
     cos: Tensor  # [positions, D]
     sin: Tensor

@@ -88,9 +88,9 @@ class AgentChecks:
         if any(isinstance(loop, ToolAgentLoop) for loop in self.loops.values()):
             for dataset in self.datasets.values():
                 if isinstance(dataset, RLHFDataset):
-                    dataset.render_with(self._whole_prompt)
+                    dataset.set_prompt_builder(self._build_prompt)
 
-    def _whole_prompt(self, row: Row) -> tuple[Prompt, Tools | None] | None:
+    def _build_prompt(self, row: Row) -> tuple[Prompt, Tools | None] | None:
         """Returns the prompt and the tools of a row if it uses the tool agent loop, or else None."""
         data = self.config.data
         parse_prompt = raw_text if data.prompt_format == "raw" else as_messages
@@ -337,12 +337,12 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
 
 def _added_text(dataset: RLHFDataset) -> str:
     """Returns a text that changes with what tool agent loops add to prompts, for the cache's name."""
-    if dataset.whole_prompt is None:
+    if dataset.prompt_builder is None:
         return ""
     names = {row.get("agent_name") for row in dataset.store.scan(("agent_name",))}
     loop_names = sorted(name for name in names if isinstance(name, str))
     rows = ({"agent_name": name, dataset.prompt_key: "a"} for name in (None, *loop_names))
-    return repr([dataset.whole_prompt(row) for row in rows])
+    return repr([dataset.prompt_builder(row) for row in rows])
 
 
 def _cache_file(dataset: RLHFDataset) -> Path:

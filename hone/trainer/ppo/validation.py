@@ -142,7 +142,7 @@ def _statistics(
         if attempts == 1 or len(values) < attempts:
             continue
         prompt_values[f"std@{attempts}"].append(float(np.std(values)))
-        for n in at_n.sizes(attempts):
+        for n in at_n.attempt_counts(attempts):
             prompt_values[f"best@{n}/mean"].append(at_n.best_at(values, n))
             prompt_values[f"best@{n}/std"].append(at_n.best_std_at(values, n))
             prompt_values[f"worst@{n}/mean"].append(at_n.worst_at(values, n))

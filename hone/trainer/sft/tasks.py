@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.data.create import create_sft_dataset, custom_dataset_class
+from hone.data.create import create_sft_dataset, encoded_dataset_class
 from hone.data.encoded import EncodedRow
 from hone.data.loader import Dataset
 from hone.data.rows import Files
@@ -146,7 +146,7 @@ class StepTask:
 
         key = (str(files), max_samples)
         if key not in self._datasets:
-            cls = custom_dataset_class(config, StepDataset)
+            cls = encoded_dataset_class(config, StepDataset)
             self._datasets[key] = cls(files, tokenizer, config, max_samples)
         return self._datasets[key]
 
@@ -198,7 +198,7 @@ class PairTask:
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
         from hone.data.pairs import PairDataset
 
-        return custom_dataset_class(config, PairDataset)(files, tokenizer, config, max_samples)
+        return encoded_dataset_class(config, PairDataset)(files, tokenizer, config, max_samples)
 
     def num_tokens(self, row: EncodedRow) -> int:
         return len(row["input_ids"]) + len(row["rejected_ids"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.models.lora import Adapters, adapter_weights, init_lora
+from hone.models.lora import AdapterSettings, adapter_weights, init_lora
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.native.core import NativeCore
@@ -110,7 +110,7 @@ def test_a_running_request_takes_new_weights_from_its_next_token() -> None:
 def test_adapters_alone_are_loaded_over_the_base(factory: Factory) -> None:
     def adapted(seed: int) -> PolicyModel:
         model = policy()
-        adapters = Adapters(4, 8.0, 0.0, "all-linear", None, None)
+        adapters = AdapterSettings(4, 8.0, 0.0, "all-linear", None, None)
         model.lm = init_lora(model.lm, adapters, seed)
         with torch.no_grad():
             for name, parameter in model.lm.named_parameters():
