@@ -27,7 +27,7 @@ from hone.types import Fields
 
 Chat: TypeAlias = Sequence[Fields]
 Prompt: TypeAlias = str | Sequence[int] | Chat
-"""Text (one user turn), token ids, or chat messages."""
+"""Text (one user message), token ids, or chat messages."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Response:
 
 
 class LLM:
-    """Generates with a model, given as a model folder, a hub name, a checkpoint or a run folder.
+    """Generates with a model; `model` is a model folder, a hub name, a checkpoint or a run folder.
 
     `settings` are keys of the `generation` config, as for `hone generate`. The same call with the same
     `seed` gives the same responses.
@@ -84,7 +84,7 @@ class LLM:
     ) -> list[Response]:
         """Returns one response per prompt, in the order of the prompts, each with `n` outputs.
 
-        A string becomes one user turn of the chat template, as in training; `prompt_format="raw"` uses
+        A string becomes one user message of the chat template, as in training; `prompt_format="raw"` uses
         it unchanged. `temperature=0` is greedy. `sampling` takes `top_p`, `top_k`, `min_p`, `stop`,
         `stop_token_ids` and `ignore_eos`.
         """
@@ -185,7 +185,7 @@ def _is_token_ids(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[Sequence[int]]
 def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]:
     if isinstance(prompt, str):
         return True
-    return isinstance(prompt, (list, tuple)) and all(isinstance(turn, Mapping) for turn in prompt)
+    return isinstance(prompt, (list, tuple)) and all(isinstance(item, Mapping) for item in prompt)
 
 
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -2,8 +2,8 @@
 
 A function receives the arguments that its parameters name: the response (`completion`, `response`,
 `solution_str`), the answer (`answer`, `ground_truth`, `solution`), `prompt`, `data_source`, `extra_info`
-and other columns of the row. If it names none of these, it receives response and answer by position. A TRL
-reward function (`completions`) receives lists of length one.
+and other columns of the row. A function that names none of these receives response and
+answer by position. A TRL reward function (`completions`) receives lists of length one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OTHER_NAMES = ("prompt", "data_source", "extra_info")
 
 
 class RewardPart(NamedTuple):
-    """One reward, with its name in the metrics and its weight in the sum."""
+    """A reward function or rule, with its name in the metrics and its weight in the sum."""
 
     name: str
     scorer: Scorer
@@ -70,7 +70,7 @@ def reward_parts(reward: Reward) -> list[RewardPart]:
 
 
 def reads_prompt(parts: Sequence[RewardPart]) -> bool:
-    """Whether a function takes the prompt, or TRL's completions, which have the prompt's format."""
+    """Whether a function takes the prompt, or TRL's `completions`, whose format is the prompt's."""
     return any({"prompt", "completions"} & set(part.parameters) for part in parts)
 
 
@@ -79,7 +79,7 @@ def as_score_function(
 ) -> Function:
     """Returns one score function with verl's signature; `columns` are the keys of `extra_info`.
 
-    Those of `answer_columns` are passed from there, although they are also names of the answer.
+    `answer_columns` are columns whose name also means the answer; they keep their own values.
     """
     calls = [_reward_call(part, columns) for part in parts]
 
@@ -105,7 +105,7 @@ def as_score_function(
     has_async_part = any(callable(part.scorer) and is_async(part.scorer) for part in parts)
     function: Function = score_async if has_async_part else score
     if len(parts) == 1 and callable(parts[0].scorer):
-        # With `__wrapped__`, error messages name the user's function; managers read the signature here.
+        # With `__wrapped__`, error messages name the user's function; managers read `__signature__`.
         vars(function)["__signature__"] = inspect.signature(function)
         vars(function)["__wrapped__"] = parts[0].scorer
     vars(function)["has_own_deadline"] = any(
@@ -144,10 +144,10 @@ def _reward_call(part: RewardPart, columns: Collection[str]) -> Callable[[Row], 
         kwargs_names = {"prompts", *ANSWER_NAMES, *columns} if takes_kwargs else set()
         return _trl_call(scorer, {p.name for p in named_parameters} | kwargs_names)
     names = [p.name for p in named_parameters if p.name in known_names]
-    required = [p.name for p in named_parameters if p.default is p.empty]
-    if not names and len(required) in (1, 2):
-        return lambda row: scorer(*(row["completion"], row["answer"])[: len(required)])
-    if unknown := [name for name in required if name not in known_names]:
+    required_names = [p.name for p in named_parameters if p.default is p.empty]
+    if not names and len(required_names) in (1, 2):
+        return lambda row: scorer(*(row["completion"], row["answer"])[: len(required_names)])
+    if unknown := [name for name in required_names if name not in known_names]:
         others = ", ".join(sorted(known_names - {*RESPONSE_NAMES, *ANSWER_NAMES}))
         raise ScorerSignatureError(
             f"the reward function {describe(scorer)} takes {', '.join(unknown)}, which no row has; it may "

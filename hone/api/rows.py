@@ -65,7 +65,9 @@ def _as_row(item: DataItem, number: int) -> Row:
     if isinstance(item, Mapping):
         # A DataFrame has NaN for a missing value.
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in item.items()}
-    is_chat = isinstance(item, list) and item and all(isinstance(turn, Mapping) for turn in item)
+    is_chat = (
+        isinstance(item, list) and item and all(isinstance(message, Mapping) for message in item)
+    )
     if isinstance(item, str) or is_chat:
         return {"prompt": item}
     if isinstance(item, (tuple, list)) and len(item) == 2:
@@ -116,7 +118,7 @@ def _find_column(row: Row, number: int, names: Sequence[str]) -> str:
 
 
 def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
-    """Writes the rows to a file in `folder`, named after a hash of its content; returns its path."""
+    """Writes the rows to a file in `folder`, named after a hash of the rows; returns the path."""
     text = "".join(_json_line(row, number) for number, row in enumerate(rows))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
     file = folder / "data" / f"{name}-{digest}.jsonl"

@@ -49,7 +49,7 @@ from hone.trainer.starting_values import starting_values
 from hone.types import Function, Row
 
 Model: TypeAlias = Union[PathOrName, "Trained", LLM]
-"""A folder, a hub name, a checkpoint, or the result of an earlier call."""
+"""A folder, a hub name, a checkpoint, an `LLM`, or the result of `train` or `sft`."""
 
 
 def evaluate(
@@ -192,9 +192,9 @@ def sft(
         call.set({"model.path": _model_path(model)})
         column_prefixes = ("data.prompt", "data.response", "data.custom")
         sets_columns = any(key.startswith(column_prefixes) for key in call.values())
-        for name, rows in (("train", data), ("val", validation)):
-            if rows is not None:
-                _set_sft_files(call, rows, folder, name, sets_columns)
+        for name, split_data in (("train", data), ("val", validation)):
+            if split_data is not None:
+                _set_sft_files(call, split_data, folder, name, sets_columns)
         composed = call.compose(_reduced_batch_size)
         print_starting_values_and_notes(composed)
         if must_launch(composed.config.world_size, composed.config.trainer.nnodes, main_sft.MODULE):
@@ -232,8 +232,10 @@ class _RunScorer:
         is_single_rule = len(parts) == 1 and isinstance(parts[0].scorer, str)
         if not is_single_rule or any(row["data_source"] != default_source for row in rows):
             columns = set().union(*(row["extra_info"] for row in rows))
-            answers = [name for name in ANSWER_COLUMNS if all(name in row for row in user_rows)]
-            self._build_function(columns, answers[1:])  # the first is the ground truth
+            answer_columns = [
+                name for name in ANSWER_COLUMNS if all(name in row for row in user_rows)
+            ]
+            self._build_function(columns, answer_columns[1:])  # the first is the ground truth
         return [write_rows(rows, folder, name)]
 
     def _build_function(
@@ -301,7 +303,7 @@ def _set_sft_files(
 
 
 def _reduced_batch_size(values: Values) -> list[Setting]:
-    """Returns the number of rows as batch size, if it is smaller than the default batch size."""
+    """Returns the setting of a batch size of all rows if the default is larger, else an empty list."""
     row_count, key = len(as_rows(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
     is_reduced = key not in values and row_count < SFTDataConfig.train_batch_size
     return [Setting(key, row_count, STARTING_VALUES_ORIGIN)] if is_reduced else []

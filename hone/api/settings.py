@@ -1,7 +1,7 @@
 """Converts keyword arguments (`lr=1e-6`), dotted keys and a YAML file to config settings.
 
-A name is a dotted key or its last part. If several keys end with it, the key of `trainer` has priority, then
-the policy's key over those of the critic, the reference, the reward model and validation.
+A name is a dotted key or its last part. If several keys end with the name, the key of `trainer` has
+priority, then the policy's key over those of the critic, the reference, the reward model and validation.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def matching_keys(schema: str, name: str) -> list[str]:
     """Returns the dotted keys that a name may stand for."""
     root = TREES[schema].root
     keys = _keys(root)
-    preferred = [key for key in (*SHORT_NAMES.get(name, ()), f"trainer.{name}") if key in keys]
-    if preferred or name.partition(".")[0] in hints(root):
-        return preferred[:1] or [name]
+    preferred_keys = [key for key in (*SHORT_NAMES.get(name, ()), f"trainer.{name}") if key in keys]
+    if preferred_keys or name.partition(".")[0] in hints(root):
+        return preferred_keys[:1] or [name]
     candidates = [key for key in sorted(keys) if key.endswith(f".{name}")]
     return [key for key in candidates if not key.startswith(_SECONDARY_PREFIXES)] or candidates
 

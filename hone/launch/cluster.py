@@ -74,8 +74,8 @@ def run(plan: LaunchPlan, report: Callable[[str], None], write: Callable[[str], 
     `report` receives status messages, and `write` receives the output of the job.
     """
     with _stop_on_signals() as stop_event, contextlib.ExitStack() as exit_stack:
-        nodes: _NamedProcesses = []
-        exit_stack.callback(_stop_processes, nodes)
+        node_processes: _NamedProcesses = []
+        exit_stack.callback(_stop_processes, node_processes)
         is_local = plan.transport == "local"
         settings = NodeSettings(
             mark=secrets.token_hex(8),
@@ -85,13 +85,13 @@ def run(plan: LaunchPlan, report: Callable[[str], None], write: Callable[[str], 
             only_loopback=is_local,
         )
         report(f"starting Ray on {len(plan.hosts)} nodes, the head on {plan.hosts[0]}")
-        head = _Node(plan, plan.hosts[0], settings, nodes).wait_until_ready(stop_event)
+        head = _Node(plan, plan.hosts[0], settings, node_processes).wait_until_ready(stop_event)
         settings = replace(settings, head=head.address, port=0)
         starting_nodes: dict[str, _Node] = {}
         for host in plan.hosts[1:]:
             if host in starting_nodes:  # raylets that start at the same time on one host may fail
                 starting_nodes.pop(host).wait_until_ready(stop_event)
-            starting_nodes[host] = _Node(plan, host, settings, nodes)
+            starting_nodes[host] = _Node(plan, host, settings, node_processes)
         for node in starting_nodes.values():
             node.wait_until_ready(stop_event)
         report(
@@ -119,12 +119,12 @@ class _Node:
     """The process that runs one node; it stops Ray when its standard input closes."""
 
     def __init__(
-        self, plan: LaunchPlan, host: str, settings: NodeSettings, nodes: _NamedProcesses
+        self, plan: LaunchPlan, host: str, settings: NodeSettings, node_processes: _NamedProcesses
     ) -> None:
         self.host, self._deadline_s = host, plan.start_deadline_s
         self._stderr_lines: list[str] = []
         self._process = _start_process(plan, host, "hone.launch.node", asdict(settings))
-        nodes.append((f"the node {host}", self._process))
+        node_processes.append((f"the node {host}", self._process))
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read_answer, daemon=True).start()
         self._stderr_reader = threading.Thread(target=self._collect_stderr, daemon=True)
@@ -235,7 +235,7 @@ def _copy_lines(stream: Iterator[str], write: Callable[[str], None]) -> None:
 
 
 def _stop_processes(processes: _NamedProcesses) -> None:
-    """Closes the standard input of all processes, then waits until they end."""
+    """Closes the standard input of all processes; kills those that have not ended in END_DEADLINE_S."""
     for _, process in processes:
         with contextlib.suppress(OSError):
             assert process.stdin is not None

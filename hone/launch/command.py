@@ -57,7 +57,7 @@ def launch(arguments: Sequence[str]) -> int:
     plan = LaunchPlan(
         transport=options.launcher,
         hosts=hosts,
-        command=tuple(_with_cluster_size(command, len(hosts), options.gpus_per_node)),
+        command=tuple(_add_cluster_size(command, len(hosts), options.gpus_per_node)),
         folder=options.folder or os.getcwd(),
         python=options.python or sys.executable,
         setup=options.setup or "",
@@ -168,7 +168,7 @@ def _host_names(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(hosts[:nodes])
 
 
-def _with_cluster_size(command: Sequence[str], nodes: int, gpus: int | None) -> list[str]:
+def _add_cluster_size(command: Sequence[str], nodes: int, gpus: int | None) -> list[str]:
     """Appends the size of the cluster to a training command that does not set it."""
     arguments = list(command)
     runs_module = arguments[1:3] in [["-m", module] for module in _TRAINING_MODULES]
@@ -205,7 +205,7 @@ def _write_job_file(
                 flag = f"--{key.replace('_', '-')}"
                 parser.error(f"kubernetes: {flag} has no effect on pods; remove it and use --image")
         text = rayjob_manifest(
-            _with_cluster_size(command, nodes, gpus),
+            _add_cluster_size(command, nodes, gpus),
             nodes=nodes,
             gpus=gpus,
             name=options.name,
@@ -305,7 +305,7 @@ def _keep_cluster_alive(head_folder: Path | None) -> Iterator[None]:
 def _newest_launch() -> tuple[str, Path]:
     """Returns the job server and the folder of the newest cluster whose head is this machine.
 
-    Sets the environment variables of its token.
+    Sets Ray's environment variables to the token of that cluster.
     """
     clusters = []
     for file in launch_folder().glob(f"*/{HEAD_FOLDER}/{CLUSTER_FILE}"):

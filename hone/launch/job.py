@@ -1,7 +1,7 @@
 """Runs one command as a job, on the head node: `python -m hone.launch.job`.
 
-Standard input has one line of JSON (job server, token file, command); when it closes, the job is
-stopped. The job's log goes to standard output, and its exit status is the exit status of this
+Standard input has one line of JSON (job server, token file, command); closing standard input
+stops the job. The job's log goes to standard output, and its exit status is the exit status of this
 process.
 """
 

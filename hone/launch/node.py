@@ -1,8 +1,7 @@
-"""Starts Ray on one node of a launched cluster and stops it when standard input closes.
+"""Starts Ray on one node of a launched cluster, and stops Ray when standard input closes.
 
-`hone launch` runs it on every host over ssh or srun (`python -m hone.launch.node`). Standard input
-has one line of JSON, so that the token is not on a command line. When the connection ends, Ray is
-stopped.
+`hone launch` runs this module on every host over ssh or srun (`python -m hone.launch.node`). Standard
+input has one line of JSON, so that the token is not on a command line.
 """
 
 from __future__ import annotations
@@ -52,12 +51,14 @@ class NodeSettings:
     """The settings of one node."""
 
     mark: str
-    """Identifies the launch: in the name of its folder, and in the environment of the node's processes."""
+    """Identifies the launch in the name of its folder, and in the environment of the node's processes."""
     token: str
     head: str = ""
     """The address of the head node; empty for the head itself."""
     port: int = 0
+    """The port of Ray's control plane on the head; 0 selects a free one."""
     gpus: int | None = None
+    """None lets Ray detect the GPUs."""
     only_loopback: bool = False
 
 
@@ -67,6 +68,7 @@ class NodeStatus:
 
     address: str = ""
     jobs: str = ""
+    """The URL of the job server, which only the head has."""
     token_file: str = ""
     error: str = ""
 
@@ -101,7 +103,7 @@ def main() -> None:
         reaper_process.kill()
         for path in (folder, session_folder):
             shutil.rmtree(path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # another node may still use it
+        with contextlib.suppress(OSError):  # another node may still use the folder
             folder.parent.rmdir()
 
 

@@ -74,7 +74,7 @@ def sbatch_script(
     )
 
 
-def _check_kubernetes(name: str, memory: str, cpus: int, volumes: Sequence[str]) -> None:
+def _check_manifest_values(name: str, memory: str, cpus: int, volumes: Sequence[str]) -> None:
     """Raises ConfigError if Kubernetes would reject one of the values."""
     mount_paths = ["/dev/shm", *(text.partition(":")[2].rstrip("/") for text in volumes)]
     if repeated_paths := [path for path in mount_paths if mount_paths.count(path) > 1]:
@@ -107,7 +107,7 @@ def rayjob_manifest(
 
     `gpus`, `cpus` and `memory` are per pod.
     """
-    _check_kubernetes(name, memory, cpus, volumes)
+    _check_manifest_values(name, memory, cpus, volumes)
     volumes_and_mounts = [_volume_and_mount(i, text) for i, text in enumerate(volumes)]
 
     def pod_template(container_name: str) -> Fields:

@@ -43,7 +43,7 @@ class Tracker:
     """Base class of tracker backends; a subclass must define `log`."""
 
     stops_run_on_failure = False
-    """Whether a failed write stops the run; failures of other trackers are only counted."""
+    """Whether a failed write stops the run; otherwise failures are only counted."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run

@@ -85,7 +85,7 @@ def is_unsmoothed(key: str, num_points: int) -> bool:
 
 
 def smooth(values: Sequence[float], weight: float) -> list[float]:
-    """Returns the bias-corrected exponential moving average; non-finite values are unchanged."""
+    """Returns the bias-corrected exponential moving average; non-finite values stay unchanged."""
     if not 0 <= weight < 1:
         raise ValueError(f"smoothing weight must be in [0, 1), got {weight}")
     smoothed: list[float] = []
@@ -113,22 +113,23 @@ def bucket_means(steps: Steps, values: Values, num_buckets: int) -> BucketMeans:
     means = BucketMeans([], [], [])
     for start, stop in _bucket_bounds(len(value_array), num_buckets):
         bucket = value_array[start:stop]
-        finite = bucket[np.isfinite(bucket)]
+        finite_values = bucket[np.isfinite(bucket)]
         means.steps.append(int(steps[(start + stop) // 2]))
-        means.values.append(float(finite.mean()) if len(finite) else math.nan)
-        means.counts.append(len(finite))
+        means.values.append(float(finite_values.mean()) if len(finite_values) else math.nan)
+        means.counts.append(len(finite_values))
     return means
 
 
 def envelope(steps: Steps, values: Values, num_buckets: int) -> tuple[list[int], list[float]]:
-    """Returns the first point, the last point and the extremes of each bucket, so peaks remain."""
+    """Returns the first point, the last point and the extremes of each bucket, so that peaks remain."""
     value_array, step_array = np.asarray(values, np.float64), np.asarray(steps)
     indices = {0, len(value_array) - 1}
     for start, stop in _bucket_bounds(len(value_array), num_buckets):
         bucket = value_array[start:stop]
-        finite = np.flatnonzero(np.isfinite(bucket))
-        extremes = (bucket[finite].argmin(), bucket[finite].argmax()) if len(finite) else ()
-        indices |= {start + finite[i] for i in extremes} or {start}
+        finite_indices = np.flatnonzero(np.isfinite(bucket))
+        finite_values = bucket[finite_indices]
+        extremes = (finite_values.argmin(), finite_values.argmax()) if len(finite_values) else ()
+        indices |= {start + finite_indices[i] for i in extremes} or {start}
     sorted_indices = sorted(indices)
     return step_array[sorted_indices].tolist(), value_array[sorted_indices].tolist()
 

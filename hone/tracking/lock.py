@@ -1,8 +1,8 @@
-"""A lock that lets one process use a folder, on local and shared file systems.
+"""A lock that lets one process at a time use a folder, on local and shared file systems.
 
 The lock file names its holder. It is created by a hard link, which is atomic on NFS, where `flock`
 may not work. A holder on this machine is alive while its process runs; a holder on another machine
-is alive while it touches the file.
+is alive while it touches the lock file.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 LOCK_NAME = ".lock"
 HEARTBEAT_S = 5.0
 DEAD_AFTER_S = 60.0
-"""A holder on another machine counts as dead if it has not touched the file for so long."""
+"""A holder on another machine counts as dead if it has not touched the lock file for so long."""
 _UNKNOWN_START_TIME = "unknown"
-"""The start time of a process of which only the existence is visible."""
+"""The start time of a process if only the existence of the process is visible."""
 _HARD_LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -92,7 +92,7 @@ class Holder:
 
 
 class FolderLock:
-    """An inter-process lock, which is reentrant within one process: its threads share it."""
+    """A lock between processes; the threads of one process share the lock and may nest it."""
 
     def __init__(self, file: Path, locked_path: Path) -> None:
         self.file, self.locked_path = file, locked_path
@@ -283,7 +283,7 @@ def _read(path: Path) -> tuple[Holder | None, int]:
 def _is_alive(holder: Holder, path: Path, draft: Path) -> bool:
     """Whether the holder's process runs or, on another machine, touches the lock file `path`.
 
-    The draft is touched to read the file server's clock.
+    Touching the draft reads the file server's clock.
     """
     if holder.is_on_this_machine:
         return holder.is_running
@@ -291,7 +291,7 @@ def _is_alive(holder: Holder, path: Path, draft: Path) -> bool:
     has_warned = False
     while current == holder:
         os.utime(draft)
-        age_s = (draft.stat().st_mtime_ns - mtime_ns) / 1e9  # by that clock
+        age_s = (draft.stat().st_mtime_ns - mtime_ns) / 1e9  # by the file server's clock
         if age_s > DEAD_AFTER_S or time.monotonic() - start > DEAD_AFTER_S:
             return False
         if not has_warned:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint folder: size and checksum of every file.
 
-It is written last, so a folder without it is incomplete. Each rank computes the checksums of its
-own shards, in parallel.
+The manifest is written last, so a folder without a manifest is incomplete. Each rank computes the
+checksums of its own shards, in parallel.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def write_manifest(folder: Path) -> None:
     """Writes the manifest of all files in the folder."""
     shard_entries: dict[Path, Entry] = {}
     for file in folder.rglob(f"{_RANK_FILE_PREFIX}*.json"):
-        shards = json.loads(file.read_text(encoding="utf-8"))
-        shard_entries |= {file.with_name(name): tuple(entry) for name, entry in shards.items()}
+        entries_of_rank = json.loads(file.read_text(encoding="utf-8"))
+        for name, entry in entries_of_rank.items():
+            shard_entries[file.with_name(name)] = tuple(entry)
         file.unlink()
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     require_files(folder, shard_entries)
@@ -77,7 +78,7 @@ def _describe(name: str) -> str:
 
 
 def enclosing_checkpoint(folder: Path) -> Path | None:
-    """Returns the first `global_step_N` of the folder, its parent and its grandparent, or None."""
+    """Returns the first `global_step_N` among the folder, its parent and its grandparent, or None."""
     folder = folder.resolve()  # "." has no name
     return next((p for p in (folder, *folder.parents[:2]) if _STEP_FOLDER.fullmatch(p.name)), None)
 
@@ -135,7 +136,7 @@ def _file_damage(folder: Path, name: str, size: int, checksum: int) -> str | Non
 
 @functools.lru_cache(maxsize=1024)
 def _cached_checksum(file: Path, size: int, mtime_ns: int) -> int:
-    """Caches checksums: a process checks a model before it loads tokenizer, config and weights."""
+    """Caches checksums: a process checks a model before each load (tokenizer, config, weights)."""
     return _checksum(file)
 
 

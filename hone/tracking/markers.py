@@ -223,11 +223,11 @@ class GPUMemoryLogger:
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
-        def logged(*arguments: P.args, **options: P.kwargs) -> R:
+        def call_and_log(*arguments: P.args, **options: P.kwargs) -> R:
             name = f"{self._role} {function.__name__}"
             log_gpu_memory_usage(f"Before {name}", self._logger, self._level)
             result = function(*arguments, **options)
             log_gpu_memory_usage(f"After {name}", self._logger, self._level)
             return result
 
-        return logged
+        return call_and_log

@@ -22,11 +22,11 @@ STEP_KEY = "step"
 NONFINITE_KEY = "_nonfinite"
 
 MetricsRow: TypeAlias = Fields
-"""The metrics of one line by name, and its step."""
+"""The metrics of one line by name, with the step of the line."""
 
 
 def encode_line(metrics: Mapping[str, Number], step: int) -> str:
-    """Encodes strict JSON: NaN and infinities become null and are listed in `_nonfinite`."""
+    """Encodes a line as strict JSON: NaN and infinities become null and are listed in `_nonfinite`."""
     nonfinite: JsonObject = {k: repr(v) for k, v in metrics.items() if not math.isfinite(v)}
     line: JsonObject = {k: None if k in nonfinite else v for k, v in metrics.items()}
     if nonfinite:
@@ -66,7 +66,7 @@ class MetricsFile:
         line = (encode_line(numbers, step) + "\n").encode()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            # Closing a buffered file writes all bytes or raises; one raw write may write some.
+            # Closing a buffered file writes all bytes or raises; a raw write may write only some.
             with open(self.path, "ab") as file:
                 # Start a new line after the partial line of a killed writer.
                 file.write(b"\n" + line if self._ends_mid_line() else line)
@@ -78,30 +78,32 @@ class MetricsFile:
 
     def rows(self) -> Iterator[MetricsRow]:
         """Yields the metrics of every line; skips incomplete lines and logs a warning for each."""
-        for number, row in self.lines():
+        for line_number, row in self.lines():
             if row is not None:
                 yield row
             else:
-                log.warning("%s:%d is not a metrics line; skipped", self.path, number)
+                log.warning("%s:%d is not a metrics line; skipped", self.path, line_number)
 
     def lines(self) -> Iterator[tuple[int, MetricsRow | None]]:
-        """Yields the number and the metrics of every non-blank line; None if it is incomplete."""
+        """Yields the number of every non-blank line, and its metrics (None for an incomplete line)."""
         if not self.path.exists():
             return
         with open(self.path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            for line_number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, decode_line(line)
+                    yield line_number, decode_line(line)
 
     def truncate_after(self, step: int) -> int:
         """Removes lines after `step` and incomplete lines in one atomic write; returns how many."""
         if not self.path.exists():
             return 0
         lines = [line for line in self.path.read_bytes().split(b"\n") if line.strip()]
-        remaining = [line for line in lines if (row := decode_line(line)) and row[STEP_KEY] <= step]
-        if len(remaining) < len(lines) or self._ends_mid_line():
-            atomic_write_bytes(self.path, b"".join(line + b"\n" for line in remaining))
-        return len(lines) - len(remaining)
+        remaining_lines = [
+            line for line in lines if (row := decode_line(line)) and row[STEP_KEY] <= step
+        ]
+        if len(remaining_lines) < len(lines) or self._ends_mid_line():
+            atomic_write_bytes(self.path, b"".join(line + b"\n" for line in remaining_lines))
+        return len(lines) - len(remaining_lines)
 
     def _ends_mid_line(self) -> bool:
         with open(self.path, "rb") as file:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PURE_METRIC = "high_level_scores/repeat_score/mean"
-"""Only runs with PURE's metrics (`trainer.response_metrics`) have it."""
+"""A metric that only runs with PURE's metrics (`trainer.response_metrics`) have."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Panel:
     title: str
     metric: str
     is_pattern: bool = False
-    """Whether `metric` is a pattern; its syntax is RE2's, as the tracker's server applies it."""
+    """Whether `metric` is a regular expression, in the RE2 syntax of the tracker's server."""
     y_min: float | None = None
     """The lowest value of the y axis; None fits the axis to the data."""
     expression: str | None = None

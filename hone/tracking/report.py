@@ -73,7 +73,7 @@ def render(runs: Sequence[RunData]) -> str:
     environment.filters |= {"excerpt": excerpt, "number": format_number}
     css = (folder / "report.css").read_text(encoding="utf-8") + _colours(len(runs))
     script = (folder / "report.js").read_text(encoding="utf-8")
-    policy = (
+    security_policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"style-src '{_csp_hash(css)}'; script-src '{_csp_hash(script)}'"
     )
@@ -86,7 +86,7 @@ def render(runs: Sequence[RunData]) -> str:
     return environment.get_template("report.html").render(
         runs=runs,
         title=f"{', '.join(others)} and {last}" if others else last,
-        policy=policy,
+        policy=security_policy,
         css=css,
         script=script,
         # Inside a script element only `<` can end the element or open a comment.
@@ -105,9 +105,9 @@ def render(runs: Sequence[RunData]) -> str:
 def excerpt(text: str, limit: int = CHARACTERS_SHOWN) -> str:
     """Truncates the text at `limit` and escapes invisible characters; the template escapes HTML."""
     content = text.replace("\r\n", "\n")
-    printable = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", content[:limit])
+    visible_text = _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", content[:limit])
     excess = len(content) - limit
-    return printable + (f" … {excess:,} more characters" if excess > 0 else "")
+    return visible_text + (f" … {excess:,} more characters" if excess > 0 else "")
 
 
 def format_number(value: float | None) -> str:
@@ -121,15 +121,15 @@ def _csp_hash(text: str) -> str:
 
 def _colours(run_count: int) -> str:
     extra_colours = (f"hsl({i * GOLDEN_ANGLE % 360:.0f} 55% 45%)" for i in range(8, run_count))
-    runs = "".join(
+    run_rules = "".join(
         f"path.r{i}{{stroke:{c}}}circle.r{i}{{fill:{c}}}.key.r{i}{{background:{c}}}"
         f"body.hide-{i} .of{i}{{display:none}}"
         for i, c in enumerate([*RUN_COLOURS[:run_count], *extra_colours])
     )
-    parts = (
+    part_rules = (
         f"rect.t{i}{{fill:{c}}}.key.t{i}{{background:{c}}}" for i, c in enumerate(PART_COLOURS)
     )
-    return runs + "".join(parts)
+    return run_rules + "".join(part_rules)
 
 
 class MetricResult(NamedTuple):
@@ -143,12 +143,12 @@ class MetricResult(NamedTuple):
 
 
 def metric_result(run: RunData, key: str) -> MetricResult | None:
-    """Returns None if the metric has no finite value in this run."""
+    """Returns the result of a metric, or None if the metric has no finite value in this run."""
     steps, values = run.metrics.get(key).finite_points()
     if not len(values):
         return None
-    best = values.argmin() if key.endswith("loss") else values.argmax()
-    return MetricResult(key, values[0], values[-1], values[best], steps[best])
+    best_index = values.argmin() if key.endswith("loss") else values.argmax()
+    return MetricResult(key, values[0], values[-1], values[best_index], steps[best_index])
 
 
 def _headline(run: RunData, keys: Sequence[str]) -> MetricResult | None:
@@ -174,9 +174,9 @@ def _group_metrics(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, l
     if PURE_METRIC in names:
         sections = {section.name: section.metrics_among(names) for section in SECTIONS}
         groups |= {name: keys for name, keys in sections.items() if keys}
-    grouped = {key for keys in groups.values() for key in keys}
+    grouped_names = {key for keys in groups.values() for key in keys}
     for key in names:
-        if key not in grouped:
+        if key not in grouped_names:
             groups.setdefault(key.partition("/")[0], []).append(key)
     return groups
 
@@ -201,12 +201,12 @@ def _curves(key: str, runs: Sequence[RunData]) -> list[JsonObject]:
 
 
 def _points(steps: list[int], values: list[float]) -> dict[str, JsonValue]:
-    finite: list[JsonValue] = [value if math.isfinite(value) else None for value in values]
-    return {"steps": list(steps), "values": finite}
+    json_values: list[JsonValue] = [value if math.isfinite(value) else None for value in values]
+    return {"steps": list(steps), "values": json_values}
 
 
 class TimePart(NamedTuple):
-    """The total seconds of a timer, and its place in the bar of the run."""
+    """The total seconds of a timer, and the timer's place in the bar of the run."""
 
     name: str
     seconds: float
@@ -215,12 +215,12 @@ class TimePart(NamedTuple):
     num_steps: int
     """Number of steps that have the timer."""
     bar_start: float
-    """From 0 to 1000."""
+    """Where the part begins in the bar, from 0 to 1000."""
 
 
 def time_breakdown(run: RunData) -> tuple[list[TimePart], bool]:
     """Returns the timers of a run, with the rest as "other", and whether timers overlap."""
-    # Nested names (`timing_s/agent_loop/…`) and `gen_max` are parts of timers that are counted.
+    # Timers with nested names (`timing_s/agent_loop/…`) and `gen_max` are parts of other timers.
     timers = [key for key in run.metric_names() if re.fullmatch(f"{TIMING_PREFIX}[^/]+", key)]
     timer_values = {
         key.removeprefix(TIMING_PREFIX): run.metrics.get(key).finite_points().values

@@ -51,7 +51,7 @@ class RunMetrics:
 
     series: dict[str, Series] = field(default_factory=dict)
     step_range: tuple[int, int] | None = None
-    """The first and last step of any line; None without lines."""
+    """The lowest and highest step of all lines; None without lines."""
     notes: list[str] = field(default_factory=list)
 
     def get(self, key: str) -> Series:
@@ -139,7 +139,7 @@ def _read_settings(
 
 
 def _find_sample_files(default_folder: Path, run: RunData, folder_key: str) -> StepFiles:
-    """Returns the sample files in the default folder, or in the one that the config key sets."""
+    """Returns the sample files in the default folder, or else in the folder that the config key sets."""
     setting = json.loads(run.config.get(folder_key, "null"))
     folders = [default_folder, Path(setting)] if isinstance(setting, str) else [default_folder]
     for folder in folders:
@@ -156,12 +156,14 @@ def _validation_by_prompt(files: StepFiles, notes: list[str]) -> dict[str, list[
     if len(files) > VALIDATIONS_SHOWN:
         spacing = (len(files) - 1) / (VALIDATIONS_SHOWN - 1)
         files = [files[round(i * spacing)] for i in range(VALIDATIONS_SHOWN)]
-    by_file = [read_samples(step, path, notes) for step, path in files]
-    if not by_file:
+    samples_by_file = [read_samples(step, path, notes) for step, path in files]
+    if not samples_by_file:
         return {}
-    prompts = list(dict.fromkeys(sample.prompt for sample in by_file[-1]))[:PROMPTS_SHOWN]
+    prompts = list(dict.fromkeys(sample.prompt for sample in samples_by_file[-1]))[:PROMPTS_SHOWN]
     # The first of several responses to a prompt is shown.
-    first_samples = [{sample.prompt: sample for sample in reversed(samples)} for samples in by_file]
+    first_samples = [
+        {sample.prompt: sample for sample in reversed(samples)} for samples in samples_by_file
+    ]
     return {
         prompt: [by_prompt[prompt] for by_prompt in first_samples if prompt in by_prompt]
         for prompt in prompts
@@ -173,19 +175,19 @@ def _one_line(error: Exception) -> str:
 
 
 def load_metrics(file: Path) -> RunMetrics:
-    """Reads a `metrics.jsonl` line by line, which needs less memory than a list of its rows."""
-    bad_lines: list[int] = []  # line numbers
+    """Reads a `metrics.jsonl` line by line, to need less memory than a list of all rows."""
+    bad_line_numbers: list[int] = []
 
     def rows() -> Iterator[MetricsRow]:
         for number, row in MetricsFile(file).lines():
             if row is None:
-                bad_lines.append(number)
+                bad_line_numbers.append(number)
             else:
                 yield row
 
     metrics = collect_series(rows())
-    if bad_lines:
-        count = f"{_count_text(len(bad_lines))}, the first being line {bad_lines[0]}"
+    if bad_line_numbers:
+        count = f"{_count_text(len(bad_line_numbers))}, the first being line {bad_line_numbers[0]}"
         metrics.notes.append(f"{file.name}: skipped lines that are not metrics ({count})")
     return metrics
 

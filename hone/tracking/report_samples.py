@@ -17,8 +17,8 @@ MAX_NUMBER = 1e300
 """A larger number or NaN in a turn or tool call counts as missing."""
 StepFiles = list[tuple[int, Path]]
 """Step and path of each file."""
-Rank = tuple[float, int, int, int]
-"""Signed score, negated step, row index and file index of a response; the lowest rank is first."""
+SortKey = tuple[float, int, int, int]
+"""Signed score, negated step, row index and file index of a response; the lowest key is first."""
 JSON_COLUMNS = ("turns", "tool_outputs", "reward_scores")
 COLUMNS = ("uid", "prompt_text", "response_text", "score", *JSON_COLUMNS)
 
@@ -33,17 +33,17 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a response that has several."""
+    """One turn or observation of a response with several turns."""
 
     role: str
     text: str
     score: float | None = None
     calls: tuple[ToolCall, ...] = ()
     reward: float | None = None
-    """Reward of the turn from tools and interactions."""
+    """Reward from tools and interactions."""
     tokens: float | None = None
     is_trained_on: bool = True
-    """Whether the loss mask of its tokens is 1."""
+    """Whether the loss mask of the tokens is 1."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], li
 
     Of equal scores, the latest counts.
     """
-    best: dict[int, Rank] = {}
-    worst: dict[int, Rank] = {}
+    best: dict[int, SortKey] = {}
+    worst: dict[int, SortKey] = {}
     for file_index, (step, path) in enumerate(files):
         table = _read_columns(path, ("score", "prompt_text", "uid"), notes)
         if "score" not in table:
@@ -168,16 +168,15 @@ def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], li
         for row_index, (score, prompt) in enumerate(zip(scores, prompts, strict=True)):
             if score is None or not math.isfinite(score):
                 continue
-            key = hash((file_index, row_index) if prompt is None else str(prompt))
-            for ranks, sign in ((best, -1), (worst, 1)):
-                rank = (sign * score, -step, row_index, file_index)
-                ranks[key] = min(ranks.get(key, rank), rank)
-    extremes = [heapq.nsmallest(EXTREMES_SHOWN, ranks.values()) for ranks in (best, worst)]
-    file_indices = {file_index for ranks in extremes for *_, file_index in ranks}
+            prompt_hash = hash((file_index, row_index) if prompt is None else str(prompt))
+            for sort_keys, sign in ((best, -1), (worst, 1)):
+                sort_key = (sign * score, -step, row_index, file_index)
+                sort_keys[prompt_hash] = min(sort_keys.get(prompt_hash, sort_key), sort_key)
+    extremes = [heapq.nsmallest(EXTREMES_SHOWN, keys.values()) for keys in (best, worst)]
+    file_indices = {file_index for keys in extremes for *_, file_index in keys}
     samples = {index: read_samples(*files[index], notes) for index in file_indices}
     best_samples, worst_samples = (
-        [samples[file_index][row_index] for *_, row_index, file_index in ranks]
-        for ranks in extremes
+        [samples[file_index][row_index] for *_, row_index, file_index in keys] for keys in extremes
     )
     return best_samples, worst_samples
 

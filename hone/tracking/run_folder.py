@@ -29,7 +29,7 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
 
 
 class RunFolder:
-    """The paths inside a run folder, which is created by the first write.
+    """The paths inside a run folder; the first write creates the folder.
 
     Copies of the checkpoints go to the folder `remote` (`trainer.default_hdfs_dir`).
     """
@@ -73,8 +73,8 @@ class RunFolder:
             self.config_file.exists()
             and (old_bytes := self.config_file.read_bytes()) != text.encode()
         ):
-            earlier = _list_numbered(self.path, r"config\.(\d+)\.yaml")
-            number = earlier[-1][0] + 1 if earlier else 1
+            earlier_files = _list_numbered(self.path, r"config\.(\d+)\.yaml")
+            number = earlier_files[-1][0] + 1 if earlier_files else 1
             atomic_write_bytes(self.path / f"config.{number}.yaml", old_bytes)
         atomic_write_text(self.config_file, text)
         if origins is not None:
@@ -154,9 +154,9 @@ def _list_numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
 
 
 def unique_labels(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Returns a label for each run: its folder's name, with the parent's if two are equal."""
-    resolved = [Path(path).resolve() for path in paths]
-    folders = [path.parent if path.is_file() else path for path in resolved]
+    """Returns a label per run: its folder's name; if names repeat, also the parent's or a number."""
+    resolved_paths = [Path(path).resolve() for path in paths]
+    folders = [path.parent if path.is_file() else path for path in resolved_paths]
     labels = [folder.name for folder in folders]
     if len(set(labels)) < len(labels):
         labels = [f"{folder.parent.name}/{folder.name}" for folder in folders]

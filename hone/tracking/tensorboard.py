@@ -34,7 +34,7 @@ class TensorboardTracker(Tracker):
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         for index, row in enumerate(rows):
-            # Model text is a Markdown code block, so that it is not parsed as markup.
+            # Text is written as a Markdown code block, so that TensorBoard does not parse it as markup.
             blocks = {
                 k: indent(str(v), "    ", lambda line: True) or "    " for k, v in row.items()
             }
