@@ -23,7 +23,7 @@ import pytest
 from hone import cli
 from hone.config.errors import ConfigError
 from hone.controller.ray_ports import free_ports
-from hone.launch.command import _newest_launch, _with_cluster_size
+from hone.launch.command import _add_cluster_size, _newest_launch
 
 from .test_scripts import program
 
@@ -85,14 +85,14 @@ def test_what_cannot_be_launched_is_refused(
 
 def test_a_training_command_gets_the_size_of_the_cluster_unless_it_sets_it() -> None:
     sizes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=8"]
-    assert _with_cluster_size(["hone", "train", "a=1"], 2, 8) == ["hone", "train", "a=1", *sizes]
+    assert _add_cluster_size(["hone", "train", "a=1"], 2, 8) == ["hone", "train", "a=1", *sizes]
     module = ["python", "-m", "hone.trainer.main_ppo"]
-    assert _with_cluster_size([*module, "trainer.nnodes=1"], 2, None) == [
+    assert _add_cluster_size([*module, "trainer.nnodes=1"], 2, None) == [
         *module,
         "trainer.nnodes=1",
     ]
     for command in (["python", "x.py", "train"], ["python", "-m"]):
-        assert _with_cluster_size(command, 2, 8) == command
+        assert _add_cluster_size(command, 2, 8) == command
 
 
 class Server:
