@@ -53,7 +53,7 @@ class BaseModelMismatch(ValueError):
 
 
 class ModelMismatch(BaseModelMismatch):
-    """The tensors of a checkpoint differ from this model's in name or shape."""
+    """A checkpoint's tensors have other names or shapes than the model's."""
 
 
 def save_checkpoint(

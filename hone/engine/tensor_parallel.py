@@ -178,7 +178,7 @@ def _drop_last_input(_: ReferenceType[Tensor]) -> None:
 
 
 def _colwise_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
-    """Runs a colwise layer; layers with the same input (q, k and v) share one sum of its gradients."""
+    """Runs a colwise layer; layers with the same input (q, k and v) share one sum of the input's gradient."""
     layer_input = x
     if torch.is_grad_enabled():
         last_input = layer.last_input

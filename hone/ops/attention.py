@@ -94,8 +94,8 @@ def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Returns the softmax over the last dimension; a sink is one more key, whose value is 0."""
     if sinks is None:
         return torch.softmax(scores, -1)
-    sink_column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat([scores, sink_column], -1), -1)[..., :-1]
+    sink_scores = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink_scores], -1), -1)[..., :-1]
 
 
 def is_visible(distance: Tensor, window: int | None) -> Tensor:

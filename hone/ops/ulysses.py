@@ -129,8 +129,8 @@ class _AllToAll(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """Concatenates the values of all ranks.
 
-    Every rank computes the same loss from all values, so its own values get their gradient without a sum over
-    ranks.
+    Every rank computes the same loss from all values, so the gradient of a rank's own values is complete
+    without a sum over ranks.
     """
 
     @staticmethod

@@ -42,7 +42,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def prepare_process(
     device: torch.device, world_size: int, timeout_s: float, fsdp_configs: Iterable[FSDPConfig]
 ) -> None:
-    """Joins the process group and enables determinism if a config asks for it; call before a model loads."""
+    """Joins the process group and applies `full_determinism`; call this before a model is loaded."""
     if world_size > 1:
         from hone.engine.sharding import join_group
 

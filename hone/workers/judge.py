@@ -83,7 +83,7 @@ class JudgeWorker(Worker):
     def complete(self, requests: DataProto) -> DataProto:
         """Returns the `completion` of each row's `text`, or None if the text is too long.
 
-        The column `vote` numbers the completions of one text, so that they have different seeds.
+        The column `vote` numbers the completions of one text; it makes their seeds differ.
         """
         columns = requests.non_tensor_batch
         texts_and_votes = list(zip(columns["text"], columns["vote"], strict=True))

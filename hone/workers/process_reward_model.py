@@ -58,7 +58,7 @@ class ProcessRewardModelWorker(TrainWorker):
         import_external(config.model.external_lib)
         _check_head(path, config.step_labels)
         self.tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-        self._split_text = unescape_newlines(config.split_step_char)
+        self._step_end_text = unescape_newlines(config.split_step_char)
         self._separator = build_step_separator(
             self.tokenizer, config.step_separator, config.step_labels, "reward_model"
         )
@@ -66,7 +66,7 @@ class ProcessRewardModelWorker(TrainWorker):
         if name := config.model.input_tokenizer:
             policy_tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         self._token_texts = TokenTextSplitter(policy_tokenizer or self.tokenizer)
-        self._step_end_ids = separator_ids(self.tokenizer, self._split_text)
+        self._step_end_ids = separator_ids(self.tokenizer, self._step_end_text)
         vocabulary = self.tokenizer.get_vocab().items()
         self._has_policy_vocabulary = (
             policy_tokenizer is None or policy_tokenizer.get_vocab().items() <= vocabulary
@@ -167,7 +167,7 @@ class ProcessRewardModelWorker(TrainWorker):
             policy_mask = batch["response_mask"][row][is_token[row]].tolist()
             token_texts, response_ids = self._token_texts(ids), list[int]()
             score_positions, policy_positions = [], []
-            for position, step in split_steps(token_texts, policy_mask, self._split_text):
+            for position, step in split_steps(token_texts, policy_mask, self._step_end_text):
                 # Text that spells a special token is encoded as text.
                 response_ids += self.tokenizer.encode(
                     step.strip(), add_special_tokens=False, split_special_tokens=True

@@ -228,17 +228,17 @@ class RewardModelWorker(Worker):
         ids = torch.tensor(padded, device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(max_length, device=self.device)[None] < lengths[:, None]).long()
-        last_tokens = torch.arange(len(rows), device=self.device), lengths - 1
+        last_token_indices = torch.arange(len(rows), device=self.device), lengths - 1
         inputs = {"input_ids": ids, "attention_mask": mask}
         if self.reads_pairs and "token_type_ids" in self.tokenizer.model_input_names:
             is_separator = (ids == self.tokenizer.sep_token_id).long()
             is_second_text = (is_separator.cumsum(1) - is_separator) > 0
             inputs["token_type_ids"] = is_second_text.long() * mask
         if self._classifier_kind == "token":
-            scores: Tensor = self.model(**inputs).logits[last_tokens]
+            scores: Tensor = self.model(**inputs).logits[last_token_indices]
         elif hasattr(self.model, "score"):
             base = getattr(self.model, self.model.base_model_prefix)
-            scores = self.model.score(base(**inputs).last_hidden_state[last_tokens])
+            scores = self.model.score(base(**inputs).last_hidden_state[last_token_indices])
         else:
             scores = self.model(**inputs).logits
         return scores.float().squeeze(-1).cpu()

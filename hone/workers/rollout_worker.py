@@ -79,7 +79,7 @@ class RolloutWorker(Worker):
         if self.actor is None:
             module_spec = model_spec
             if config.rollout.name in ("vllm", "sglang") or self._tensor_parallel_size > 1:
-                # The engine loads its own weights on the device; this module only provides facts.
+                # The engine has its own copy of the weights on the device, so this one stays on the host.
                 module_spec = replace(module_spec, device=torch.device("cpu"))
             if self._tensor_parallel_size > 1:
                 module_spec = replace(module_spec, adapters=None)

@@ -53,7 +53,7 @@ class TrainWorker(Worker):
     ) -> None:
         """Builds the engine on this rank's device and registers its mesh for dispatch.
 
-        This process is deterministic if one of `fsdp_configs` asks for it.
+        Makes this process deterministic if one of `fsdp_configs` has `full_determinism`.
         """
         device = pick_device(self.config.trainer.device, self.local_rank)
         timeout_s = self.config.actor_rollout_ref.nccl_timeout
