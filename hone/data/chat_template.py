@@ -154,7 +154,7 @@ class _Interrupt(BaseException):
 
 
 def run_limited(call: Callable[[], T], cpu_limit_s: float) -> T:
-    """Returns the result of the call; raises CpuTimeExceeded if it uses more CPU time."""
+    """Returns the result of `call()`; raises CpuTimeExceeded beyond `cpu_limit_s` of CPU time."""
     thread = threading.get_ident()
     is_interrupt_raised = False
     try:
@@ -170,7 +170,7 @@ def run_limited(call: Callable[[], T], cpu_limit_s: float) -> T:
 def _stop_watching(thread: int, is_interrupt_raised: bool) -> None:
     """Stops watching a thread, and waits until an interrupt that was sent has been raised.
 
-    Python cannot withdraw the interrupt, so it would be raised in later code.
+    Python cannot withdraw an interrupt; without the wait, Python would raise it in later code.
     """
     is_interrupt_sent = is_interrupt_raised
     while True:

@@ -1,7 +1,7 @@
 """Tokenizes a conversation and builds the loss mask over the assistant's turns.
 
-Where a turn begins and ends in the template's output is found by comparing renderings that differ
-only in the text of one turn.
+Renderings that differ only in the text of one turn show where the turn begins and ends in the
+template's output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hone.types import Settings
 TokensAndMask = tuple[list[int], list[int]]  # (input_ids, loss_mask), two lists of equal length
 
 PROBES = ("0", "1")
-"""Two texts without a common token: tokens that their renderings share are the template's."""
+"""Two texts without a common token, so that common tokens of renderings are the template's."""
 
 
 def encode_conversation(
@@ -62,7 +62,7 @@ def encode_conversation(
         ids += segment.ids + end_ids
         num_targets = segment.num_targets + len(end_ids)
         mask += [0] * (len(segment.ids) - segment.num_targets) + [1] * num_targets
-        separator = segment.separator  # the next segment begins with it; only the last lacks one
+        separator = segment.separator  # the next segment contains it; after the last, add it
     return ids + separator, mask + [0] * len(separator)
 
 
@@ -157,7 +157,7 @@ class _Template:
     def _answer_start(self, context: list[Message], ids: list[int]) -> int | None:
         """Returns the index of the answer's first token; None if the answer changes the context."""
         if all(message["role"] == "system" for message in context):
-            # Many templates reject a generation prompt here.
+            # Many templates reject a generation prompt before the first user turn.
             return self._first_probe_difference(context, ids)
         prompt_ids = self._render(context, add_generation_prompt=True)
         answer_start = _common_prefix_length(prompt_ids, ids)
@@ -167,7 +167,7 @@ class _Template:
         return None if answer_start < context_length else answer_start
 
     def _first_probe_difference(self, context: Sequence[Message], ids: list[int]) -> int:
-        """Returns the index of the first token that differs between two probe answers."""
+        """Returns the first index at which two probe answers differ, or the first of them and `ids`."""
         first, second = self._probe_answers(context)
         return min(_common_prefix_length(first, second), _common_prefix_length(first, ids))
 
@@ -183,8 +183,8 @@ class _Template:
         eos = self._tokenizer.eos_token_id
         end_indices = [index + 1 for index, token in enumerate(closing) if token == eos]
         if not end_indices:  # the template ends a turn with another token or with words
-            has_text = (bool(self._tokenizer.decode([token]).strip()) for token in closing)
-            end_indices = [index + 1 for index, is_text in enumerate(has_text) if is_text]
+            texts = (self._tokenizer.decode([token]).strip() for token in closing)
+            end_indices = [index + 1 for index, text in enumerate(texts) if text]
         # Whitespace ends a turn only if the tokenizer has no end token.
         end = end_indices[-1] if end_indices else len(closing) if eos is None else 0
         return closing[:end], closing[end:]
@@ -195,8 +195,8 @@ class _Template:
         return first, second
 
     def _message(self, role: str, text: str) -> Message:
-        is_typed = role in self._roles_with_parts
-        return {"role": role, "content": [{"type": "text", "text": text}] if is_typed else text}
+        has_parts = role in self._roles_with_parts
+        return {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool = False
@@ -211,11 +211,9 @@ class _Template:
 
 
 def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _common_suffix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the length of the common suffix."""
     return _common_prefix_length(first[::-1], second[::-1])

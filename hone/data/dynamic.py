@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load_object(path: str, name: str | None, config_key: str) -> Function:
-    """Loads the object `name` from a file or module; the path may end with it (`file.py:Class`)."""
+    """Loads the object `name` of a file or module; without `name`, the path is `file.py:Class`."""
     if not name and ":" not in path.removeprefix("pkg://").removeprefix("file://"):
         raise DataError(
             f"{config_key}: {path} needs the name of the class in it; write {path}:Class"
@@ -31,7 +31,7 @@ def load_object(path: str, name: str | None, config_key: str) -> Function:
 
 
 class AbstractDataGenerator(ABC):
-    """Generates rows from the current dataset; may define `state_dict` and `load_state_dict`."""
+    """Generates rows from the current dataset; a subclass may define `state_dict` and `load_state_dict`."""
 
     def __init__(self, config: CustomClassConfig) -> None:
         self.config = config

@@ -27,7 +27,7 @@ THREADS = 4
 CHUNK_ROWS = 256
 """Rows per call of the progress callback."""
 MAX_CACHED_TOKENS = 100_000_000
-"""Limit of the cache in memory; rows beyond it are encoded again when they are read."""
+"""Limit of the cache in memory; rows that do not fit are encoded again at each read."""
 _ARRAY_TYPES = {"loss_mask": "b", "labels": "f", "margin": "d"}
 """Array types of the encoded columns; token ids and counts are integers."""
 
@@ -98,10 +98,10 @@ class EncodedDataset:
         position = self.positions[index]
         if position in self._cache:
             return {name: values.tolist() for name, values in self._cache[position].items()}
-        row = self._encode_position(position)
-        if isinstance(row, PromptError):
-            raise DataError(f"{self.store.where(position)}: {row}") from row
-        return row
+        result = self._encode_position(position)
+        if isinstance(result, PromptError):
+            raise DataError(f"{self.store.where(position)}: {result}") from result
+        return result
 
     def encode_all(self, on_progress: Callable[[int], None] | None = None) -> None:
         """Encodes all rows, so that bad rows raise DataError or are skipped before the first step.
@@ -117,18 +117,18 @@ class EncodedDataset:
         with ThreadPoolExecutor(THREADS, thread_name_prefix="encode rows") as threads:
             for start in range(0, len(self.positions), CHUNK_ROWS):
                 chunk = self.positions[start : start + CHUNK_ROWS]
-                for position, row in zip(
-                    chunk, threads.map(self._encode_position, chunk), strict=True
-                ):
-                    if isinstance(row, PromptError):
-                        self._report(position, getattr(row, "reason", "cannot be rendered"), row)
+                results = threads.map(self._encode_position, chunk)
+                for position, result in zip(chunk, results, strict=True):
+                    if isinstance(result, PromptError):
+                        reason = getattr(result, "reason", "cannot be rendered")
+                        self._report(position, reason, result)
                         continue
                     encoded_positions.append(position)
-                    cached_tokens += max(map(len, row.values()))
+                    cached_tokens += max(map(len, result.values()))
                     if cached_tokens <= MAX_CACHED_TOKENS:
                         self._cache[position] = {
                             name: array(_ARRAY_TYPES.get(name, "i"), values)
-                            for name, values in row.items()
+                            for name, values in result.items()
                         }
                 if on_progress is not None:
                     on_progress(len(chunk))

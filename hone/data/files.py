@@ -90,7 +90,7 @@ def copy_to_local(
     always_recopy: bool = False,
     use_shm: bool = False,
 ) -> str:
-    """Returns a local path; a remote file or folder is copied unless this version of it was."""
+    """Returns a local path; copies a remote file or folder unless its version is already copied."""
     if not is_non_local(src):
         return str(src)
     cache = Path(cache_dir or os.path.join(tempfile.gettempdir(), f"hone-remote-{os.getuid()}"))

@@ -21,7 +21,7 @@ def hub_splits(name: str, config_name: str | None) -> dict[str, list[Row]]:
             " give --source_dir, a folder with its files"
         ) from error
     try:
-        # Without a config name, the dataset has one config, or `datasets` uses its default.
+        # Without a config name, `datasets` uses the dataset's only or default config.
         arguments = (name, config_name) if config_name else (name,)
         splits = datasets.load_dataset(*arguments)
     except (OSError, ValueError) as error:

@@ -53,7 +53,7 @@ class LoaderState(TypedDict):
 
 
 def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
-    """Returns 16 hex characters that identify a draw of a row; a replayed run has the same."""
+    """Returns 16 hex characters that identify a draw of a row, the same in a replayed run."""
     text = f"{dataset}\x1f{row}\x1f{epoch}\x1f{occurrence}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -103,7 +103,7 @@ class PromptLoader:
         self._order_name = str(getattr(self.sampler, "name", type(self.sampler).__qualname__))
         self._past_epoch_sizes: list[int] = []
         self._draw_counts: Counter[int]  # draws of each row in this epoch
-        self._indices: Iterator[int] | None
+        self._indices: Iterator[int] | None  # None at the start and the end of an epoch
         self._start_epoch(0)
         if hasattr(self.sampler, "update") and not isinstance(sampler, Stateful):
             logger.warning(
@@ -114,8 +114,8 @@ class PromptLoader:
 
     @property
     def batches_per_epoch(self) -> int:
-        rows = self._epoch_size
-        return rows // self.batch_size if self.drop_last else -(-rows // self.batch_size)
+        num_rows = self._epoch_size
+        return num_rows // self.batch_size if self.drop_last else -(-num_rows // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -127,7 +127,7 @@ class PromptLoader:
             self._past_epoch_sizes.append(self._epoch_size)
             self._start_epoch(self.epoch + 1)
         if self._indices is None:
-            # A sampler that was restored at the end of an epoch may yield the rest of it: nothing.
+            # A sampler that was restored at an epoch's end may first yield the empty rest of the epoch.
             indices = self._iterate_epoch(self.epoch)
             if (first := next(indices, None)) is not None:
                 self._indices = chain([first], indices)
@@ -189,7 +189,7 @@ class PromptLoader:
         }
 
     def load_state_dict(self, state: LoaderState) -> None:
-        """Continues from a state; the batch size may differ."""
+        """Continues from a state, which a loader with another batch size may have saved."""
         if state["version"] != STATE_VERSION:
             raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")
         if state["order"] != self._order_name:
@@ -211,8 +211,8 @@ class PromptLoader:
             return
         # Replay the draws without reading rows. Built-in orders need only the current epoch.
         if not isinstance(self.sampler, AllRows | MixtureSampler):
-            for epoch, rows in enumerate(self._past_epoch_sizes):
-                _exhaust(self._iterate_epoch(epoch), rows)
+            for epoch, num_rows in enumerate(self._past_epoch_sizes):
+                _exhaust(self._iterate_epoch(epoch), num_rows)
         self._indices = self._iterate_epoch(self.epoch)
         self._draw_counts = Counter(islice(self._indices, self._num_drawn))
         if self._is_epoch_over():
@@ -249,7 +249,7 @@ class PromptLoader:
             )
 
     def _exhaust_sampler(self) -> None:
-        """Exhausts the sampler's iterator, so that its state is that of an epoch's end."""
+        """Exhausts the sampler's iterator, so that the sampler is in its state at an epoch's end."""
         if self._indices is not None:
             _exhaust(self._indices, self._epoch_size - self._num_drawn)
         self._indices = None

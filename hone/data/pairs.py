@@ -131,7 +131,7 @@ class PairDataset(EncodedDataset):
 
 
 def _response_text(value: Any) -> str:
-    """Returns the text of a response, which is text, a message, or a list that ends with one."""
+    """Returns the text of a response: a text, a message, or a list that ends with either."""
     if isinstance(value, (list, tuple)) and value:
         value = value[-1]
     if isinstance(value, Mapping):
@@ -169,8 +169,8 @@ def _split_dialogue(value: Any) -> tuple[list[Message], str]:
         messages = _as_turns(value)
     else:
         intro, *parts = _TURN_START.split(value)
-        pairs = zip(parts[::2], parts[1::2], strict=True)
-        messages = [{"role": _ROLES[speaker], "content": text.strip()} for speaker, text in pairs]
+        turns = zip(parts[::2], parts[1::2], strict=True)
+        messages = [{"role": _ROLES[speaker], "content": text.strip()} for speaker, text in turns]
         if intro.strip() or not messages or messages[0]["role"] != "user":
             raise PromptError(
                 "without a prompt, the text must be a dialogue that starts with Human:, got"

@@ -32,6 +32,7 @@ RenderedPrompt = str | list[int]
 """A rendered prompt: text, or ids if only the tokenizer can produce them."""
 COUNT_BATCH_SIZE = 64
 PROBE = "What is 6 × 7?\n<think> 42 </think>"
+"""A text whose token count shows whether the tokenizer's backend alone gives the same tokens."""
 MAX_CHARACTERS_PER_TOKEN = 32
 """A text with more characters per allowed token is checked by tokenising its start first."""
 
@@ -114,8 +115,8 @@ def render_prompt(
     max_tokens: int | None = None,
 ) -> list[int]:
     """Returns the token ids of a prompt; raises PromptTooLong if it far exceeds `max_tokens`."""
-    text = render_text_or_ids(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
-    return tokenise(text, tokenizer, max_tokens) if isinstance(text, str) else text
+    prompt = render_text_or_ids(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
+    return tokenise(prompt, tokenizer, max_tokens) if isinstance(prompt, str) else prompt
 
 
 def initialize_system_prompt(
@@ -268,15 +269,15 @@ def token_counts(
     can_batch = backend is not None and count_texts([PROBE]) == [probe_tokens]
 
     def render_one(render: Callable[[], RenderedPrompt]) -> str | int | PromptError:
-        """Returns the token count of a prompt, or its text if it can be counted in a batch."""
+        """Returns a prompt's token count or rendering error, or its text for a batch to count."""
         try:
-            text = render()
-            if isinstance(text, list):
-                return len(text)
-            is_long = max_tokens is not None and needs_length_check(text, max_tokens)
-            if can_batch and not is_long and find_flaw(text, allow_nul=True) is None:
-                return text
-            return len(tokenise(text, tokenizer, max_tokens))
+            prompt = render()
+            if isinstance(prompt, list):
+                return len(prompt)
+            is_long = max_tokens is not None and needs_length_check(prompt, max_tokens)
+            if can_batch and not is_long and find_flaw(prompt, allow_nul=True) is None:
+                return prompt
+            return len(tokenise(prompt, tokenizer, max_tokens))
         except PromptError as error:
             return error
 

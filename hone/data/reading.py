@@ -25,9 +25,11 @@ PURE_DATA_SOURCE = "numina_olympiads"
 
 
 def as_data_config(config: DataConfig | Settings) -> DataConfig:
-    """Converts a mapping with some of the data keys to a DataConfig; other keys are ignored."""
+    """Converts a mapping with some of the data keys to a DataConfig; other keys are ignored.
+
+    In a DataConfig, defaults that refer to other blocks of a run's config become plain values.
+    """
     defaults: Fields = {"tool_config_path": None, "trust_remote_code": False}
-    # The defaults of these keys refer to other blocks of a run's config.
     if isinstance(config, DataConfig):
         unresolved = {n: v for n, v in defaults.items() if str(getattr(config, n)).startswith("${")}
         return dataclasses.replace(config, **unresolved) if unresolved else config

@@ -45,7 +45,7 @@ class TokenTextSplitter:
     def _decode_in_context(self, ids: Sequence[int]) -> list[str]:
         """Decodes each token together with the previous one.
 
-        The text of a token may depend on it: a leading space, or parts of one character.
+        A token's text may depend on the previous token: a leading space, or parts of one character.
         """
         texts: list[str] = []
         start = decoded_end = 0

@@ -38,7 +38,7 @@ class DataError(ValueError, AssertionError):
 
 
 class SettingError(DataError):
-    """Raised for a file that a config key names and that cannot be used; `path` is the value."""
+    """Raised for a file that a config key names and that cannot be used; `path` is the key's value."""
 
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
@@ -183,11 +183,11 @@ def _parse_json_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
         return None, ("invalid text", flaw) if flaw else ("not json", f"not JSON: {error}")
     # Only an escape or a byte that is not UTF-8 (`surrogateescape`) can make the text invalid.
     if not line.isascii() or "\\u" in line:
-        return _check_text(row)
+        return _with_text_problem(row)
     return row, None
 
 
-def _check_text(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
+def _with_text_problem(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
     flaw = find_flaw(row, allow_nul=True)
     return row, ("invalid text", flaw) if flaw else None
 
@@ -202,15 +202,15 @@ def _read_json(path: str, bad_rows: BadRowPolicy) -> FileRows:
         is_document = path.removesuffix(".gz").endswith(".json")
         text = file.read() if is_document else ""
         if text.lstrip().startswith("["):
-            values = map(_check_text, read_json(text))
+            values = map(_with_text_problem, read_json(text))
         else:  # a string may contain U+2028, so only "\n" ends a line
             lines = text.split("\n") if is_document else file
             values = map(_parse_json_line, (line for line in lines if line.strip()))
-        for number, (row, flaw) in enumerate(values):
-            if flaw is None and not isinstance(row, dict):
-                flaw = "not an object", f"a {type(row).__name__}, not an object of columns"
-            if flaw is not None:
-                bad_rows.report(flaw[0], f"{path}, row {number}: {flaw[1]}")
+        for number, (row, problem) in enumerate(values):
+            if problem is None and not isinstance(row, dict):
+                problem = "not an object", f"a {type(row).__name__}, not an object of columns"
+            if problem is not None:
+                bad_rows.report(problem[0], f"{path}, row {number}: {problem[1]}")
             elif isinstance(row, dict):
                 rows.append(row)
                 numbers.append(number)
@@ -261,9 +261,9 @@ def read_file(
         reason = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
         raise DataError(f"data file {path} {reason}; check {setting}")
     bad_rows_before = bad_rows.total
-    read = _read_parquet if path.endswith(".parquet") else _read_json
+    reader = _read_parquet if path.endswith(".parquet") else _read_json
     try:
-        rows = read(path, bad_rows)
+        rows = reader(path, bad_rows)
     except (pa.ArrowException, BadText, OSError, EOFError, zlib.error, MemoryError) as error:
         bad_rows.report("unreadable file", f"{path}: cannot be read: {described(error)}")
         return None

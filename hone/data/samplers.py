@@ -1,4 +1,4 @@
-"""Samplers, which yield row indices: several files mixed by weights, or an order of the user's own."""
+"""Samplers yield row indices: of several files mixed by weights, or in a user's own order."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class MixtureSampler:
         return (next(draws[file_index]) for file_index in order)
 
     def _draws_from(self, file_index: int, start: int) -> Iterator[int]:
-        """Yields the rows of one file endlessly, from its draw number `start` of the run on."""
+        """Yields row indices of one file endlessly, from the file's draw number `start` of the run."""
         pass_number, offset = divmod(start, max(len(self.indices_by_file[file_index]), 1))
         while True:
             indices = self.indices_by_file[file_index]
@@ -118,7 +118,7 @@ class AbstractSampler(ABC):
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that is updated with each finished batch, whose `dataset_index` has row indices."""
+    """A sampler that each finished batch updates; column `dataset_index` has the row indices."""
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:

@@ -43,9 +43,10 @@ def encode_single_turn(
 
 
 class SFTDataset(EncodedDataset):
-    """Single-turn rows; columns `prompt_key` and `response_key` have text, or objects with it.
+    """Single-turn rows; columns `prompt_key` and `response_key` have text or objects.
 
-    `dataset[i]` is {"input_ids", "loss_mask"}, two lists of equal length, truncated to max_length.
+    `prompt_dict_keys` and `response_dict_keys` lead to the text in an object. `dataset[i]` is
+    {"input_ids", "loss_mask"}, two lists of equal length, truncated to max_length.
     """
 
     config: SFTDataConfig
@@ -83,7 +84,7 @@ class SFTDataset(EncodedDataset):
         self.check_length(len(ids))
         length, truncation = self.max_length, self.truncation
         ids, mask = truncate(ids, length, truncation), truncate(mask, length, truncation)
-        if 1 not in mask[1:]:  # no token before it predicts the first one
+        if 1 not in mask[1:]:  # the first token is never predicted
             raise UntrainableRow(
                 "nothing to learn",
                 f"no target token is left within data.max_length={length} tokens",
@@ -143,7 +144,7 @@ class MultiTurnSFTDataset(SFTDataset):
 
 
 def look_up_field(row: Row, key: str, dict_keys: Sequence[str] | None, config_key: str) -> Any:
-    """Returns column `key` of a row, or the field of it that `dict_keys` lead to."""
+    """Returns column `key` of a row, or the nested field that the path `dict_keys` names."""
     if row.get(key) is None:
         raise PromptError(
             f"column {key!r} ({config_key}) is missing or empty; the row has "

@@ -80,9 +80,9 @@ def _prompt_lines(
         excess = f", more than the {limit:,} that fit" if len(ids) > limit else ""
         yield f"prompt, {len(ids):,} tokens{excess}:"
         yield _indent(tokenizer.decode(ids, skip_special_tokens=False))
-    reward = row.get("reward_model") or {}
-    if isinstance(reward, Mapping):
-        yield f"ground truth: {format_value(reward.get('ground_truth'))}"
+    reward_model = row.get("reward_model") or {}
+    if isinstance(reward_model, Mapping):
+        yield f"ground truth: {format_value(reward_model.get('ground_truth'))}"
     yield from _other_columns(row, key, "reward_model")
 
 

@@ -20,7 +20,7 @@ TOO_LARGE = 3
 
 
 def render(template: str, variables: dict[str, Any]) -> str:
-    """Renders the text with an environment like that of `transformers`."""
+    """Renders the template in a Jinja environment like that of `transformers`."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Node
@@ -61,7 +61,7 @@ def main() -> int:
         text = render(task["template"], task["variables"])
     except MemoryError:
         return TOO_LARGE
-    except Exception:  # the actual rendering raises it again
+    except Exception:  # the rendering outside the trial raises the same error
         return 0
     return TOO_LARGE if len(text) > task["characters"] else 0
 

@@ -49,18 +49,18 @@ def _draw_operand(rng: random.Random) -> int:
 def distinct_problems(seed: int, operations: Sequence[str]) -> Iterator[Problem]:
     """Yields distinct problems without negative results, in an order set by the seed."""
     rng = random.Random(f"arithmetic:{seed}")
-    seen: set[tuple[int, str, int]] = set()
+    drawn_keys: set[tuple[int, str, int]] = set()
     repeats = 0
     while repeats <= MAX_CONSECUTIVE_REPEATS:
         a, operation, b = _draw_operand(rng), rng.choice(list(operations)), _draw_operand(rng)
         if operation == "-" and a < b:
             a, b = b, a
         problem = Problem(a, operation, b)
-        repeats = repeats + 1 if problem.key in seen else 0
+        repeats = repeats + 1 if problem.key in drawn_keys else 0
         if repeats == 0:
-            seen.add(problem.key)
+            drawn_keys.add(problem.key)
             yield problem
-    raise DataError(f"there are only about {len(seen)} distinct problems; ask for fewer rows")
+    raise DataError(f"there are only about {len(drawn_keys)} distinct problems; ask for fewer rows")
 
 
 def tinyzero_splits(

@@ -93,7 +93,7 @@ class Ranges:
 
 
 def _draw_problem(rng: random.Random, ranges: Ranges) -> CountdownProblem | None:
-    """Combines two random terms until one is left; returns None if a division is not exact."""
+    """Combines random pairs of terms until one is left; returns None on an inexact division."""
     numbers = tuple(rng.choice(ranges.numbers) for _ in range(rng.choice(ranges.number_counts)))
     terms = [(number, str(number)) for number in numbers]
     while len(terms) > 1:
@@ -115,12 +115,12 @@ def generate_problems(
 ) -> list[CountdownProblem]:
     """Generates `count` distinct solvable problems whose keys are not in `exclude`."""
     rng = random.Random(f"countdown:{seed}")
-    seen = set(exclude)
+    used_keys = set(exclude)
     problems: list[CountdownProblem] = []
     misses = 0
     while len(problems) < count:
         problem = _draw_problem(rng, ranges)
-        if problem is None or problem.target not in ranges.targets or problem.key in seen:
+        if problem is None or problem.target not in ranges.targets or problem.key in used_keys:
             misses += 1
             if misses > MAX_CONSECUTIVE_MISSES:
                 raise DataError(
@@ -129,7 +129,7 @@ def generate_problems(
                 )
             continue
         misses = 0
-        seen.add(problem.key)
+        used_keys.add(problem.key)
         problems.append(problem)
     return problems
 

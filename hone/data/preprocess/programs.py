@@ -10,7 +10,7 @@ from hone.types import JsonValue, Row
 
 CODE_BLOCK_INSTRUCTION = "Write the whole solution in one Python code block (```python)."
 CODE_PLACEHOLDER = "__CODE__"
-"""The scorer replaces it with the model's program."""
+"""The text that the scorer replaces with the model's program."""
 
 HUMANEVAL = UpstreamDataset(("humaneval",), "openai/openai_humaneval", splits={"test": ("test",)})
 MBPP = UpstreamDataset(
@@ -63,8 +63,8 @@ def mbpp_row(record: Row, split: str, index: int) -> Row:
 
 def mbpp_splits(source: Source) -> Splits:
     """Builds the upstream splits; if they are in one file, each record names its split."""
-    files = source.require_splits(MBPP)
-    splits: Splits = {name: files.get(name, []) for name in MBPP.splits}
+    existing_splits = source.require_splits(MBPP)
+    splits: Splits = {name: existing_splits.get(name, []) for name in MBPP.splits}
     for record in splits.pop("all"):
         name = {"val": "validation"}.get(record["split"], record["split"])
         if name in splits:  # skips split `prompt`, ten few-shot examples

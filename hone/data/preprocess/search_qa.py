@@ -8,8 +8,8 @@ from hone.types import Fields, Row
 
 
 def _upstream(name: str, *folders: str, train: tuple[str, ...] = ()) -> UpstreamDataset:
-    tests = ("test", "test_1000", "dev", "validation")
-    splits = {"train": ("train", *train), "test": tests}
+    test_names = ("test", "test_1000", "dev", "validation")
+    splits = {"train": ("train", *train), "test": test_names}
     return UpstreamDataset((name, *folders), "RUC-NLPIR/FlashRAG_datasets", name, splits)
 
 
@@ -108,9 +108,9 @@ def question_splits(
 def closed_world_splits(source: Source, *, style: str = "search_r1") -> Splits:
     """Builds rows of the questions whose answer is in the small Wikipedia corpus."""
     records = source.require_splits(WIKI_QA)["questions"]
-    answerable = [record for record in records if record["answer_in_corpus"]]
+    answerable_records = [record for record in records if record["answer_in_corpus"]]
     rows_by_split: Splits = {"train": [], "test": []}
-    for number, record in enumerate(answerable, start=1):
+    for number, record in enumerate(answerable_records, start=1):
         split = "train" if number % HOLD_OUT_EVERY else "test"
         rows = rows_by_split[split]
         rows.append(qa_row(record, record["data_source"], split, len(rows), style))

@@ -65,16 +65,16 @@ class Source:
     def require_splits(self, upstream: UpstreamDataset, *splits: str) -> Splits:
         """Returns the given splits (default: all) that exist; raises DataError if none exists."""
         splits = splits or tuple(upstream.splits)
-        by_split = {split: self.find_records(upstream, split) for split in splits}
-        existing = {split: records for split, records in by_split.items() if records is not None}
-        if not existing:
+        pairs = ((split, self.find_records(upstream, split)) for split in splits)
+        existing_splits = {split: records for split, records in pairs if records is not None}
+        if not existing_splits:
             names = [name for split in splits for name in upstream.splits[split]]
             where = f"folder {self.folder}" if self.folder else f"Hub data set {upstream.hub_path}"
             raise DataError(
                 f"{where} has none of {', '.join(names)} for {upstream.folders[0]}; files are"
                 f" looked for as {upstream.folders[0]}/{names[0]}.parquet|jsonl|jsonl.gz|json"
             )
-        return existing
+        return existing_splits
 
     def build_rows(self, upstream: UpstreamDataset, make_row: MakeRow) -> Splits:
         """Builds the rows of every split that exists."""
