@@ -144,7 +144,7 @@ class TokenDelta:
 
 
 OnTokens = Callable[[TokenDelta], None]
-"""A callback that runs in the event loop of the request; the deltas add up to the output."""
+"""A callback that runs in the event loop of the request; all deltas together are the output."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class RolloutSpec:
     """The `rollout` block; both types have the fields that an engine reads."""
     model_path: str
     load_policy: Callable[[], PolicyModel]
-    """Returns the module to decode with: the training module if it is in this process, else a copy.
+    """Returns the module to decode with: the training module if this process has one, else a copy.
     Engines with separate weights load `model_path` instead."""
     dtype: torch.dtype
     device: torch.device

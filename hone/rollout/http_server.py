@@ -69,7 +69,7 @@ class Timeouts:
 
 @dataclass(eq=False)
 class HttpServer:
-    """The client of one server: its address and state. Subclasses implement the endpoints."""
+    """The client of one server: address, state and calls. Subclasses implement the endpoints."""
 
     url: str = field(repr=False)
     timeouts: Timeouts
@@ -78,9 +78,9 @@ class HttpServer:
     """Number of open streams."""
     healthy: bool = True
     expected_version: str | None = None
-    """The weight version that the server must report; None until it is known."""
+    """The weight version that the server must report; None until the version is known."""
     released_tags: Sequence[str] = ()
-    """The tags of the memory that the server has released: kv_cache, weights."""
+    """SGLang's names of the memory that the server has released: kv_cache, weights."""
     recovery: asyncio.Task[None] | None = None
     """The task that waits until the lost server has recovered."""
     version_verified: bool = False
@@ -317,7 +317,7 @@ class HttpServer:
         return event
 
     @contextmanager
-    def reading(self, response: object) -> Iterator[None]:
+    def wrap_parse_errors(self, response: object) -> Iterator[None]:
         """Raises the errors of reading a malformed response as RolloutError, which fails only one request."""
         try:
             yield

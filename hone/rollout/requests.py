@@ -51,11 +51,11 @@ class Request:
     versions: list[int] = field(default_factory=list)
     stop_reason: StopReason | None = None
     cancelled: bool = False
-    """Whether the caller has cancelled the request; it then ends at its next token."""
+    """Whether the caller has cancelled the request, which then ends at its next token."""
     future: asyncio.Future[TokenOutput] | None = None
     """The future that the caller awaits, if the engine decodes in another thread."""
     on_tokens: OnTokens | None = None
-    streamed: int = 0
+    num_streamed: int = 0
     """Number of tokens that were passed to `on_tokens`."""
     cached_tokens: int | None = None
     """Number of prompt tokens that hit the prefix cache; None if the engine has no prefix cache."""
@@ -81,9 +81,9 @@ class Request:
 
     def stream(self) -> None:
         """Passes new tokens to `on_tokens`; call it only in the event loop of the request."""
-        begin, end = self.streamed, len(self.versions)  # `append` writes the version last
+        begin, end = self.num_streamed, len(self.versions)  # `append` writes the version last
         if self.on_tokens is not None and begin < end:
-            self.streamed = end
+            self.num_streamed = end
             self.on_tokens(
                 TokenDelta(
                     self.token_ids[begin:end], self.log_probs[begin:end], self.versions[begin:end]
@@ -130,7 +130,7 @@ class RequestRules:
         )
 
     def check(self, request: Request) -> None:
-        """Raises for a request that cannot be computed and would make other requests fail."""
+        """Raises for an invalid request, which would make other requests fail."""
         request_id, prompt = request.request_id, request.prompt_ids
         if not prompt:
             raise RolloutError(f"request {request_id} has an empty prompt")

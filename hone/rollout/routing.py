@@ -45,6 +45,7 @@ class Router(Generic[T]):
         """
         healthy_targets = [t for t in self._targets if self._is_healthy(t)] or self._targets
         least_loaded = min(healthy_targets, key=lambda t: (t.num_streams, self._num_routed[id(t)]))
+        # All requests of a trajectory have its id.
         trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX_TOKENS])
         target = self.target_by_route.get(trajectory)
         if target not in healthy_targets:

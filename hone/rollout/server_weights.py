@@ -191,7 +191,7 @@ def meta_parameters(model_path: str) -> dict[str, Tensor]:
 
 
 def checkpoint_tensors(lm: PreTrainedModel, bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors by their names in a checkpoint, in which every expert has its own tensors."""
+    """Returns tensors with their names in a checkpoint, where each expert has tensors of its own."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors: dict[str, Tensor] = revert_weight_conversion(lm, dict(bucket))

@@ -28,7 +28,7 @@ from hone.types import Settings
 log = logging.getLogger(__name__)
 
 _MAX_STARTS = 3
-"""Maximum number of consecutive starts of a process that does not become healthy."""
+"""Maximum number of consecutive starts without a healthy server."""
 _TERMINATE_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 4096
 _RESERVED_ARGUMENTS = ("model_path", "host", "port", "skip_tokenizer_init")
@@ -141,7 +141,7 @@ class LaunchedSGLang(SGLangServer):
 def command_and_environment(
     spec: RolloutSpec, extra_arguments: Settings | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns the command of SGLang's server and its additional environment variables."""
+    """Returns the command of SGLang's server and additional environment variables for the process."""
     config = spec.config
     conflicts = {name for name in _RESERVED_ARGUMENTS if name in config.engine_kwargs.sglang}
     if conflicts:

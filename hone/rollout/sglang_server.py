@@ -98,7 +98,7 @@ class SGLangServer(HttpServer):
         try:
             async with aclosing(self.events("/generate", body)) as events:
                 async for event in events:
-                    with self.reading(event):
+                    with self.wrap_parse_errors(event):
                         chunk = self._parse_chunk(event, rid, token_ids)
                     token_ids.extend(chunk.token_ids)
                     finished = chunk.finished
@@ -181,7 +181,7 @@ class SGLangServer(HttpServer):
                 "sampling_params": {"max_new_tokens": 1, "ignore_eos": True, **sampling},
             },
         )
-        with self.reading(response):
+        with self.wrap_parse_errors(response):
             meta = response["meta_info"]
             log_prob, highest = meta["output_token_logprobs"][0], meta["output_top_logprobs"][0][0]
             return float(log_prob[0]), float(highest[0])

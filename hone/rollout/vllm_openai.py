@@ -37,14 +37,14 @@ class VLLMServer(HttpServer):
 
     async def connect(self) -> None:
         response = await self.call("/v1/models", get=True)
-        with self.reading(response):
+        with self.wrap_parse_errors(response):
             self.model_name = str(response["data"][0]["id"])
         self.has_dev_routes = (await self._request("GET", "/is_paused"))[0] == 200
         if self.has_dev_routes:
             await self.resume()  # a killed run may have left the server paused
             self.expected_version = await self.weight_version()
             info = await self.call("/server_info?config_format=json", get=True)
-            with self.reading(info):
+            with self.wrap_parse_errors(info):
                 self.device_type = str(info["vllm_config"]["device_config"]["device"])
         await self.detect_log_prob_mode()
 
@@ -90,7 +90,7 @@ class VLLMServer(HttpServer):
         # vLLM aborts a request when its connection closes.
         async with aclosing(self.events("/v1/completions", body)) as events:
             async for event in events:
-                with self.reading(event):
+                with self.wrap_parse_errors(event):
                     chunk = self._parse_chunk(event)
                 yield chunk
                 if chunk.finished:
@@ -125,7 +125,7 @@ class VLLMServer(HttpServer):
     async def sample_one_token(self, prompt: list[int], sampling: Settings) -> tuple[float, float]:
         body = self._request_body(prompt, {"max_tokens": 1, "logprobs": 1, "seed": 0, **sampling})
         response = await self.call("/v1/completions", body)
-        with self.reading(response):
+        with self.wrap_parse_errors(response):
             choice = response["choices"][0]
             _, (log_prob,) = self._parse_tokens(choice)
             return log_prob, max(choice["logprobs"]["top_logprobs"][0].values())

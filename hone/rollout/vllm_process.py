@@ -70,13 +70,13 @@ class EngineProcess:
         self._launch, self._name = launch, name
         self.alive = False
         self.serving = False
-        """Whether the process accepts requests; the engine sets it once the weights are current."""
+        """Whether the process accepts requests; `VLLMRollout` sets this once the weights are current."""
         self.starts_without_tokens = 0
         """Number of starts since the process last sent a token."""
         self.has_new_buckets = False
         """Whether the process has loaded buckets of the current update."""
         self.missed_bucket = False
-        """Whether the process lacks buckets of the current update, because it died meanwhile."""
+        """Whether the process lacks buckets of the current update: it died or was restarted meanwhile."""
         self.stale = False
         """Whether the weights of the process are not the current ones."""
         self._child: subprocess.Popen[bytes] | None = None
@@ -137,7 +137,7 @@ class EngineProcess:
         for source, copy in _COPIED_FILES.items():
             shutil.copyfile(source_folder / source, self._folder / copy)
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-        # Another interpreter has its own packages; this interpreter may find vLLM by PYTHONPATH.
+        # PYTHONPATH is for this interpreter, which may find vLLM by it; another has its own packages.
         own_path = self._launch.python == sys.executable and os.environ.get("PYTHONPATH")
         python_path = f"{self._folder}{os.pathsep}{own_path}" if own_path else str(self._folder)
         environment |= self._launch.environment | {"PYTHONPATH": python_path}

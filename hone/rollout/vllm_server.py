@@ -53,7 +53,7 @@ class Connection:
 
 
 class Server:
-    """Serves one engine until the socket closes."""
+    """Serves one vLLM engine until the socket closes."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -147,7 +147,7 @@ class HoneWorker:
     model_runner: Any
 
     def has_folder(self, folder: str) -> bool:
-        """Whether this worker can read the folder, and so is on the same machine."""
+        """Whether this worker can read the folder, and so is on the machine of the rollout worker."""
         return os.path.isdir(folder)
 
     def allocate_stage_input(self) -> None:

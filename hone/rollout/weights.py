@@ -30,7 +30,7 @@ class WeightUpdate:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Wraps one `load`; after an error, `begin` must be called again."""
+        """Wraps one `load`; if the block raises, `begin` must be called again."""
         self._raise_unless_in_progress("load")
         try:
             yield
@@ -44,7 +44,7 @@ class WeightUpdate:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Wraps the end of an update; after an error, `begin` must be called again."""
+        """Wraps the end of an update; if the block raises, `begin` must be called again."""
         self._raise_unless_in_progress("commit")
         if self._load_error is not None:
             raise RolloutError(

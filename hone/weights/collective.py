@@ -24,14 +24,14 @@ class BroadcastSender:
     """The sender of one stream; its store listens only on `host`."""
 
     def __init__(
-        self, num_receivers: int, *, host: str, device: torch.device, token: str, timeout_s: float
+        self, num_receivers: int, *, host: str, device: torch.device, secret: str, timeout_s: float
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         self._store = _open_store(host, self._timeout)
         self._device, self._num_receivers = device, num_receivers
         transport = "nccl" if device.type == "cuda" else "gloo"
         endpoint = f"{host}:{self._store.port}"
-        self.address = StreamAddress(transport, endpoint, token, num_receivers)
+        self.address = StreamAddress(transport, endpoint, secret, num_receivers)
         self._group: Any = None
         """The process group; `close` drops it, so that waiting receivers get an error at once."""
 
@@ -93,7 +93,7 @@ def receive_broadcasts(
 
 def _done_key(address: StreamAddress, rank: int) -> str:
     """Returns the key that a receiver sets in the store after it has received all buckets."""
-    return f"{address.token}/done/{rank}"
+    return f"{address.secret}/done/{rank}"
 
 
 def _open_store(host: str, timeout: timedelta) -> TCPStore:
@@ -111,7 +111,7 @@ def _open_store(host: str, timeout: timedelta) -> TCPStore:
 
 
 def _join_group(store: Store, address: StreamAddress, rank: int, timeout: timedelta) -> Any:
-    stream_store, size = PrefixStore(address.token, store), address.num_receivers + 1
+    stream_store, size = PrefixStore(address.secret, store), address.num_receivers + 1
     if address.transport == "gloo":
         return dist.ProcessGroupGloo(stream_store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()

@@ -13,7 +13,7 @@ class StreamAddress:
     """memory_file, cuda_ipc, gloo or nccl."""
     endpoint: str
     """The path of a Unix socket, or host:port."""
-    token: str
+    secret: str
     """The secret by which the sender recognizes its receivers."""
     num_receivers: int
 

@@ -120,9 +120,9 @@ class SharedMemorySender:
         path = self._folder / "socket"
         self._listener.bind(str(path))
         self._listener.listen(num_receivers)
-        self._token = secrets.token_hex(16)
+        self._secret = secrets.token_hex(16)
         transport = "cuda_ipc" if device.type == "cuda" else "memory_file"
-        self.address = StreamAddress(transport, str(path), self._token, num_receivers)
+        self.address = StreamAddress(transport, str(path), self._secret, num_receivers)
         self._device = device
         self._connections: list[_Connection] = []
 
@@ -185,8 +185,8 @@ class SharedMemorySender:
                     f"{self._timeout_s:g} s (actor_rollout_ref.nccl_timeout)"
                 ) from error
             client.settimeout(self._timeout_s)
-            token, _, rank = _Connection(client, "a rollout worker").receive().partition(b" ")
-            if not secrets.compare_digest(token, self._token.encode()):
+            secret, _, rank = _Connection(client, "a rollout worker").receive().partition(b" ")
+            if not secrets.compare_digest(secret, self._secret.encode()):
                 client.close()
                 continue
             connection = _Connection(client, f"rollout worker {rank.decode()}")
@@ -219,7 +219,7 @@ def receive_buckets(
                 "rollout.checkpoint_engine.backend=gloo or nccl"
             ) from error
         connection = _Connection(client, "the trainer")
-        connection.send(f"{address.token} {rank}".encode())
+        connection.send(f"{address.secret} {rank}".encode())
         handshake: _Handshake = json.loads(connection.receive())
         bucket_bytes = handshake["bucket_bytes"]
         if "cuda" in handshake:

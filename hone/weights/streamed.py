@@ -80,9 +80,9 @@ def open_sender(
     """Opens the sender of one stream; receivers connect to its address."""
     device = device if transport in ("cuda_ipc", "nccl") else torch.device("cpu")
     if transport in ("gloo", "nccl"):
-        token = secrets.token_hex(16)
+        secret = secrets.token_hex(16)
         return BroadcastSender(
-            num_receivers, host=host, device=device, token=token, timeout_s=timeout_s
+            num_receivers, host=host, device=device, secret=secret, timeout_s=timeout_s
         )
     return SharedMemorySender(
         num_receivers, bucket_bytes=bucket_bytes, device=device, timeout_s=timeout_s

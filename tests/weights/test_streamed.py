@@ -149,7 +149,7 @@ def test_missing_receivers_raise_after_the_timeout():
 
 def test_a_receiver_with_a_wrong_token_gets_no_weights():
     sender = open_test_sender("memory_file", 1)
-    wrong_address = replace(sender.address, token="guessed")
+    wrong_address = replace(sender.address, secret="guessed")
     with ThreadPoolExecutor(2) as pool:
         refused = pool.submit(lambda: list(receive(wrong_address, 0, CPU, 20.0)))
         sending = pool.submit(lambda: send(sender, weights().items(), 300))

@@ -42,14 +42,14 @@ class DecodeStep:
         kernels: ModuleType,
         *,
         block_size: int,
-        sizes: Sequence[int],
+        batch_sizes: Sequence[int],
         use_graphs: bool,
         may_synchronize: bool,
     ) -> None:
         self._forward, self._compute_logits = forward, compute_logits
         self._make_layout, self._batch_state = make_layout, batch_state
         self._kernels, self._block_size = kernels, block_size
-        self._sizes = list(sizes)
+        self._batch_sizes = list(batch_sizes)
         self._use_graphs = use_graphs
         # A forward that synchronizes with the device cannot be captured; `run` tests this once.
         self._may_synchronize = may_synchronize
@@ -66,7 +66,7 @@ class DecodeStep:
 
         If `sample` is False, the caller samples from the logits.
         """
-        size = next(size for size in self._sizes if size >= num_rows)
+        size = next(size for size in self._batch_sizes if size >= num_rows)
         if self._use_graphs and self._may_synchronize:
             self._use_graphs, self._may_synchronize = not self._synchronizes(size), False
         if not self._use_graphs:

@@ -294,7 +294,7 @@ class NativeRollout(RequestEngine):
         with self._condition:
             streaming = list(self._streaming.values())
         for request in streaming:
-            if request.streamed < len(request.versions):
+            if request.num_streamed < len(request.versions):
                 call_soon_in_loop(request.awaited_future.get_loop(), _stream_tokens, request)
 
     def _deliver(self, finished: list[Request]) -> None:

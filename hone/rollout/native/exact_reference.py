@@ -90,19 +90,19 @@ def query_attention(
     item, so its sums do not depend on the other queries.
     """
     out = torch.empty_like(q)
-    buckets = queries.position // _KEY_MULTIPLE
-    for bucket in buckets.unique().tolist():
-        query_indices = (buckets == bucket).nonzero().flatten()
+    key_counts = (queries.position // _KEY_MULTIPLE + 1) * _KEY_MULTIPLE
+    for num_keys in key_counts.unique().tolist():
+        query_indices = (key_counts == num_keys).nonzero().flatten()
         rows = queries.row[query_indices]
         if len(rows.unique()) == len(rows):  # decoding: one query per row
             out[query_indices] = _attend(
-                q, cache, layer, queries, query_indices, rows, bucket, scaling
+                q, cache, layer, queries, query_indices, rows, num_keys, scaling
             )
             continue
         for row in rows.unique():
             row_query_indices = query_indices[rows == row]
             out[row_query_indices] = _attend(
-                q, cache, layer, queries, row_query_indices, row[None], bucket, scaling
+                q, cache, layer, queries, row_query_indices, row[None], num_keys, scaling
             )
     return out
 
@@ -114,10 +114,10 @@ def _attend(
     queries: Queries,
     query_indices: Tensor,
     rows: Tensor,
-    bucket: int,
+    num_keys: int,
     scaling: float,
 ) -> Tensor:
-    num_keys, block_size, d = (bucket + 1) * _KEY_MULTIPLE, cache.block_size, cache.head_dim
+    block_size, d = cache.block_size, cache.head_dim
     num_blocks = min(num_keys // block_size, queries.block_table.shape[1])
     blocks = queries.block_table[rows, :num_blocks]
     blocks = F.pad(blocks, (0, num_keys // block_size - num_blocks))  # the null block is masked

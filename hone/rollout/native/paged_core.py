@@ -106,12 +106,12 @@ class PagedCore:
         self._host_rows = HostBatch(max_num_seqs, max_blocks_per_seq)
         self._device_row_keys: list[tuple[int, int]] = []  # `_row_keys` of the device rows
         self._addresses: list[int] = []  # parameter addresses that captured graphs read
-        sizes = graph_sizes(max_num_seqs, capture_sizes)
-        self._decode_step = self._new_decode_step(sizes, enforce_eager)
+        batch_sizes = graph_sizes(max_num_seqs, capture_sizes)
+        self._decode_step = self._new_decode_step(batch_sizes, enforce_eager)
         self.prefilled_tokens = 0
         """Prompt tokens computed so far; the shared prompt of a group counts once."""
 
-    def _new_decode_step(self, sizes: Sequence[int], enforce_eager: bool) -> DecodeStep:
+    def _new_decode_step(self, batch_sizes: Sequence[int], enforce_eager: bool) -> DecodeStep:
         return DecodeStep(
             self._forward,
             self._logits,
@@ -119,7 +119,7 @@ class PagedCore:
             self._device_rows,
             self._kernels,
             block_size=BLOCK_SIZE,
-            sizes=sizes,
+            batch_sizes=batch_sizes,
             use_graphs=self.device.type == "cuda" and not enforce_eager,
             may_synchronize=isinstance(self._forward, ModuleDecoder),
         )

@@ -33,7 +33,7 @@ _MAX_SPLITS = 16
 
 
 class PagedPrefill:
-    """The layout of the new tokens of several sequences; a sequence may have cached tokens before them."""
+    """The layout of `lengths[i]` new tokens per sequence i, which follow `starts[i]` cached tokens."""
 
     def __init__(
         self,

@@ -157,8 +157,9 @@ class Scheduler:
                 self._preempt(self.running.pop())
 
     def admit(self, steps: int) -> list[RunningSequence]:
-        """Starts waiting requests that fit the batch, the free blocks and the prefill budget.
+        """Starts waiting requests that fit the batch, the prefill budget, and the free blocks.
 
+        The blocks of a new sequence must suffice for `steps` decode steps after the prefill.
         Samples of a group share the full blocks of their prompt, which is prefilled once.
         """
         admitted: list[RunningSequence] = []
@@ -244,7 +245,7 @@ class Scheduler:
         return [sequence.request for sequence in finished]
 
     def _blocks_needed(self, sequence: RunningSequence, steps: int) -> int:
-        """Returns the number of blocks to add for `steps` more tokens."""
+        """Returns the number of blocks to add: for `steps` more tokens, or all if many are free."""
         blocks_to_max_length = -(-sequence.max_length // BLOCK_SIZE) - len(sequence.blocks)
         if self._pool.num_available - blocks_to_max_length >= self._watermark:
             return max(0, blocks_to_max_length)

@@ -43,7 +43,7 @@ class Steps:
         self.sizes: list[int] = []
         self.step = DecodeStep(
             self.forward, self.logits, lambda rows: None, self.rows, kernels_reference,
-            block_size=4, sizes=[2, 4, 8], use_graphs=False, may_synchronize=True,
+            block_size=4, batch_sizes=[2, 4, 8], use_graphs=False, may_synchronize=True,
         )  # type: ignore[arg-type, return-value]  # fmt: skip
 
     def forward(self, tokens: Tensor, positions: Tensor, layout: Any) -> Tensor:
