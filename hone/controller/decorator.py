@@ -108,18 +108,18 @@ def scatter(
 ) -> ArgumentsPerRank[_T]:
     """Sends each rank its own entry; every argument is a list with one entry per rank."""
 
-    def checked_list(value: Sequence[_T]) -> list[_T]:
+    def check_list(value: Sequence[_T]) -> list[_T]:
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
-            received = (
+            content = (
                 f"{len(value)} entries" if isinstance(value, list | tuple) else repr(type(value))
             )
             raise ValueError(
                 f"this method takes lists with one entry for each of {group.world_size} ranks; "
-                f"got {received}; register it with Dispatch.ONE_TO_ALL to send all ranks the same value"
+                f"got {content}; register it with Dispatch.ONE_TO_ALL to send all ranks the same value"
             )
         return list(value)
 
-    return _map_arguments(checked_list, args, kwargs)
+    return _map_arguments(check_list, args, kwargs)
 
 
 def split_batches(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> ArgumentsPerRank[_T | Batch]:

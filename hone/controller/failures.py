@@ -100,11 +100,11 @@ class NodeLost(ProcessFailure):
         for role, process, _ in self.workers:
             ranks_by_role.setdefault(role, []).append(str(process.rank))
         workers = [
-            f"rank{'s' * (len(ranks) > 1)} {joined(ranks)} of {role!r}"
+            f"rank{'s' * (len(ranks) > 1)} {join_words(ranks)} of {role!r}"
             for role, ranks in ranks_by_role.items()
         ]
         text = (
-            f"node {self.node_ip} (id {self.node_id[:12]}) was lost with {joined(workers)}, while "
+            f"node {self.node_ip} (id {self.node_id[:12]}) was lost with {join_words(workers)}, while "
             f"{self.waiting_role!r} waited for {self.method!r}: {self.reason}"
         )
         for role, process, lines in self.workers:
@@ -117,7 +117,7 @@ def _log_tail(lines: Sequence[str]) -> str:
     return "\n".join(f"  | {line}" for line in lines) or "  | (it wrote nothing)"
 
 
-def joined(words: Sequence[str]) -> str:
+def join_words(words: Sequence[str]) -> str:
     """Returns "a, b and c"."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 

@@ -17,7 +17,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from hone.controller.failures import ClusterFailed, WaitTimeout, joined
+from hone.controller.failures import ClusterFailed, WaitTimeout, join_words
 from hone.controller.ray_liveness import (
     call_control_plane,
     check_alive,
@@ -49,7 +49,7 @@ class Node:
         free_gib = self.free_resources.get("memory", 0) / GIB
         total_gib = self.total_resources.get("memory", 0) / GIB
         parts.append(f"{free_gib:.1f} of {total_gib:.1f} GiB memory")
-        return f"{self.ip} ({self.node_id[:8]}): {joined(parts)}"
+        return f"{self.ip} ({self.node_id[:8]}): {join_words(parts)}"
 
 
 def live_nodes() -> list[Node]:
@@ -85,7 +85,7 @@ def check_pools_fit(pools: Sequence[ResourcePool]) -> None:
     remaining = resources_by_node(nodes, total=True)
     for pool in pools:
         if place(pool, remaining) is None:
-            names = joined([str(pool) for pool in pools])
+            names = join_words([str(pool) for pool in pools])
             raise ValueError(
                 f"{names} {'do' if len(pools) > 1 else 'does'} not fit this Ray cluster: "
                 f"{_format_nodes(nodes)} are free; lower trainer.n_gpus_per_node or trainer.nnodes"

@@ -126,21 +126,23 @@ class DataProto:
 
     def to_tensordict(self) -> TensorDict:
         """Converts object columns to NonTensorStack and meta_info to NonTensorData."""
-        return join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, rows=len(self))
+        return join_tensordict(
+            self.batch, self.non_tensor_batch, self.meta_info, num_rows=len(self)
+        )
 
     def check_consistency(self) -> None:
         """Raises ProtocolError unless every column has one entry per row."""
         if self.batch is not None and len(self.batch.batch_size) == 0:
             raise ProtocolError("batch has no batch dimension; build it with batch_size=[rows]")
-        rows = len(self)
+        num_rows = len(self)
         for key, array in self.non_tensor_batch.items():
             if not isinstance(array, np.ndarray):
                 raise ProtocolError(
                     f"object column {key!r} is a {type(array).__name__}; wrap it in a numpy array"
                 )
-            if array.ndim == 0 or len(array) != rows:
+            if array.ndim == 0 or len(array) != num_rows:
                 size = "no batch dimension" if array.ndim == 0 else f"{len(array)} rows"
-                raise ProtocolError(f"object column {key!r} has {size}; the batch has {rows}")
+                raise ProtocolError(f"object column {key!r} has {size}; the batch has {num_rows}")
 
     # -- access -----------------------------------------------------------------------------
 
@@ -292,17 +294,18 @@ class DataProto:
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Splits the batch into `chunks` parts; raises if they are unequal and padding is not enabled."""
-        rows = len(self)
+        num_rows = len(self)
         if chunks < 1:
             raise ProtocolError(f"a batch cannot be split into {chunks} chunks")
-        if rows % chunks and not self.is_padding_enabled():
+        if num_rows % chunks and not self.is_padding_enabled():
             raise ProtocolError(
-                f"a batch of {rows} rows does not divide into {chunks} equal chunks; pad it with "
+                f"a batch of {num_rows} rows does not divide into {chunks} equal chunks; pad it with "
                 f"pad_dataproto_to_divisor, or build it with auto_padding=True"
             )
-        length = -(-rows // chunks)
+        length = -(-num_rows // chunks)
         return [
-            self.slice(min(i * length, rows), min((i + 1) * length, rows)) for i in range(chunks)
+            self.slice(min(i * length, num_rows), min((i + 1) * length, num_rows))
+            for i in range(chunks)
         ]
 
     def split(self, split_size: int) -> list[DataProto]:

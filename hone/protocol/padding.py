@@ -54,11 +54,11 @@ def append_copies(data: DataProto, padding_size: int, padding_candidate: str = "
     """Appends `padding_size` copies of the first or last row, in place."""
     if padding_candidate not in {"first", "last"}:
         raise ProtocolError(f"padding_candidate={padding_candidate!r}; use 'first' or 'last'")
-    rows = len(data)
-    if padding_size < 0 or (padding_size and not rows):
-        raise ProtocolError(f"cannot pad a batch of {rows} rows by {padding_size}")
-    copied_row = 0 if padding_candidate == "first" else rows - 1
-    index = [*range(rows), *[copied_row] * padding_size]
+    num_rows = len(data)
+    if padding_size < 0 or (padding_size and not num_rows):
+        raise ProtocolError(f"cannot pad a batch of {num_rows} rows by {padding_size}")
+    copied_row = 0 if padding_candidate == "first" else num_rows - 1
+    index = [*range(num_rows), *[copied_row] * padding_size]
     padded = take_batch(data, torch.tensor(index, dtype=torch.long))
     data.batch, data.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
@@ -68,36 +68,36 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
     Returns the batch and the number of added rows.
     """
-    rows = len(data)
-    pad_size = padding_size(rows, size_divisor)
+    num_rows = len(data)
+    pad_size = padding_size(num_rows, size_divisor)
     if pad_size == 0:
         return data, 0
-    return data.select_idxs(torch.arange(rows + pad_size) % rows), pad_size
+    return data.select_idxs(torch.arange(num_rows + pad_size) % num_rows), pad_size
 
 
-def padding_size(rows: int, size_divisor: int) -> int:
+def padding_size(num_rows: int, size_divisor: int) -> int:
     """Returns how many rows to add to get a multiple of `size_divisor` rows."""
     if size_divisor < 1:
         raise ProtocolError(
             f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more"
         )
-    if rows == 0:
+    if num_rows == 0:
         logger.warning("an empty batch cannot be padded to a multiple of %d", size_divisor)
         return 0
-    return -rows % size_divisor
+    return -num_rows % size_divisor
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drops the last `pad_size` rows."""
-    rows = unpadded_size(len(data), pad_size)
-    return data if pad_size == 0 else data.slice(0, rows)
+    num_rows = unpadded_size(len(data), pad_size)
+    return data if pad_size == 0 else data.slice(0, num_rows)
 
 
-def unpadded_size(rows: int, pad_size: int) -> int:
+def unpadded_size(num_rows: int, pad_size: int) -> int:
     """Returns how many of the rows remain without the last `pad_size`."""
-    if pad_size < 0 or pad_size > rows:
-        raise ProtocolError(f"cannot drop {pad_size} padded rows from a batch of {rows} rows")
-    return rows - pad_size
+    if pad_size < 0 or pad_size > num_rows:
+        raise ProtocolError(f"cannot drop {pad_size} padded rows from a batch of {num_rows} rows")
+    return num_rows - pad_size
 
 
 def split_padded(data: DataProto, parts: int) -> list[DataProto]:
@@ -107,14 +107,14 @@ def split_padded(data: DataProto, parts: int) -> list[DataProto]:
     """
     if parts < 1:
         raise ProtocolError(f"a batch cannot be split into {parts} parts")
-    rows = len(data)
-    if rows % parts == 0:
-        return data.chunk(parts) if rows else [data.select() for _ in range(parts)]
-    length = -(-rows // parts)
+    num_rows = len(data)
+    if num_rows % parts == 0:
+        return data.chunk(parts) if num_rows else [data.select() for _ in range(parts)]
+    length = -(-num_rows // parts)
     batches = []
     start = 0
     for part in range(parts):
-        num_real = rows // parts + (part < rows % parts)
+        num_real = num_rows // parts + (part < num_rows % parts)
         # A part without real rows repeats the first row of the batch.
         source = torch.arange(start, start + num_real) if num_real else torch.arange(1)
         index = source[torch.arange(length) % len(source)]

@@ -106,10 +106,10 @@ def take_batch(data: DataProto, index: Index) -> DataProto:
     if batch is not None:
         if len(batch.keys()):
             tensors = {key: take_rows(value, index) for key, value in batch.items()}
-            rows = len(next(iter(tensors.values())))
+            num_rows = len(next(iter(tensors.values())))
         else:
-            tensors, rows = {}, len(take_rows(np.arange(len(data)), index))
-        batch = TensorDict(tensors, batch_size=(rows, *batch.batch_size[1:]))
+            tensors, num_rows = {}, len(take_rows(np.arange(len(data)), index))
+        batch = TensorDict(tensors, batch_size=(num_rows, *batch.batch_size[1:]))
     arrays = {key: take_rows(array, index) for key, array in data.non_tensor_batch.items()}
     return type(data)(batch, arrays, dict(data.meta_info))
 

@@ -124,12 +124,12 @@ def unfold_column_chunks(
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """Reshapes [B, …] to [new_batch_size, B / new_batch_size, …]."""
-    rows = len(data)
-    if new_batch_size < 1 or rows % new_batch_size:
+    num_rows = len(data)
+    if new_batch_size < 1 or num_rows % new_batch_size:
         raise ProtocolError(
-            f"a batch of {rows} rows does not fold into {new_batch_size} groups of equal size"
+            f"a batch of {num_rows} rows does not fold into {new_batch_size} groups of equal size"
         )
-    return _reshape_batch_dims(data, 1, (new_batch_size, rows // new_batch_size))
+    return _reshape_batch_dims(data, 1, (new_batch_size, num_rows // new_batch_size))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:

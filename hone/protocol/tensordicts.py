@@ -158,8 +158,8 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
     if not data[0].batch_size:
         return concat_tensordict_with_none_bsz(data)
     columns, metadata = zip(*map(_split_metadata, data), strict=True)
-    rows = sum(len(batch) for batch in data)
-    return TensorDict(cat_columns(list(columns), "columns") | metadata[0], batch_size=[rows])
+    num_rows = sum(len(batch) for batch in data)
+    return TensorDict(cat_columns(list(columns), "columns") | metadata[0], batch_size=[num_rows])
 
 
 def _split_metadata(batch: TensorDict) -> tuple[Fields, dict[str, NonTensorData]]:
@@ -191,16 +191,16 @@ def _select_rows(batch: TensorDict, indices: Index | slice) -> TensorDict:
     index = indices if isinstance(indices, slice) else row_indices(indices, len(batch))
     columns, metadata = _split_metadata(batch)
     columns = {key: take_rows(value, index) for key, value in columns.items()}
-    rows = len(take_rows(np.arange(len(batch)), index))
-    return TensorDict(columns | metadata, batch_size=[rows])
+    num_rows = len(take_rows(np.arange(len(batch)), index))
+    return TensorDict(columns | metadata, batch_size=[num_rows])
 
 
 def chunk_tensordict(td: TensorDict, chunks: int) -> list[TensorDict]:
     """Splits a batch into equal parts, in order."""
-    rows = len(td)
-    if chunks < 1 or rows % chunks:
-        raise ProtocolError(f"{rows} rows do not divide into {chunks} equal parts")
-    size = rows // chunks
+    num_rows = len(td)
+    if chunks < 1 or num_rows % chunks:
+        raise ProtocolError(f"{num_rows} rows do not divide into {chunks} equal parts")
+    size = num_rows // chunks
     return [_select_rows(td, slice(i * size, (i + 1) * size)) for i in range(chunks)]
 
 
@@ -266,17 +266,17 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
 
     Returns the batch and the number of added rows.
     """
-    rows = len(data)
-    pad_size = padding_size(rows, size_divisor)
+    num_rows = len(data)
+    pad_size = padding_size(num_rows, size_divisor)
     if pad_size == 0:
         return data, 0
-    return _select_rows(data, torch.arange(rows + pad_size) % rows), pad_size
+    return _select_rows(data, torch.arange(num_rows + pad_size) % num_rows), pad_size
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     """Drops the last `pad_size` rows."""
-    rows = unpadded_size(len(data), pad_size)
-    return data if pad_size == 0 else _select_rows(data, slice(0, rows))
+    num_rows = unpadded_size(len(data), pad_size)
+    return data if pad_size == 0 else _select_rows(data, slice(0, num_rows))
 
 
 def contiguous(data: TensorDict) -> TensorDict:

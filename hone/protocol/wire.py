@@ -123,9 +123,9 @@ def split_tensordict(
 
 
 def join_tensordict(
-    batch: TensorDict | None, arrays: dict[str, np.ndarray], metadata: Fields, rows: int
+    batch: TensorDict | None, arrays: dict[str, np.ndarray], metadata: Fields, num_rows: int
 ) -> TensorDict:
-    """Inverts `split_tensordict`; without tensors, the batch has `rows` rows."""
+    """Inverts `split_tensordict`; without tensors, the batch has `num_rows` rows."""
     tensors = {} if batch is None else dict(batch.items())
     names = Counter([*tensors, *arrays, *metadata])
     if duplicates := sorted(name for name, count in names.items() if count > 1):
@@ -133,7 +133,7 @@ def join_tensordict(
             f"{duplicates} name more than one tensor column, object column or meta_info entry; "
             "rename one"
         )
-    size = batch.batch_size if batch is not None else [rows]
+    size = batch.batch_size if batch is not None else [num_rows]
     result = TensorDict(tensors, batch_size=size)
     for key, array in arrays.items():
         result.set(key, NonTensorStack(*[NonTensorData(value) for value in array]))

@@ -14,7 +14,7 @@ from pathlib import Path
 from hone.config import ConfigError, PPOTrainerConfig, replace
 from hone.config.checks import find_problems
 from hone.controller import ResourcePool
-from hone.controller.failures import ProcessFailure, joined
+from hone.controller.failures import ProcessFailure, join_words
 from hone.tracking import RunFolder
 from hone.tracking.console import screen
 from hone.trainer.command_line import write_traceback
@@ -125,7 +125,7 @@ def _config_for_remaining_nodes(
         if is_late:
             problems = find_problems(SCHEMA, replace(config, "trainer.nnodes", 1))
             raise ConfigError(
-                f"the run cannot restart on the remaining nodes ({joined([str(node) for node in nodes])}): "
+                f"the run cannot restart on the remaining nodes ({join_words(list(map(str, nodes)))}): "
                 f"{next(iter(problems), 'its pools need more')}"
             )
         time.sleep(1.0)
