@@ -1,6 +1,7 @@
 """`hone doctor` reports what is installed, what is missing, and whether one training step works.
 
-It changes nothing. Each finding is one line: fine, missing (with the feature it would enable), or broken.
+The program changes nothing. Each finding is one line: fine, missing (with the feature that the missing part
+would enable), or broken.
 """
 
 from __future__ import annotations

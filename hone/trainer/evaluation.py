@@ -48,7 +48,7 @@ class EvaluationError(ValueError):
 
 @dataclass
 class Attempts:
-    """The scores of a row's responses, and their answers for majority voting; None is no vote."""
+    """The scores of a row's responses, and the answers for majority voting, where None does not vote."""
 
     source: str
     scores: list[float] = field(default_factory=list)
@@ -110,7 +110,7 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
     """
     store = read_rows(config.data.path, BadRowPolicy("raise", policy_key=None), "data.path")
     rows = list(store.scan())
-    if config.output.scores_path:  # raises for columns that parquet cannot store
+    if config.output.scores_path:  # raises an error for a column that parquet cannot store
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])
     groups = [_responses(row, store.where(index), config) for index, row in enumerate(rows)]
     scorer = compute_score or get_custom_reward_fn(config)
@@ -197,12 +197,12 @@ def _score_responses(
         manager.lacks_ground_truth(response.data_source, response.ground_truth)
         for response in responses
     ]
-    scorable = [r for r, lacks in zip(responses, lacks_truth, strict=True) if not lacks]
+    scorable_responses = [r for r, lacks in zip(responses, lacks_truth, strict=True) if not lacks]
     outcomes: list[Scored | Failed] = []
     try:
-        with progress("score", len(scorable)) as bar:
-            for start in range(0, len(scorable), RESPONSES_PER_CHUNK):
-                chunk = scorable[start : start + RESPONSES_PER_CHUNK]
+        with progress("score", len(scorable_responses)) as bar:
+            for start in range(0, len(scorable_responses), RESPONSES_PER_CHUNK):
+                chunk = scorable_responses[start : start + RESPONSES_PER_CHUNK]
                 outcomes += manager.score_rows(chunk)
                 bar.advance(len(chunk))
     finally:

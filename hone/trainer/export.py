@@ -1,7 +1,7 @@
 """`hone export CHECKPOINT OUT` converts a training checkpoint to a folder that `from_pretrained` opens.
 
-If the checkpoint has an export, it is copied; otherwise the weights are gathered from its shards, which any
-number of ranks may have written. LoRA is exported merged, or as an adapter.
+An export inside the checkpoint is copied; otherwise the weights are gathered from the shards of the
+checkpoint, which any number of ranks may have written. LoRA matrices are merged, or exported alone.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def check_push(repo: str) -> None:
 def push(folder: Path, repo: str, *, private: bool = False, out: str | None = None) -> str:
     """Uploads a folder to a model repository, which is created if needed, and returns the URL.
 
-    `out` is the place in a remote store to which a temporary folder is copied, for the error message.
+    `out` is the remote folder, if any, that gets a copy of the temporary `folder`; an error message names it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError

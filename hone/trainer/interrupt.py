@@ -1,7 +1,7 @@
 """Handles Ctrl-C and SIGTERM: a run saves and stops after the first signal, and exits on the second.
 
 A scheduler that preempts a job may send SIGTERM to all of its processes at once. Ranks therefore treat any
-number of signals as one request, and their launcher kills them on its second signal.
+number of signals as one request; their launcher kills them when it receives a second signal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def signal_exit_code(signal_number: int) -> int:
 
 
 def set_stop_message(describe_saved: Callable[[], str]) -> None:
-    """Sets the function that says, when the program stops, what is saved and how to resume."""
+    """Sets the function that returns what a stopped program has saved, and how to resume."""
     _process.describe_saved = describe_saved
 
 
@@ -120,7 +120,7 @@ class GracefulStop:
         self._stack.close()
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
-        """Requests a stop on every rank if any rank received a signal; all ranks must call it."""
+        """Requests a stop on every rank if any rank received a signal; all ranks must call this method."""
         flags = (float(self.signal_number == signal_number) for signal_number in SIGNALS)
         for signal_number, rank_count in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
             if rank_count:
@@ -138,7 +138,7 @@ class GracefulStop:
                 log.warning("%s (%s again stops at once)", self._stop_notice, name)
         elif not is_rank():
             if runs_command_line_program():
-                # User code might catch an exception. Files are written atomically, so no clean-up is needed.
+                # User code could catch an exception, but not os._exit. Files are written atomically.
                 sys.stderr.write(stop_message(f"stopped at once by {name}"))
                 sys.stderr.flush()
                 os._exit(signal_exit_code(signal_number))
@@ -147,15 +147,15 @@ class GracefulStop:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Exits on the first signal, with clean-up; `GracefulStop` replaces this where state can be saved."""
+    """Exits on the first signal, with clean-up; a `GracefulStop` inside the block takes over the signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def handle(signal_number: int, frame: FrameType | None) -> None:
         if is_rank():
-            for other in SIGNALS:
-                signal.signal(other, signal.SIG_IGN)  # the launcher forwards the same request
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # the launcher forwards the same request
         _raise_exit(signal_number, restore_default=not is_rank())
 
     _process.num_programs += 1

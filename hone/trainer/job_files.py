@@ -1,4 +1,4 @@
-"""Writes the files of a generation job: the finished rows while it runs, then the output and a record."""
+"""Writes the files of a generation job: finished rows while the job runs, then the output and a record."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ class JobFiles:
 
     def finished_columns(self) -> dict[int, Row]:
         """Returns the generated columns of each finished row, from the parts of all ranks."""
-        columns: dict[int, Row] = {}
+        columns_by_row: dict[int, Row] = {}
         for file in sorted(self.folder.glob("rank_*.jsonl")):
             for line in file.read_bytes().split(b"\n"):
                 try:
                     entry = json.loads(line)
-                    columns[entry["row"]] = entry["columns"]
+                    columns_by_row[entry["row"]] = entry["columns"]
                 except (ValueError, TypeError, KeyError, RecursionError):
                     continue  # an incomplete last line, left by a killed process
-        return columns
+        return columns_by_row
 
     def append(self, row_index: int, columns: Row) -> None:
         line = json.dumps({"row": row_index, "columns": columns}) + "\n"
@@ -80,7 +80,9 @@ class JobFiles:
         except (OSError, ValueError):
             record = None
         if self.output.is_file() and record == self._job_record(self.output):
-            shutil.rmtree(self.folder, ignore_errors=True)  # a process killed in `write` leaves it
+            shutil.rmtree(
+                self.folder, ignore_errors=True
+            )  # a process killed in `write` leaves the parts
             return True
         if not overwrite:
             raise GenerationError(

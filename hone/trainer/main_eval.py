@@ -109,7 +109,9 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
     out = Path(options.out or "eval").expanduser()
     check_output_folder(str(out), "--out")
     generation_overrides, scoring_overrides = split_overrides(overrides)
-    load_config(scoring_overrides, config_name="evaluation")  # generation may take hours
+    load_config(
+        scoring_overrides, config_name="evaluation"
+    )  # finds errors now: generation may take hours
     with lock_folder(out):
         data = Path(options.data).expanduser()
         files = {bench: benchmark_file(bench, data, out / "data") for bench in options.bench}

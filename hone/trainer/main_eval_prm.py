@@ -1,7 +1,8 @@
 """`python -m hone.trainer.main_eval_prm … key=value …` evaluates a process reward model.
 
-`--processbench FILE` tests whether it finds the first wrong step, `--best-of-n FILE` how it ranks responses,
-and `data.val_files` how it classifies labelled steps. `--baseline MODEL` evaluates a second model.
+`--processbench FILE` tests whether the model finds the first wrong step, `--best-of-n FILE` how it selects
+among n responses, and `data.val_files` how it classifies labelled steps. `--baseline MODEL` evaluates
+another model for comparison.
 """
 
 from __future__ import annotations

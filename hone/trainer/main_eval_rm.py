@@ -1,7 +1,7 @@
 """`python -m hone.trainer.main_eval_rm … key=value …` evaluates a reward model on pairs of responses.
 
-It scores `data.val_files`; with `--folds N` it cross-validates on N parts of `data.train_files` instead.
-Keys are those of `hone train-rm`.
+The pairs are in `data.val_files`; `--folds N` cross-validates on N parts of `data.train_files` instead.
+The keys are those of `hone train-rm`.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def evaluate_model(config: RMConfig) -> dict[str, Any]:
     from hone.trainer.sft.trainer import SFTTrainer
 
     tokenizer, task = build_tokenizer(config.model), PairTask()
-    rows = PairDataset(config.data.val_files, tokenizer, config.data, config.data.val_max_samples)
-    rows.encode_all()
+    pairs = PairDataset(config.data.val_files, tokenizer, config.data, config.data.val_max_samples)
+    pairs.encode_all()
     engine = build_engine(config, Ranks(), task, is_trained=False)
     pad_token_id = tokenizer.pad_token_id
-    trainer = SFTTrainer(engine, rows, pad_token_id=pad_token_id, batch_rows=1, seed=0, task=task)
-    metrics = trainer.validate(rows, config.data.train_batch_size)
+    trainer = SFTTrainer(engine, pairs, pad_token_id=pad_token_id, batch_rows=1, seed=0, task=task)
+    metrics = trainer.validate(pairs, config.data.train_batch_size)
     return _accuracy_result(
-        round(metrics["accuracy"] * len(rows)), len(rows), dict(rows.bad_rows.counts)
+        round(metrics["accuracy"] * len(pairs)), len(pairs), dict(pairs.bad_rows.counts)
     )
 
 
@@ -104,9 +104,9 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
 
     run_folder = Path(config.trainer.default_local_dir).expanduser()
     check_output_folder(str(run_folder), "trainer.default_local_dir")
-    rows = PairDataset(config.data.train_files, build_tokenizer(config.model), config.data)
-    good_rows = [rows.store[position] for position in rows.positions]
-    openings = [rows.pair(row).opening for row in good_rows]
+    dataset = PairDataset(config.data.train_files, build_tokenizer(config.model), config.data)
+    good_rows = [dataset.store[position] for position in dataset.positions]
+    openings = [dataset.pair(row).opening for row in good_rows]
     prompts = list(dict.fromkeys(openings))
     if len(prompts) < folds:
         raise ConfigError(f"--folds {folds}: the pairs have only {len(prompts)} different prompts")
@@ -135,7 +135,7 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
         results.append(_accuracy_result(correct, len(run.val_rows), {}) | {"loss": metrics["loss"]})
         total_correct += correct
     pooled_result = _accuracy_result(
-        total_correct, sum(result["pairs"] for result in results), dict(rows.bad_rows.counts)
+        total_correct, sum(result["pairs"] for result in results), dict(dataset.bad_rows.counts)
     )
     return pooled_result | {"folds": {str(i): result for i, result in enumerate(results)}}
 

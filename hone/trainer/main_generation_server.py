@@ -1,6 +1,6 @@
 """`python -m hone.trainer.main_generation_server key=value …` generates with the keys of RL training.
 
-As in verl, it takes the `ppo_trainer` config and `+data.output_path`; it then runs `hone generate`.
+As in verl, the keys are those of `ppo_trainer` and `+data.output_path`. The program runs `hone generate`.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def run(
 
 
 def restart_under_nsys(config: GlobalProfilerConfig) -> None:
-    """Restarts this process under nsys if it is configured and installed.
+    """Restarts this process under nsys if nsys is configured and installed.
 
     Only a command-line program is restarted, never a Python program that calls `hone`.
     """

@@ -76,7 +76,7 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
     if trainer.resume_mode == "resume_path" and trainer.total_epochs and head_stage.total_epochs:
         if _is_inside(trainer.resume_from_path or "", (head_folder, remote_head_folder)):
             full_config = replace(full_config, "trainer.resume_mode", "auto")
-        else:
+        else:  # a checkpoint of the second stage, so the first has finished
             return [(full_config, StepTask())]
     task = StepTask("head")
     stage_list: list[tuple[SupervisedConfig, Task | None]] = []

@@ -1,6 +1,6 @@
 """Writes the model card of an export: model, data, training settings, curves and evaluation.
 
-Local paths and settings that may hold a secret are not included.
+Local folders, and settings that may hold a secret, are left out.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     metric_rows = [
         row for row in metric_rows if step_match is None or row["step"] <= int(step_match[1])
     ]
-    curves = [key for key in _CURVE_METRICS if len(series(metric_rows, key)[0]) > 1]
-    curves += sorted({key for row in metric_rows for key in row if key.startswith("val-core/")})[:2]
-    if run is not None and curves:
-        draw_curve(run.path, curves, folder / CURVES_FILE, "")
+    curve_metrics = [key for key in _CURVE_METRICS if len(series(metric_rows, key)[0]) > 1]
+    curve_metrics += sorted(
+        {key for row in metric_rows for key in row if key.startswith("val-core/")}
+    )[:2]
+    if run is not None and curve_metrics:
+        draw_curve(run.path, curve_metrics, folder / CURVES_FILE, "")
     origins = run.read_origins() if run is not None else {}
-    text = "\n".join(_card_lines(name, config, origins, metric_rows, bool(curves))) + "\n"
+    text = "\n".join(_card_lines(name, config, origins, metric_rows, bool(curve_metrics))) + "\n"
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
 

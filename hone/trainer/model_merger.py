@@ -119,7 +119,7 @@ class BaseModelMerger:
         return model
 
     def save_lora_adapter(self, state_dict: dict[str, Tensor]) -> str | None:
-        """Moves LoRA matrices from `state_dict` to `lora_adapter` in the target folder, and returns its path.
+        """Moves LoRA matrices from `state_dict` to `target_dir/lora_adapter`; returns this folder, if any.
 
         The names of the other weights lose their adapter prefixes. Alpha is that of the checkpoint's adapter
         config, or else the rank.

@@ -21,7 +21,7 @@ Aggregate = Callable[[np.ndarray], float]
 
 
 def soft_min(scores: np.ndarray) -> float:
-    """Returns Σ softmax(−s/T)·s, by which PURE ranks responses in best-of-n."""
+    """Returns Σ softmax(−s/T)·s over the step scores s, where T = 0.1; PURE ranks responses by this value."""
     weights = np.exp(-(scores - scores.min()) / SOFT_MIN_TEMPERATURE)
     return float((weights * scores).sum() / weights.sum())
 
@@ -53,7 +53,7 @@ def process_bench(predictions: np.ndarray, labels: np.ndarray) -> dict[str, floa
     """
     hits, has_error = predictions == labels, labels >= 0
     wrong_accuracy, right_accuracy = (
-        float(hits[rows].mean()) if rows.any() else 0.0 for rows in (has_error, ~has_error)
+        float(hits[mask].mean()) if mask.any() else 0.0 for mask in (has_error, ~has_error)
     )
     return {
         "accuracy_wrong": wrong_accuracy,
@@ -75,12 +75,12 @@ def chance_f1(step_counts: np.ndarray, labels: np.ndarray) -> float:
     """Returns the F1 of the expected accuracies of a uniform guess among all steps and "no error"."""
     chances, has_error = 1.0 / (step_counts + 1), labels >= 0
     return harmonic_mean(
-        *(float(chances[rows].mean()) if rows.any() else 0.0 for rows in (has_error, ~has_error))
+        *(float(chances[mask].mean()) if mask.any() else 0.0 for mask in (has_error, ~has_error))
     )
 
 
 def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Returns the threshold with the highest F1, as the paper chooses it on its GSM8K subset."""
+    """Returns the threshold with the highest F1; the paper chooses it so, on ProcessBench's GSM8K subset."""
     values = np.unique(np.concatenate(list(solutions)))
     thresholds = (values[1:] + values[:-1]) / 2
     if len(thresholds) > 500:
@@ -92,8 +92,8 @@ def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> fl
 def bootstrap_f1(predictions: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """Returns the 95 % percentile interval of F1 over resampled solutions."""
     generator = np.random.default_rng(1)
-    draws = (generator.integers(len(labels), size=len(labels)) for _ in range(1000))
-    f1_scores = [process_bench(predictions[rows], labels[rows])["f1"] for rows in draws]
+    samples = (generator.integers(len(labels), size=len(labels)) for _ in range(1000))
+    f1_scores = [process_bench(predictions[i], labels[i])["f1"] for i in samples]
     low, high = np.quantile(f1_scores, [0.025, 0.975])
     return float(low), float(high)
 
@@ -114,14 +114,14 @@ def area_under_curve(scores: np.ndarray, is_good: np.ndarray) -> float | None:
     if is_good.all() or not is_good.any():
         return None
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    mid_ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     num_good = int(is_good.sum())
-    num_lower_pairs = ranks[is_good].sum() - num_good * (num_good + 1) / 2
+    num_lower_pairs = mid_ranks[is_good].sum() - num_good * (num_good + 1) / 2
     return float(num_lower_pairs / (num_good * (len(is_good) - num_good)))
 
 
 def best_of_n_score(scores: Sequence[float], model_scores: Sequence[float]) -> float:
-    """Returns the score of the response with the highest model score; the mean if several have it."""
+    """Returns the score of the response with the highest model score; the mean score if several tie."""
     top_scores = [s for s, r in zip(scores, model_scores, strict=True) if r == max(model_scores)]
     return sum(top_scores) / len(top_scores)
 
@@ -131,7 +131,8 @@ def weighted_vote(
 ) -> float:
     """Returns the mean score of the answer whose responses have the largest sum of weights.
 
-    A vote of None does not count. Without any vote, the result is the mean of all scores.
+    A vote of None does not count. If answers tie, the result is the mean over these answers. Without any
+    vote, the result is the mean of all scores.
     """
     totals: defaultdict[Hashable, float] = defaultdict(float)
     for vote, weight in zip(votes, weights, strict=True):

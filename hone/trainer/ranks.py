@@ -130,22 +130,22 @@ def launch(num_ranks: int, module: str, arguments: Sequence[str]) -> None:
 
 def run_python(arguments: Sequence[str]) -> tuple[int, bool]:
     """Runs Python with these arguments; returns its exit code, and whether a signal stopped it."""
-    process = _Processes()
+    processes = _Processes()
     environment = dict(os.environ) | {LAUNCHER_PID_VARIABLE: str(os.getpid())}
-    (code,) = process.run([sys.executable, *arguments], [environment]).values()
-    return code if code >= 0 else signal_exit_code(-code), process.stop_signal is not None
+    (code,) = processes.run([sys.executable, *arguments], [environment]).values()
+    return code if code >= 0 else signal_exit_code(-code), processes.stop_signal is not None
 
 
 def die_with_launcher() -> None:
     """Makes this rank exit when its launcher exits, even if the launcher is already gone."""
-    launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)  # child processes must not inherit it
-    if launcher is None:
+    launcher_pid = os.environ.pop(LAUNCHER_PID_VARIABLE, None)  # not for child processes
+    if launcher_pid is None:
         return
     mark_as_rank()
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # the launcher has already exited
+    if os.getppid() != int(launcher_pid):  # the launcher has already exited
         os._exit(signal_exit_code(signal.SIGKILL))
 
 
@@ -180,7 +180,9 @@ class _Processes:
             with signal_handler(self._forward_signal):
                 for rank, environment in enumerate(environments):
                     self._processes.append(subprocess.Popen(command, env=environment))
-                    if self.stop_signal is not None:  # it came before this process was in the list
+                    if (
+                        self.stop_signal is not None
+                    ):  # the signal came before this process was in the list
                         self._processes[rank].send_signal(self.stop_signal)
                     watch = threading.Thread(target=self._watch, args=(rank,), daemon=True)
                     watch.start()

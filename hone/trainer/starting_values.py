@@ -67,7 +67,7 @@ def _is_group_relative(estimator: JsonValue) -> bool:
 
 
 def _count_rows(files: Sequence[str]) -> int:
-    """Returns the number of rows, or the largest batch size if a file cannot be read."""
+    """Returns the number of rows, or the largest default batch size if it is 0 or a file is unreadable."""
     import pyarrow.lib
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Declares a subcommand of `hone`, those of `hone data`, and `hone recipes`, which lists and copies recipes.
+"""Declares `hone data`, which prepares and checks files, and `hone recipes`, which lists and copies recipes.
 
 Recipes and examples are next to the package in a clone, and inside it in a wheel (see setup.py).
 """
@@ -31,7 +31,7 @@ _EXAMPLES_TITLE = "Plug-ins of your own: a reward manager, an agent loop, data p
 def add_subcommand(
     subcommands: Subcommands, name: str, run: Callable[[Options, list[str]], int | None], text: str
 ) -> Parser:
-    """Adds a subcommand; `run` receives its options and the remaining arguments."""
+    """Adds a subcommand; `run` receives the parsed options and the remaining arguments."""
     parser = subcommands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     return parser
@@ -115,7 +115,7 @@ def _data_prepare(options: Options, rest: list[str]) -> None:
 
 
 def _tokenizer_and_config(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
-    """Returns the tokenizer and the data settings of a subcommand's options."""
+    """Returns the tokenizer and the data settings that a subcommand's options name."""
     from dataclasses import replace
 
     from hone.config.data import DataConfig

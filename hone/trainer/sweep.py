@@ -1,6 +1,7 @@
-"""Runs a program once per combination of `-m key=a,b`, one after the other, and prints the results.
+"""Runs a program once per combination of the values in `-m key=a,b …`, and prints a table of results.
 
-All combinations are checked before the first run starts. A failed run does not stop the others.
+All combinations are checked before the first run starts. Runs do not overlap; a failed run does not stop the
+others.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list
 
 
 def _choices(argument: str, override: Override) -> Iterable[str]:
-    """Returns the values of a sweep; raises an error for an interval or a glob, which lists none."""
+    """Returns the values of a sweep; raises an error for an interval or a glob, which list no values."""
     from hydra.errors import HydraException
 
     try:

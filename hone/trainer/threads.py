@@ -1,4 +1,4 @@
-"""Resolves the number of CPU threads of a run, which the config stores for a resumed run."""
+"""Resolves the number of CPU threads of a run; the run's config.yaml keeps the number for a resumed run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Config = TypeVar("Config", bound=Block)
 def resolve_threads(
     config: Config, local_world_size: int, *, warn: bool = True
 ) -> tuple[Config, int]:
-    """Returns the config with `trainer.num_threads` set, and that number.
+    """Returns the config with `trainer.num_threads` set, and the number of threads.
 
-    It is the configured number, or that of the resumed run, or one that depends on the number of cores.
+    The number is the configured one, else that of the resumed run, else it depends on the number of cores.
     """
     trainer = config["trainer"]  # the configs with this block share no type
     resumed_threads = _threads_of_resumed_run(trainer)

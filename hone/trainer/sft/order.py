@@ -1,4 +1,4 @@
-"""Orders rows by a new permutation per epoch, from one seed; a checkpoint resumes the order exactly.
+"""Orders rows by a new permutation per epoch, from one seed; a resumed run continues the same order.
 
 An incomplete batch at the end of an epoch is dropped.
 """

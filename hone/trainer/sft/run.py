@@ -1,6 +1,6 @@
 """Runs SFT from a config: model, data, engine, validation, checkpoints and trackers.
 
-trainer.py has the loop. Every rank runs this file; only the first writes files other than shards.
+trainer.py has the loop. Every rank runs this file; only the first rank writes files other than shards.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class SFTRun:
 
     def _is_due(self, frequency: int | Literal["after_each_epoch"]) -> bool:
         step = self.trainer.step_number
-        steps = self.steps_per_epoch if frequency == "after_each_epoch" else frequency
-        return step >= self.total_steps or (steps > 0 and step % steps == 0)
+        interval = self.steps_per_epoch if frequency == "after_each_epoch" else frequency
+        return step >= self.total_steps or (interval > 0 and step % interval == 0)
 
     def validate(self) -> Metrics:
         """Returns the task's metrics over all validation rows."""
@@ -245,9 +245,9 @@ class SFTRun:
                 f"{folder} was trained from model.path={base_model}, not from {path}; to train {path}, "
                 "set another trainer.default_local_dir"
             )
-        before = RunFolder(folder.parent).read_config_or_empty()
+        old_config = RunFolder(folder.parent).read_config_or_empty()
         for change in checkpoint.changed_settings(
-            before, config_to_dict(self.config), checkpoint.SFT_KEYS
+            old_config, config_to_dict(self.config), checkpoint.SFT_KEYS
         ):
             screen().line(f"from {folder.name} on: {change}")
 

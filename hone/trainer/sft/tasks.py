@@ -58,7 +58,7 @@ class Task(Protocol):
 
 
 class SupervisedTask:
-    """Trains next-token prediction on the tokens of the loss mask."""
+    """Trains next-token prediction on the tokens that the loss mask selects."""
 
     head: Literal["policy"] = "policy"
     trained_part: Literal["all"] = "all"
@@ -104,7 +104,7 @@ class ScoredTokens:
 
 
 def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto:
-    """Builds a batch in which column t scores the token before response token t.
+    """Builds a batch in which response position t scores the token before response token t.
 
     The engine reads the hidden state before each response token, so one padding token is appended.
     """
@@ -154,11 +154,11 @@ class StepTask:
         return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
-        scored = [
+        sequences = [
             ScoredTokens(row["input_ids"], row["loss_mask"], row["prompt_tokens"][0])
             for row in rows
         ]
-        batch = collate_scored_tokens(scored, pad_token_id)
+        batch = collate_scored_tokens(sequences, pad_token_id)
         labels = torch.zeros(batch.batch["response_mask"].shape)
         for target, row in zip(labels, rows, strict=True):
             values = row["labels"][row["prompt_tokens"][0] - 1 :]
@@ -204,12 +204,12 @@ class PairTask:
         return len(row["input_ids"]) + len(row["rejected_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
-        scored = [
+        sequences = [
             ScoredTokens(ids, [0] * (len(ids) - 1) + [1], row["prompt_tokens"][0])
             for row in rows
             for ids in (row["input_ids"], row["rejected_ids"])
         ]
-        batch = collate_scored_tokens(scored, pad_token_id)
+        batch = collate_scored_tokens(sequences, pad_token_id)
         margins = [row["margin"][0] for row in rows]
         batch.batch["margin"] = torch.tensor(margins).repeat_interleave(2)
         return batch
