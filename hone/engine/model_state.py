@@ -169,9 +169,9 @@ class ModelState:
         if self._data_group is None or not values:
             return values
         names = sorted(values)
-        reduced = torch.tensor([values[name] for name in names], dtype=torch.float64)
-        dist.all_reduce(reduced, operation, group=self._data_group)
-        return dict(zip(names, reduced.tolist(), strict=True))
+        reduced_values = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(reduced_values, operation, group=self._data_group)
+        return dict(zip(names, reduced_values.tolist(), strict=True))
 
 
 def model_facts(lm: PreTrainedModel) -> ModelFacts:

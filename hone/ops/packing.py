@@ -43,9 +43,9 @@ class PackedRows:
         """Returns these rows with the packed `experts`, which are [B, P + T, layers, k] as in the batch."""
         assert self.packed_positions is not None
         is_packed = self.packed_positions >= 0
-        packed = experts.new_full((len(self.input_ids), *experts.shape[2:]), -1)
-        packed[self.packed_positions[is_packed]] = experts[is_packed]
-        return replace(self, experts=packed)
+        packed_experts = experts.new_full((len(self.input_ids), *experts.shape[2:]), -1)
+        packed_experts[self.packed_positions[is_packed]] = experts[is_packed]
+        return replace(self, experts=packed_experts)
 
     def padded(self, values: Tensor, padding: float) -> Tensor:
         """Converts values [N, …] of packed tokens to [B, P + T, …], with `padding` elsewhere."""

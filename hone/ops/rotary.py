@@ -19,8 +19,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # x: [N, H, D]; cos,
 def plain_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Computes `rotate` with torch operations."""
     first, second = x.float().chunk(2, -1)
-    swapped = torch.cat([-second, first], -1)
-    return (x.float() * cos.float()[:, None] + swapped * sin.float()[:, None]).to(x.dtype)
+    swapped_halves = torch.cat([-second, first], -1)
+    return (x.float() * cos.float()[:, None] + swapped_halves * sin.float()[:, None]).to(x.dtype)
 
 
 def split_and_rotate(
@@ -51,9 +51,9 @@ def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tens
 
 def _inverse_rotate(g: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     g_float, half = g.float(), g.shape[-1] // 2
-    swapped = g_float * sin.float()[:, None]
-    swapped = torch.cat([swapped[..., half:], -swapped[..., :half]], -1)
-    return (g_float * cos.float()[:, None] + swapped).to(g.dtype)
+    g_sin = g_float * sin.float()[:, None]
+    swapped_halves = torch.cat([g_sin[..., half:], -g_sin[..., :half]], -1)
+    return (g_float * cos.float()[:, None] + swapped_halves).to(g.dtype)
 
 
 class _Rotate(torch.autograd.Function):

@@ -190,15 +190,15 @@ class ActorRolloutRefWorker(Worker):
         rollout = self.config.actor_rollout_ref.rollout
         rows.meta_info = {"sampling_params": select_sampling_params(prompts.meta_info, rollout)}
         self.rollout.submit(rows)
-        finished = self.rollout.finished(None, 0.0)
+        result = self.rollout.finished(None, 0.0)
         if not self.rollout.is_leader:
             return DataProto()
         outputs = {
             row: output
-            for group in finished.groups
+            for group in result.groups
             for row, output in zip(group.rows, group.outputs, strict=True)
         }
-        if sum(len(group.outputs) for group in finished.groups) > len(rows):
+        if sum(len(group.outputs) for group in result.groups) > len(rows):
             raise ValueError(
                 "an agent loop returned several rows for a trajectory, and generate_sequences returns "
                 "one row per prompt row; train with hone.trainer.main_ppo"
@@ -207,7 +207,7 @@ class ActorRolloutRefWorker(Worker):
         batch = collate_outputs(ordered_outputs, pad_token_id=self.actor.tokenizer.pad_token_id)
         if not rollout.calculate_log_probs:
             batch.batch.pop("rollout_log_probs", None)
-        batch.meta_info["metrics"] = loop_metrics(ordered_outputs) | finished.metrics
+        batch.meta_info["metrics"] = loop_metrics(ordered_outputs) | result.metrics
         batch.meta_info["temperature"] = rollout.temperature
         return add_verl_columns(batch)
 

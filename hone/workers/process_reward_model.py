@@ -145,14 +145,16 @@ class ProcessRewardModelWorker(TrainWorker):
         # A policy with more embeddings than tokens can sample ids outside the vocabulary.
         is_valid = responses < self.engine.facts.vocabulary
         responses = torch.where(is_valid, responses, self.tokenizer.pad_token_id)
-        separated = torch.where(is_step_end, self._separator.tokens[0], responses).tolist()
-        end_positions: list[list[int]] = [[] for _ in separated]
+        separated_responses = torch.where(
+            is_step_end, self._separator.tokens[0], responses
+        ).tolist()
+        end_positions: list[list[int]] = [[] for _ in separated_responses]
         for row, position in is_step_end.nonzero().tolist():
             end_positions[row].append(position)
         return [
             StepRow(prompt_ids, response_ids[: ends[-1] + 1 if ends else 0], ends, ends)
             for prompt_ids, response_ids, ends in zip(
-                _prompt_ids(data), separated, end_positions, strict=True
+                _prompt_ids(data), separated_responses, end_positions, strict=True
             )
         ]
 

@@ -224,8 +224,8 @@ class RewardModelWorker(Worker):
         The last token is found by the length of a row, because the padding id may be a real token.
         """
         max_length, pad_id = max(map(len, rows)), self.tokenizer.pad_token_id
-        padded = [row + [pad_id] * (max_length - len(row)) for row in rows]
-        ids = torch.tensor(padded, device=self.device)
+        padded_rows = [row + [pad_id] * (max_length - len(row)) for row in rows]
+        ids = torch.tensor(padded_rows, device=self.device)
         lengths = torch.tensor([len(row) for row in rows], device=self.device)
         mask = (torch.arange(max_length, device=self.device)[None] < lengths[:, None]).long()
         last_token_indices = torch.arange(len(rows), device=self.device), lengths - 1
