@@ -65,7 +65,9 @@ def load_reward_manager(
     if issubclass(cls, RewardManagerBase):
         return _streaming_manager(cls, config, tokenizer, scorer)
     overrides = {name: reward_kwargs.pop(name) for name in _KWARGS_FIELDS & {*reward_kwargs}}
-    kwargs = dataclasses.replace(reward_model.reward_kwargs, **overrides)
+    kwargs = reward_model.reward_kwargs
+    if overrides:
+        kwargs = dataclasses.replace(kwargs, **overrides)
     settings = {**_manager_settings(config, kwargs), **reward_kwargs}
     is_rule_manager = issubclass(cls, RuleRewardManager)
     accepted_settings = (

@@ -16,11 +16,13 @@ from types import FrameType
 from typing import Any
 
 import hone.config
+from hone.config import block
 from hone.config.keys import block_type, hints
 from hone.config.trees import TREES
 
 CONFIG_ROOM = str(Path(hone.config.__file__).parent)
 COPYING = ("dataclasses.py", "copy.py", "pickle.py", "cloudpickle.py", "reprlib.py")
+LOOKUPS = [f.__code__ for f in (block.setting, block.config_value, block.has_key, block._lookup)]
 SELF = __file__
 
 
@@ -45,8 +47,8 @@ class Recorder:
         self._roots = {tree.root: name for name, tree in TREES.items()}
         self._paths: dict[int, tuple[str, str, Any]] = {}
 
-    def note(self, block: Any, name: str, value: Any, frame: FrameType) -> None:
-        location = self._location(block)
+    def note(self, owner: Any, name: str, value: Any, frame: FrameType) -> None:
+        location = self._location(owner)
         if location is None:
             return
         tree, prefix = location
@@ -58,16 +60,16 @@ class Recorder:
         if reader is not None:
             self.read[tree].setdefault(key, reader)
 
-    def _location(self, block: Any) -> tuple[str, str] | None:
-        if type(block) in self._roots:
-            return self._roots[type(block)], ""
-        path = self._paths.get(id(block))
-        return path[:2] if path is not None and path[2] is block else None
+    def _location(self, owner: Any) -> tuple[str, str] | None:
+        if type(owner) in self._roots:
+            return self._roots[type(owner)], ""
+        path = self._paths.get(id(owner))
+        return path[:2] if path is not None and path[2] is owner else None
 
 
 def reader_of(frame: FrameType | None) -> str | None:
     """Returns `file:line` of the code that reads the value; None for the config package and copying code."""
-    while frame is not None and (_is_property(frame) or frame.f_code.co_filename == SELF):
+    while frame is not None and (_reads_for_caller(frame) or frame.f_code.co_filename == SELF):
         frame = frame.f_back
     if frame is None:
         return None
@@ -78,10 +80,12 @@ def reader_of(frame: FrameType | None) -> str | None:
     return f"{file}:{frame.f_lineno}"
 
 
-def _is_property(frame: FrameType) -> bool:
-    """A method of a schema class: it asks on behalf of its caller."""
-    owner = frame.f_locals.get("self")
-    return frame.f_code.co_filename.startswith(CONFIG_ROOM) and dataclasses.is_dataclass(owner)
+def _reads_for_caller(frame: FrameType) -> bool:
+    """Whether the frame is a method of a schema class, or a function that looks up a dotted key."""
+    if not frame.f_code.co_filename.startswith(CONFIG_ROOM):
+        return False
+    is_method = dataclasses.is_dataclass(frame.f_locals.get("self"))
+    return is_method or frame.f_code in LOOKUPS
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hone.rollout import server
 from hone.rollout.contract import Sampling
 from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, Request
@@ -77,9 +78,9 @@ MUTANTS: list[tuple[type, str, Any, str]] = [
     (RemoteEngine, "_pause", pause_without_hold, "pause ends what runs and holds what comes"),
     (ServerRollout, "_publish", publish_nothing, "new weights are used from the next token"),
     (
-        ServerRollout,
-        "_check_names",
-        lambda self, weights: weights,
+        server,
+        "check_name_and_shape",
+        lambda *_: None,
         "weights with unknown names are refused",
     ),
     (RemoteEngine, "_abort", abort_nothing, "abort ends the named requests alone"),
@@ -91,7 +92,7 @@ MUTANTS: list[tuple[type, str, Any, str]] = [
     ("owner", "method", "mutant", "name"), MUTANTS, ids=[f"{m[1]}-{m[3]}" for m in MUTANTS]
 )
 def test_the_contract_names_the_clause_a_broken_server_engine_breaks(
-    owner: type, method: str, mutant: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, method: str, mutant: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contract, "DEADLINE_S", 10.0)
     monkeypatch.setattr(owner, method, mutant)
