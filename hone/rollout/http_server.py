@@ -34,7 +34,7 @@ _HEALTH_POLL_INTERVAL_S = 0.2
 _NUM_CHECKED_WEIGHTS = 8
 """Number of weights that are read back after an update."""
 _NUM_CHECKED_ROWS = 4
-"""Number of rows that are read back of each such weight."""
+"""Number of rows that are read back from each of these weights."""
 _MAX_ERROR_CHARS = 300
 """Maximum length of a server's response in an error message."""
 

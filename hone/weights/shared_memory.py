@@ -106,7 +106,7 @@ class _Handshake(TypedDict):
 
 
 class SharedMemorySender:
-    """The sender of one stream; `send` waits for every receiver."""
+    """The sender of one stream; `send` returns after every receiver has read all buckets."""
 
     def __init__(
         self, num_receivers: int, *, bucket_bytes: int, device: torch.device, timeout_s: float

@@ -57,14 +57,14 @@ class DecodeStep:
         self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def discard_graphs(self) -> None:
-        """Drops the graphs, which read old addresses of the parameters, and their memory pool."""
+        """Drops the graphs and their memory pool; the graphs read old addresses of the parameters."""
         self._graphs.clear()
         self._pool = None
 
     def run(self, num_rows: int, *, sample: bool) -> Tensor:
         """Runs one step and returns its logits, [padded rows, V].
 
-        If `sample` is False, the caller samples from the logits.
+        The step samples a token per row; without `sample`, the caller samples from the logits.
         """
         size = next(size for size in self._batch_sizes if size >= num_rows)
         if self._use_graphs and self._may_synchronize:

@@ -1,7 +1,7 @@
 """Batch-invariant CPU kernels of exact mode: the result of a row depends on that row alone.
 
-Libraries choose their summation order by the shape of a call. So every call here has a fixed shape:
-`CHUNK_ROWS` rows, padded with zeros, and a multiple of `_KEY_MULTIPLE` keys.
+Libraries choose their summation order by the shape of a call. So products, norms and softmax always get
+`CHUNK_ROWS` rows, padded with zeros, and attention reads a multiple of `_KEY_MULTIPLE` keys.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 32
 """Rows per call: enough to use the CPU well, few enough to waste little in a small batch."""
 _KEY_MULTIPLE = 64
-"""A query reads a multiple of this many keys; keys after its position are masked."""
+"""A query reads a multiple of this many keys; keys after the query's position are masked."""
 _HEAD_MULTIPLE = 8
 """Query heads are padded to a multiple of this, because the rounding of smaller products depends
 on memory alignment."""
 _SERIAL_ELEMENTS = 32768
 """Elements per elementwise call: few enough that torch uses one thread."""
 _VECTOR_ELEMENTS = 32
-"""Elements per vector register; a remainder would be computed by another formula."""
+"""Rows are padded to a multiple of this many elements, because torch computes the elements of a partial
+vector register by another formula."""
 
 
 def map_row_chunks(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -149,6 +150,6 @@ def token_log_probs(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor)
 
 
 def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
-    """Samples as kernels_reference.sample does, with exact log-probs."""
+    """Samples as kernels_reference.sample does, with the log-probs of `token_log_probs`."""
     log_p = log_softmax(logits, rows.inverse_temperature)
     sample_from(log_p, log_p.argmax(-1), rows, block_size)

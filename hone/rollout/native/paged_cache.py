@@ -66,7 +66,7 @@ class BlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Adds one reference to each block."""
+        """Adds one reference to each block, so that none of them is evicted."""
         for block in blocks:
             self._reference_counts[block] += 1
             self._evictable.pop(block, None)

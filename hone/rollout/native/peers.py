@@ -30,7 +30,7 @@ _CAUSE_TIMEOUT_S = 3.0
 
 
 class PeerLost(RolloutError):
-    """Another rank did not answer."""
+    """Another rank exited or did not answer."""
 
 
 @dataclass
@@ -40,15 +40,15 @@ class Peers:
     rank: int
     size: int
     compute_group: dist.ProcessGroup | None
-    """Reduces and gathers tensors on the engine's device; None after a failure."""
+    """The group for tensors on the engine's device; None after a failure."""
     control_group: dist.ProcessGroup | None
-    """Carries commands in host memory; None after a failure."""
+    """The group for commands, in host memory; None after a failure."""
     store: dist.Store
-    """Stores the cause of the first failure."""
+    """The store of the first failure's cause."""
     timeout_s: float
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sums `x` over the ranks, in place; all ranks get the same bits."""
+        """Returns the sum of `x` over the ranks, the same bits on each; overwrites a contiguous `x`."""
         x = x.contiguous()
         with self._wrap_errors():
             _require_open(self.compute_group).allreduce([x]).wait()

@@ -21,7 +21,7 @@ SHARDED_TRAITS = Traits(decodes_with_module=False)
 
 
 class Replica:
-    """A core, and the requests in it by number."""
+    """A core, and the requests of the core by number."""
 
     def __init__(self, core: Core) -> None:
         self.core = core

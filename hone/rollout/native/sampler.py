@@ -25,7 +25,7 @@ _NO_TOP_K = 1 << 40
 
 @dataclass
 class SamplingRows:
-    """Sampling parameters per row of a batch, as tensors."""
+    """The sampling parameters of a batch of B rows, as tensors."""
 
     temperature: Tensor  # [B] float32; 1 where greedy
     greedy: Tensor  # [B] bool
@@ -59,7 +59,7 @@ class SamplingRows:
 def sample_tokens(
     logits: Tensor, position: Tensor, sampling: SamplingRows
 ) -> tuple[Tensor, Tensor]:
-    """Returns the next tokens [B], and their log-probs [B] before top-k, top-p and min-p."""
+    """Returns tokens [B] for `position` [B], and their log-probs [B] before top-k, top-p and min-p."""
     if sampling.all_greedy:
         token = logits.argmax(-1)
         return token, torch.log_softmax(logits, -1).gather(-1, token[:, None]).squeeze(-1)
@@ -77,7 +77,7 @@ def sample_tokens(
 
 
 def _truncate(p: Tensor, sampling: SamplingRows) -> Tensor:
-    """Returns p with zeros for tokens that top-k, top-p or min-p exclude.
+    """Returns p [B, V] with zeros for tokens that top-k, top-p or min-p exclude.
 
     The most likely token is never excluded. top-p applies to the distribution after top-k. Rows
     without truncation are returned unchanged.

@@ -33,7 +33,7 @@ class RunningSequence:
     """The block table of the sequence."""
     stop_ids: list[int]
     host_checks_stop: bool
-    """Whether the host must check the stop conditions (stop strings, or too many stop tokens)."""
+    """Whether the host must check the stop conditions (stop strings, or too many stop tokens for the GPU)."""
     cached_tokens: int = 0
     """Number of tokens that hit the prefix cache."""
     weights_id: int = 0

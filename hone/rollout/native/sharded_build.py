@@ -41,7 +41,7 @@ def check_sharding(size: int, world_size: int, model: ModelConfig) -> None:
 
 
 def build_sharded(spec: RolloutSpec, peers: Peers) -> RolloutEngine:
-    """Returns this rank's engine with its shard of the model; all its peers call this together."""
+    """Returns this rank's engine with a shard of the model; all ranks of the model call this together."""
     policy = ShardedPolicy(spec.load_policy().lm, peers, spec.device)
     if spec.current_weights is not None:
         load_weights(policy, policy.shards(spec.current_weights()))
@@ -54,7 +54,7 @@ def build_sharded(spec: RolloutSpec, peers: Peers) -> RolloutEngine:
 
 
 def build_slot_core(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
-    """Returns the core for a CPU; all ranks pad batches to the same multiple of rows."""
+    """Returns the core for a CPU; all ranks pad batches to a multiple of the same number of rows."""
     core = NativeCore(
         policy,
         eos_ids=spec.eos_ids,
