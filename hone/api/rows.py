@@ -109,7 +109,7 @@ def to_sft_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 def _find_column(row: Row, number: int, names: Sequence[str]) -> str:
-    """Returns the first of these names that the row has; raises DataError if it has none."""
+    """Returns the first of `names` that is a column of the row; raises DataError if none is."""
     for name in names:
         if name in row:
             return name

@@ -214,7 +214,10 @@ class _RunScorer:
         self.score_function: Function | None = None
 
     def write_data(self, data: Data, folder: Path, name: str) -> list[str]:
-        """Returns the data files; writes a new one if the rows are not in the dataset schema."""
+        """Returns the data files and builds the score function.
+
+        Rows that are not in the dataset schema are converted and written to a new file.
+        """
         files, parts, needs_prompt = file_names(data), self._parts, reads_prompt(self._parts)
         default_source = parts[0].name if len(parts) == 1 else "python"
         if files is not None and not needs_prompt:

@@ -116,7 +116,7 @@ def entrypoint(command: Sequence[str], folder: str, python: str) -> str:
 
 
 class _Node:
-    """The process that runs one node; it stops Ray when its standard input closes."""
+    """The process that runs one node; closing its standard input stops Ray."""
 
     def __init__(
         self, plan: LaunchPlan, host: str, settings: NodeSettings, node_processes: _NamedProcesses
@@ -182,7 +182,7 @@ def _start_process(
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # Ctrl-C reaches this process only, which stops the job
+        start_new_session=True,  # Ctrl-C reaches only this process; `run` stops the job
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # `wait_until_ready` reports the failure
@@ -198,7 +198,7 @@ def _run_job(
     report: Callable[[str], None],
     write: Callable[[str], None],
 ) -> int:
-    """Runs the job on the head node until it ends, or stops it when `stop_event` is set."""
+    """Runs the job on the head node until the job ends; stops the job when `stop_event` is set."""
     job = _start_process(plan, plan.hosts[0], "hone.launch.job", request)
     assert job.stdout is not None
     assert job.stderr is not None

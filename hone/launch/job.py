@@ -1,8 +1,8 @@
 """Runs one command as a job, on the head node: `python -m hone.launch.job`.
 
 Standard input has one line of JSON (job server, token file, command); closing standard input
-stops the job. The job's log goes to standard output, and its exit status is the exit status of this
-process.
+stops the job. The job's log goes to standard output, and this process ends with the exit status
+of the job.
 """
 
 from __future__ import annotations

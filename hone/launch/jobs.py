@@ -96,7 +96,7 @@ class JobClient:
     async def _tail(
         self, job: str, write: Callable[[str], None], written_characters: int
     ) -> tuple[int, Exception | None]:
-        """Writes the log after the first `written_characters`; returns the new number and the error."""
+        """Writes the log after the first `written_characters`; returns the new number and any error."""
         position = 0
         stream = self._client.tail_job_logs(job)
         while True:
@@ -119,11 +119,11 @@ class JobClient:
         return self._retry(lambda: self._client.get_job_info(job))
 
     def stop(self, job: str) -> bool:
-        """Sends SIGTERM to a job, which may then save a checkpoint; returns False if it had ended."""
+        """Sends SIGTERM to a job, which may then save a checkpoint; returns False if the job had ended."""
         return bool(self._retry(lambda: self._client.stop_job(job)))
 
     def _retry(self, request: Callable[[], Answer]) -> Answer:
-        """Repeats a request until it succeeds; raises its error after `retry_deadline_s`."""
+        """Repeats a request until it succeeds; raises the last error after `retry_deadline_s`."""
         start = time.monotonic()
         while True:
             try:

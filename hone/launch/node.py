@@ -33,7 +33,7 @@ FOLLOWERS_WAIT_S = 10.0
 
 
 def _load_controller_module(name: str) -> ModuleType:
-    """Loads a module of the controller by its file, because the package imports torch."""
+    """Loads a module of `hone.controller` from its file, because importing the package imports torch."""
     file = Path(hone.__file__).with_name("controller") / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -92,8 +92,8 @@ def main() -> None:
     folder_name = f"{socket.gethostname()}-{os.getpid()}" if settings.head else HEAD_FOLDER
     folder = launch_folder(settings.mark) / folder_name
     reaper_process = reaper.start_reaper(f"{settings.mark}-{os.getpid()}")
-    # Ray makes its session folder world-writable, so it is inside a private folder. Other programs would
-    # find a cluster in Ray's default folder and join it.
+    # A private folder contains Ray's session folder, because Ray makes the latter world-writable. Other
+    # programs would find a cluster in Ray's default folder and join the cluster.
     session_folder = tempfile.mkdtemp(prefix="hone-ray-")
     try:
         run_node(settings, folder, session_folder, send_status)
@@ -118,7 +118,7 @@ def run_node(
     token_file = folder / "token"
     token_file.touch(mode=0o600)
     token_file.write_text(settings.token, encoding="utf-8")
-    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence over the file
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # would take precedence over the token file
     os.environ |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_file),

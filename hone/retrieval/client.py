@@ -50,14 +50,14 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
 
 @functools.cache
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Returns a URL opener; it uses no proxy if the service runs on this machine."""
+    """Returns a URL opener, without a proxy for a service on this machine."""
     is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
     handlers = [urllib.request.ProxyHandler({})] if is_local else []
     return urllib.request.build_opener(*handlers)
 
 
 def _contents(hit: JsonValue) -> str:
-    """Returns the passage of a hit, which is the document itself or holds it beside a score."""
+    """Returns the passage of a hit; a hit is a document, or a dict with a document and its score."""
     document = hit["document"] if isinstance(hit, dict) and "document" in hit else hit
     contents = document["contents"] if isinstance(document, dict) else document
     if not isinstance(contents, str):
@@ -76,7 +76,7 @@ class RetrievalClient:
         self._is_reachable = True
 
     def submit(self, query: str) -> Future[list[str] | None]:
-        """Returns a future of the query's passages; its result is None if the service failed."""
+        """Returns a future of the query's passages; the result is None if the service failed."""
         future: Future[list[str] | None] = Future()
         with self._lock:
             self._waiting_queries.append((query, future))

@@ -1,4 +1,4 @@
-"""Reads the passages of a corpus from its file one at a time.
+"""Reads the passages of a corpus file one at a time.
 
 A corpus is JSON lines, plain or gzipped: `{"id", "contents"}`, where the first line of `contents` is the
 quoted title, or `{"id", "title", "text"}`. Only the line offsets are kept in memory.
@@ -62,7 +62,7 @@ def open_corpus(path: Path, folder: Path) -> Corpus:
 
 
 def _decompress(path: Path, folder: Path) -> Path:
-    """Returns the decompressed file; it is written if it is missing or older than `path`."""
+    """Returns the decompressed file; writes this file if it is missing or older than `path`."""
     plain_file = folder / path.name.removesuffix(".gz")
     if not plain_file.exists() or plain_file.stat().st_mtime < path.stat().st_mtime:
         with (

@@ -131,7 +131,7 @@ def build_dense(
 
 
 def open_dense(file: Path, encoder: Encoder, num_passages: int) -> DenseIndex:
-    """Opens the index in `file`; it is memory-mapped if its kind supports that."""
+    """Opens the index in `file`, memory-mapped if the kind of the index supports that."""
     index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP)
     if index.ntotal != num_passages:
         raise CorpusError(

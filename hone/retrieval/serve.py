@@ -42,7 +42,7 @@ class IndexOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags; some have a second name, which is Search-R1's."""
+    """Adds the flags; some have Search-R1's name as a second name."""
     add = parser.add_argument
     add("--corpus", "--corpus_path", type=Path, required=True, help="JSON lines, plain or .gz")
     add("--index", default=None, choices=["bm25", "dense"], help="default bm25")

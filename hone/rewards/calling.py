@@ -1,7 +1,7 @@
 """Calls a plain or async scorer with the arguments that it accepts, until a deadline.
 
 Built-in, user-defined and registered scorers have different signatures; only this file knows them.
-It neither catches the scorer's exceptions nor checks its result.
+Callers of this file catch the scorer's exceptions and check the result.
 
 The deadline is soft, because Python cannot kill a running function. In the main thread, a timer
 signal interrupts the call. In other threads, the call runs in a helper thread, which is abandoned at
@@ -68,7 +68,7 @@ def accepted_names(function: Function) -> frozenset[str] | None:
     """Returns the accepted keyword names; None if all are accepted or there is no signature."""
     try:
         return _accepted_names(function)
-    except TypeError:  # the object is not hashable, so it cannot be cached
+    except TypeError:  # an object that is not hashable cannot be cached
         return _accepted_names.__wrapped__(function)
 
 

@@ -34,7 +34,7 @@ _OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
 
 
 class ExpressionError(ValueError):
-    """The text is not a valid expression, or it is too large."""
+    """The text is not a valid expression, or is too large."""
 
 
 @dataclass(frozen=True)

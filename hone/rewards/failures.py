@@ -19,7 +19,7 @@ _mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None
 
 
 class counted_mishaps:
-    """Counts, by reason, the problems inside the `with` block that do not stop a scorer."""
+    """Counts, by reason, the problems in a `with` block that do not stop a scorer; outer blocks add them."""
 
     def __enter__(self) -> dict[str, int]:
         self._outer_counts, self._counts = _mishaps.get(), dict[str, int]()
@@ -82,7 +82,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """A row without a score: `reason` names the counter, `detail` explains it in the log."""
+    """A row without a score: `reason` names the counter, `detail` explains the failure in the log."""
 
     reason: str
     detail: str

@@ -1,7 +1,7 @@
 """A generative judge: a language model reads question and response, and writes a grade.
 
-The response is untrusted. Its control tokens are broken up, and the template gets it in one
-pass between two lines with the response's hash, so that no response can contain its closing line.
+The response is untrusted. Its control tokens are broken up, and the response is inserted in
+one pass between two lines with its hash, so that no response can contain its closing line.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Judge:
         extra_info: Mapping[str, Any] | None = None,
         prompt: Any = None,
     ) -> Fields | Failed:
-        """Returns the score of one response, for managers that call it as a score function."""
+        """Returns the score of one response, for managers that call the judge as a score function."""
         extra = {**(extra_info or {}), **({} if prompt is None else {"prompt": prompt})}
         row = Response(data_source, solution_str, ground_truth, extra)
         (result,) = await self.score_rows([row])
@@ -199,7 +199,7 @@ class Judge:
         return Scored(score, {"judge": first_text, "judge_votes": len(grades)}, dict(mishaps))
 
     def _grade(self, text: str) -> float | None:
-        """Returns the grade in a text, scaled to 0…1, or None if it is missing or out of range."""
+        """Returns the grade in a text, scaled to 0…1, or None if the grade is missing or out of range."""
         grade = _grade_in_json(text) if self.config.format == "json" else self._grade_in_text(text)
         lowest, highest = self.config.lowest, self.config.highest
         if grade is None or not lowest <= grade <= highest:
@@ -246,7 +246,7 @@ def _parse_number(value: Any) -> float | None:
 
 
 def delimit(text: str) -> str:
-    """Returns the text between two lines that contain its hash, which the text cannot contain."""
+    """Returns the text between two lines with the text's hash; the text cannot contain such a line."""
     digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
     return f"<response-{digest}>\n{text}\n</response-{digest}>"
 

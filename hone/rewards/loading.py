@@ -76,7 +76,7 @@ def load_reward_manager(
     if accepted_settings is not None:
         settings = {name: settings[name] for name in settings if name in accepted_settings}
     if is_rule_manager:
-        settings = {**_score_options(config, scorer), "policy": _policy(kwargs), **settings}
+        settings = {**_score_options(config, scorer), "policy": _failure_policy(kwargs), **settings}
         # PRIME trains its reward model on the rule's score, so a row without ground truth fails there.
         if reward_model.enable and reward_model.type != "prime":
             settings["skips_rows_without_truth"] = True
@@ -100,7 +100,7 @@ def _streaming_manager(
     tokenizer: Tokenizer,
     scorer: Function | None,
 ) -> RewardManagerBase:
-    """Returns a manager of verl's reward loop; the options of rules are bound to its scorer."""
+    """Returns a manager of verl's reward loop; the options of rules are bound to the scorer."""
     options, url = _score_options(config, scorer), config.reward_model.server.url
     if scorer is None and config.reward_model.score_observations:
         options["score_observations"] = True
@@ -137,12 +137,12 @@ def load_model_manager(
         tokenizer,
         scorer=scorer,
         reward_fn_key=config.data.reward_fn_key,
-        policy=_policy(reward_model.reward_kwargs),
+        policy=_failure_policy(reward_model.reward_kwargs),
         score_observations=reward_model.type != "judge" or reward_model.score_observations,
     )
 
 
-def _policy(kwargs: RewardKwargs) -> FailurePolicy:
+def _failure_policy(kwargs: RewardKwargs) -> FailurePolicy:
     return FailurePolicy(**{name: getattr(kwargs, name) for name in _POLICY_FIELDS})
 
 

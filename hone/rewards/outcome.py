@@ -1,6 +1,6 @@
 """Scores one response, and checks and converts the scorer's result.
 
-A scorer's exception becomes a `Failed`; the manager counts it and applies the failure policy. A
+A scorer's exception becomes a `Failed`; the manager counts the failure and applies the policy. A
 response consists of segments by the policy and observations (text of tools, searches and users):
 `extra_info["transcript_segments"]` is a list of `{"role": "policy" | "observation", "text": …}`.
 """
@@ -115,7 +115,7 @@ def read_result(result: Any) -> Scored | Failed:
 
 
 def vote_of(pred: JsonValue) -> str | None:
-    """Returns the vote of a response in maj@k, or None; `pred` is what its scorer extracted."""
+    """Returns the vote of a response in maj@k, or None; `pred` is the answer that the scorer extracted."""
     return None if pred is None or str(pred).strip() in ("", INVALID_PREDICTION) else str(pred)
 
 

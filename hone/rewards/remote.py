@@ -41,7 +41,7 @@ _RETRY_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteError(RuntimeError):
-    """A request failed; `reason` is the name of its counter."""
+    """A request failed; `reason` is the name of the failure counter."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ def cache_key(*parts: JsonValue) -> str:
 
 
 def redacted_url(url: str) -> str:
-    """Returns the URL without its query, which may contain a key."""
+    """Returns the URL without its query, because the query may contain an API key."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}{parts.path}"
 
@@ -264,7 +264,7 @@ def _retry_after_s(error: urllib.error.HTTPError) -> float | None:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, which would send the key to another host."""
+    """Refuses redirects, which would send the API key to another host."""
 
     def redirect_request(self, *_: object, **__: object) -> None:
         return None

@@ -13,7 +13,7 @@ import numpy as np
 MAX_CHARS = 100_000
 """Of a longer text, only the end is measured, because loops occur there."""
 PAIRWISE_CHARS = 512
-"""In texts up to this length all pairs of positions are compared, which is faster than sorting."""
+"""Up to this length, all pairs of positions are compared, because sorting would be slower."""
 PAIRWISE_TEXTS = 128
 """How many short texts are measured at once."""
 

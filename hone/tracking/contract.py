@@ -24,7 +24,7 @@ class Scalar(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Describes the tracked run; every tracker receives it in its constructor."""
+    """Describes the tracked run; every tracker's constructor receives a RunInfo."""
 
     project_name: str
     experiment_name: str
@@ -93,7 +93,7 @@ def flatten(config: Settings, prefix: str = "") -> Iterator[tuple[str, JsonValue
 
 
 def import_optional(package: str, tracker: str) -> ModuleType:
-    """Imports the package of a tracker; if it is missing, TrackerError has the install command."""
+    """Imports the package of a tracker; if the package is missing, TrackerError has the install command."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

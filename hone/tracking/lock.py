@@ -1,7 +1,7 @@
 """A lock that lets one process at a time use a folder, on local and shared file systems.
 
-The lock file names its holder. It is created by a hard link, which is atomic on NFS, where `flock`
-may not work. A holder on this machine is alive while its process runs; a holder on another machine
+The lock file names the holder. A hard link creates the file, which is atomic also on NFS, where
+`flock` may not work. A holder on this machine is alive while its process runs; a holder on another machine
 is alive while it touches the lock file.
 """
 
@@ -42,7 +42,7 @@ class FolderLocked(RuntimeError):
 
 
 class LockLost(FolderLocked):
-    """Raised when another machine considered this process dead and took over its lock."""
+    """Raised when another machine considered this process dead and took over the lock."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class FolderLock:
 
     def _acquire(self) -> None:
         self.holder = Holder.of_this_process()
-        draft = self._sibling(self.holder.token)  # complete before a link makes it the lock
+        draft = self._sibling(self.holder.token)  # is complete before a link makes it the lock file
         try:
             self._write_draft(draft, self.holder)
             self._claim(draft, self.file)
@@ -174,8 +174,8 @@ class FolderLock:
                     f"{self.locked_path} is in use by {other}; nothing was changed. Wait until it "
                     "ends, stop it, or name another folder"
                 )
-            # Only the process that created the dead holder's `.next` file may replace its lock, so
-            # only one process does.
+            # Only the process that created the dead holder's `.next` file may replace this lock,
+            # so only one process does.
             next_file = self._sibling(f"{other.token}.next")
             self._claim(draft, next_file)
             current, _ = _read(target)
@@ -320,7 +320,7 @@ def _machine_identity() -> tuple[str, str, str]:
 
 
 def _start_time(pid: int) -> str | None:
-    """Returns the start time of a local process in kernel ticks; None if it does not run."""
+    """Returns the start time of a local process in kernel ticks; None if the process does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]

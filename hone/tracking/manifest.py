@@ -59,7 +59,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def require_files(folder: Path, files: Iterable[Path]) -> None:
-    """Raises FolderNotShared unless this process sees these files, which ranks wrote."""
+    """Raises FolderNotShared unless this process sees these files that ranks wrote."""
     if missing := sorted(file for file in files if not file.is_file()):
         raise FolderNotShared(
             f"{_describe(str(missing[0].relative_to(folder)))} was written and is not visible in "
@@ -72,7 +72,7 @@ def _entry(file: Path) -> Entry:
 
 
 def _describe(name: str) -> str:
-    """Returns the name of a file, with the rank that wrote it if it is a shard."""
+    """Returns the name of a file, with the rank that wrote the file if the file is a shard."""
     shard = _SHARD_FILE.fullmatch(Path(name).name)
     return f"{name} (the shard of rank {shard[1]})" if shard else name
 
@@ -141,7 +141,7 @@ def _cached_checksum(file: Path, size: int, mtime_ns: int) -> int:
 
 
 def _checksum(file: Path) -> int:
-    """Returns the CRC-32, which is cheap and detects truncation and bit rot."""
+    """Returns the CRC-32: it is cheap, and detects truncation and bit rot."""
     checksum = 0
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):

@@ -51,7 +51,7 @@ def decode_line(line: str | bytes) -> MetricsRow | None:
 
 
 class MetricsFile:
-    """Appends lines of metrics, reads them, and removes those after a step."""
+    """Appends lines of metrics, reads them, and removes lines after a step."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

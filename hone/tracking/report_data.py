@@ -69,7 +69,7 @@ class RunData:
     origins: Fields | None = None
     """Dotted key → where it was set; other keys have their default. None if not recorded."""
     validation: dict[str, list[Sample]] = field(default_factory=dict)
-    """Prompt → its response at each validation, oldest first."""
+    """Prompt → one response per validation, oldest first."""
     best: list[Sample] = field(default_factory=list)
     worst: list[Sample] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ def _flatten_to_json(config: Fields) -> Fields:
 def _read_settings(
     file: Path, read: Callable[[], Fields], convert: Callable[[Fields], Fields], notes: list[str]
 ) -> Fields | None:
-    """Returns the settings in a file, or None if it is missing or unreadable.
+    """Returns the settings in a file, or None if the file is missing or unreadable.
 
     An unreadable file adds a note.
     """

@@ -145,7 +145,7 @@ def _number(value: JsonValue) -> float | None:
 
 
 def _total(part: JsonValue) -> float | None:
-    """Sums a reward part, which is one number or one per token."""
+    """Sums a reward part: one number, or one number per token."""
     parts = part if isinstance(part, list) else [part]
     numbers = [number for number in parts if isinstance(number, int | float)]
     return float(sum(numbers)) if len(numbers) == len(parts) else None
@@ -193,7 +193,7 @@ def _parse_scores(column: Sequence[JsonValue], path: Path, notes: list[str]) -> 
 def _read_columns(
     path: Path, names: Sequence[str], notes: list[str], prefix: str | None = None
 ) -> dict[str, list[JsonValue]]:
-    """Returns the columns with one of these names or this prefix; {} if the file is unreadable."""
+    """Returns the columns whose name is in `names` or has `prefix`; {} if the file is unreadable."""
     import pyarrow
     import pyarrow.parquet as parquet
 

@@ -89,7 +89,7 @@ class RunFolder:
         return yaml.safe_load(self.config_file.read_text(encoding="utf-8")) or {}
 
     def read_config_or_empty(self) -> Fields:
-        """Returns the resolved config; empty if it cannot be read."""
+        """Returns the resolved config; empty if the file cannot be read."""
         import yaml
 
         try:

@@ -27,7 +27,7 @@ _ROLLOUT_SCORE_COLUMNS = ("reward_scores", "rollout_reward_scores")
 
 
 def batch_tensors(data: DataProto) -> TensorDict:
-    """Returns the batch's tensors, or raises if it has none."""
+    """Returns the batch's tensors; a batch without tensors raises ValueError."""
     if data.batch is None:
         raise ValueError("the batch has no tensors; a reward manager needs 'responses'")
     return data.batch

@@ -124,7 +124,7 @@ class RuleRewardManager(AbstractRewardManager):
         return read_rows(data, ids, self.tokenizer, key, score_observations=observations)
 
     def score_checked_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
-        """Scores rows; a row without the ground truth that its rule needs fails without a call."""
+        """Scores rows; the scorer is not called for a row that lacks the ground truth that its rule needs."""
         lacks_truth = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
         rows_to_score = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
         results = iter(self.score_rows(rows_to_score))
@@ -263,6 +263,6 @@ class RuleRewardManager(AbstractRewardManager):
 
 
 def extra_columns(results: Sequence[Scored]) -> dict[str, Sequence[JsonValue]]:
-    """Returns one list per extra name, with None for rows without it."""
+    """Returns one list per name in the extras, with None for rows without the name."""
     names = dict.fromkeys(name for result in results for name in result.extras)
     return {name: [result.extras.get(name) for result in results] for name in names}

@@ -124,13 +124,13 @@ def strip_string(string: str) -> str:
 
 
 def remove_unit(text: str) -> str:
-    r"""Removes a `\text{…}` at the end of the text if it is a unit (`5\text{ cm}^2`)."""
+    r"""Removes a unit at the end of the text, written as `\text{…}` (`5\text{ cm}^2`)."""
     match = _TRAILING_TEXT.search(text)
     return text[: match.start()] if match and not _NOT_A_UNIT.search(match.group(1)) else text
 
 
 def is_unambiguous(string: str) -> bool:
-    r"""Returns whether a parser reads all of the text; of `42\text{ or 43}` or `4 2` it reads a part."""
+    r"""Returns whether a parser reads all of the text, and not only a part, as of `4 2` or `4'2`."""
     words = [text.strip() for text in _TEXT_COMMAND.findall(remove_unit(string.strip()))]
     if any(_NOT_A_UNIT.search(text) and text not in ("or", "and") for text in words):
         return False

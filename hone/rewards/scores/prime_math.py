@@ -22,7 +22,7 @@ _CONNECTIVES = re.compile(r"^.*(?:\b(?:be|is|are|get|gives?)\b|=|:\s)", re.DOTAL
 
 
 def extract_answer(text: str) -> tuple[str, bool]:
-    """Returns the answer's text, and whether it was marked (boxed, or after key words)."""
+    """Returns the answer's text, and whether the answer was marked (boxed, or after key words)."""
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed.strip(), True

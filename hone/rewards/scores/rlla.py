@@ -91,7 +91,7 @@ def _parse_calls(text: str) -> list[Call] | None:
 
 
 def _similarity(call: Call, other: Call) -> float:
-    """Returns 0 for another tool, else the overlap of parameter names plus the equal values."""
+    """Returns 0 for another tool, else the overlap of parameter names plus the number of equal values."""
     (name, parameters), (other_name, other_parameters) = call, other
     if name != other_name:
         return 0.0

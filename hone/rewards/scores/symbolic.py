@@ -29,7 +29,7 @@ Pair = tuple[str, str]
 SHORT_CPU_S = 0.1
 """CPU time per comparison in the first round, which includes every comparison of a batch."""
 LONG_CPU_S = 0.5
-"""CPU time per comparison in the second round, for those that timed out in the first."""
+"""CPU time per comparison in the second round, for comparisons that timed out in the first round."""
 MAX_LONG_COMPARISONS = 32
 """Limit on comparisons per batch in the second round."""
 MAX_CRASHES = 8
@@ -42,7 +42,7 @@ _CACHE_SIZE = 65_536
 
 MAX_EXPONENT = 9_999
 MAX_EXPONENT_PRODUCT = 1_000_000
-"""Limit on the product of all exponents of at least 100: a power of a power multiplies them."""
+"""Limit on the product of all exponents of at least 100: a power of a power multiplies exponents."""
 MAX_COUNTING_NUMBER = 999
 """Largest number in a factorial, binomial, sum, product, integral or limit."""
 MAX_DIGITS = 64

@@ -1,7 +1,7 @@
 """The process that compares expressions: math-verify under memory and CPU time limits.
 
 A comparison that exceeds its CPU time is interrupted, and the process continues with the next. If
-it cannot be interrupted (one huge operation in C code), the kernel soon kills the process.
+the comparison cannot be interrupted (one huge operation in C), the kernel soon kills the process.
 """
 
 from __future__ import annotations

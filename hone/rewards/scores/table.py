@@ -1,4 +1,4 @@
-"""The table from `data_source` to scorer, and `default_compute_score`, which reads it.
+"""The table from `data_source` to scorer, and `default_compute_score`, which reads the table.
 
 Exact names come first, then prefixes, then substrings, as in verl. Scorers of `register_score` come
 before all of them. Scorers are imported on first use.
@@ -111,7 +111,7 @@ def registered_scores() -> dict[str, dict[str, Entry]]:
 
 
 def restore_scores(registered: Mapping[str, Mapping[str, Entry]]) -> None:
-    """Replaces the registered entries by those of `registered_scores`."""
+    """Replaces the registered entries by the `registered_scores` of another process."""
     for match in _MATCH_KINDS:
         _registered[match] = dict(registered.get(match, {}))
     _clear_caches()
