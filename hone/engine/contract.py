@@ -172,8 +172,8 @@ class Objective(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that `mask`, `prepare` and `__call__` read. Their micro-batches have no other columns, and
-        lack those that the batch lacks."""
+        """Columns that `mask`, `prepare` and `__call__` read; the engine removes all others. A batch may lack
+        some of them."""
 
     def mask(self, batch: DataProto) -> Tensor:
         """Returns a mask [B, T]: 1 for tokens in the loss, 0 for others and in padded rows

@@ -40,7 +40,7 @@ class PackedRows:
     """The experts [N, layers, k] to replay, -1 where none were recorded."""
 
     def with_experts(self, experts: Tensor) -> PackedRows:
-        """Returns these rows with the packed `experts`, which are [B, P + T, layers, k] as in the batch."""
+        """Returns these rows with the experts to replay, packed from [B, P + T, layers, k]."""
         assert self.packed_positions is not None
         is_packed = self.packed_positions >= 0
         packed_experts = experts.new_full((len(self.input_ids), *experts.shape[2:]), -1)

@@ -50,7 +50,7 @@ def collect_trajectories(group: WorkerGroupLike, results: list[DataProto]) -> Da
 
 
 def with_row_ids(prompts: DataProto) -> DataProto:
-    """Returns the non-tensor columns, with `uid`, `sample_index` and, if known, `prompt_ids` added."""
+    """Returns the rows without tensors; adds columns `uid`, `sample_index` and, if known, `prompt_ids`."""
     rows = prompts.select()
     columns = dict(rows.non_tensor_batch)
     prompt_ids = _prompt_ids(rows)

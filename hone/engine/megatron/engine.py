@@ -77,7 +77,7 @@ class MegatronEngine(Engine):
         self._data_group = stage_tensors.groups.data if mesh.data_parallel_size > 1 else None
         self._stage, self._stage_tensors, self._spec = stage, stage_tensors, spec
         self._decoding_model: PolicyModel | None = None  # a copy of the whole model, for leases
-        self._decoding_version: tuple[int, int] | None = None  # its numbers of updates and loads
+        self._decoding_version: tuple[int, int] | None = None  # number of updates, number of loads
 
     @property
     def _lm(self) -> Any:

@@ -1,4 +1,7 @@
-"""Refuses models, layouts and settings that `strategy=megatron` does not support, without megatron-core."""
+"""Refuses models, layouts and settings that `strategy=megatron` does not support.
+
+These checks do not import megatron-core.
+"""
 
 from __future__ import annotations
 
