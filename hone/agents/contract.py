@@ -93,7 +93,7 @@ class AgentLoopOutput:
             columns["rollout_log_probs"] = torch.tensor(fields.pop("response_logprobs"))
         if "reward_score" in fields:
             scores = torch.zeros(len(columns["responses"]))
-            scores[-1] = fields.pop("reward_score")
+            scores[-1:] = fields.pop("reward_score")  # an empty response has no last token
             columns["rm_scores"] = scores
         extra_fields = copy.copy(fields.pop("extra_fields"))
         for name in ("teacher_ids", "teacher_logprobs"):

@@ -73,6 +73,11 @@ def test_an_output_has_verls_columns() -> None:
     assert output.extra_fields["teacher_ids"] == [3]
 
 
+def test_an_empty_response_has_columns_too() -> None:
+    columns = AgentLoopOutput([5], [], [], reward_score=0.5).as_dict()
+    assert [columns[name].tolist() for name in ("responses", "rm_scores")] == [[], []]
+
+
 def test_the_last_id_of_the_vocabulary_passes() -> None:
     check(response_ids=[0, 9])
 
