@@ -93,7 +93,7 @@ def add_verl_columns(batch: DataProto) -> DataProto:
 def join_ranks(worker_group: object, results: Sequence[DataProto]) -> DataProto:
     """Concatenates the batches that the ranks of a worker group collated.
 
-    A rank's columns depend on its rows, so columns that only some ranks have are filled or dropped.
+    A column that only some ranks have is filled, except `rollout_log_probs`, which is dropped.
     """
     batches = fill_object_columns(results)
     _check_all_or_none(sum(b.has_column(LOOP_SCORE_COLUMN) for b in batches), len(batches))

@@ -39,12 +39,12 @@ def run_with_engine(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
     loop_thread = LoopThread(work, engine.notify)
     loop_thread.start()
 
-    def is_done() -> bool:
+    def should_stop() -> bool:
         loop_thread.wait_for_requests()
         return loop_thread.outcome.done()
 
     try:
-        engine.drive(is_done)
+        engine.drive(should_stop)
         loop_thread.end_after_decoding()
     except BaseException:  # e.g. Ctrl-C: end the loops first, so that tools are released
         loop_thread.cancel()

@@ -65,7 +65,7 @@ class LoopRunner:
         run_seed: int,
         vocabulary: int | None = None,
     ) -> None:
-        """`vocabulary` is the number of token ids; without it, ids are only checked to be ≥ 0."""
+        """`vocabulary` is the number of token ids; without it, only negative ids are errors."""
         self._engine = engine
         self._trajectory_maker = TrajectoryMaker(config, engine, tokenizer, run_seed, vocabulary)
         self._deadlines = PhaseDeadlines(
@@ -185,7 +185,7 @@ class LoopRunner:
         self._decode_thread.start()
 
     def abort(self, uids: Collection[str] | None = None) -> None:
-        """Cancels the loops of these groups (None: all), which `finished` then never returns."""
+        """Cancels the loops of these groups (None: all); `finished` never returns them."""
         with self._condition:
             aborted_groups = [g for g in self._groups if uids is None or g.uid in uids]
             for group in aborted_groups:

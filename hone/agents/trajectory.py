@@ -114,7 +114,7 @@ class LoopNames:
         return name in self._names()
 
     def _import_configured_loops(self) -> None:
-        """Imports the modules of configured loops, which may register names."""
+        """Imports the configured loops, because their modules may register more names."""
         if not self._has_imported:
             for name in (*self._factory_loaders, self.default):
                 self.factory(name)

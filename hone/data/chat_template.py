@@ -1,7 +1,7 @@
 """Renders chat templates, which are third-party code, within limits on time, memory and text.
 
-A new template is rendered once in a subprocess. Later renderings run here, where a watcher thread
-interrupts a call that exceeds its CPU time.
+A new template is rendered once in a subprocess. Later renderings run in this process, where a
+watcher thread interrupts a call that exceeds its CPU time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _template_faults: dict[str, str | None] = {}
 
 
 class BrokenTemplate(ValueError):
-    """Raised for a chat template that does not terminate or exceeds a limit, whatever the row."""
+    """Raised for a chat template that does not terminate or exceeds a limit; the row is not the cause."""
 
 
 def _broken_template(tokenizer: Tokenizer, fault: str) -> BrokenTemplate:

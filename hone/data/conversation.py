@@ -70,7 +70,7 @@ class _Segment(NamedTuple):
     ids: list[int]
     """Token ids from the end of the previous assistant turn to the end of this one."""
     num_targets: int
-    """Number of ids at the end that the assistant wrote."""
+    """The last `num_targets` ids are the assistant's own."""
     separator: list[int]
     """Tokens after the end of the turn, often a newline; never targets."""
 
@@ -139,6 +139,7 @@ class _Template:
             ids = self._render([*probe, *turns])
             # Later turns may change the rendering of an answer, but not of the text after it.
             start = len(ids) - _common_suffix_length(ids, self._render([*other_probe, *turns]))
+            # That text may begin with the end tokens of the probe's answer.
             start += _common_prefix_length(self._end_tokens, ids[start:])
         if turns[-1]["role"] != "assistant":
             return _Segment(ids[start:], 0, [])

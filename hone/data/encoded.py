@@ -36,7 +36,7 @@ EncodedRow = dict[str, list[Any]]
 
 
 class UntrainableRow(PromptError):
-    """Raised for a row that has nothing to train on; such rows are counted by `reason`."""
+    """Raised for a valid row that training cannot use; such rows are counted by `reason`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

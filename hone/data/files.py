@@ -108,7 +108,7 @@ def copy_to_local(
             copy(src, partial_copy / target.name)
             partial_copy.rename(target.parent)
         except OSError:
-            if not target.exists():  # another process may have copied it first
+            if not target.exists():  # another process may have made the copy first
                 raise
         finally:
             shutil.rmtree(partial_copy, ignore_errors=True)

@@ -83,7 +83,7 @@ class AllRows:
 
 
 class PromptLoader:
-    """Yields batches epoch after epoch; `first_epoch()` yields those of the first epoch only."""
+    """Yields batches epoch after epoch; `first_epoch()` yields only the first epoch's batches."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class PromptLoader:
             yield self.next_batch()
 
     def next_batch(self) -> Batch:
-        """Returns the next batch; starts the next epoch when this one is exhausted."""
+        """Returns the next batch; starts a new epoch if the current one is exhausted."""
         if self._is_epoch_over():
             self._past_epoch_sizes.append(self._epoch_size)
             self._start_epoch(self.epoch + 1)
@@ -255,6 +255,7 @@ class PromptLoader:
         self._indices = None
 
     def _collate(self, indices: Sequence[int], epoch: int, counts: Counter[int]) -> Batch:
+        """Loads the batch of these rows; adds their draws to `counts`, from which uids are made."""
         index_uids = []
         for index in indices:
             name, number = type(self.dataset).__qualname__, index

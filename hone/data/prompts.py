@@ -34,7 +34,7 @@ COUNT_BATCH_SIZE = 64
 PROBE = "What is 6 × 7?\n<think> 42 </think>"
 """A text whose token count shows whether the tokenizer's backend alone gives the same tokens."""
 MAX_CHARACTERS_PER_TOKEN = 32
-"""A text with more characters per allowed token is checked by tokenising its start first."""
+"""If a text has more characters per allowed token, the start of the text is tokenised first."""
 
 
 class PromptError(ValueError):
@@ -57,23 +57,23 @@ def as_messages(raw_prompt: Prompt) -> list[Message]:
         raise PromptError(
             f"a prompt must be a string or a non-empty list of messages, got {shown(raw_prompt)}"
         )
-    parts = [part for part in raw_prompt if isinstance(part, Mapping)]
-    if len(parts) < len(raw_prompt):
+    entries = [entry for entry in raw_prompt if isinstance(entry, Mapping)]
+    if len(entries) < len(raw_prompt):
         raise PromptError(f"every message of a prompt must be an object, got {shown(raw_prompt)}")
-    if all("type" in part and part.get("role") is None for part in parts):
-        return [_as_message({"role": "user", "content": parts})]
-    return [_as_message(part) for part in parts]
+    if all("type" in entry and entry.get("role") is None for entry in entries):
+        return [_as_message({"role": "user", "content": entries})]
+    return [_as_message(entry) for entry in entries]
 
 
-def _as_message(part: Message) -> Message:
-    message = remove_nulls(part)
+def _as_message(entry: Message) -> Message:
+    message = remove_nulls(entry)
     if not isinstance(message.get("role"), str):
-        raise PromptError(f"a message needs a 'role' (system, user, assistant…): {shown(part)}")
+        raise PromptError(f"a message needs a 'role' (system, user, assistant…): {shown(entry)}")
     content = message.get("content")
     if content is None and "tool_calls" in message:
         message["content"] = ""
     elif not isinstance(content, (str, list)):
-        raise PromptError(f"a message's 'content' must be text or a list of parts: {shown(part)}")
+        raise PromptError(f"a message's 'content' must be text or a list of parts: {shown(entry)}")
     elif isinstance(content, list) and not all(
         isinstance(item, Mapping)
         and isinstance(item.get("type", ""), str)
@@ -82,7 +82,7 @@ def _as_message(part: Message) -> Message:
     ):
         raise PromptError(
             "every part of a message's 'content' must be an object with a 'type', and its 'text' "
-            f"must be text: {shown(part)}"
+            f"must be text: {shown(entry)}"
         )
     return message
 
@@ -213,7 +213,7 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
     length = MAX_CHARACTERS_PER_TOKEN * ((max_tokens or 0) + 64)
     while max_tokens is not None and length < len(text):
         num_tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
-        if num_tokens > 2 * max_tokens + 64:  # a word that is cut may have more tokens
+        if num_tokens > 2 * max_tokens + 64:  # a word cut at the end may have more tokens
             raise PromptTooLong(
                 f"the first {length:,} of its {len(text):,} characters have {num_tokens:,} tokens, "
                 f"at most {max_tokens:,} fit"

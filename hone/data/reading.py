@@ -54,7 +54,7 @@ def rows_of(data: Dataset) -> list[Row] | None:
 
 
 def _is_missing(value: object) -> bool:
-    """Returns whether a value of a DataFrame is missing, which pandas marks with NaN."""
+    """Returns whether a value of a DataFrame is missing; pandas marks missing values with NaN."""
     return isinstance(value, float) and math.isnan(value)
 
 

@@ -81,7 +81,7 @@ class BadRowPolicy:
 
 @dataclass(frozen=True)
 class FileRows:
-    """The usable rows of one file; rows of an Arrow table are converted when they are read."""
+    """The usable rows of one file; rows of an Arrow table become dicts when they are read."""
 
     path: str
     content: pa.Table | list[Row]

@@ -125,7 +125,7 @@ class MultiTurnSFTDataset(SFTDataset):
         self._tools(row)
 
     def _tools(self, row: Row) -> Tools | None:
-        """Returns the tool schemas of a row, which are a list of objects or JSON text."""
+        """Returns a row's tool schemas; the column has a list of objects, or the list as JSON text."""
         key = self.config.multiturn.tools_key
         tools: Any = row.get(key)
         if isinstance(tools, str):

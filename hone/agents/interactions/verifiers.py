@@ -121,8 +121,8 @@ def _load_environment(name: str, options: str) -> Any:
         raise ToolError(f"verifiers is not installed or too new ({error}): {_INSTALL}") from error
     if not hasattr(verifiers, "load_environment"):
         raise ToolError(f"the installed verifiers has no load_environment: {_INSTALL}")
-    # Environments install signal handlers. Only the main thread may install them, and they would
-    # replace those of the run.
+    # Environments install signal handlers, which only the main thread may do, and which would
+    # replace the run's handlers.
     with _load_lock, unittest.mock.patch("signal.signal"):
         environment = verifiers.load_environment(name, **json.loads(options))
     if getattr(environment, "tool_defs", None):

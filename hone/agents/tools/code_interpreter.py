@@ -81,7 +81,7 @@ class CodeInterpreterTool(BaseTool):
         return ToolResponse(text=text or f"({status}, nothing printed)"), 0.0, {"status": status}
 
     async def _run_cell(self, instance_id: str, code: str) -> SandboxResult:
-        """Runs a cell after the earlier cells; later calls rerun it if its status is OK or ERROR."""
+        """Runs a cell after the earlier cells; later calls rerun the cell if its status is OK or ERROR."""
         cells = self._cells.setdefault(instance_id, {})
         program = _PROGRAM.format(earlier=list(cells.values()), code=code)
         key, is_kept = object(), False

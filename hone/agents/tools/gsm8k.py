@@ -17,7 +17,7 @@ from hone.rewards.scores.gsm8k import compute_score
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
 NO_IMPROVEMENT_REWARD = -0.05
-"""Reward of a call whose score does not exceed the best earlier one."""
+"""Reward of a call whose score does not exceed the best earlier score."""
 
 
 class Gsm8kTool(BaseTool):

@@ -1,4 +1,4 @@
-"""Runs the tool calls of one trajectory within the limits.
+"""Runs the tool calls of one trajectory within limits on their number and time.
 
 A tool that raises, hangs or does not exist never stops a run: the model reads an error message, and
 the failure is counted. A tool that blocks the event loop cannot be interrupted.

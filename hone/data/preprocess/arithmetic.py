@@ -17,7 +17,7 @@ TEMPLATE = (
     "Assistant: Let me solve this step by step.\n<think>"
 )
 MAX_CONSECUTIVE_REPEATS = 100_000
-"""Generation stops after more consecutive draws of problems that were drawn before."""
+"""Generation fails after more consecutive draws without a new problem."""
 
 
 @dataclass(frozen=True)

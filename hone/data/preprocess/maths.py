@@ -108,7 +108,7 @@ BENCHMARKS = {
     "mawps": ("mawps", "MU-NLPC/Calc-mawps", BOXED_INSTRUCTION),
     "dapo_math": ("math_dapo", "BytedTsinghua-SIA/DAPO-Math-17k", ANSWER_LINE_PROMPT),
 }
-"""Name -> data source, path on the Hub, and the instruction for the answer format of its scorer."""
+"""Name -> data source, path on the Hub, and the instruction on the scorer's answer format."""
 
 
 def tidy_answer(answer: JsonValue) -> str:

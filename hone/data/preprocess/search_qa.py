@@ -14,7 +14,7 @@ def _upstream(name: str, *folders: str, train: tuple[str, ...] = ()) -> Upstream
 
 
 _OTHER_SETS = ("triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-# AmbigNQ uses NQ's questions, so it replaces NQ's training file if that is missing.
+# AmbigNQ uses NQ's questions, so its training file is used if NQ's is missing.
 QUESTION_SETS = {"nq": _upstream("nq", "nq_open", train=("ambig_nq/train",))}
 QUESTION_SETS |= {name: _upstream(name) for name in _OTHER_SETS}
 WIKI_QA = UpstreamDataset(("wiki_corpus",), "", splits={"questions": ("questions",)})
