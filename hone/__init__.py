@@ -1,6 +1,6 @@
 """hone: reinforcement learning for language models, from a laptop to a cluster.
 
-Importing this package loads neither torch nor ray nor transformers: names resolve on first use.
+Importing this package loads neither torch nor ray nor transformers: a name is imported on first use.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ async def run_with_deadline(
 ) -> T:
     """Returns the result of the work; raises DeadlineExceeded after `seconds` (None: no deadline).
 
-    A SystemExit of the work becomes an Exception, because it would end the event loop.
+    A SystemExit of the work becomes a RuntimeError, because a SystemExit would end the event loop.
     """
     task = asyncio.ensure_future(_convert_exits(work))
     try:
@@ -260,7 +260,7 @@ async def run_with_deadline(
                 task.exception()  # retrieved here, or asyncio would log it if this wait is cancelled
         finally:
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
-                work.close()  # cancelled before its first step
+                work.close()  # the task was cancelled before the work started
     if not done:
         raise DeadlineExceeded(f"not done after {seconds:g} s")
     if task.cancelled():  # by the work itself: a cancellation of this function was raised above

@@ -36,6 +36,6 @@ class Tokenizer(Protocol):
 
 
 class Processor(Protocol):
-    """Converts a row's images and text to model inputs; passed to custom dataset classes."""
+    """Converts a row's images and text to model inputs; custom dataset classes receive one."""
 
     tokenizer: Tokenizer

@@ -40,7 +40,7 @@ class TensorDictPayload:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The data-parallel slot of each rank on a mesh, and whether its result is collected."""
+    """The data-parallel slot of each rank on a mesh, and whether the rank's result is collected."""
 
     dp_ranks: tuple[int, ...]
     """The slot of each rank."""
@@ -125,7 +125,7 @@ def scatter(
 def split_batches(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> ArgumentsPerRank[_T | Batch]:
     """Splits batches over the data-parallel slots and sends other arguments to all ranks.
 
-    The ranks of one slot get the same rows. Padding rows are marked in the column `padded_row`.
+    The ranks of one slot get the same rows. The column `padded_row` marks the rows added as padding.
     """
     return dispatch_nd_compute_dataproto(DEFAULT_MESH, group, *args, **kwargs)
 

@@ -139,6 +139,7 @@ class ClusterWatch:
 
     def __init__(self, limit_s: float, ray_pids: Mapping[str, int], log_folder: str = "") -> None:
         self.failed = False
+        """Whether Ray itself has failed, so that calls to Ray would hang."""
         self._ray_pids = dict(ray_pids)
         """The pids of the Ray processes that this process started, by name."""
         self._log_folder = log_folder

@@ -104,10 +104,10 @@ def place(pool: ResourcePool, free: FreeResources) -> list[str] | None:
             for name, resources in free.items()
             if not (pool.spread and name in nodes.values())
         }
-        large_enough = [name for name in capacity if capacity[name] >= count]
-        if not large_enough:
+        candidates = [name for name in capacity if capacity[name] >= count]
+        if not candidates:
             return None
-        nodes[index] = smallest = min(large_enough, key=capacity.__getitem__)
+        nodes[index] = smallest = min(candidates, key=capacity.__getitem__)
         for kind in pool.bundle:
             free[smallest][kind] -= count
     return [nodes[index] for index, count in enumerate(pool.process_on_nodes) for _ in range(count)]

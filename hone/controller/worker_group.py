@@ -334,7 +334,7 @@ def count_and_collect(
 
 def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
     """Returns the bytes per method since the last call and their sum; clears the counters."""
-    total: Counter[str] = Counter({"weights": 0})
+    total: Counter[str] = Counter({"weights": 0})  # reported even if it is 0
     for counter in {id(counter): counter for counter in counters}.values():
         total.update(counter)
         counter.clear()

@@ -1,6 +1,6 @@
 """Pads a batch, for example to a multiple of the number of ranks, and removes the padding.
 
-The column `padded_row` marks padded rows, so that a worker can exclude them from a mean.
+The column `padded_row` marks the added rows, so that a worker can exclude them from a mean.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def padding_size(num_rows: int, size_divisor: int) -> int:
-    """Returns how many rows to add to get a multiple of `size_divisor` rows."""
+    """Returns how many rows must be added to get a multiple of `size_divisor` rows."""
     if size_divisor < 1:
         raise ProtocolError(
             f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more"

@@ -142,7 +142,7 @@ class Box(DescriptorOwner):
         err_read, err_write = self._pipe()
         standard_fds = (stdin_fd, out_write, err_write)
         if self.request.plan.bwrap_path is not None:
-            to_close = self._spawn_bubblewrap(standard_fds, file_fds, mount_points)
+            unneeded_fds = self._spawn_bubblewrap(standard_fds, file_fds, mount_points)
         else:
             self._home = landlock.make_home(self.request, file_fds)
             self._error_pipe, error_write = self._pipe()
@@ -151,10 +151,10 @@ class Box(DescriptorOwner):
             )
             self._send_descriptors()
             self._start_clock()
-            to_close = [error_write]
+            unneeded_fds = [error_write]
         if self.request.has_channel:
-            to_close.append(stdin_fd)
-        for descriptor in (out_write, err_write, *to_close):
+            unneeded_fds.append(stdin_fd)
+        for descriptor in (out_write, err_write, *unneeded_fds):
             self._close(descriptor)
         self._watch("stdout", out_read, lambda: self._on_output("stdout", out_read))
         self._watch("stderr", err_read, lambda: self._on_output("stderr", err_read))
@@ -164,7 +164,7 @@ class Box(DescriptorOwner):
     def _spawn_bubblewrap(
         self, standard_fds: StandardFds, file_fds: list[int], mount_points: dict[str, str]
     ) -> list[int]:
-        """Starts bubblewrap and returns the descriptors to close, which only bubblewrap needs."""
+        """Starts bubblewrap and returns the descriptors that only bubblewrap needs, to be closed here."""
         status_read, status_write = self._pipe()
         block_read, self._block_pipe = self._pipe()
         pass_fds = [*file_fds, status_write, block_read]
@@ -276,7 +276,7 @@ class Box(DescriptorOwner):
         self._exit_code = os.waitstatus_to_exitcode(status)
         self._end_event("process", self._pidfd)
         self.pid = 0 if self.request.plan.bwrap_path is not None else self.pid
-        self._kill_program()  # the program may have left child processes
+        self._kill_program()  # the program may have left child processes behind
         if self._init_pidfd is not None:
             self._watch("namespace", self._init_pidfd, self._on_namespace_end)
 

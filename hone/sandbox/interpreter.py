@@ -82,9 +82,9 @@ def describe(executable: str | None = None) -> Interpreter:
         needed_paths.append(prefix)
     read_paths = tuple(
         dict.fromkeys(
-            needed
-            for needed in needed_paths
-            if not f"{needed}/".startswith(_SYSTEM_PREFIXES) and os.path.exists(needed)
+            needed_path
+            for needed_path in needed_paths
+            if not f"{needed_path}/".startswith(_SYSTEM_PREFIXES) and os.path.exists(needed_path)
         )
     )
     library = f"{base_prefix}/lib/python{version}"

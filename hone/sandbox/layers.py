@@ -45,7 +45,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class LayerState:
-    """Whether a layer is active, with a sentence that explains it."""
+    """Whether a layer is active, and a text that explains why."""
 
     active: bool
     detail: str

@@ -42,7 +42,7 @@ _SANDBOX_FUSION_STATUSES = {
 
 
 class SandboxServer(ThreadingHTTPServer):
-    """Serves both paths; at most max_concurrent programs run at a time, and other requests wait."""
+    """Serves RUN_PATH and JUDGE_PATH; at most max_concurrent requests run at a time, and others wait."""
 
     daemon_threads = True
     request_queue_size = 128

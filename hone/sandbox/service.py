@@ -1,7 +1,7 @@
 """A client for code execution services with SandboxFusion's `run_code` API.
 
-It is for clusters whose trainer nodes may not run untrusted code. The service isolates the program.
-A failure of the service raises an error and is never a result of the program.
+Clusters whose trainer nodes may not run untrusted code need such a service. The service isolates the
+program. A failure of the service raises an error and is never a result of the program.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ class ProgramSession:
         candidates = [(key, value) for key, value in items if type(value) not in _SCALAR_TYPES]
         if candidates and request.data[:1] == b"m":
             positional, named = marshal.loads(request.data[1:])[2:]
-            before = {**dict(enumerate(positional)), **named}
-            candidates = [(key, value) for key, value in candidates if value != before[key]]
+            values_before = {**dict(enumerate(positional)), **named}
+            candidates = [(key, value) for key, value in candidates if value != values_before[key]]
         return [[key, encoder.encode(value)] for key, value in candidates]
 
     def make_callback(self, number: int) -> Callable[..., Value]:
