@@ -189,7 +189,7 @@ def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]
 
 
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns the prompts as a list; a single prompt (text, token ids or messages) becomes a list."""
+    """Returns the prompts as a list; a single prompt (text, token ids or messages) becomes a list of one."""
     prompts = getattr(prompts, "tolist", lambda: prompts)()  # an array or tensor of token ids
     is_single = isinstance(prompts, str) or (
         bool(prompts) and (_is_token_ids(prompts) or _is_text_or_chat(prompts))

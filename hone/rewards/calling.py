@@ -124,11 +124,11 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
     location = definition_location(function) or describe(function)
     if isinstance(function, partial):  # custom_reward_function.reward_kwargs are bound
         names = accepted_names(function.func)
-        unknown = [] if names is None else sorted(set(function.keywords) - names)
-        if unknown:
+        unknown_names = [] if names is None else sorted(set(function.keywords) - names)
+        if unknown_names:
             raise ScorerSignatureError(
                 f"{location}: the score function takes no argument "
-                f"{', '.join(map(repr, unknown))}; check custom_reward_function.reward_kwargs"
+                f"{', '.join(map(repr, unknown_names))}; check custom_reward_function.reward_kwargs"
             )
     names = accepted_names(function)
     call_arguments = accepted_arguments(function, dict.fromkeys(arguments), options)

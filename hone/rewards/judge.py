@@ -142,8 +142,8 @@ class Judge:
         prompt: Any = None,
     ) -> Fields | Failed:
         """Returns the score of one response, for managers that call the judge as a score function."""
-        extra = {**(extra_info or {}), **({} if prompt is None else {"prompt": prompt})}
-        row = Response(data_source, solution_str, ground_truth, extra)
+        info = {**(extra_info or {}), **({} if prompt is None else {"prompt": prompt})}
+        row = Response(data_source, solution_str, ground_truth, info)
         (result,) = await self.score_rows([row])
         return result if isinstance(result, Failed) else {"score": result.score, **result.extras}
 
@@ -163,8 +163,8 @@ class Judge:
 
     def prompt_for(self, row: Response) -> str:
         """Returns the text that the judge reads for a row."""
-        extra = row.extra_info
-        question: Any = extra["prompt"] if "prompt" in extra else extra.get("question") or ""
+        info = row.extra_info
+        question: Any = info["prompt"] if "prompt" in info else info.get("question") or ""
         truth = row.ground_truth
         values = {
             "question": escape_special_tokens(prompt_text(question)),

@@ -261,8 +261,8 @@ def count_passed(
         return True, min(num_counted, len(tests))
     if first_failure >= num_counted:
         return False, num_counted
-    remaining = tests[first_failure + 1 : num_counted]
-    return False, first_failure + sum(passes(code, test, limits) for test in remaining)
+    remaining_tests = tests[first_failure + 1 : num_counted]
+    return False, first_failure + sum(passes(code, test, limits) for test in remaining_tests)
 
 
 def same_output(output: str, expected: str) -> bool:

@@ -76,10 +76,10 @@ def _ranks_by_doubling(codes: np.ndarray) -> list[np.ndarray]:
     ranks = [np.unique(codes, return_inverse=True)[1].reshape(-1).astype(np.int64)]
     width = 1
     while ranks[-1].max() < n - 1:
-        current = ranks[-1]
-        next_rank = np.full(n, -1, dtype=np.int64)  # the end of the text sorts first
-        next_rank[: n - width] = current[width:] if width < n else current[:0]
-        pairs = current * (n + 1) + next_rank + 1
+        last_ranks = ranks[-1]
+        next_ranks = np.full(n, -1, dtype=np.int64)  # the end of the text sorts first
+        next_ranks[: n - width] = last_ranks[width:] if width < n else last_ranks[:0]
+        pairs = last_ranks * (n + 1) + next_ranks + 1
         ranks.append(np.unique(pairs, return_inverse=True)[1].reshape(-1).astype(np.int64))
         width *= 2
     return ranks

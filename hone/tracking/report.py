@@ -152,7 +152,7 @@ def metric_result(run: RunData, key: str) -> MetricResult | None:
 
 
 def _headline(run: RunData, keys: Sequence[str]) -> MetricResult | None:
-    """Returns the main result, preferably of a held-out metric."""
+    """Returns the result of the first metric that the run has; held-out metrics come first."""
     ordered_keys = sorted(keys, key=lambda key: (not key.startswith("val"), key))
     return next(filter(None, (metric_result(run, key) for key in ordered_keys)), None)
 

@@ -172,10 +172,10 @@ class AsyncTokenBucket:
     async def acquire(self, num_tokens: float = 1.0) -> None:
         """Takes tokens, and waits until missing ones are refilled; calls proceed in order."""
         self._refill()
-        missing = num_tokens - self.tokens
+        num_missing = num_tokens - self.tokens
         self.tokens -= num_tokens
-        if missing > 0:
-            await asyncio.sleep(missing / self.rate_limit)
+        if num_missing > 0:
+            await asyncio.sleep(num_missing / self.rate_limit)
             self._refill()
 
     def _refill(self) -> None:
@@ -189,7 +189,7 @@ class RateLimitedRewardManager(RewardManagerBase):
     """For score functions that call a service: limits concurrent calls and calls per minute.
 
     Settings of the `reward` (or `reward_model`) block: `max_concurrent`, `max_rpm`, `max_tpm` with
-    `estimated_tokens_per_request`, `timeout`. All instances with equal limits share them. A failed
+    `estimated_tokens_per_request`, `timeout`. All instances share the limits of the class. A failed
     or late call scores `failure_score` (default 0), with `error` or `timeout` in its extra
     information, unless `on_failure` is raise.
     """
