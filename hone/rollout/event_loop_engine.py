@@ -36,7 +36,7 @@ class EventLoopEngine(RequestEngine):
         """Runs once before the first token of a request."""
 
     def _sample_token(self, request: Request) -> None:
-        """Appends one token or sets the stop reason."""
+        """Appends one token; sets the stop reason if the response ends."""
         raise NotImplementedError
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:

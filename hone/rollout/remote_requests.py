@@ -36,7 +36,7 @@ Weights = Iterable[tuple[str, Tensor]]
 log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 30.0
-"""The longest wait until a server has ended cancelled requests."""
+"""The longest wait until cancelled requests have ended on their server."""
 
 
 @dataclass(eq=False)

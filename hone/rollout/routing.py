@@ -12,7 +12,7 @@ _PREFIX_TOKENS = 256
 """Requests with equal prefixes go to the same target; a prefix has at most this many prompt tokens."""
 _MAX_IMBALANCE = 8
 """A request leaves its prefix's target if the least loaded target has over this many streams fewer."""
-_MAX_ROUTES = 8192
+_MAX_KEYS = 8192
 """Maximum number of recent trajectories and prefixes whose target is remembered."""
 
 
@@ -34,7 +34,7 @@ class Router(Generic[T]):
     ) -> None:
         self._targets, self._is_healthy = list(targets), is_healthy
         self._num_routed: Counter[int] = Counter()  # requests by id(target)
-        self.target_by_route: OrderedDict[object, T] = OrderedDict()
+        self.target_by_key: OrderedDict[object, T] = OrderedDict()
 
     def route(self, request: Request) -> T:
         """Returns the target of a request.
@@ -47,18 +47,18 @@ class Router(Generic[T]):
         least_loaded = min(healthy_targets, key=lambda t: (t.num_streams, self._num_routed[id(t)]))
         # All requests of a trajectory have its id.
         trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX_TOKENS])
-        target = self.target_by_route.get(trajectory)
+        target = self.target_by_key.get(trajectory)
         if target not in healthy_targets:
-            target = self.target_by_route.get(prefix)
+            target = self.target_by_key.get(prefix)
             if (
                 target not in healthy_targets
                 or target.num_streams > least_loaded.num_streams + _MAX_IMBALANCE
             ):
                 target = least_loaded
         self._num_routed[id(target)] += 1
-        for route in (trajectory, prefix):
-            self.target_by_route[route] = target
-            self.target_by_route.move_to_end(route)
-        while len(self.target_by_route) > _MAX_ROUTES:
-            self.target_by_route.popitem(last=False)
+        for key in (trajectory, prefix):
+            self.target_by_key[key] = target
+            self.target_by_key.move_to_end(key)
+        while len(self.target_by_key) > _MAX_KEYS:
+            self.target_by_key.popitem(last=False)
         return target

@@ -50,7 +50,7 @@ class EngineDied(ConnectionLost):
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """The arguments with which a vLLM process is started."""
+    """The arguments of the start of a vLLM process."""
 
     python: str
     llm_arguments: Fields
@@ -272,7 +272,7 @@ class EngineProcess:
                 os.killpg(self._child.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Ends the process; it cannot be started again."""
+        """Ends the process for good: `start` raises afterwards."""
         self._closed = True
         await self.stop()
 

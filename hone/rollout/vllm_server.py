@@ -245,7 +245,7 @@ class Server:
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     def adapter(self, frame: Frame) -> None:
-        """Loads the LoRA adapter of a folder, which all requests use, and unloads the previous adapter."""
+        """Loads a folder's LoRA adapter for all requests; unloads the previous adapter."""
         from vllm.lora.request import LoRARequest
 
         engine = self._llm.llm_engine

@@ -369,7 +369,7 @@ def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None
         loads.append(tuple(p.num_streams for p in engine._processes))  # type: ignore[arg-type]
         open_gate(tmp_path)
         await asyncio.gather(*groups)
-        targets = engine._router.target_by_route
+        targets = engine._router.target_by_key
         where = {key: process.pid for key, process in targets.items() if isinstance(key, str)}
         await turn([1, 5, 5], "2-0")  # a later turn
         assert loads == [(4, 4)]

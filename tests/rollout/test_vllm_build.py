@@ -179,7 +179,7 @@ def test_a_run_over_two_engines_that_are_killed_reaches_its_end_and_agrees_with_
 
     def killing(self: VLLMRollout, request: Any, chunk: Any) -> None:
         append(self, request, chunk)
-        process = self._router.target_by_route[request.request_id]
+        process = self._router.target_by_key[request.request_id]
         engines.setdefault(request.request_id, set()).add(self._processes.index(process))
         if self.version == len(kills) + 1 <= KILLS and request.stop_reason is None:
             kills.append(process.pid)
