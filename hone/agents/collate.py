@@ -211,7 +211,7 @@ def pad_and_concat(batches: Sequence[DataProto]) -> DataProto:
     reward function wrote it.
     """
     reward_columns = {name for b in batches for name in b.meta_info.get("reward_extra_names", [])}
-    padded = fill_object_columns(pad_to_equal_widths(batches), leave=reward_columns)
+    padded = fill_object_columns(pad_to_equal_widths(batches), skip_columns=reward_columns)
     common_columns = set.intersection(*(set(b.column_names()) for b in padded))
     selected_batches = [
         b.select(

@@ -68,7 +68,7 @@ create_colocated_worker_cls_fused = create_colocated_worker_cls
 
 
 class FusedWorker(Worker):
-    """A worker whose attributes are other workers, which its methods can use."""
+    """A worker whose attributes are other workers, for use in its methods."""
 
     members: ClassVar[Mapping[str, ClassWithInitArgs]] = {}
 

@@ -191,12 +191,14 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
     return batch_class(TensorDict(tensors, batch_size=size), arrays, info)
 
 
-def fill_object_columns(data: Sequence[DataProto], leave: Collection[str] = ()) -> list[DataProto]:
-    """Adds the object columns that a batch lacks, filled with None, except those in `leave`."""
+def fill_object_columns(
+    data: Sequence[DataProto], skip_columns: Collection[str] = ()
+) -> list[DataProto]:
+    """Fills with None the object columns that a batch lacks, except the columns in `skip_columns`."""
     names = dict.fromkeys(name for batch in data for name in batch.non_tensor_batch)
     result = []
     for batch in data:
-        missing = [n for n in names if n not in batch.non_tensor_batch and n not in leave]
+        missing = [n for n in names if n not in batch.non_tensor_batch and n not in skip_columns]
         arrays = batch.non_tensor_batch | {
             name: np.full(len(batch), None, dtype=object) for name in missing
         }

@@ -294,7 +294,7 @@ def save(data: T, filepath: str | os.PathLike[str]) -> None:
 
 
 def load(filepath: str | os.PathLike[str], expected_type: type[T]) -> T:
-    """Reads a file of `save`; raises if the file names code outside _ALLOWED_NAMES, and never runs it."""
+    """Reads a file of `save`; raises, before any code runs, if the file names code outside _ALLOWED_NAMES."""
     data = _unpickle(Path(filepath).read_bytes(), filepath)
     if not isinstance(data, expected_type):
         raise ValueError(

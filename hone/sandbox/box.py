@@ -137,7 +137,7 @@ class Box(DescriptorOwner):
                 self._cgroup.set_limits(memory_bytes, max_processes)
 
     def _launch(self, stdin_fd: int, file_fds: list[int], mount_points: dict[str, str]) -> None:
-        """Starts bubblewrap, or without it the program, and watches its output and its exit."""
+        """Starts bubblewrap, or without bubblewrap the program, and watches the output and the exit."""
         out_read, out_write = self._pipe()
         err_read, err_write = self._pipe()
         standard_fds = (stdin_fd, out_write, err_write)

@@ -1,4 +1,4 @@
-"""The warden's client: sends it requests and waits for their results.
+"""The client of the warden: sends requests to the warden and waits for the results.
 
 Each process has one warden, which starts on first use and is replaced if it is killed.
 """
@@ -117,7 +117,7 @@ class WardenClient:
         return ours
 
     def _close_warden(self) -> None:
-        """Closes the control socket, which ends the warden, and waits until it has exited."""
+        """Closes the control socket, which ends the warden, and kills the boxes of a warden that failed."""
         if self._control_socket is not None:
             self._control_socket.close()
         if self._process is not None:

@@ -1,4 +1,4 @@
-"""Chooses the Python interpreter of the box, and the paths that it needs.
+"""Chooses the Python interpreter of the box, and finds the paths that the interpreter needs.
 
 Only the standard library is visible: site-packages is hidden, unless the interpreter belongs to a
 virtual environment. bubblewrap.py and landlock.py make the paths visible. Root's Python is often
@@ -99,7 +99,7 @@ def describe(executable: str | None = None) -> Interpreter:
 
 
 def choose(executable: str | None, *, uid: int, gid: int, bind_interpreter: bool) -> Interpreter:
-    """Returns the interpreter at `executable`, or by default that of this process.
+    """Returns the interpreter at `executable`, or by default the interpreter of this process.
 
     If `uid` cannot read the default, returns the system's Python. Otherwise, if `uid` cannot read the
     interpreter, raises SandboxUnavailable.

@@ -39,7 +39,7 @@ _TCP_BIND_CONNECT, _SCOPE_SOCKETS_SIGNALS = 0b11, 0b11
 
 
 def make_home(request: RunRequest, file_fds: list[int]) -> str:
-    """Creates the working directory of a run with its files, and returns its path."""
+    """Creates a run's working directory with the run's files, and returns the directory's path."""
     home = tempfile.mkdtemp(prefix=f"hone-box-{os.getpid()}-")
     for name, descriptor in zip(request.file_names, file_fds, strict=True):
         path = os.path.join(home, name)

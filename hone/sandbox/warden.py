@@ -207,7 +207,7 @@ class Warden:
             self._exiting.append(box)
 
     def _reap(self) -> None:
-        """Reaps orphans of boxes, which become children of the warden, but not the boxes."""
+        """Reaps the orphans of boxes, which become children of the warden; does not reap the boxes."""
         box_pids = {box.pid for box in self._boxes} | self._spare_slot.pids
         while True:
             try:

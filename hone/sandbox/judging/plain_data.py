@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any, NoReturn, TypeAlias
 
 Value: TypeAlias = Any
-"""A value of the program or of its tests, whose type is not known here."""
+"""A value of any type, of the program or of its tests."""
 Shape: TypeAlias = type | list[type]
 """The exact type of a tag's content, or the exact types of its items."""
 
