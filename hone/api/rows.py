@@ -85,14 +85,14 @@ def to_prompt_row(row: Row, number: int, default_source: str, *, with_prompt: bo
     """
     prompt_column = _find_column(row, number, PROMPT_COLUMNS)
     answer_column = next((name for name in ANSWER_COLUMNS if name in row), "")
-    columns = {"data_source": default_source, "prompt": row[prompt_column]}
-    columns |= {name: value for name, value in row.items() if name in _SCHEMA_COLUMNS}
-    columns.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer_column)})
+    prompt_row = {"data_source": default_source, "prompt": row[prompt_column]}
+    prompt_row |= {name: value for name, value in row.items() if name in _SCHEMA_COLUMNS}
+    prompt_row.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer_column)})
     used_columns = (*_SCHEMA_COLUMNS, prompt_column, answer_column)
     extra_info = {name: value for name, value in row.items() if name not in used_columns}
     extra_info |= row.get("extra_info") or {}
     extra_info |= {"prompt": row[prompt_column]} if with_prompt else {}
-    return columns | {"extra_info": extra_info}
+    return prompt_row | {"extra_info": extra_info}
 
 
 def to_sft_rows(rows: Sequence[Row]) -> list[Row]:
@@ -113,8 +113,8 @@ def _find_column(row: Row, number: int, names: Sequence[str]) -> str:
     for name in names:
         if name in row:
             return name
-    columns = " or ".join(map(repr, names))
-    raise DataError(f"row {number} has no column {columns}; it has {', '.join(map(str, row))}")
+    alternatives = " or ".join(map(repr, names))
+    raise DataError(f"row {number} has no column {alternatives}; it has {', '.join(map(str, row))}")
 
 
 def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:

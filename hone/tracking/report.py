@@ -71,7 +71,7 @@ def render(runs: Sequence[RunData]) -> str:
         loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"excerpt": excerpt, "number": format_number}
-    css = (folder / "report.css").read_text(encoding="utf-8") + _colours(len(runs))
+    css = (folder / "report.css").read_text(encoding="utf-8") + _colour_rules(len(runs))
     script = (folder / "report.js").read_text(encoding="utf-8")
     security_policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -119,7 +119,7 @@ def _csp_hash(text: str) -> str:
     return "sha256-" + base64.b64encode(digest).decode("ascii")
 
 
-def _colours(run_count: int) -> str:
+def _colour_rules(run_count: int) -> str:
     extra_colours = (f"hsl({i * GOLDEN_ANGLE % 360:.0f} 55% 45%)" for i in range(8, run_count))
     run_rules = "".join(
         f"path.r{i}{{stroke:{c}}}circle.r{i}{{fill:{c}}}.key.r{i}{{background:{c}}}"

@@ -200,8 +200,8 @@ def _read_columns(
     try:
         file = parquet.ParquetFile(path)
         all_names = dict.fromkeys(file.schema_arrow.names)
-        columns = [n for n in all_names if n in names or (prefix and n.startswith(prefix))]
-        return file.read(columns=columns).to_pydict() if columns else {}
+        column_names = [n for n in all_names if n in names or (prefix and n.startswith(prefix))]
+        return file.read(columns=column_names).to_pydict() if column_names else {}
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         _add_note(notes, f"{path.parent.name}/{path.name} cannot be read and is skipped: {error}")
         return {}

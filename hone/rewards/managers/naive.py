@@ -40,9 +40,9 @@ class NaiveRewardManager(RuleRewardManager):
         return [self._score_one(row) for row in rows]
 
     def _score_one(self, row: Response) -> Scored | Failed:
-        score = partial(score_row, self.compute_score, row, self.options)
+        call = partial(score_row, self.compute_score, row, self.options)
         try:
-            return call_with_deadline(score, self.policy.timeout_s)
+            return call_with_deadline(call, self.policy.timeout_s)
         except DeadlineExceeded:
             return self.timeout_failure()
 

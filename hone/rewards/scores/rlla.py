@@ -61,17 +61,17 @@ def _calls_reward(response: str, reference: str) -> float:
         return -MAX_CALLS_REWARD
     if calls == expected:
         return MAX_CALLS_REWARD
-    score = _overlap([name for name, _ in expected], [name for name, _ in calls])
-    max_score = 1.0
+    similarity = _overlap([name for name, _ in expected], [name for name, _ in calls])
+    max_similarity = 1.0
     unmatched = list(calls)
     for call in expected:
-        max_score += 1.0 + len(call[1])
+        max_similarity += 1.0 + len(call[1])
         similarities = [(_similarity(call, other), index) for index, other in enumerate(unmatched)]
         best_similarity, index = max(similarities, default=(0.0, 0), key=lambda pair: pair[0])
         if best_similarity > 0:
-            score += best_similarity
+            similarity += best_similarity
             del unmatched[index]
-    return 2 * MAX_CALLS_REWARD * score / max_score - MAX_CALLS_REWARD
+    return 2 * MAX_CALLS_REWARD * similarity / max_similarity - MAX_CALLS_REWARD
 
 
 def _parse_calls(text: str) -> list[Call] | None:
