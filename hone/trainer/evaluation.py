@@ -244,7 +244,7 @@ def summarize(
     config: EvaluationMetricsConfig,
     failures: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, SourceResult]:
-    """Returns the result of each data source, and that of all rows if there are several sources."""
+    """Returns the result of each data source, and the total over all rows if there are several sources."""
     rows = list(attempts)
     rows_by_source: dict[str, list[Attempts]] = {}
     for row in rows:

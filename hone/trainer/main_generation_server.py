@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
-    """Converts the config of RL training to that of generation."""
+    """Converts the config of RL training to a config of generation."""
     policy, data = config.actor_rollout_ref, config.data
     values: dict[str, JsonValue | tuple[str, ...]] = {
         "path": data.train_files,

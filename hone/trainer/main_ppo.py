@@ -116,7 +116,7 @@ def restart_under_nsys(config: GlobalProfilerConfig) -> None:
 
 
 def __getattr__(name: str) -> Function:
-    """Imports verl's names on first use, since this command does not need them."""
+    """Imports verl's names on first use, since this program does not use these names."""
     if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hone.trainer.ppo import verl_steps

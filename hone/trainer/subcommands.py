@@ -229,7 +229,7 @@ def listing() -> list[str]:
 
 
 def copy_recipe(name: str, out: str | None = None) -> Path:
-    """Copies a recipe to `out`, by default `recipes/NAME` as its commands expect, and returns the folder."""
+    """Copies a recipe to `out` (default `recipes/NAME`, which its README expects); returns the folder."""
     from hone.config.errors import ConfigError, did_you_mean, nearest
 
     folders = recipes()

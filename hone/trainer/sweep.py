@@ -98,7 +98,7 @@ def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
 
 
 def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list[Run]]:
-    """Returns the arguments that all runs share, and one run per combination of the others."""
+    """Returns the arguments that all runs share, and one run per combination of the swept arguments."""
     shared_arguments: list[str] = []
     choice_lists: list[list[str]] = []
     for argument in arguments:

@@ -22,7 +22,7 @@ from hone.tracking import RunFolder
 log = logging.getLogger(__name__)
 
 TRUE_SCORE_METRIC = "group_info/avg_n/whole_batch/mean"
-"""The share of correct responses. If a step does not have it, the step's validation score is used."""
+"""The share of correct responses. In a step without this metric, the validation score replaces it."""
 MIN_LEARNING_RISE, SCORE_TOLERANCE = 0.05, 0.02
 """The policy is learning if the true score has risen by at least MIN_LEARNING_RISE, and is at most
 SCORE_TOLERANCE below its highest value."""
@@ -31,7 +31,7 @@ MAD_SCALE = 1.4826
 
 
 class AlarmsRaised(RuntimeError):
-    """Raised by `trainer.alarms.action=stop`."""
+    """Raised after an alarm if `trainer.alarms.action=stop`."""
 
 
 class AlarmsState(TypedDict):
@@ -44,7 +44,7 @@ class AlarmsState(TypedDict):
 
 @dataclass(frozen=True)
 class Rule:
-    """One sign of reward hacking: a metric, the kind of its bound, and a description."""
+    """One sign of reward hacking: a metric, the kind of bound, and a description."""
 
     metrics: tuple[str, ...]
     """Alternative names of the metric; the first that a step has is read."""
@@ -116,18 +116,18 @@ class Alarms:
         if not self.config.enable:
             return {}
         self._record(TRUE_SCORE_METRIC, _true_score(metrics))
-        is_learning, raised = self._is_learning(), []
+        is_learning, alarm_names = self._is_learning(), []
         for name, rule in self._rules.items():
             value = next((metrics[key] for key in rule.metrics if key in metrics), None)
             self._record(name, value)
             if self._is_raised(name, rule) and not is_learning:
-                raised.append(name)
+                alarm_names.append(name)
                 if name not in self._raised_alarms:
                     self._apply_action(
                         f"step {step}: alarm {name}: {self._describe(name, rule)}", step
                     )
-        self._raised_alarms = raised
-        return {"alarms/raised": len(raised)} | {f"alarms/{name}": 1.0 for name in raised}
+        self._raised_alarms = alarm_names
+        return {"alarms/raised": len(alarm_names)} | {f"alarms/{name}": 1.0 for name in alarm_names}
 
     def raise_if_stopped(self) -> None:
         """Raises an error if an alarm was raised and the action is `stop`."""

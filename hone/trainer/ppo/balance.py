@@ -39,16 +39,16 @@ def balance(
     if row_trajectories is not None or len(batch) % ranks:
         # The rows of a mini-batch may not divide evenly: they go to the ranks in turn, longest first.
         update_numbers = step_rows // min(rows_per_update)
-        rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
-        return batch.select_idxs(torch.cat([rows[rank::ranks] for rank in range(ranks)])), {}
+        sorted_rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
+        return batch.select_idxs(torch.cat([sorted_rows[rank::ranks] for rank in range(ranks)])), {}
     block_rows = math.gcd(len(batch), *rows_per_update)
     rank_rows: list[list[int]] = [[] for _ in range(ranks)]
-    for rows in torch.arange(len(batch)).split(
+    for block in torch.arange(len(batch)).split(
         block_rows if block_rows % ranks == 0 else len(batch)
     ):
-        parts = _partition(lengths[rows], ranks, by_length)
+        parts = _partition(lengths[block], ranks, by_length)
         for row_list, part in zip(rank_rows, parts, strict=True):
-            row_list += rows[part].tolist()
+            row_list += block[part].tolist()
     order = [row for row_list in rank_rows for row in row_list]
     rows_per_rank = len(batch) // ranks
     contiguous_parts = [range(i * rows_per_rank, (i + 1) * rows_per_rank) for i in range(ranks)]

@@ -38,7 +38,7 @@ class NotEnoughSignal(RuntimeError):
 
 @dataclass
 class _Round:
-    """One batch of prompts: the numbers of its groups, and the state of the loader after it."""
+    """One batch of prompts: the numbers of its groups, and the loader's state after the batch."""
 
     group_numbers: range
     loader_state: LoaderState
@@ -61,8 +61,8 @@ class DynamicSampling:
     """Generates overlapping rounds of prompts until enough groups are informative.
 
     The batch is the first informative groups in submission order; `filter_groups.order=finish` takes them
-    in the order in which they finish. Rounds that are not needed are aborted, and the loader is reset to
-    its state after the last round that is needed.
+    in the order in which they finish. Rounds that are not needed are aborted; in submission order, the
+    loader returns to its state after the last round that is needed.
     """
 
     def __init__(
@@ -109,10 +109,12 @@ class DynamicSampling:
         metrics = batch.meta_info.setdefault("metrics", {})
         metrics["training/num_gen_batches"] = float(rounds_needed)
         if self._config.logs_response_metrics:
-            candidates = [
+            candidate_numbers = [
                 n for r in self._rounds for n in r.group_numbers if n <= max(accepted_numbers)
             ]
-            generated_batch = self._select_groups([n for n in candidates if n in self._groups])
+            generated_batch = self._select_groups(
+                [n for n in candidate_numbers if n in self._groups]
+            )
             metrics |= filter_metrics(generated_batch, batch, self._config)
         return batch
 

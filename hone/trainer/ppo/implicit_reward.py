@@ -1,4 +1,4 @@
-"""Trains PRIME's reward model on the batch, and writes its implicit process rewards."""
+"""Trains PRIME's reward model on the batch, and writes the model's implicit process rewards."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def data_metrics(
         metrics |= mean_max_min("num_of_steps", columns["step_mask"].sum(-1))
     if batch.has_column("rm_scores") and "reward_model" in arrays:
         metrics |= style_metrics(scores, last_row_values(batch, arrays["reward_model"]))
-    # A data set may also have a column `acc`; only that of a scorer or an agent loop is reported.
+    # A data set may also have a column `acc`; only the `acc` of a scorer or an agent loop is reported.
     keys = ("reward_extra_names", "loop_columns")
     has_acc = any("acc" in batch.meta_info.get(key, ()) for key in keys)
     if has_acc and are_numbers(arrays.get("acc", ())):

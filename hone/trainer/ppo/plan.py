@@ -149,7 +149,7 @@ def find_problems_and_notes(
 
 
 def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
-    """Yields a problem per unknown plug-in name; `_build_plan` checks those of estimator, loss and KL."""
+    """Yields a problem per unknown plug-in name; `_build_plan` checks estimator, loss and KL."""
     rollout = config.actor_rollout_ref.rollout
     tables: dict[str, tuple[Table[Function], str]] = {
         "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),

@@ -160,7 +160,7 @@ class _Preflight:
         """Adds the messages whose cause is not yet recorded; returns whether any was added."""
         count_before = len(self.problems)
         for message in messages:
-            # A file that cannot be read may be reported by its own check and by each loop that needs it.
+            # An unreadable file may be reported by its own check and by each loop that needs the file.
             cause = message.rpartition("cannot be built: ")[2]
             if not any(cause in problem for problem in self.problems):
                 self.problems.append(message)
@@ -263,8 +263,8 @@ class _Preflight:
             manager = self.managers[key]
             if manager is None:
                 continue
-            trial = try_scorers(manager, dataset, self.config)
-            for verdict in self._attempt(partial(list[Verdict], trial)) or ():
+            verdicts = try_scorers(manager, dataset, self.config)
+            for verdict in self._attempt(partial(list[Verdict], verdicts)) or ():
                 self._add_problems([verdict.problem] if verdict.problem else ())
                 self.warnings += [verdict.warning] if verdict.warning else []
 
@@ -342,7 +342,7 @@ class _EngineLayout:
 
 
 def _engine_layouts(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_EngineLayout]:
-    """Yields the layout of each training engine of the run; without a plan, only that of the actor."""
+    """Yields the layout of each training engine of the run; without a plan, only the actor's."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     actor, ref = policy.actor, policy.ref
     ranks, uses_lora = config.world_size, policy.model.uses_lora

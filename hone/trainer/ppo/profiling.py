@@ -14,7 +14,7 @@ from hone.trainer.ppo.memory import explain_out_of_memory
 
 
 def profiled_ranks(config: PPOTrainerConfig, role: Role) -> tuple[int, ...] | None:
-    """Returns the ranks of a role to profile; None means all."""
+    """Returns which ranks of a role are profiled; None means all."""
     policy = config.actor_rollout_ref
     blocks: dict[Role, ProfilerConfig] = {
         Role.Rollout: policy.rollout.profiler,
@@ -23,8 +23,8 @@ def profiled_ranks(config: PPOTrainerConfig, role: Role) -> tuple[int, ...] | No
         Role.RewardModel: config.reward_model.profiler,
     }
     block = blocks.get(role, policy.actor.profiler)
-    any_enabled = any(other.enable for other in (policy.actor.profiler, *blocks.values()))
-    if block.enable is False or (any_enabled and not block.enable):
+    is_any_enabled = any(other.enable for other in (policy.actor.profiler, *blocks.values()))
+    if block.enable is False or (is_any_enabled and not block.enable):
         return ()
     if block.all_ranks or not (block.enable or block.ranks):
         return None

@@ -44,7 +44,7 @@ def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> N
     if run.remote is None:
         return
     try:
-        # The metrics are copied first, because a run that resumes from a copy needs all lines up to it.
+        # The metrics are copied first, because a run that resumes from a checkpoint needs all earlier lines.
         for file in (run.config_file, run.metrics_file):
             if file.is_file():
                 upload(file, f"{run.remote}/{file.name}")
@@ -73,7 +73,7 @@ def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> N
 
 
 def pull(run: RunFolder) -> None:
-    """Downloads the newest complete checkpoint if it is newer than those of the run folder."""
+    """Downloads the newest complete checkpoint if it is newer than all intact ones in the run folder."""
     local_checkpoints = reversed(run.checkpoints()) if run.remote is not None else ()
     newest_step = next(
         (step for step, folder in local_checkpoints if find_damage(folder) is None), -1

@@ -85,7 +85,7 @@ def response_metrics(
 def filter_metrics(
     generated_batch: DataProto, retained_batch: DataProto, config: PPOTrainerConfig
 ) -> dict[str, float]:
-    """Returns the metrics of a group filter: correctness before it, and the share of rows it keeps."""
+    """Returns the metrics of a group filter: correctness before the filter, and the share of rows kept."""
     return {
         **group_metrics(generated_batch, correctness(generated_batch, config), "whole_batch"),
         "curriculum_learning/original_batch_size": len(generated_batch),

@@ -104,24 +104,26 @@ def _config_for_remaining_nodes(
     try:
         started_ray = start_ray(vars(config.ray_kwargs.ray_init), report=screen().line)
     except Exception as error:
-        raise failure from error  # the original failure explains more than that Ray cannot start
+        raise failure from error  # the original failure explains more than the error of Ray
     if started_ray:
         ray_stack.callback(stop_ray, config.ray_kwargs.timeline_json_file)
     deadline = time.monotonic() + RELEASE_DEADLINE_S
     candidates = list(_smaller_configs(config))
     while True:
         nodes = reachable_nodes()
-        # The largest config that fits all resources, and the largest that fits the free ones.
-        largest: dict[str, PPOTrainerConfig] = {}
+        # The largest config that fits into all resources, and the largest that fits into the free ones.
+        largest_configs: dict[str, PPOTrainerConfig] = {}
         for resources in ("total", "free"):
             for candidate in candidates:
                 by_node = resources_by_node(nodes, total=resources == "total")
                 if all(place(pool, by_node) is not None for pool in _pools(candidate)):
-                    largest[resources] = candidate
+                    largest_configs[resources] = candidate
                     break
         is_late = time.monotonic() > deadline
-        if "total" in largest and (largest.get("free") == largest["total"] or is_late):
-            return largest.get("free", largest["total"])
+        if "total" in largest_configs and (
+            largest_configs.get("free") == largest_configs["total"] or is_late
+        ):
+            return largest_configs.get("free", largest_configs["total"])
         if is_late:
             problems = find_problems(SCHEMA, replace(config, "trainer.nnodes", 1))
             raise ConfigError(

@@ -153,7 +153,7 @@ def check_sources(
 
 
 def has_model_style(reward_model: object) -> bool:
-    """Returns whether a row's `reward_model` column has style `model`, so the reward model scores it."""
+    """Returns whether a row's `reward_model` column has style `model`: the reward model scores such a row."""
     return isinstance(reward_model, Mapping) and reward_model.get("style") == MODEL
 
 
@@ -220,20 +220,20 @@ def _score_parts(
         parts[RULE], extras = _score_rows(batch, is_last & ~is_model_style, reward_fn)
         _check_extras(extras, reward_fn)
     if model is not None:
-        rows = is_last & is_model_style if route_by_style else is_last | scores_steps
+        mask = is_last & is_model_style if route_by_style else is_last | scores_steps
         if isinstance(model, RuleRewardManager):
-            parts[MODEL], model_extras = _score_rows(batch, rows, model)
+            parts[MODEL], model_extras = _score_rows(batch, mask, model)
             extras = _merge_extras(extras, model_extras)
-        elif not rows.any():
+        elif not mask.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
         else:
-            selected_batch = batch if rows.all() else batch[rows]
+            selected_batch = batch if mask.all() else batch[mask]
             output = model.call(RewardModelWorker.compute_rm_score, selected_batch)
             if output.has_column("step_mask"):
-                write(batch, "step_mask", _expand_rows(output.batch["step_mask"], rows))
-                parts[PROCESS] = _expand_rows(output.batch["process_scores"], rows)
+                write(batch, "step_mask", _expand_rows(output.batch["step_mask"], mask))
+                parts[PROCESS] = _expand_rows(output.batch["process_scores"], mask)
             else:
-                parts[MODEL] = _expand_rows(output.batch["rm_scores"], rows)
+                parts[MODEL] = _expand_rows(output.batch["rm_scores"], mask)
         if MODEL in parts:
             write(batch, "rm_scores", parts[MODEL])
     return parts, extras
@@ -248,24 +248,24 @@ def _merge_extras(extras: Extras, model_extras: Extras) -> Extras:
     return merged
 
 
-def _score_rows(batch: DataProto, rows: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
+def _score_rows(batch: DataProto, mask: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
     """Returns the manager's scores [B, T] and extras of the selected rows; other rows have 0 and None."""
-    if not rows.any() and len(batch):
+    if not mask.any() and len(batch):
         return torch.zeros(batch.batch["responses"].shape), {}
-    selected_batch = batch if rows.all() else batch[rows]
+    selected_batch = batch if mask.all() else batch[mask]
     result = reward_fn(selected_batch, return_dict=True)
     extras: dict[str, list[JsonValue]] = {}
     for name, values in result.get("reward_extra_info", {}).items():
         row_values = iter(values)
-        extras[name] = [next(row_values) if is_selected else None for is_selected in rows]
+        extras[name] = [next(row_values) if is_selected else None for is_selected in mask]
     rewards = move_to_policy_tokens(selected_batch, result["reward_tensor"])
-    return _expand_rows(rewards, rows), extras
+    return _expand_rows(rewards, mask), extras
 
 
-def _expand_rows(scores: Tensor, rows: np.ndarray) -> Tensor:
+def _expand_rows(scores: Tensor, mask: np.ndarray) -> Tensor:
     """Expands the scores of the selected rows to [B, T], with 0 in the other rows."""
-    expanded = torch.zeros((len(rows), *scores.shape[1:]), dtype=scores.dtype)
-    expanded[torch.from_numpy(rows)] = scores
+    expanded = torch.zeros((len(mask), *scores.shape[1:]), dtype=scores.dtype)
+    expanded[torch.from_numpy(mask)] = scores
     return expanded
 
 
@@ -310,8 +310,8 @@ def has_rule_score(batch: DataProto) -> Tensor:
     pairs = zip(
         arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing), strict=True
     )
-    rows = [reason != NO_GROUND_TRUTH and not has_model_style(column) for reason, column in pairs]
-    return torch.from_numpy(last_row_values(batch, np.array(rows, dtype=bool)))
+    flags = [reason != NO_GROUND_TRUTH and not has_model_style(column) for reason, column in pairs]
+    return torch.from_numpy(last_row_values(batch, np.array(flags, dtype=bool)))
 
 
 def has_extra(batch: DataProto, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The trainer's side of the rollout: receives trajectories from it, and sends weights to it.
+"""The trainer's side of the rollout: receives trajectories, and sends weights.
 
 `submit` starts prompts, and `take` returns finished groups. Synchronous training takes all submitted
 groups; dynamic sampling takes them as they finish. `publish` sends the weights of the last update.
@@ -209,7 +209,7 @@ class Publisher:
         self._actor, self._rollout = actor, rollout
         self.weight_path = rollout.call(RolloutWorker.weight_path)
         self.published = 0
-        """The number of times that weights were published; staleness is measured in these."""
+        """How often weights were published; staleness counts publications."""
         self._publish_number_of_version: dict[int, int] = {}
         self._published_before_update = 0
         self._transport = ""

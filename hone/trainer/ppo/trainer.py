@@ -291,7 +291,7 @@ class PPOTrainer:
         return step_metrics
 
     def report(self, batch: DataProto) -> dict[str, float]:
-        """Returns the metrics of a step that are computed from its batch."""
+        """Returns the metrics that are computed from the batch of a step."""
         data = self.config.data
         report = {
             "training/global_step": self.global_step,

@@ -80,13 +80,13 @@ class SFTRun:
         )
 
     def _encode(self, description: str, files: tuple[str, ...], max_samples: int) -> Dataset:
-        """Returns the encoded rows of the files; a bad row stops the run before its first step."""
-        rows = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
-        if not isinstance(rows, EncodedDataset):
-            return rows  # a user's dataset class encodes its rows itself
-        with self._progress(f"encode {description}", len(rows)) as bar:
-            rows.encode_all(bar.advance)
-        bad_rows = rows.bad_rows
+        """Returns the data set of the files; encodes all rows, so bad rows show before the first step."""
+        dataset = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
+        if not isinstance(dataset, EncodedDataset):
+            return dataset  # a user's dataset class encodes its rows itself
+        with self._progress(f"encode {description}", len(dataset)) as bar:
+            dataset.encode_all(bar.advance)
+        bad_rows = dataset.bad_rows
         if self.ranks.is_first and bad_rows.total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(bad_rows.counts.items()))
             example = bad_rows.examples[0]
@@ -97,7 +97,7 @@ class SFTRun:
                 reasons,
                 example,
             )
-        return rows
+        return dataset
 
     def _progress(self, description: str, total: int) -> AbstractContextManager[Bar]:
         if not self.ranks.is_first:

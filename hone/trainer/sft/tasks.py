@@ -75,7 +75,7 @@ class SupervisedTask:
         return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
-        """Builds a batch; the response of a row starts at its first token with a loss."""
+        """Builds a batch; the response of a row starts at the row's first token with a loss."""
         outputs = []
         for row in rows:
             ids, mask = row["input_ids"], row["loss_mask"]
