@@ -54,8 +54,8 @@ def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) ->
     }
     log_probs = [o.response_logprobs for o in outputs if o.response_logprobs is not None]
     if len(log_probs) == len(outputs):
-        padded = _pad_rows(response_token_mask, log_probs, 0.0, np.float32)
-        tensors["rollout_log_probs"] = _zero_outside_mask(padded, response_mask)
+        padded_log_probs = _pad_rows(response_token_mask, log_probs, 0.0, np.float32)
+        tensors["rollout_log_probs"] = _zero_outside_mask(padded_log_probs, response_mask)
     if any(o.routed_experts is not None for o in outputs):
         tensors["routed_experts"] = _routed_experts(outputs, prompt_len, response_len)
     num_scored = sum(o.reward_score is not None for o in outputs)
@@ -138,9 +138,9 @@ def _check_all_or_none(num_scored: int, total: int) -> None:
 
 def _zero_outside_mask(log_probs: Tensor, mask: Tensor) -> Tensor:
     """Returns the log-probs with 0 where the mask is 0; raises on a NaN where the mask is 1."""
-    missing = (log_probs.isnan() & (mask != 0)).nonzero()
-    if len(missing):
-        row, token = missing[0].tolist()
+    nan_positions = (log_probs.isnan() & (mask != 0)).nonzero()
+    if len(nan_positions):
+        row, token = nan_positions[0].tolist()
         raise BadTrajectory(
             f"trajectory {row} has a NaN in response_logprobs at token {token}, where its "
             "response_mask is 1; give the log-prob that the engine returned"
@@ -211,25 +211,25 @@ def pad_and_concat(batches: Sequence[DataProto]) -> DataProto:
     reward function wrote it.
     """
     reward_columns = {name for b in batches for name in b.meta_info.get("reward_extra_names", [])}
-    padded = fill_object_columns(pad_to_equal_widths(batches), skip_columns=reward_columns)
-    common_columns = set.intersection(*(set(b.column_names()) for b in padded))
+    padded_batches = fill_object_columns(pad_to_equal_widths(batches), skip_columns=reward_columns)
+    common_columns = set.intersection(*(set(b.column_names()) for b in padded_batches))
     selected_batches = [
         b.select(
             batch_keys=[n for n in b.batch.keys() if n in common_columns],  # noqa: SIM118
             non_tensor_batch_keys=[n for n in b.non_tensor_batch if n in common_columns],
             meta_info_keys=[],
         )
-        for b in padded
+        for b in padded_batches
     ]
-    joined = DataProto.concat(selected_batches)
-    joined.meta_info = dict(batches[-1].meta_info)
-    extra_names = joined.meta_info.get("reward_extra_names", [])
-    joined.meta_info["reward_extra_names"] = [
+    joined_batch = DataProto.concat(selected_batches)
+    joined_batch.meta_info = dict(batches[-1].meta_info)
+    extra_names = joined_batch.meta_info.get("reward_extra_names", [])
+    joined_batch.meta_info["reward_extra_names"] = [
         name for name in extra_names if name in common_columns
     ]
     loop_columns = {name for b in batches for name in b.meta_info.get("loop_columns", [])}
-    joined.meta_info["loop_columns"] = sorted(loop_columns & common_columns)
-    return joined
+    joined_batch.meta_info["loop_columns"] = sorted(loop_columns & common_columns)
+    return joined_batch
 
 
 def pad_to_equal_widths(batches: Sequence[DataProto]) -> list[DataProto]:
@@ -273,9 +273,9 @@ def repeat_rows_per_output(rows: DataProto, output_rows: Sequence[int]) -> DataP
     for row in output_rows:
         trajectory_rows.append(counts[row])
         counts[row] += 1
-    repeated = rows.select_idxs([row - output_rows[0] for row in output_rows])
-    write(repeated, TRAJECTORY_ROW, object_array(trajectory_rows))
-    return repeated
+    repeated_rows = rows.select_idxs([row - output_rows[0] for row in output_rows])
+    write(repeated_rows, TRAJECTORY_ROW, object_array(trajectory_rows))
+    return repeated_rows
 
 
 def trajectory_indices(batch: DataProto) -> Tensor | None:

@@ -132,11 +132,11 @@ def _call_of(answer: Message) -> Fields:
 
 def _remove_placeholder(message: Message) -> Message:
     """Removes placeholders from a message: text before the last placeholder would be lost."""
-    cleaned = dict(message)
-    for key, value in cleaned.items():
+    clean_message = dict(message)
+    for key, value in clean_message.items():
         while isinstance(value, str) and _PLACEHOLDER in value:
-            value = cleaned[key] = value.replace(_PLACEHOLDER, "")
-    return cleaned
+            value = clean_message[key] = value.replace(_PLACEHOLDER, "")
+    return clean_message
 
 
 def _format_without_template(message: Message) -> str:

@@ -85,12 +85,12 @@ def apply_template(
         )
 
     try:
-        rendered = run_limited(render, RENDER_CPU_S)
+        rendering = run_limited(render, RENDER_CPU_S)
     except CpuTimeExceeded:
         raise _broken_template(tokenizer, _timeout_fault()) from None
-    if isinstance(rendered, str) and len(rendered) > MAX_CHARACTERS:
+    if isinstance(rendering, str) and len(rendering) > MAX_CHARACTERS:
         raise _broken_template(tokenizer, _size_fault())
-    return rendered
+    return rendering
 
 
 def _timeout_fault() -> str:

@@ -226,8 +226,8 @@ class PromptLoader:
         return iter(self.sampler)
 
     def _is_epoch_over(self) -> bool:
-        remaining = self._epoch_size - self._num_drawn
-        return remaining <= 0 or (self.drop_last and remaining < self.batch_size)
+        num_remaining = self._epoch_size - self._num_drawn
+        return num_remaining <= 0 or (self.drop_last and num_remaining < self.batch_size)
 
     def _start_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -272,5 +272,5 @@ class PromptLoader:
         )
 
 
-def _exhaust(indices: Iterator[int], remaining: int) -> None:
-    deque(islice(indices, remaining + 1), maxlen=0)  # +1: a generator ends after its last yield
+def _exhaust(indices: Iterator[int], num_remaining: int) -> None:
+    deque(islice(indices, num_remaining + 1), maxlen=0)  # +1: a generator ends after its last yield

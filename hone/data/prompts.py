@@ -179,14 +179,14 @@ def render_text_or_ids(
     is_custom = not hasattr(tokenizer, "get_chat_template")  # for example, mistral-common
     tokenize = is_custom or bool(TOKENIZER_OPTIONS & options.keys())
     try:
-        rendered = apply_template(messages, tokenizer, tools=tools, tokenize=tokenize, **options)
+        rendering = apply_template(messages, tokenizer, tools=tools, tokenize=tokenize, **options)
     except BrokenTemplate:
         raise
     except Exception as error:  # a template is third-party code
         raise PromptError(
             f"the tokenizer's chat template cannot render {shown(messages)}: {described(error)}"
         ) from error
-    return rendered if isinstance(rendered, str) else [int(token) for token in rendered]
+    return rendering if isinstance(rendering, str) else [int(token) for token in rendering]
 
 
 def raw_text(raw_prompt: Prompt) -> str:

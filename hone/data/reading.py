@@ -31,8 +31,10 @@ def as_data_config(config: DataConfig | Settings) -> DataConfig:
     """
     defaults: Fields = {"tool_config_path": None, "trust_remote_code": False}
     if isinstance(config, DataConfig):
-        unresolved = {n: v for n, v in defaults.items() if str(getattr(config, n)).startswith("${")}
-        return dataclasses.replace(config, **unresolved) if unresolved else config
+        replacements = {
+            n: v for n, v in defaults.items() if str(getattr(config, n)).startswith("${")
+        }
+        return dataclasses.replace(config, **replacements) if replacements else config
     names = {field.name for field in dataclasses.fields(DataConfig)}
     values = {name: value for name, value in config.items() if name in names}
     return dataclasses.replace(DataConfig(), **{**defaults, **values})

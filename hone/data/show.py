@@ -31,8 +31,8 @@ def parse_row_numbers(text: str, count: int) -> list[int]:
             raise DataError(f"--rows {text}: write numbers and ranges, as in 0,3-5")
         first, last = int(match[1]), int(match[2] or match[1])
         if last >= count:
-            missing = max(first, count)
-            raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, not {missing}")
+            bad_row = max(first, count)
+            raise DataError(f"--rows {text}: the file has rows 0 to {count - 1}, not {bad_row}")
         numbers += range(first, last + 1)
     return numbers
 

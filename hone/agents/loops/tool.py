@@ -78,10 +78,10 @@ class ToolAgentLoop(AgentLoopBase):
         names = options.get("available_tools", [*self.tools])
         if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
             raise ToolError(f"tool_config.available_tools={shown(names)}; give a list of names")
-        if missing := [name for name in names if name not in self.tools]:
+        if unknown_tools := [name for name in names if name not in self.tools]:
             raise ToolError(
-                f"tool_config.available_tools names {shown(missing[0])}; the tools of this run are "
-                f"{', '.join(self.tools) or 'none'}"
+                f"tool_config.available_tools names {shown(unknown_tools[0])}; the tools of this run "
+                f"are {', '.join(self.tools) or 'none'}"
             )
         default_tool_format = "react" if self.format == "react" else "function_calling"
         tool_format = options.get("tool_format", default_tool_format)
@@ -99,8 +99,8 @@ class ToolAgentLoop(AgentLoopBase):
                 raise ToolError(f"tool_config.{name}={shown(value)}; give {expected_text}")
         parser = self.parser
         if tool_format != default_tool_format:
-            configured = self.multi_turn.format
-            function_calling_parser = "hermes" if configured == "react" else configured
+            format_name = self.multi_turn.format
+            function_calling_parser = "hermes" if format_name == "react" else format_name
             parser_name = "react" if tool_format == "react" else function_calling_parser
             parser = ToolParser.get_tool_parser(parser_name, self.tokenizer)
         multi_turn = replace(

@@ -73,5 +73,5 @@ class SearchTool(BaseTool):
 
 def _format_passages(passages: list[str]) -> str:
     parts = [passage.partition("\n") for passage in passages]
-    numbered = [f"Doc {i} (Title: {title})\n{text}" for i, (title, _, text) in enumerate(parts, 1)]
-    return "\n\n".join(numbered)
+    blocks = [f"Doc {i} (Title: {title})\n{text}" for i, (title, _, text) in enumerate(parts, 1)]
+    return "\n\n".join(blocks)

@@ -139,9 +139,9 @@ class ToolSession:
             return call.error
         if call.name not in self._tools:
             return f"there is no tool {call.name[:100]!r}; the tools are {', '.join(self._tools)}"
-        required = self._tools[call.name].tool_schema.function.parameters.required
-        missing = [name for name in required if name not in call.arguments]
-        return f"{call.name} needs {', '.join(missing)}" if missing else None
+        required_names = self._tools[call.name].tool_schema.function.parameters.required
+        missing_names = [name for name in required_names if name not in call.arguments]
+        return f"{call.name} needs {', '.join(missing_names)}" if missing_names else None
 
     async def _create_state(self, name: str) -> _Answer | None:
         """Creates a tool's state; returns an error answer on failure, else None."""
