@@ -57,7 +57,7 @@ class Attempts:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over rows with its confidence interval, which is None if undefined."""
+    """A mean over rows, and the bounds of its confidence interval (None if undefined)."""
 
     value: float
     low: float | None

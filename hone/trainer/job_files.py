@@ -27,7 +27,7 @@ class JobFiles:
     """The files of a job.
 
     `OUTPUT.HASH.parts` has one file of finished rows per rank while the job runs. `OUTPUT.job` records the
-    hash of the job and that of the output, so files of other jobs are never reused or replaced.
+    hashes of the job and its output, so that files of other jobs are not reused, or replaced by mistake.
     """
 
     def __init__(self, output: Path, job_hash: str, rank: int) -> None:

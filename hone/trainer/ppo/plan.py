@@ -151,16 +151,16 @@ def find_problems_and_notes(
 def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
     """Yields a problem per unknown plug-in name; `_build_plan` checks estimator, loss and KL."""
     rollout = config.actor_rollout_ref.rollout
-    tables: dict[str, tuple[Table[Function], str]] = {
+    lookups: dict[str, tuple[Table[Function], str]] = {
         "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),
         "actor_rollout_ref.rollout.multi_turn.format": (PARSERS, rollout.multi_turn.format),
     }
     if config.reward_manager.source == "register":
-        tables["reward_manager.name"] = (MANAGERS, config.reward_manager.name)
+        lookups["reward_manager.name"] = (MANAGERS, config.reward_manager.name)
     if not rollout.agent.agent_loop_config_path:
         key = "actor_rollout_ref.rollout.agent.default_agent_loop"
-        tables[key] = (LOOPS, rollout.default_loop)
-    for key, (table, name) in tables.items():
+        lookups[key] = (LOOPS, rollout.default_loop)
+    for key, (table, name) in lookups.items():
         if name not in table and ":" not in name:
             suggestion = did_you_mean(nearest(name, table.names()))
             yield f"{key}={name}: unknown {table.kind}.{suggestion} Known: {', '.join(table.names())}"
