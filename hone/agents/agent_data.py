@@ -45,14 +45,16 @@ class AgentData:
     versions: list[int] = field(default_factory=list)
     """The version of the weights per response token."""
     turn_spans: list[dict[str, Any]] = field(default_factory=list)
-    """Role, token count and mask per turn; a model turn may have `calls`, `score`, `reward`."""
+    """Role, token count and mask of each turn and observation; turns may have `calls`, `score`, `reward`."""
     assistant_turns: int = 0
     user_turns: int = 0
-    """Turns of tools and of the simulated user."""
+    """Observations: the answers of tools and the replies of the simulated user."""
     turn_scores: list[float] = field(default_factory=list)
+    """Scores that the interaction gave with its replies."""
     tool_rewards: list[float] = field(default_factory=list)
+    """Rewards that the tools gave with their answers."""
     turn_rewards: list[dict[str, Any]] = field(default_factory=list)
-    """Rewards of tools and interactions: `name`, `reward`, and the turn's last `token`."""
+    """Rewards of tools and interactions; `token` is the response index of the turn's last token."""
     extra_fields: Fields = field(default_factory=dict)
     """Values that tools set here become columns of the batch."""
     seconds: dict[str, float] = field(default_factory=lambda: {"model": 0.0, "tools": 0.0})
@@ -78,7 +80,7 @@ class AgentData:
             self.routed_experts = output.routed_experts
 
     def add_observation(self, ids: Sequence[int], role: str) -> None:
-        """Appends the tokens of a tool or user turn."""
+        """Appends the tokens of an observation."""
         count = len(ids)
         self._append(ids, 0, [0.0] * count, [self.versions[-1]] * count, role)
         self.user_turns += 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import advantages, policy_losses
-from hone.algorithms.advantages.estimator import Estimate, VerlForm
+from hone.algorithms.advantages.estimator import Estimate, EstimatorFunction
 from hone.algorithms.advantages.gae import gae
 from hone.algorithms.advantages.gdpo import gdpo
 from hone.algorithms.advantages.group_baseline import gpg, grpo_passk, opo
@@ -69,7 +69,11 @@ class VerlFunction:
     """
 
     def __init__(
-        self, estimator: VerlForm, arguments: str, ignored_arguments: str = "", **defaults: Any
+        self,
+        estimator: EstimatorFunction,
+        arguments: str,
+        ignored_arguments: str = "",
+        **defaults: Any,
     ) -> None:
         self.__name__ = self.__qualname__ = estimator.__name__
         self.__doc__ = estimator.__doc__

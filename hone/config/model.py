@@ -1,4 +1,4 @@
-"""Config of the policy's model: its source, its changes for training, and LoRA."""
+"""Config of the policy's model: its source, its preparation for training, and LoRA."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class ModelSourceConfig(SchemaBlock):
 
 
 class TrainedModelConfig(SchemaBlock):
-    """Changes to a model for training."""
+    """Preparation of a model for training: config overrides, gradient checkpointing, LoRA."""
 
     override_config: Settings = block(dict)
-    """Overrides of the model's config."""
+    """Values that override the model's config.json."""
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     lora_rank: CountOrZero = 0
     """LoRA rank; 0 trains all parameters."""
     lora_alpha: Positive = 16
-    """LoRA scale: the update is multiplied by alpha / rank."""
+    """LoRA scale: the product of the LoRA matrices is multiplied by alpha / rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Modules that get LoRA matrices: all-linear, one pattern, or a list of names."""
 

@@ -98,7 +98,7 @@ class RewardModelModelConfig(SchemaBlock):
     trust_remote_code: bool = False
     """Run code that ships with the model."""
     override_config: Settings = block(dict)
-    """Overrides of the model's config."""
+    """Values that override the model's config.json."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
     ref_path: str | None = None
     """PRIME: folder or hub name of the frozen reference; null is `path`."""

@@ -130,9 +130,9 @@ class Worker:
         current = self._meshes.get(mesh_name)
         if current is not None and current != (dp_rank, is_collect):
             raise ValueError(
-                f"rank {self.rank} is already registered as {current} on mesh {mesh_name!r}, by which "
-                f"batches may have been split; it cannot change to {(dp_rank, is_collect)}: call "
-                "register_mesh before the first call"
+                f"rank {self.rank} is already registered as {current} on mesh {mesh_name!r}; it "
+                f"cannot change to {(dp_rank, is_collect)}, because batches may have been split by this "
+                "mesh: call register_mesh before the first call"
             )
         if dp_rank < 0:
             raise ValueError(f"data-parallel rank {dp_rank} on mesh {mesh_name!r} is negative")

@@ -33,7 +33,7 @@ _RESPONSE_COLUMNS = ("response", SFTDataConfig.response_key)
 _ANSWER_COLUMNS = {*_RESPONSE_COLUMNS, "chosen", "rejected"}
 BAR_WIDTH = 40
 ScoreGroundTruth = Callable[[Row], float | str]
-"""Maps a row to the score of its ground truth as the response, or to the scorer's error."""
+"""Maps a row to its score when the ground truth is the response, or to the scorer's error."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def check_file(
     path: str | os.PathLike[str],
     *,
     tokenizer: Tokenizer | None = None,
-    known_sources: Callable[[str], bool] | None = None,
+    is_known_source: Callable[[str], bool] | None = None,
     known_loops: Collection[str] = BUILT_IN_LOOPS,
     config: DataConfig | None = None,
     score: ScoreGroundTruth | None = None,
@@ -86,7 +86,7 @@ def check_file(
         config = dataclasses.replace(config, max_prompt_length=max_prompt_length)
     path = os.path.expanduser(os.fspath(path))
     if not os.path.isfile(path):
-        reason = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
+        reason = "is a folder; name its files" if os.path.isdir(path) else "does not exist"
         return 1, f"error: {path} {reason}"
     bad_rows = BadRowPolicy("skip")
     try:
@@ -98,7 +98,7 @@ def check_file(
         check.check_rows(file)
     except (DataError, BrokenTemplate) as error:
         return 1, f"error: {error}"
-    errors, warnings = [*check.errors(known_sources)], [*check.warnings()]
+    errors, warnings = [*check.errors(is_known_source)], [*check.warnings()]
     if tokenizer is not None and check.overlong_rows:
         message = (
             f"{len(check.overlong_rows):,} prompts have more than data.max_prompt_length="
@@ -192,7 +192,7 @@ class _Check:
             return None
         hint = f"use {', '.join(self.known_loops)}, or name your own with --agent-loop"
         if ":" in name or "/" in name:
-            hint = "a row has the name of a loop, not its import path"
+            hint = "a row must give the name of a loop, not its import path"
         return Problem("unknown agent loop", f"agent_name={shown(name)} is not known: {hint}")
 
     def _check_reward(self, row: Row, number: int) -> None:
@@ -299,8 +299,8 @@ class _Check:
             counts = sorted(self.score_counts.items(), reverse=True)
             parts = [f"{score:g} in {count:,}" for score, count in counts[:MAX_SHOWN_EXAMPLES]]
             others = len(counts) - MAX_SHOWN_EXAMPLES
-            remainder = f" and {others} values more" if others > 0 else ""
-            yield f"score of the ground truth as the response: {', '.join(parts)}{remainder} rows"
+            remainder = f", and {others} other scores" if others > 0 else ""
+            yield f"scores when the ground truth is the response: {', '.join(parts)} rows{remainder}"
         yield from histogram(self.lengths, "characters" if self.tokenizer is None else "tokens")
 
 

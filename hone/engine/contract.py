@@ -103,7 +103,7 @@ class Terms:
     """Metrics whose maximum is reported."""
 
 
-MicroBatchRuleFor = Callable[[int], MicroBatchRule]
+MicroBatchRuleForSlots = Callable[[int], MicroBatchRule]
 """Maps the number of data-parallel slots to the rule that splits a mini-batch on one rank."""
 
 
@@ -123,8 +123,8 @@ class EngineSpec:
     """The dtype of parameters and computation; master weights are float32."""
     fsdp: FSDPConfig
     """The `fsdp_config` block of the role: sharding, offload, dropout seed."""
-    train_rule: MicroBatchRuleFor
-    infer_rule: MicroBatchRuleFor
+    train_rule: MicroBatchRuleForSlots
+    infer_rule: MicroBatchRuleForSlots
     response_width: int
     """Maximum response length; the divisor of `seq-mean-token-sum-norm`."""
     optim: OptimConfig | None = None

@@ -207,7 +207,7 @@ class LoadOptions(TypedDict, total=False):
 
     dtype: Required[torch.dtype]
     override_config: Settings | None
-    """Overrides of the model's config."""
+    """Values that override the model's config.json."""
     device: torch.device | None
     """The device that the model will run on; loading checks it, and puts the model on the CPU."""
 

@@ -41,16 +41,18 @@ def rotated_qkv(
     v: Linear,
     cos_sin: tuple[Tensor, Tensor],  # of the rotary embedding, [N, D] each
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # [N, H, D], [N, KV, D] twice, [N, d]
-    """Returns rotated queries, rotated keys and values of the normalized rows, and the rows x.
+    """Returns the queries and keys, both rotated, and the values of the normalized tokens; and x itself.
 
-    The caller uses the returned rows in the residual sum, so that one kernel adds both gradients.
+    The caller uses the returned x in the residual sum, so that one kernel adds its two gradients.
     """
     return _RotatedQkv.apply(x, *norm, *q, *k, *v, *cos_sin)
 
 
-def add_gated_mlp(x: Tensor, norm: Norm, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def add_gated_mlp(
+    x: Tensor, norm: Norm, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor
+) -> Tensor:
     """Returns x + mlp(norm(x)), [N, d] float32."""
-    return _AddGatedMlp.apply(x, *norm, gate, up, down)
+    return _AddGatedMlp.apply(x, *norm, gate_weight, up_weight, down_weight)
 
 
 class _RotatedQkv(torch.autograd.Function):
@@ -73,10 +75,10 @@ class _RotatedQkv(torch.autograd.Function):
         x, norm_weight, inverse_rms, *weights, cos, sin = ctx.saved_tensors
         needs_grad = ctx.needs_input_grad
         h, _ = norm_forward(x, norm_weight, ctx.eps)
-        g_q, g_k, g_v, g_rows = grads
+        g_q, g_k, g_v, g_residual = grads
         g = join_gradients(g_q, g_k, g_v, cos, sin)
         g_x, g_norm_weight = norm_backward(
-            x, norm_weight, inverse_rms, g @ torch.cat(weights), g_rows
+            x, norm_weight, inverse_rms, g @ torch.cat(weights), g_residual
         )
         out_features, no_grads = [len(w) for w in weights], [None] * 3
         g_weights = (g.t() @ h).split(out_features) if any(needs_grad[3:9:2]) else no_grads
@@ -89,24 +91,26 @@ class _AddGatedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, norm_weight: Tensor, eps: float,
-        gate: Tensor, up: Tensor, down: Tensor,
+        gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor,
     ) -> Tensor:  # fmt: skip
         h, inverse_rms = norm_forward(x, norm_weight, eps)
-        gates, ups = F.linear(h, gate), F.linear(h, up)
-        ctx.save_for_backward(x, norm_weight, inverse_rms, gate, up, down, gates, ups)
+        gate, up = F.linear(h, gate_weight), F.linear(h, up_weight)
+        weights = (gate_weight, up_weight, down_weight)
+        ctx.save_for_backward(x, norm_weight, inverse_rms, *weights, gate, up)
         ctx.eps = eps
-        return x + wide_product(gate_forward(gates, ups), down)
+        return x + wide_product(gate_forward(gate, up), down_weight)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, inverse_rms, gate, up, down, gates, ups = ctx.saved_tensors
+        x, norm_weight, inverse_rms, *weights, gate, up = ctx.saved_tensors
+        gate_weight, up_weight, down_weight = weights
         needs_grad = ctx.needs_input_grad
         h, _ = norm_forward(x, norm_weight, ctx.eps)
         g = grads[0].to(h.dtype)
-        g_gates, g_ups, gated = gate_backward(gates, ups, g @ down)
-        g_h = (g_gates @ gate).addmm_(g_ups, up)
+        g_gate, g_up, gated = gate_backward(gate, up, g @ down_weight)
+        g_h = (g_gate @ gate_weight).addmm_(g_up, up_weight)
         g_x, g_norm_weight = norm_backward(x, norm_weight, inverse_rms, g_h, grads[0])
-        weight_grad_factors = ((g_gates, h), (g_ups, h), (g, gated))
+        weight_grad_factors = ((g_gate, h), (g_up, h), (g, gated))
         return (
             g_x,
             g_norm_weight if needs_grad[1] else None,

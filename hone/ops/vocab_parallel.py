@@ -26,7 +26,7 @@ from hone.ops.logprobs import (
 
 
 def shard_start(rows: int, group: Group) -> int:
-    """Returns the first row of this rank's shard of `rows`; all but the last have one size."""
+    """Returns the first row of this rank's shard of `rows`; all shards but the last are equally large."""
     return min(rows, -(-rows // group.size()) * group.rank())
 
 
@@ -38,25 +38,25 @@ def vocab_parallel_outputs(
     group: Group,
     with_entropy: bool,
     with_sum_pi_squared: bool,
-    **rule: Unpack[LogitRule],
+    **logit_rule: Unpack[LogitRule],
 ) -> dict[str, Tensor]:
     """Returns log_probs, entropy and sum_pi_squared as requested, each [M] float32.
 
     Weight and bias may be DTensors.
     """
     start = shard_start(weight.shape[0], group)
-    weight, bias = _to_local(weight), rule["bias"]
-    rule["bias"] = None if bias is None else _to_local(bias)
+    weight, bias = _to_local(weight), logit_rule["bias"]
+    logit_rule["bias"] = None if bias is None else _to_local(bias)
     log_probs, entropy = vocab_parallel_log_probs(
-        hidden, weight, target, start=start, group=group, with_entropy=with_entropy, **rule
+        hidden, weight, target, start=start, group=group, with_entropy=with_entropy, **logit_rule
     )
     outputs = {"log_probs": log_probs}
     if with_entropy:
         outputs["entropy"] = entropy
     if with_sum_pi_squared:
-        rule["bias"] = None if rule["bias"] is None else rule["bias"].detach()
+        logit_rule["bias"] = None if logit_rule["bias"] is None else logit_rule["bias"].detach()
         outputs["sum_pi_squared"] = vocab_parallel_sum_pi_squared(
-            hidden.detach(), weight.detach(), group=group, **rule
+            hidden.detach(), weight.detach(), group=group, **logit_rule
         )
     return outputs
 
@@ -73,19 +73,19 @@ def vocab_parallel_log_probs(
     start: int,
     group: Group,
     with_entropy: bool = False,
-    **rule: Unpack[LogitRule],
+    **logit_rule: Unpack[LogitRule],
 ) -> tuple[Tensor, Tensor]:
     """Returns what `linear_log_probs` returns for the whole head.
 
     `start` is the first token id of this rank's shard.
     """
-    bias, softcap = rule["bias"], rule["softcap"]
+    bias, softcap = logit_rule["bias"], logit_rule["softcap"]
     local_target = target - start
     local_target = local_target.masked_fill(
         (local_target < 0) | (local_target >= weight.shape[0]), -1
     )
     use_kernel = hidden.is_cuda and bias is None and softcap is None
-    factor = rule["logit_scale"] / rule["temperature"]
+    factor = logit_rule["logit_scale"] / logit_rule["temperature"]
     hidden = copy_to_group(hidden, group)
     return VocabParallelLogProbs.apply(
         hidden, weight, bias, local_target, factor, softcap, with_entropy, use_kernel, group
@@ -94,13 +94,15 @@ def vocab_parallel_log_probs(
 
 @torch.no_grad()
 def vocab_parallel_sum_pi_squared(
-    hidden: Tensor, weight: Tensor, *, group: Group, **rule: Unpack[LogitRule]
+    hidden: Tensor, weight: Tensor, *, group: Group, **logit_rule: Unpack[LogitRule]
 ) -> Tensor:
     """Returns Σ p² over the whole vocabulary, [M] float32, without gradient."""
-    factor = rule["logit_scale"] / rule["temperature"]
+    factor = logit_rule["logit_scale"] / logit_rule["temperature"]
     lse, squares = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
     for chunk in chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=False):
-        z, _ = scaled_logits(hidden[chunk], weight, rule["bias"], rule["softcap"], factor)
+        z, _ = scaled_logits(
+            hidden[chunk], weight, logit_rule["bias"], logit_rule["softcap"], factor
+        )
         lse[chunk] = torch.logsumexp(z, -1)
         squares[chunk] = torch.softmax(z, -1).square().sum(-1)
     max_lse = _max_over_ranks(lse, group)
@@ -121,6 +123,7 @@ def _combine_shards(local: Statistics, target: Tensor, group: Group) -> Statisti
     log_prob, lse, entropy = local
     max_lse = _max_over_ranks(lse, group)
     exp_sum = torch.exp(lse - max_lse)
+    # The logits here are relative to max_lse.
     local_logit = (log_prob + (lse - max_lse)).masked_fill(target < 0, 0.0)
     sums = torch.stack([exp_sum, local_logit, exp_sum * ((lse - max_lse) - entropy)])
     dist.all_reduce(sums, group=group)

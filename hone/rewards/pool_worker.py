@@ -1,8 +1,8 @@
 """The worker process of `pool.py`: creates the callable once, then runs jobs.
 
 It ends when the pool closes its socket or kills it. It ignores SIGTERM: a scheduler
-may send it to every process, and the trainer needs scores to finish its step. A timer ends a
-call whose parent has died.
+may send it to every process, and the trainer needs scores to finish its step. If the parent has
+died, a timer ends the call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _call(function: Function, arguments: Fields) -> object:
         return function(**arguments)
     except SetupError as error:
         return error
-    except Exception as error:  # a user's code may raise anything; the parent decides
+    except Exception as error:  # user code may raise anything; the parent applies the policy
         return Failed("exception", f"{type(error).__name__}: {error}")
 
 

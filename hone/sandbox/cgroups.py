@@ -31,7 +31,7 @@ class ParentCgroups:
 
 
 def find_parents(proc: Path = Path("/proc/self")) -> tuple[ParentCgroups | None, str]:
-    """Returns the parents of new cgroups and the names of their controllers.
+    """Returns the parents of new cgroups, and their version and controllers as text.
 
     Returns None and the reason if no cgroup can be created.
     """
@@ -71,7 +71,8 @@ def _find_v2(memberships: list[str], mounts: list[str]) -> ParentCgroups:
         if filesystem == "cgroup2":
             directory = _own_directory(mount_point, own_path)
             control = Path(directory, "cgroup.subtree_control")
-            with contextlib.suppress(OSError):  # not permitted, or the cgroup itself has processes
+            # No permission, or this cgroup has processes: v2 then allows it no controllers for children.
+            with contextlib.suppress(OSError):
                 available = Path(directory, "cgroup.controllers").read_text().split()
                 names = [name for name in ("memory", "pids") if name in available]
                 enabled = control.read_text().split()
@@ -137,7 +138,7 @@ class Cgroup:
         else:
             required = "memory.limit_in_bytes"
             with_swap = ("memory.memsw.limit_in_bytes", limit_bytes)
-            # memory.memsw may never be below memory.limit: the first write raises it, the second lowers it.
+            # The limit with swap may never be below the one without: it is raised before or lowered after.
             files = [with_swap, (required, limit_bytes), with_swap, ("memory.swappiness", "0")]
         for name, value in files:
             try:
@@ -148,7 +149,7 @@ class Cgroup:
 
     @contextlib.contextmanager
     def thread_inside(self) -> Iterator[None]:
-        """Moves this thread into a version 1 cgroup, so that processes that it starts are members.
+        """Moves this thread into the cgroup, so that the processes it starts are members; v2: does nothing.
 
         A thread moves itself at no cost. Moving another process blocks forks on the whole machine
         for an RCU grace period, which takes many milliseconds under load.
@@ -238,7 +239,7 @@ def remove_stale_cgroups(parents: ParentCgroups) -> None:
 def private_memory_bytes(root_pid: int) -> int:
     """Returns the private memory of a process and its descendants.
 
-    It is for runs without a memory cgroup, which can exceed their limit between two checks.
+    The caller polls it in runs without a memory cgroup; between two calls, memory can exceed the limit.
     """
     pages, queue = 0, [root_pid]
     while queue:

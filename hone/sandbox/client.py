@@ -20,7 +20,7 @@ from pathlib import Path
 from hone.sandbox.box import SETUP_S
 from hone.sandbox.cgroups import remove_stale_cgroups
 from hone.sandbox.descriptors import write_sealed
-from hone.sandbox.plan import Plan, RunRequest
+from hone.sandbox.plan import BoxPlan, RunRequest
 from hone.sandbox.result import Job, NotStarted, SandboxError, SandboxResult
 from hone.sandbox.spares import SPARE_LIFETIME_S
 from hone.sandbox.warden import DESCRIPTORS_MARK, MAX_MESSAGE_BYTES
@@ -147,7 +147,7 @@ _warden = WardenClient(SPARE_LIFETIME_S)
 os.register_at_fork(after_in_child=_warden.forget)
 
 
-def run_job(job: Job, plan: Plan, caller_socket: socket.socket | None = None) -> SandboxResult:
+def run_job(job: Job, plan: BoxPlan, caller_socket: socket.socket | None = None) -> SandboxResult:
     """Runs one job. Raises SandboxError if the box fails, but not if the program fails.
 
     caller_socket: the run ends with CallerDisconnected if this connection closes.
@@ -167,7 +167,7 @@ class Run:
     def __init__(
         self,
         job: Job,
-        plan: Plan,
+        plan: BoxPlan,
         *,
         has_channel: bool = False,
         caller_socket: socket.socket | None = None,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hone.sandbox import bubblewrap, cgroups, interpreter, landlock, seccomp
 from hone.sandbox.client import run_job
-from hone.sandbox.plan import NOBODY, Plan
+from hone.sandbox.plan import NOBODY, BoxPlan
 from hone.sandbox.result import Job, SandboxError, SandboxUnavailable
 
 DEFAULT_MINIMUM = frozenset({"filesystem", "network", "processes"})
@@ -53,7 +53,7 @@ class LayerState:
 
 @dataclass(frozen=True)
 class _ProbeResult:
-    plan: Plan | None
+    plan: BoxPlan | None
     layers: dict[str, LayerState]
 
 
@@ -62,7 +62,7 @@ def layers() -> dict[str, LayerState]:
     return dict(_probe(None).layers)
 
 
-def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> Plan:
+def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> BoxPlan:
     """Returns this machine's plan; raises SandboxUnavailable if the minimum is not met."""
     probe = _probe(interpreter_path)
     unknown = sorted(set(minimum) - set(GUARANTEES) - set(LAYERS))
@@ -97,7 +97,7 @@ def _probe_machine(interpreter_path: str | None) -> _ProbeResult:
     parents, cgroup_detail = cgroups.find_parents()
     box_uid = NOBODY if os.geteuid() == 0 else None
     errors: list[str] = []
-    plan: Plan | None = None
+    plan: BoxPlan | None = None
     probe_output: dict[str, str | int] = {}
     for bwrap_path, mount_proc, bind_interpreter in _box_variants(is_root=box_uid is not None):
         try:
@@ -107,7 +107,7 @@ def _probe_machine(interpreter_path: str | None) -> _ProbeResult:
                 gid=os.getegid() if box_uid is None else box_uid,
                 bind_interpreter=bind_interpreter,
             )
-            plan = Plan(
+            plan = BoxPlan(
                 bwrap_path=bwrap_path,
                 bwrap_options=bubblewrap.find()[1],
                 mount_proc=mount_proc,
@@ -145,7 +145,7 @@ def _box_variants(is_root: bool) -> Iterator[tuple[str | None, bool, bool]]:
 
 
 def _layer_states(
-    plan: Plan | None, probe_output: dict[str, str | int], errors: list[str]
+    plan: BoxPlan | None, probe_output: dict[str, str | int], errors: list[str]
 ) -> dict[str, LayerState]:
     has_bwrap = plan is not None and plan.bwrap_path is not None
     has_landlock = plan is not None and plan.bwrap_path is None

@@ -15,7 +15,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 @dataclass(frozen=True)
-class Plan:
+class BoxPlan:
     """How boxes are built on this machine; all runs share it."""
 
     bwrap_path: str | None
@@ -37,13 +37,13 @@ class Plan:
 class RunRequest:
     """The message to the warden for one run; code, stdin and files are sent as descriptors."""
 
-    plan: Plan
+    plan: BoxPlan
     job: Job
     has_channel: bool
     """Whether standard input is a socket whose other end the caller receives."""
 
     @classmethod
-    def from_job(cls, job: Job, plan: Plan, *, has_channel: bool = False) -> RunRequest:
+    def from_job(cls, job: Job, plan: BoxPlan, *, has_channel: bool = False) -> RunRequest:
         # The warden cannot import NumPy, so NumPy's floats and strings become Python's.
         fields: Fields = {
             name: type(highest)(getattr(job, name)) for name, (_, highest) in RANGES.items()

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 
 from hone.sandbox.box import Box
-from hone.sandbox.plan import Plan, RunRequest
+from hone.sandbox.plan import BoxPlan, RunRequest
 
 SPARE_LIFETIME_S = 1.0  # runs further apart than this build no spare
 
-Kind = tuple[Plan, int, bool]  # plan, disk_mb, has_channel
+Kind = tuple[BoxPlan, int, bool]  # plan, disk_mb, has_channel
 
 
 class SpareSlot:

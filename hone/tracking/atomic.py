@@ -43,7 +43,7 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
-    """Deletes temporary files that killed writers left in `folder`; no writer may be running."""
+    """Deletes the temporary files of writers that were killed; no writer of `folder` may be running."""
     leftovers = sorted(p for p in Path(folder).glob(f".*{TEMPORARY_SUFFIX}") if p.is_file())
     for file in leftovers:
         file.unlink(missing_ok=True)

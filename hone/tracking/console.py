@@ -1,7 +1,8 @@
 """Terminal output during a run: a live line, progress bars and plain text.
 
-On a terminal, all output shares one live region at the bottom. Elsewhere (a file, a pipe, CI), a
-step is one short line (`trainer.console=full`: every metric), and long waits are reported.
+On a terminal, the live line and the bars are at the bottom, and text is above them. Elsewhere (a
+file, a pipe, CI), a step is one short line (`trainer.console=full`: every metric), and long waits
+are reported.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_PLAIN_REPORTS = 15.0
 STEPS_FOR_ETA = 20
 
-# label → names of its metric, of which the first that a step has is shown
+# label → names of metrics; the first one that the step has is shown
 LIVE_LINE_METRICS = {
     "reward": ("reward/mean", "critic/rewards/mean", "critic/score/mean"),
     "accuracy": ("accuracy",),
@@ -104,8 +105,8 @@ class Screen:
     ) -> Iterator[Bar]:
         """Yields a progress bar.
 
-        With `has_step_line`, it has no ETA on a terminal, and nothing is shown elsewhere: the step
-        line shows both.
+        `has_step_line`: the run prints a line per step that has the count and the ETA. The bar then has
+        no ETA on a terminal, and is not shown elsewhere.
         """
         if not self.is_terminal:
             show = (lambda bar: None) if has_step_line else self._throttled_reporter()

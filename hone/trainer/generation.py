@@ -310,8 +310,8 @@ class Generation:
             raise DataError(f"{self.rows.where(index)}: {error}") from error
         if not 0 < len(ids) <= max_tokens or len(ids) >= self.config.rollout.max_total_tokens:
             raise DataError(
-                f"{self.rows.where(index)} has {len(ids)} prompt tokens; 1 to {max_tokens} fit "
-                "(rollout.prompt_length, and below rollout.max_model_len where that is set)"
+                f"{self.rows.where(index)} has {len(ids)} prompt tokens; it must have 1 to {max_tokens} "
+                "(rollout.prompt_length), and fewer than rollout.max_model_len if that is set"
             )
         return ids
 
@@ -385,7 +385,7 @@ class Generation:
 def _file_stats(path: str | None) -> tuple[str | None, list[tuple[str, int, int]]]:
     """Returns the path of a folder, and the name, size and modification time of each file in it.
 
-    The files themselves are not hashed, which would be slow.
+    They stand for the content of the files, which would be slow to hash.
     """
     if path is None or not Path(path).is_dir():
         return path, []

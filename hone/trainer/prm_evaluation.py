@@ -1,4 +1,4 @@
-"""Evaluates a process reward model on ProcessBench, on rankings of responses and on labelled steps."""
+"""Evaluates a process reward model on ProcessBench, best-of-n selection and labelled steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS_PER_BATCH = 256
 
 
 class StepScorer:
-    """A process reward model that scores the steps of solutions on packed rows."""
+    """A process reward model that scores the steps of solutions, in packed micro-batches."""
 
     def __init__(self, config: PRMConfig) -> None:
         self.config, self.tokenizer = config, build_tokenizer(config.model)
@@ -78,8 +78,8 @@ class StepScorer:
     def read_solutions(self, files: Sequence[str], **changes: Any) -> list[Solution]:
         """Returns the labelled solutions in these files; `changes` override keys of the data config."""
         settings = dataclasses.replace(self.config.data, **changes)
-        rows = StepDataset(files, self.tokenizer, settings, self.config.data.val_max_samples)
-        return [rows.solution(rows.store[position]) for position in rows.positions]
+        dataset = StepDataset(files, self.tokenizer, settings, self.config.data.val_max_samples)
+        return [dataset.solution(dataset.store[position]) for position in dataset.positions]
 
 
 def process_bench(scorer: StepScorer, files: Sequence[str]) -> dict[str, Any]:
@@ -87,24 +87,30 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> dict[str, Any]:
     subsets: dict[str, tuple[list[np.ndarray], np.ndarray]] = {}
     for file in files:
         solutions = scorer.read_solutions([file], format="processbench")
-        first_wrong_steps = [s.labels.index(0.0) if 0.0 in s.labels else -1 for s in solutions]
+        first_wrong_steps = np.array(
+            [s.labels.index(0.0) if 0.0 in s.labels else -1 for s in solutions]
+        )
         name = Path(file).name.partition(".")[0]
         name = file if name in subsets else name
-        subsets[name] = scorer.score(solutions), np.array(first_wrong_steps)
+        subsets[name] = scorer.score(solutions), first_wrong_steps
     tuned_on = TUNING_SUBSET if TUNING_SUBSET in subsets else next(iter(subsets))
     threshold = metrics.best_threshold(*subsets[tuned_on])
     results: dict[str, dict[str, Any]] = {}
-    for name, (scores, labels) in subsets.items():
-        num_wrong = int((labels >= 0).sum())
-        result: dict[str, Any] = {"wrong": num_wrong, "right": len(labels) - num_wrong}
+    for name, (scores, first_wrong_steps) in subsets.items():
+        num_wrong = int((first_wrong_steps >= 0).sum())
+        result: dict[str, Any] = {"wrong": num_wrong, "right": len(first_wrong_steps) - num_wrong}
         for suffix, step_threshold in (("", 0.5), ("_tuned", threshold)):
             predictions = metrics.first_errors(scores, step_threshold)
-            values = metrics.process_bench(predictions, labels)
+            values = metrics.process_bench(predictions, first_wrong_steps)
             result |= {f"{key}{suffix}": value for key, value in values.items()}
-            result[f"f1{suffix}_interval"] = list(metrics.bootstrap_f1(predictions, labels))
-        result["lenient_f1"] = metrics.lenient_f1(scores, labels)
-        result["chance_f1"] = metrics.chance_f1(np.array([len(p) for p in scores]), labels)
-        result["step_auc"] = _step_auc(scores, labels)
+            result[f"f1{suffix}_interval"] = list(
+                metrics.bootstrap_f1(predictions, first_wrong_steps)
+            )
+        result["lenient_f1"] = metrics.lenient_f1(scores, first_wrong_steps)
+        result["chance_f1"] = metrics.chance_f1(
+            np.array([len(p) for p in scores]), first_wrong_steps
+        )
+        result["step_auc"] = _step_auc(scores, first_wrong_steps)
         results[name] = result
     keys = ("f1", "f1_tuned", "lenient_f1", "chance_f1")
     mean = {key: float(np.mean([result[key] for result in results.values()])) for key in keys}
@@ -154,7 +160,7 @@ def labelled_step_metrics(scorer: StepScorer) -> dict[str, Any]:
 
 
 def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str) -> dict[str, Any]:
-    """Returns the mean scores of the responses and votes that the model selects from k responses.
+    """Returns the mean scores of best-of-n, majority vote, weighted vote and oracle, each for several k.
 
     Rows have n ≥ k responses, of which the first k are used, and either `scores` or the columns that
     `hone eval` needs.

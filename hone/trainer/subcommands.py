@@ -150,7 +150,7 @@ def _data_check(options: Options, rest: list[str]) -> int:
         status, text = check_file(
             file,
             tokenizer=tokenizer,
-            known_sources=None if score else lambda source: find(source) is not None,
+            is_known_source=None if score else lambda source: find(source) is not None,
             known_loops=[*BUILT_IN_LOOPS, *options.agent_loop],
             config=config,
             score=score,

@@ -10,7 +10,7 @@ import torch
 from hone.config import PPOTrainerConfig
 from hone.config.engine import FSDPConfig, MicroBatches, sequence_parallel
 from hone.controller import Worker
-from hone.engine.contract import EngineSpec, MicroBatchRuleFor
+from hone.engine.contract import EngineSpec, MicroBatchRuleForSlots
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import lora_adapters_or_none
 from hone.models.lora import AdapterSettings
@@ -26,8 +26,8 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
         device,
         actor,
         actor.fsdp_config,
-        train_rule=_micro_batch_rule(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
-        infer_rule=_micro_batch_rule(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
+        train_rule=_rule_for_slots(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
+        infer_rule=_rule_for_slots(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
         optim=actor.optim,
         grad_clip=actor.grad_clip,
         adapters=lora_adapters_or_none(config.actor_rollout_ref.model),
@@ -39,7 +39,7 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
 def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
     """Returns the spec of the reference, which is not trained."""
     ref = config.actor_rollout_ref.ref
-    rule = _micro_batch_rule(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
+    rule = _rule_for_slots(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
     return _spec(
         config,
         worker,
@@ -70,8 +70,8 @@ def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) 
         model_path=model.path or config.actor_rollout_ref.model.path,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing,
-        train_rule=_micro_batch_rule(critic, "ppo_", critic.ppo_max_token_len_per_gpu),
-        infer_rule=_micro_batch_rule(critic, "forward_", critic.forward_max_token_len_per_gpu),
+        train_rule=_rule_for_slots(critic, "ppo_", critic.ppo_max_token_len_per_gpu),
+        infer_rule=_rule_for_slots(critic, "forward_", critic.forward_max_token_len_per_gpu),
         optim=critic.optim,
         grad_clip=critic.grad_clip,
         adapters=adapters,
@@ -83,7 +83,7 @@ def implicit_reward_spec(
 ) -> EngineSpec:
     """Returns the spec of PRIME's reward model, or of its frozen reference."""
     reward, model = config.reward_model, config.reward_model.model
-    rule = _micro_batch_rule(reward, "", reward.forward_max_token_len_per_gpu)
+    rule = _rule_for_slots(reward, "", reward.forward_max_token_len_per_gpu)
     return _spec(
         config,
         worker,
@@ -113,9 +113,10 @@ def process_reward_spec(
     return replace(spec, head="steps", model_path=path, label_tokens=label_tokens)
 
 
-def _micro_batch_rule(
+def _rule_for_slots(
     role_config: MicroBatches, key_prefix: str, max_tokens: int
-) -> MicroBatchRuleFor:
+) -> MicroBatchRuleForSlots:
+    """Returns a function from the number of data-parallel slots to the micro-batch rule."""
     return lambda slots: MicroBatchRule(
         role_config.sequences_per_micro_batch(slots, key_prefix), max_tokens
     )

@@ -15,7 +15,7 @@ def test_a_good_file_is_described_and_passes(
     write_jsonl: Callable[..., str], make_rows: Any
 ) -> None:
     status, report = check_file(
-        write_jsonl(make_rows(30)), known_sources={"arithmetic"}.__contains__
+        write_jsonl(make_rows(30)), is_known_source={"arithmetic"}.__contains__
     )
     assert status == 0
     assert "30 rows" in report
@@ -74,15 +74,15 @@ def test_unknown_sources_are_errors_by_any_predicate(
     write_jsonl: Callable[..., str], make_rows: Any
 ) -> None:
     path = write_jsonl(make_rows(2, source="my_task"))
-    status, report = check_file(path, known_sources={"openai/gsm8k"}.__contains__)
+    status, report = check_file(path, is_known_source={"openai/gsm8k"}.__contains__)
     assert status == 1
     assert "no scorer knows data_source 'my_task'" in report
-    assert check_file(path, known_sources=lambda name: name.startswith("my_"))[0] == 0
+    assert check_file(path, is_known_source=lambda name: name.startswith("my_"))[0] == 0
 
 
 def test_rows_for_a_reward_model_need_no_scorer(write_jsonl: Callable[..., str]) -> None:
     row = {"prompt": "a", "data_source": "talk", "reward_model": {"style": "model"}}
-    assert check_file(write_jsonl([row]), known_sources=set().__contains__)[0] == 0
+    assert check_file(write_jsonl([row]), is_known_source=set().__contains__)[0] == 0
 
 
 def test_duplicate_prompts_are_counted(write_jsonl: Callable[..., str], make_rows: Any) -> None:
@@ -133,7 +133,7 @@ def test_files_for_supervised_training_are_asked_for_no_ground_truth(
         [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}],
         [{"prompt": "a", "chosen": "b", "rejected": "c"}],
     ):
-        status, report = check_file(write_jsonl(rows), known_sources=set().__contains__)
+        status, report = check_file(write_jsonl(rows), is_known_source=set().__contains__)
         assert status == 0, report
         assert "for supervised training" in report
         assert report.endswith("0 errors, 0 warnings")
@@ -161,7 +161,7 @@ def test_rows_that_supervised_training_refuses_are_errors(write_jsonl: Callable[
 
 def test_a_question_is_no_prompt_where_a_scorer_is_named(write_jsonl: Callable[..., str]) -> None:
     row = {"question": "a", "answer": "b", "data_source": "known"}
-    status, report = check_file(write_jsonl([row]), known_sources={"known"}.__contains__)
+    status, report = check_file(write_jsonl([row]), is_known_source={"known"}.__contains__)
     assert status == 1
     assert "column 'prompt' (data.prompt_key) is missing" in report
 
@@ -185,7 +185,7 @@ def test_an_answer_column_does_not_excuse_a_row_with_a_data_source(
     write_jsonl: Callable[..., str],
 ) -> None:
     row = {"prompt": "a", "answer": "b", "data_source": "mystery"}
-    status, report = check_file(write_jsonl([row]), known_sources={"known"}.__contains__)
+    status, report = check_file(write_jsonl([row]), is_known_source={"known"}.__contains__)
     assert status == 1
     assert "no scorer knows data_source 'mystery'" in report
 
@@ -251,6 +251,6 @@ def test_a_scorer_of_ones_own_is_called_on_every_row(write_jsonl: Callable[..., 
 
     status, report = check_file(path, score=score)
     assert status == 1
-    assert "score of the ground truth as the response: 1 in 1, 0 in 2 rows" in report
+    assert "scores when the ground truth is the response: 1 in 1, 0 in 2 rows" in report
     assert "error: 2 rows cannot be scored (rows 2, 4); row 2: exception: no" in report
     assert check_file(path, score=lambda row: 0.5)[0] == 0

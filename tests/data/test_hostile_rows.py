@@ -55,7 +55,7 @@ def error_text(call: Callable[[], Any]) -> str:
 def test_no_row_breaks_what_reads_it(tokenizer: Any, tmp_path: Path, lines: list[bytes]) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n".join([json.dumps(GOOD).encode(), *lines]) + b"\n")
-    status, report = check_file(path, tokenizer=tokenizer, known_sources=set().__contains__)
+    status, report = check_file(path, tokenizer=tokenizer, is_known_source=set().__contains__)
     assert status in (0, 1)
     report.encode("utf-8")
     config = replace(DataConfig(tool_config_path=None), on_bad_row="skip")

@@ -27,7 +27,7 @@ from hone.sandbox import (
 )
 from hone.sandbox.client import run_job
 from hone.sandbox.layers import DEFAULT_MINIMUM, GUARANTEES, LAYERS, _probe_machine, plan_for
-from hone.sandbox.plan import Plan
+from hone.sandbox.plan import BoxPlan
 
 from .attacks import NETWORK, TRY_TO_WRITE, processes_that_mention
 
@@ -135,14 +135,14 @@ def test_without_proc_the_box_still_works(bwrap: None) -> None:
 
 
 @pytest.fixture
-def landlock_plan(without_bwrap: None) -> Plan:
+def landlock_plan(without_bwrap: None) -> BoxPlan:
     if landlock.abi_version() == 0:
         pytest.skip("this kernel has no Landlock: there is no box without bubblewrap")
     return plan_for({"filesystem", "network"})
 
 
 def test_landlock_and_seccomp_isolate_without_bubblewrap(
-    landlock_plan: Plan, tmp_path: Path
+    landlock_plan: BoxPlan, tmp_path: Path
 ) -> None:
     assert landlock_plan.bwrap_path is None
     result = run_job(Job("print(input())", stdin="hello\n"), landlock_plan)
@@ -158,7 +158,7 @@ def test_landlock_and_seccomp_isolate_without_bubblewrap(
     assert (victim.read_text(), (tmp_path / "new").exists()) == ("planted-secret", False)
 
 
-def test_landlock_box_reaches_no_network_and_no_other_process(landlock_plan: Plan) -> None:
+def test_landlock_box_reaches_no_network_and_no_other_process(landlock_plan: BoxPlan) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
@@ -176,21 +176,21 @@ def test_landlock_box_reaches_no_network_and_no_other_process(landlock_plan: Pla
 
 @pytest.mark.parametrize("code", [126, 127])
 def test_landlock_box_reports_every_exit_code_as_the_programs(
-    landlock_plan: Plan, code: int
+    landlock_plan: BoxPlan, code: int
 ) -> None:
     result = run_job(Job(f"import os; os._exit({code})"), landlock_plan)
     assert (result.status, result.exit_code) == (Status.ERROR, code)
 
 
 def test_landlock_box_that_cannot_be_built_is_an_error_and_not_a_result(
-    landlock_plan: Plan,
+    landlock_plan: BoxPlan,
 ) -> None:
     absent = dataclasses.replace(landlock_plan.interpreter, executable="/usr/bin/absent")
     with pytest.raises(SandboxError, match="FileNotFoundError"):
         run_job(Job("pass"), dataclasses.replace(landlock_plan, interpreter=absent))
 
 
-def test_landlock_box_kills_processes_that_a_program_leaves(landlock_plan: Plan) -> None:
+def test_landlock_box_kills_processes_that_a_program_leaves(landlock_plan: BoxPlan) -> None:
     token = uuid.uuid4().hex
     code = """
 import os, sys
@@ -209,7 +209,9 @@ assert os.read(executed, 1) == b''
     assert processes_that_mention(token) == []
 
 
-def test_landlock_box_removes_its_directory_even_without_permissions(landlock_plan: Plan) -> None:
+def test_landlock_box_removes_its_directory_even_without_permissions(
+    landlock_plan: BoxPlan,
+) -> None:
     code = "import os\nos.makedirs('a/b')\nopen('a/b/c', 'w')\nos.chmod('a/b', 0)\nos.chmod('a', 0)"
     code += "\nfor _ in range(1050):\n    os.mkdir('d')\n    os.chdir('d')\n"
     assert run_job(Job(code, timeout_s=60.0), landlock_plan).ok

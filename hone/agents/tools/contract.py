@@ -38,11 +38,11 @@ class ToolResponse:
         return bool(self.text) and not (self.image or self.video)
 
 
-ToolOutput: TypeAlias = "JsonValue | ToolResponse"
-"""What the model reads; values of other types are converted with `str`."""
+ToolAnswer: TypeAlias = "JsonValue | ToolResponse"
+"""The answer, which the model reads; values of other types are converted with `str`."""
 ToolResult: TypeAlias = (
-    "ToolOutput | tuple[ToolOutput] | tuple[ToolOutput, float | None] "
-    "| tuple[ToolOutput, float | None, Settings | None]"
+    "ToolAnswer | tuple[ToolAnswer] | tuple[ToolAnswer, float | None] "
+    "| tuple[ToolAnswer, float | None, Settings | None]"
 )
 """What a tool returns: answer[, reward[, metrics]]."""
 CallResult: TypeAlias = tuple[ToolResponse, float, Fields]
@@ -260,7 +260,7 @@ def normalize_function_tool_return(result: ToolResult) -> CallResult:
     if isinstance(result, tuple) and not 1 <= len(result) <= 3:
         raise TypeError(
             "a function tool returns (answer,), (answer, reward) or (answer, reward, metrics): a "
-            f"tuple of length 1, 2, or 3, got {len(result)}; return a list to show data"
+            f"tuple of length 1, 2, or 3, got {len(result)}; return a list if the answer is data"
         )
     if _is_answer_tuple(result):
         return normalize_tool_return(result)
@@ -280,7 +280,7 @@ def _is_answer_tuple(result: ToolResult) -> bool:
     )
 
 
-def _is_number(value: ToolOutput) -> bool:
+def _is_number(value: ToolAnswer) -> bool:
     return isinstance(value, int | float) or (hasattr(value, "item") and hasattr(value, "dtype"))
 
 
@@ -295,6 +295,6 @@ def normalize_tool_return(result: ToolResult) -> CallResult:
 
 
 def response_text(response: ToolResponse) -> str:
-    """Returns the text that the model reads."""
+    """Returns the text of a response, with lone surrogates replaced, as the model reads it."""
     text = response.text
     return clean_text(text if isinstance(text, str) else "" if text is None else str(text))

@@ -1,7 +1,8 @@
 """The base classes of advantage estimators: frozen dataclasses that declare which columns they read.
 
 Their fields are their options, read from `algorithm` by name. `OutcomeEstimator` computes one advantage per
-trajectory. `VerlForm` gives an estimator verl's signature; `FunctionEstimator` wraps a user's function.
+trajectory. `EstimatorFunction` gives an estimator verl's signature; `FunctionEstimator` wraps a user's
+function.
 
 A trajectory is usually one row. If several rows have the same `trajectory_id`, their rewards and lengths are
 summed, statistics count the trajectory once, and each of its rows gets the trajectory's advantage.
@@ -131,7 +132,7 @@ class FunctionEstimator(Estimator):
         return result
 
 
-class VerlForm:
+class EstimatorFunction:
     """An estimator as a function with verl's arguments: options and columns are keywords.
 
     Every estimator accepts the columns of all estimators; an unknown keyword is an error.
@@ -171,7 +172,7 @@ class VerlForm:
         return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
 
 
-Entry = type[Estimator] | VerlForm | Function
+Entry = type[Estimator] | EstimatorFunction | Function
 """An entry of the table of estimators."""
 
 
@@ -187,7 +188,7 @@ def _entry_name(entry: Entry) -> str:
 
 def create_estimator(entry: Entry, config: Settings | None, **options: JsonValue) -> Estimator:
     """Creates the estimator of a table entry: an estimator class, its verl form, or a function."""
-    if isinstance(entry, VerlForm):
+    if isinstance(entry, EstimatorFunction):
         entry = entry.estimator
     if isinstance(entry, type) and issubclass(entry, Estimator):
         if entry.__call__ is Estimator.__call__:

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import Estimate, Estimator, Trajectories, VerlForm
+from hone.algorithms.advantages.estimator import (
+    Estimate,
+    Estimator,
+    EstimatorFunction,
+    Trajectories,
+)
 from hone.algorithms.advantages.returns import RowOrder, backward_scan
 from hone.ops.masked import masked_whiten, zero_outside_mask
 
@@ -64,4 +69,4 @@ def _gae_scan(
     return out.T, torch.stack([next_value, advantage], dim=-1)
 
 
-gae = VerlForm("gae", GAE)  # a function with verl's signature
+gae = EstimatorFunction("gae", GAE)  # a function with verl's signature

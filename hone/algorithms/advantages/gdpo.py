@@ -14,8 +14,8 @@ from hone.algorithms.advantages.estimator import (
     CALL_ONLY,
     Estimate,
     Estimator,
+    EstimatorFunction,
     Trajectories,
-    VerlForm,
     outcomes,
     row_sums,
 )
@@ -94,4 +94,4 @@ def _reward_part(name: str, columns: Settings) -> Tensor:
     return values
 
 
-gdpo = VerlForm("gdpo", GDPO)
+gdpo = EstimatorFunction("gdpo", GDPO)

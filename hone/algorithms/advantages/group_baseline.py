@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import OutcomeEstimator, Outcomes, VerlForm
+from hone.algorithms.advantages.estimator import EstimatorFunction, OutcomeEstimator, Outcomes
 from hone.algorithms.advantages.grpo import EPS
 
 
@@ -107,8 +107,8 @@ class LitePPO(OutcomeEstimator):
         return (scores - groups.mean(scores)[groups.ids]) / (std + EPS)
 
 
-opo = VerlForm("opo", OPO)
-gpg = VerlForm("gpg", GPG)
-grpo_passk = VerlForm("grpo_passk", PassK)
-maxrl = VerlForm("maxrl", MaxRL)
-lite_ppo = VerlForm("lite_ppo", LitePPO)
+opo = EstimatorFunction("opo", OPO)
+gpg = EstimatorFunction("gpg", GPG)
+grpo_passk = EstimatorFunction("grpo_passk", PassK)
+maxrl = EstimatorFunction("maxrl", MaxRL)
+lite_ppo = EstimatorFunction("lite_ppo", LitePPO)

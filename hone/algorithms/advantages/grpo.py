@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import OutcomeEstimator, Outcomes, VerlForm
+from hone.algorithms.advantages.estimator import EstimatorFunction, OutcomeEstimator, Outcomes
 from hone.ops.groups import Groups
 
 EPS = 1e-6
@@ -53,5 +53,5 @@ def group_relative_scores(
 
 
 # Functions with verl's signature.
-grpo = VerlForm("grpo", GRPO)
-dr_grpo = VerlForm("dr_grpo", DrGRPO)
+grpo = EstimatorFunction("grpo", GRPO)
+dr_grpo = EstimatorFunction("dr_grpo", DrGRPO)

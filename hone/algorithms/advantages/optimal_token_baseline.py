@@ -1,6 +1,6 @@
 """The optimal token baseline (2602.07078): a baseline per position, weighted by gradient energy.
 
-`optimal_token_baseline` compares tokens in the same column of the response; `tir_…` (tool-integrated
+`optimal_token_baseline` compares tokens at the same position of the response; `tir_…` (tool-integrated
 reasoning) compares the n-th policy tokens and does not count tool tokens.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from hone.algorithms.advantages.estimator import (
     Estimate,
     Estimator,
+    EstimatorFunction,
     Trajectories,
-    VerlForm,
     checked_labels,
 )
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
@@ -29,45 +29,47 @@ EPS = 1e-8
 class OptimalTokenBaseline(Estimator):
     """B_t = Σ G·W / (Σ W + ε) over the group, W_t = Σ_{s≤t} (1 − 2π_s + Σπ²)·ρ_s²;  A = G − B.
 
-    There is no baseline if a trajectory is the only one at a position (a group of one, or the tail of
-    the longest), since its own return as baseline would always give 0. `handle_zero_tail=False`
-    nevertheless uses that baseline for the tail.
+    G is the return, π the probability of a token under the policy, ρ the rollout importance weight.
+
+    A token without others at its position (a group of one, or the tail of the longest response) has no
+    baseline: its own return as baseline would make the advantage 0. `handle_zero_tail=False` uses that
+    baseline for the tail anyway.
     """
 
     handle_zero_tail: bool = True
     epsilon: float = EPS
 
     uses = ("rollout_is_weights",)
-    groups = "compared"
+    groups = "compared"  # responses to one prompt are compared
 
     @property
     def requires(self) -> tuple[str, ...]:
         return ("old_log_probs", "sum_pi_squared")
 
     def position(self, mask: Tensor, row_order: RowOrder | None) -> Tensor:
-        """Returns [B, T] the position at which tokens of a group are compared: the column of the response."""
+        """Returns [B, T]: each token's index in the response; tokens of a group are compared per index."""
         width = mask.shape[-1]
-        column = torch.arange(width, device=mask.device).expand_as(mask)
-        return column if row_order is None else column + width * row_order.rank.unsqueeze(-1)
+        index = torch.arange(width, device=mask.device).expand_as(mask)
+        return index if row_order is None else index + width * row_order.row_number.unsqueeze(-1)
 
     def __call__(self, batch: Trajectories) -> Estimate:
         response_mask = batch.mask
         row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, response_mask)
         position = self.position(response_mask, row_order)
-        # Squared norm of the score at each token: ‖onehot − π‖² = 1 − 2π(a) + Σπ².
+        # Squared norm of the gradient of log π(a) by the logits: ‖onehot − π‖² = 1 − 2π(a) + Σπ².
         log_probs = zero_outside_mask(batch.column("old_log_probs"), response_mask)
         energy = 1 - 2 * log_probs.exp() + batch.column("sum_pi_squared")
         if (importance_weights := batch.columns.get("rollout_is_weights")) is not None:
             energy = energy * importance_weights**2
         energy = zero_outside_mask(energy, response_mask)
-        index = checked_labels("optimal_token_baseline", batch.uid, len(response_mask))
+        labels = checked_labels("optimal_token_baseline", batch.uid, len(response_mask))
         returns = rewards_to_go(batch.rewards, response_mask, 1.0, row_order)
         cumulative_energy = energy.cumsum(-1)
         if row_order is not None:
             earlier_energy = row_order.sum_of_earlier_rows(energy.sum(-1))
             cumulative_energy = cumulative_energy + earlier_energy.unsqueeze(-1)
         mask = response_mask.bool()
-        group = torch.from_numpy(factorise(index)).to(mask.device)
+        group = torch.from_numpy(factorise(labels)).to(mask.device)
         num_positions = int(position.max()) + 1 if position.numel() else 1
         cell = (group.unsqueeze(-1) * num_positions + position)[mask]  # one per (group, position)
         g, w = returns[mask].double(), cumulative_energy[mask].double()
@@ -77,9 +79,9 @@ class OptimalTokenBaseline(Estimator):
         weight_sums = zeros.index_add(0, cell, w)
         member_counts = zeros.index_add(0, cell, torch.ones_like(w))
         if not self.handle_zero_tail:  # only a group of one has no baseline
-            first_rows = group if row_order is None else group[row_order.rank == 0]
+            groups = group if row_order is None else group[row_order.row_number == 0]
             group_of_cell = torch.arange(num_cells, device=mask.device) // num_positions
-            member_counts = torch.bincount(first_rows)[group_of_cell]
+            member_counts = torch.bincount(groups)[group_of_cell]
         baseline = torch.where(
             member_counts > 1, weighted_returns / (weight_sums + self.epsilon), zeros
         )
@@ -100,5 +102,7 @@ class TIROptimalTokenBaseline(OptimalTokenBaseline):
         return count + row_order.sum_of_earlier_rows(is_policy_token.sum(-1)).unsqueeze(-1)
 
 
-optimal_token_baseline = VerlForm("optimal_token_baseline", OptimalTokenBaseline)
-tir_optimal_token_baseline = VerlForm("tir_optimal_token_baseline", TIROptimalTokenBaseline)
+optimal_token_baseline = EstimatorFunction("optimal_token_baseline", OptimalTokenBaseline)
+tir_optimal_token_baseline = EstimatorFunction(
+    "tir_optimal_token_baseline", TIROptimalTokenBaseline
+)

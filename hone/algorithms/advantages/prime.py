@@ -9,8 +9,8 @@ import torch
 from hone.algorithms.advantages.estimator import (
     Estimate,
     Estimator,
+    EstimatorFunction,
     Trajectories,
-    VerlForm,
     outcomes,
 )
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
@@ -59,4 +59,4 @@ class PrimeRLOO(Estimator):
         return masked_whiten(returns, batch.mask), returns
 
 
-prime_rloo = VerlForm("prime_rloo", PrimeRLOO)
+prime_rloo = EstimatorFunction("prime_rloo", PrimeRLOO)

@@ -16,10 +16,10 @@ from torch import Tensor
 from hone.algorithms.advantages.estimator import (
     Estimate,
     Estimator,
+    EstimatorFunction,
     OutcomeEstimator,
     Outcomes,
     Trajectories,
-    VerlForm,
 )
 from hone.ops.groups import Labels, factorise, factorise_pairs
 from hone.ops.masked import masked_whiten, zero_outside_mask
@@ -30,7 +30,7 @@ class RowOrder:
     """The order of the rows of each trajectory, which may have several rows."""
 
     trajectory: Tensor  # [B] index of each row's trajectory
-    rank: Tensor  # [B] 0 for the first row of a trajectory, 1 for the next …
+    row_number: Tensor  # [B] 0 for the first row of a trajectory, 1 for the next …
     next_row: Tensor  # [B] the row that continues this one; -1 for the last row of a trajectory
 
     @classmethod
@@ -49,14 +49,16 @@ class RowOrder:
         next_row[order[:-1][continues]] = order[1:][continues]
         is_first = np.concatenate([[True], ~continues]) if rows else np.zeros(0, bool)
         position = np.arange(rows)
-        rank = np.empty(rows, np.int64)
-        rank[order] = position - np.maximum.accumulate(np.where(is_first, position, 0))
-        return cls(*(torch.from_numpy(x).to(like.device) for x in (trajectory, rank, next_row)))
+        row_number = np.empty(rows, np.int64)
+        row_number[order] = position - np.maximum.accumulate(np.where(is_first, position, 0))
+        return cls(
+            *(torch.from_numpy(x).to(like.device) for x in (trajectory, row_number, next_row))
+        )
 
     def backwards(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (rows, the rows that continue them or -1), starting with the last rows of trajectories."""
-        for rank in range(int(self.rank.max()) if len(self.rank) else -1, -1, -1):
-            rows = (self.rank == rank).nonzero().squeeze(1)
+        for number in range(int(self.row_number.max()) if len(self.row_number) else -1, -1, -1):
+            rows = (self.row_number == number).nonzero().squeeze(1)
             yield rows, self.next_row[rows]
 
     def sum_of_later_rows(self, per_row: Tensor) -> Tensor:
@@ -164,6 +166,8 @@ class ReMax(Estimator):
         return zero_outside_mask(returns - baseline, batch.mask), returns
 
 
-reinforce_plus_plus = VerlForm("reinforce_plus_plus", ReinforcePlusPlus)
-reinforce_plus_plus_baseline = VerlForm("reinforce_plus_plus_baseline", ReinforcePlusPlusBaseline)
-remax = VerlForm("remax", ReMax)
+reinforce_plus_plus = EstimatorFunction("reinforce_plus_plus", ReinforcePlusPlus)
+reinforce_plus_plus_baseline = EstimatorFunction(
+    "reinforce_plus_plus_baseline", ReinforcePlusPlusBaseline
+)
+remax = EstimatorFunction("remax", ReMax)

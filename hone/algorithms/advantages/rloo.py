@@ -10,9 +10,9 @@ from torch import Tensor
 from hone.algorithms.advantages.estimator import (
     Estimate,
     Estimator,
+    EstimatorFunction,
     Outcomes,
     Trajectories,
-    VerlForm,
     outcomes,
 )
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
@@ -129,5 +129,5 @@ class RLOO(Estimator):
         return advantages, advantages
 
 
-rloo = VerlForm("rloo", RLOO)
-rloo_token = VerlForm("rloo_token", RLOOToken)
+rloo = EstimatorFunction("rloo", RLOO)
+rloo_token = EstimatorFunction("rloo_token", RLOOToken)

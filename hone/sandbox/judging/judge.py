@@ -21,7 +21,7 @@ from hone.sandbox.client import Run, wait_for_data
 from hone.sandbox.descriptors import write_sealed
 from hone.sandbox.judging.judge_server import READY_MESSAGE, REQUEST_STRUCT
 from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
-from hone.sandbox.plan import Plan
+from hone.sandbox.plan import BoxPlan
 from hone.sandbox.result import MAX_TIMEOUT_S, Job, SandboxError
 
 _FOLDER = Path(__file__).parent
@@ -80,7 +80,7 @@ def judge(
 
 
 def _judge_once(
-    job: Job, plan: Plan, sources_json: str, caller_socket: socket.socket | None
+    job: Job, plan: BoxPlan, sources_json: str, caller_socket: socket.socket | None
 ) -> Judgement:
     with _judge_boxes_lock:  # one box per plan and process: a fork must not share its parent's box
         box = _judge_boxes.setdefault((os.getpid(), repr(plan)), JudgeBox(plan))
@@ -114,7 +114,7 @@ def _judge_once(
 class JudgeBox:
     """A judge's box of this process, which starts on first use."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BoxPlan) -> None:
         self.slots = threading.BoundedSemaphore(_MAX_CONCURRENT)
         self._plan = plan
         self._lock = threading.RLock()

@@ -14,7 +14,12 @@ from typing import Literal, TypeVar
 from hone.agents.contract import LOOPS
 from hone.agents.parsers.contract import PARSERS
 from hone.algorithms.advantages import TABLE, get_estimator
-from hone.algorithms.advantages.estimator import CALL_ONLY, Estimator, VerlForm, needed_columns
+from hone.algorithms.advantages.estimator import (
+    CALL_ONLY,
+    Estimator,
+    EstimatorFunction,
+    needed_columns,
+)
 from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.kl import get_kl_estimator
 from hone.algorithms.policy_losses import get_policy_loss_fn
@@ -354,7 +359,7 @@ def _keys_without_effect(
     if TABLE.is_built_in(name):
         entries = [TABLE.get(other) for other in TABLE.names() if TABLE.is_built_in(other)]
         options = set().union(
-            *(_algorithm_keys(e.estimator) for e in entries if isinstance(e, VerlForm))
+            *(_algorithm_keys(e.estimator) for e in entries if isinstance(e, EstimatorFunction))
         )
         unused_keys = options - _algorithm_keys(type(plan.estimator))
         reasons |= {

@@ -17,7 +17,7 @@ def test_without_trajectory_ids_there_is_no_row_order():
 
 
 def test_the_same_id_under_two_prompts_is_two_trajectories():
-    assert ROW_ORDER.rank.tolist() == [0, 0, 0, 1, 1, 2]
+    assert ROW_ORDER.row_number.tolist() == [0, 0, 0, 1, 1, 2]
     assert ROW_ORDER.next_row.tolist() == [3, -1, 4, 5, -1, -1]
 
 
