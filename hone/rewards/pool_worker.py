@@ -38,7 +38,9 @@ def serve(connection: Connection) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         try:
             connection.send(answer)
-        except (TypeError, AttributeError, ValueError) as error:
+        except OSError:
+            raise  # the parent has ended
+        except Exception as error:  # a user's object may fail to be pickled with any error
             connection.send(Failed("bad_return", f"cannot be sent between processes: {error}"))
 
 

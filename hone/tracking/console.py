@@ -264,8 +264,9 @@ class ConsoleTracker(Tracker):
             self.screen.status(self._short_line(step, self._live_values))
 
     def finish(self) -> None:
-        if self.screen.is_terminal and self._live_values:
-            self.screen.line(self._short_line(self._step_times[-1][0], self._live_values))
+        if self.screen.is_terminal:
+            if self._live_values:
+                self.screen.line(self._short_line(self._step_times[-1][0], self._live_values))
             self.screen.status(None)
 
     def _short_line(self, step: int, values: Mapping[str, Number], *, with_eta: bool = True) -> str:

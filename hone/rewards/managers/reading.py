@@ -64,13 +64,14 @@ def place_on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torc
 
 
 def move_to_policy_tokens(data: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-    """Moves each reward [B, T] on an observation to the policy token before it.
+    """Moves each reward [B, T] on an observation to the policy token before it, or else to the first one.
 
     A manager in verl's form puts the score on the last token of the response, which may be a tool's.
     """
     mask = policy_mask(data)
     positions = torch.arange(mask.shape[1]).expand_as(mask)
-    targets = torch.where(mask, positions, -1).cummax(-1).values.clamp(min=0)
+    first_positions = mask.int().argmax(-1, keepdim=True)
+    targets = torch.where(mask, positions, first_positions).cummax(-1).values
     return torch.zeros_like(rewards).scatter_add_(1, targets, rewards)
 
 

@@ -143,6 +143,13 @@ def test_a_reward_on_an_observation_moves_to_the_policy_token_before_it(
     assert moved[1, 1] == 1.0
 
 
+def test_a_reward_before_every_policy_token_moves_to_the_first(make_batch: MakeBatch) -> None:
+    data = make_batch(["abcde"], masks=["00110"])
+    rewards = torch.zeros(data.batch["responses"].shape)
+    rewards[0, 1] = 1.0
+    assert move_to_policy_tokens(data, rewards).nonzero().tolist() == [[0, 2]]
+
+
 def test_rewards_on_policy_tokens_stay(make_batch: MakeBatch) -> None:
     data = make_batch(["abcde"], masks=["11001"])
     rewards = torch.rand(data.batch["responses"].shape) * data.batch["response_mask"]
