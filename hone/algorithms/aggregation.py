@@ -1,7 +1,7 @@
 """Aggregates per-token losses to a scalar that does not depend on the split into micro-batches.
 
 `agg_loss` returns this micro-batch's share: the shares of all micro-batches and ranks sum to the
-loss of the mini-batch. It divides by counts of the whole mini-batch, which the engine sets with
+loss of the mini-batch. The divisors are counts of the whole mini-batch, which the engine sets with
 `batch_counts`.
 """
 
@@ -37,7 +37,7 @@ class BatchCounts:
     """Number of rows with at least one token in the loss mask."""
     width: float | None = None
     """The maximum response length: the divisor of `seq-mean-token-sum-norm` if the config has no
-    `loss_scale_factor`. If it is None, the mask's width is used, which depends on padding."""
+    `loss_scale_factor`. None uses the mask's width, which depends on padding."""
 
     @classmethod
     def from_mask(cls, loss_mask: Tensor, width: float | None = None) -> BatchCounts:
@@ -76,8 +76,7 @@ def agg_loss(
 
     `dp_size` is for engines whose gradients are averaged, not summed, over ranks. Counts come from
     the arguments, else from `batch_counts`, else from `loss_mask`, which must then be the mask of the whole
-    mini-batch.
-    An empty mask gives 0 with a gradient of 0.
+    mini-batch. An empty mask gives 0 with a gradient of 0.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
@@ -118,7 +117,7 @@ def _first_not_none(*values: float | Tensor | None) -> float | Tensor | None:
 def _divisor(
     count: float | Tensor | None, local_count: Tensor, dp_size: int, name: str
 ) -> float | Tensor:
-    """Returns `count`, or `local_count` if it is None, but at least 1."""
+    """Returns `count`, or `local_count` if `count` is None; at least 1."""
     if count is None:
         if dp_size > 1:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The functions of verl's `core_algos`, with verl's argument order.
 
-Each calls the implementation of the same algorithm. As in verl, estimators whose formula has no
+Each function calls hone's implementation of the same algorithm. As in verl, estimators whose formula has no
 `epsilon` (rloo, opo, gpg, reinforce_plus_plus_baseline) accept and ignore it.
 """
 
@@ -65,7 +65,7 @@ class AdvantageEstimator(str, Enum):
 class VerlFunction:
     """An estimator as a function with verl's `arguments`, in verl's order; those before `/` are required.
 
-    `ignored_arguments` lists arguments that verl accepts and the estimator does not have.
+    `ignored_arguments` lists arguments of verl that the estimator does not have.
     """
 
     def __init__(

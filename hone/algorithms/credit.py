@@ -37,8 +37,8 @@ def assign_credit(
 ) -> Tensor:
     """Returns the step rewards [B, T] from which returns are computed; 0 where no step ends.
 
-    A number T > 0 weights each step by softmax(−r/T) over its row, so that the sum tends to the
-    row's minimum as T → 0. The two named forms do not change the rewards.
+    A temperature τ > 0 weights each step by softmax(−r/τ) over its row, so that the sum tends to the
+    row's minimum as τ → 0. "gamma-decay" and "strict min-form" do not change the rewards.
     """
     mask = step_mask.bool()
     rewards = zero_outside_mask(process_rewards, mask)
@@ -93,7 +93,7 @@ def total_min_form_returns(
 
 
 def step_lengths(step_mask: Tensor, response_mask: Tensor) -> Tensor:
-    """Returns [B, T]: at the end of a step, the number of its policy tokens before the last; 0 elsewhere."""
+    """Returns [B, T]: at a step's last token, the number of the step's earlier policy tokens; 0 elsewhere."""
     mask, ends = response_mask.bool(), step_mask.bool()
     count = (mask & ~ends).int().cumsum(-1)  # tokens so far that end no step
     # The count never decreases, so its running maximum over ends is the count at the previous end.

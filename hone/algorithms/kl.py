@@ -1,6 +1,6 @@
 """KL estimators, the KL penalty in the reward, and the controllers of its coefficient.
 
-KL is the divergence of the policy from the reference policy. If it is part of the loss instead, the engine
+KL is the divergence of the policy from the reference policy. If the KL is part of the loss, the engine
 aggregates `kl_penalty` like any other per-token loss.
 """
 
@@ -78,7 +78,7 @@ def k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 
 
 def k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    """e^{−x} + x − 1 for x = log π − log π_ref: unbiased, never negative, bounded at 10."""
+    """e^x − x − 1 for x = log π_ref − log π: unbiased, never negative, bounded at 10."""
     x = (ref_logprob - logprob).clamp(-_EXPONENT_BOUND, _EXPONENT_BOUND)
     return (x.exp() - x - 1).clamp(-_K3_BOUND, _K3_BOUND)
 

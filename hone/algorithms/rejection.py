@@ -68,7 +68,7 @@ def _apply_option(
         case "seq_mean":
             values = masked_mean(per_token, mask, -1)
         case _:
-            # k2 and k3 are never negative; the added column makes the value of an empty row 0.
+            # k2 and k3 are never negative; the added 0 is the value of an empty row.
             values = pad(zero_outside_mask(per_token, mask), (0, 1)).amax(-1)
     in_bounds = (values >= low) & (values <= high)
     keep_mask = mask & (in_bounds if values.dim() == 2 else in_bounds[:, None])

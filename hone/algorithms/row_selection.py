@@ -1,6 +1,6 @@
 """Selects rows of a batch: the group filters of DAPO and PURE, and PF-PPO's resampling.
 
-A filter returns a mask [B] of the rows to keep; the trainer collects further groups.
+A filter returns a mask [B] of the rows to keep; the trainer generates groups to replace the others.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> T
             f"algorithm.pf_ppo.reweight_method={reweight_method!r} is unknown; "
             "use pow, max_min or max_random"
         )
-    return weights + _MIN_WEIGHT  # a batch of zeros can be sampled too
+    return weights + _MIN_WEIGHT  # rows can be sampled even if all weights were 0
 
 
 def pf_ppo_rows(

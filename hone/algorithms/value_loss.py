@@ -23,7 +23,8 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Returns ½·max((v−R)², (clip(v, V±c)−R)²), aggregated, and the clip fraction.
 
-    The last four arguments are those of `agg_loss`.
+    v is `vpreds`, V `values` (before the update), R `returns`, and c `cliprange_value`. The last four
+    arguments are those of `agg_loss`.
     """
     vpreds, returns, values = (
         zero_outside_mask(x, response_mask) for x in (vpreds, returns, values)

@@ -43,9 +43,9 @@ def compose(
     """Resolves a configuration and records the origin of each value.
 
     `config_path` and `config_dir` are folders of the user's YAML files. `schema` is the name of a tree; by
-    default the config names it. `starting_values` gets the values that were set, by dotted key, and returns
-    values for other keys. `extra_checks` checks more than the
-    schema, such as the columns that an algorithm reads.
+    default the config file names the tree. `starting_values` maps the values that were set, by dotted key, to
+    settings of lower precedence. `extra_checks` checks more than the schema, such as the columns that an
+    algorithm reads.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]

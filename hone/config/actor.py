@@ -27,7 +27,7 @@ from hone.config.ranges import AboveOne, Count, NotNegative, Positive, Share
 from hone.types import Settings
 
 current_batch_info: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
-"""`batch_num_tokens` and `global_batch_size` of the current mini-batch; empty outside of one."""
+"""`batch_num_tokens` and `global_batch_size` of the current mini-batch; empty outside of mini-batches."""
 
 
 class PolicyLossConfig(SchemaBlock):
@@ -46,7 +46,7 @@ class PolicyLossConfig(SchemaBlock):
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of the KL term."""
     dro_beta: Positive | None = None
-    """dro: weight of the squared log-ratio; `dro` needs it."""
+    """dro: weight of the squared log-ratio; required."""
 
 
 class RouterReplayConfig(SchemaBlock):
@@ -84,11 +84,11 @@ class ActorConfig(UpdateConfig):
     use_torch_compile: bool = follows(".fsdp_config.use_torch_compile")
     """Compile each decoder block with torch.compile."""
     calculate_sum_pi_squared: bool = False
-    """Also compute the sum of squared probabilities, which is automatic for estimators that need it."""
+    """Compute the sum of squared probabilities even if the estimator does not read it."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
     megatron: MegatronConfig = block(MegatronConfig)
     ulysses_sequence_parallel_size: Count = follows(f".{ULYSSES_SIZE_KEY}")
-    """Ranks that split each sequence in updates and log-prob passes; token budgets are multiplied by it."""
+    """Ranks that split each sequence in updates and log-prob passes, and multiply the token budgets."""
 
     @property
     def global_batch_info(self) -> Settings:
@@ -136,9 +136,9 @@ class CriticConfig(UpdateConfig):
     forward_micro_batch_size: int | None = None
     """Sequences in one value pass over all ranks; prefer `forward_micro_batch_size_per_gpu`."""
     forward_micro_batch_size_per_gpu: Count | None = follows("critic.ppo_micro_batch_size_per_gpu")
-    """Sequences in one value pass on one rank; follows the key of the update."""
+    """Sequences in one value pass on one rank; follows `ppo_micro_batch_size_per_gpu`."""
     forward_max_token_len_per_gpu: Count = follows("critic.ppo_max_token_len_per_gpu")
-    """Token budget of one value pass on one rank; follows the key of the update."""
+    """Token budget of one value pass on one rank; follows `ppo_max_token_len_per_gpu`."""
     cliprange_value: Positive = 0.5
     """In the loss, new values are clipped to this distance from the old ones."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)
@@ -147,4 +147,4 @@ class CriticConfig(UpdateConfig):
         MegatronConfig, "megatron", *MEGATRON_PARALLEL_KEYS
     )
     ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES_SIZE_KEY}")
-    """Ranks that split each sequence; token budgets are multiplied by it."""
+    """Ranks that split each sequence; their number multiplies the token budgets."""

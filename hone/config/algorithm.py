@@ -42,8 +42,8 @@ class RolloutCorrectionConfig(SchemaBlock):
     rollout_rs: str | tuple[str, ...] | None = None
     """Rejection options, comma separated: token_k1…k3, seq_sum_k1…, seq_mean_k1…, seq_max_k2|k3."""
     rollout_rs_threshold: float | str | tuple[str, ...] | None = None
-    """Bounds of the rejection options: one for all, or one per option, comma separated or as a list; `lo_hi`
-    for k1."""
+    """Bounds of the rejection options: one for all, or one per option, comma separated or as a list. An
+    option with k1 also takes `lo_hi`."""
     rollout_token_veto_threshold: Positive | None = None
     """Reject a whole response if the ratio train/rollout of one of its tokens is below this number."""
     bypass_mode: bool = False
@@ -90,8 +90,8 @@ class AlgorithmConfig(SchemaBlock):
     norm_adv_by_std_in_grpo: bool = True
     """Divide group advantages by the group's standard deviation; false is Dr.GRPO."""
     process_baseline: Literal["return", "step", "token"] = "return"
-    """Baseline of process rewards in rloo and rloo_token: the return of the other responses, or their
-    reward per step or per token."""
+    """Baseline of process rewards in rloo and rloo_token: the mean return of the group's other responses,
+    or their mean reward per step or per token."""
     adv_norm: bool = False
     """Whiten advantages over all policy tokens of the batch, for any estimator."""
     use_kl_in_reward: bool = False
@@ -166,14 +166,14 @@ decoupled recomputes old log-probs, and bypass uses the log-probs of the rollout
 
 
 def _preset_method(name: str) -> Function:
-    """Returns the class method that creates a preset."""
+    """Returns the function of the class method that creates a preset."""
     settings = PRESETS[name]
-    has_both = _IS_THRESHOLD in settings and _RS_THRESHOLD in settings
-    names = {
-        "is_threshold" if has_both else "threshold": _IS_THRESHOLD,
+    has_both_thresholds = _IS_THRESHOLD in settings and _RS_THRESHOLD in settings
+    threshold_keys = {
+        "is_threshold" if has_both_thresholds else "threshold": _IS_THRESHOLD,
         "rs_threshold": _RS_THRESHOLD,
     }  # in verl's order
-    arguments = {argument: key for argument, key in names.items() if key in settings}
+    arguments = {argument: key for argument, key in threshold_keys.items() if key in settings}
     arguments |= {_LOWER_THRESHOLD: _LOWER_THRESHOLD} if name.endswith("icepop") else {}
 
     def create(cls: type, *values: float | str, **keywords: float | str) -> RolloutCorrectionConfig:

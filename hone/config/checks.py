@@ -25,8 +25,8 @@ from hone.config.trees import PPOTrainerConfig
 from hone.types import JsonValue
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
-_CHECKED_AS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
-"""Trees that are checked by the rows of another tree."""
+_TREE_OF_ROWS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
+"""The tree whose rows of `rules.txt` also check another tree, by the other tree."""
 _PARALLEL_SIZE_KEY = re.compile(
     r".*(ulysses_sequence|fsdp_config\.tensor|megatron\.\w+)_parallel_size"
 )
@@ -42,7 +42,7 @@ PreviousValue = tuple[str, JsonValue, str]
 def find_problems(tree: str, config: Config) -> Iterator[str]:
     """Yields one sentence for each problem of a tree."""
     if isinstance(config, SupervisedConfig):
-        # One rank here may be one of several that torchrun starts.
+        # If world_size is 1, torchrun may still start several ranks.
         mesh = mesh_problems(config.world_size, "", config, "engine", config.engine)
         problems = list(mesh) if config.world_size > 1 else []
         slots = max(1, config.world_size // config.ranks_per_slot)
@@ -53,15 +53,16 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
         if ":" not in actor.strategy:  # a custom engine defines its own mesh
             block = f"{_ACTOR}.fsdp_config"
             problems = list(mesh_problems(ranks, _ACTOR, actor, block, actor.fsdp_config))
-            size = sequence_parallel(actor, actor.fsdp_config)
-            size *= actor.fsdp_config.tensor_parallel_size
-            size = actor.megatron.ranks_per_slot if actor.strategy == "megatron" else size
-            yield from problems or batch_size_problems(config, ranks // size)
+            ranks_per_slot = sequence_parallel(actor, actor.fsdp_config)
+            ranks_per_slot *= actor.fsdp_config.tensor_parallel_size
+            if actor.strategy == "megatron":
+                ranks_per_slot = actor.megatron.ranks_per_slot
+            yield from problems or batch_size_problems(config, ranks // ranks_per_slot)
         for check in (_reward_and_rollout_problems, _data_problems, _shard_problems):
             yield from check(config)
         yield from _correction_problems(config.algorithm.rollout_correction)
     yield from (sentence for _, sentence in _rows("problems", tree, config))
-    yield from _unknown_name_problems(_CHECKED_AS.get(tree, tree), config)
+    yield from _unknown_name_problems(_TREE_OF_ROWS.get(tree, tree), config)
 
 
 def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
@@ -73,8 +74,10 @@ def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
     for condition, keys, why in _rows("idle", tree, config):
         condition_keys = _KEY.findall(condition)
         for prefix in keys.split():
-            inside = (key for key in leaves(root) if f"{key}.".startswith(f"{prefix}."))
-            yield from ((key, why) for key in inside if key == prefix or key not in condition_keys)
+            block_keys = (key for key in leaves(root) if f"{key}.".startswith(f"{prefix}."))
+            yield from (
+                (key, why) for key in block_keys if key == prefix or key not in condition_keys
+            )
     if isinstance(config, PPOTrainerConfig):
         used_options = {str(get(config, key)) for key in leaves(root) if key != "reward_model.type"}
         used_options |= {"bypass"} if config.algorithm.rollout_correction.bypass_mode else set()
@@ -85,20 +88,20 @@ def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
 
 
 def rows_of(section: str) -> Iterator[list[str]]:
-    """Yields the tree and the cells of each row; the tree's name is removed from the cells."""
+    """Yields the tree and the cells of each row of a section; the cells lose the prefix `tree:`."""
     for row in read_table()[section]:
         owner = row[0].partition(":")[0] if ":" in row[0] else "ppo_trainer"
         yield [owner, *(cell.replace(f"{owner}:", "") for cell in row)]
 
 
 def _rows(section: str, tree: str, config: Config) -> Iterator[list[str]]:
-    """Yields the cells of each row of a tree whose condition holds, with values in place of `{key}`."""
+    """Yields the cells of a tree's rows whose condition holds; the value of a key replaces `{key}`."""
 
     def read(key: str) -> Value:
         package = key.removeprefix("installed.")
         return get(config, key) if package == key else find_spec(package) is not None
 
-    tree = _CHECKED_AS.get(tree, tree)
+    tree = _TREE_OF_ROWS.get(tree, tree)
     for owner, condition, *cells in rows_of(section):
         if owner == tree and condition_holds(condition, read):
             cells[-1] = cells[-1] or f"no effect while {condition}"
@@ -117,7 +120,7 @@ def adjust_values(tree: str, config: Config) -> tuple[Config, list[PreviousValue
 
 
 def _changes(tree: str, config: Config) -> Iterator[Change]:
-    """Yields the changes that are still to be made."""
+    """Yields the changes that the config still needs."""
     for _, setting, why in _rows("adjusted", tree, config):
         key, _, value = setting.partition("=")
         yield key, parse_scalar(value), why
@@ -125,8 +128,12 @@ def _changes(tree: str, config: Config) -> Iterator[Change]:
         sequences = 2 if isinstance(config, RMConfig) else 1  # a pair stays in one micro-batch
         longest = -(-sequences * config.data.max_length // sequence_parallel(config, config.engine))
         if config.data.max_token_len_per_gpu < longest:
-            rows = f"{'2 times ' * (sequences - 1)}data.max_length={config.data.max_length}"
-            yield "data.max_token_len_per_gpu", longest, f"a rank's budget must hold {rows} tokens"
+            length_text = f"{'2 times ' * (sequences - 1)}data.max_length={config.data.max_length}"
+            yield (
+                "data.max_token_len_per_gpu",
+                longest,
+                f"a rank's budget must hold {length_text} tokens",
+            )
     if not isinstance(config, PPOTrainerConfig):
         return
     for key, minimum in _min_token_budgets(config).items():
@@ -144,7 +151,7 @@ def _changes(tree: str, config: Config) -> Iterator[Change]:
 
 
 def _min_token_budgets(config: PPOTrainerConfig) -> dict[str, int]:
-    """Returns the tokens that a rank has of the longest row, by the key of the token budget."""
+    """Returns the minimum of each token budget, by key: a rank's tokens of the longest row."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     longest = policy.rollout.prompt_length + policy.rollout.response_length
     actor, value_model = (
@@ -208,14 +215,14 @@ def mesh_problems(
 def _divisibility_problems(prompts: int, ranks: int, n: int = 1) -> Iterator[str]:
     unit = ranks // math.gcd(ranks, n)
     if prompts % unit:
-        rows = f" times rollout.n={n}" if n > 1 else ""
-        subject = f"data.train_batch_size={prompts}{rows}"
+        n_text = f" times rollout.n={n}" if n > 1 else ""
+        subject = f"data.train_batch_size={prompts}{n_text}"
         yield f"{subject} is not divisible by {ranks} data-parallel ranks; {multiples_advice(prompts, unit)}"
 
 
 def batch_size_problems(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
     """Yields a problem if the batch size is not divisible by the number of data-parallel ranks; the last
-    mini-batch of a step may be smaller, and ranks may have different numbers of its rows."""
+    mini-batch of a step may be smaller, and its rows may be uneven over the ranks."""
     n = config.actor_rollout_ref.rollout.n
     yield from _divisibility_problems(config.data.train_batch_size, ranks, n)
 
@@ -266,16 +273,16 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 def _unknown_name_problems(tree: str, config: Config) -> Iterator[str]:
     """Yields a problem for each name that is neither built in nor, where allowed, an import path."""
-    for words, names, other_choice in read_table()["names"]:
-        table = names.split(", ")
-        for word in words.split():
+    for keys, names, other_choice in read_table()["names"]:
+        known_names = names.split(", ")
+        for word in keys.split():
             owner, _, key = word.rpartition(":")
             value = get(config, key) if (owner or "ppo_trainer") == tree else None
             entries = value.split(",") if isinstance(value, str) else value
             for name in map(str.strip, entries if isinstance(entries, list | tuple) else ()):
-                if name not in table and not (other_choice and ":" in name):
-                    advice = ", ".join([*table, *([other_choice] if other_choice else [])])
-                    hint = did_you_mean(nearest(name, table))
+                if name not in known_names and not (other_choice and ":" in name):
+                    advice = ", ".join([*known_names, *([other_choice] if other_choice else [])])
+                    hint = did_you_mean(nearest(name, known_names))
                     yield f"{key}={name} is unknown.{hint} Use {advice}"
 
 

@@ -67,7 +67,7 @@ def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
 
 def explain(key: str, tree: str | None = None) -> str:
     """Describes a key (effect, values, default) in one tree or in all trees; the key may also be an old
-    name, a block or misspelled."""
+    name, a block or a misspelled name."""
     trees = list(TREES.values()) if tree is None else [TREES[tree]]
     trees_by_text: dict[str, list[str]] = {}
     for candidate in trees:
@@ -76,7 +76,7 @@ def explain(key: str, tree: str | None = None) -> str:
     if trees_by_text:
         texts = (text.replace(_TREE_NAMES, ", ".join(n)) for text, n in trees_by_text.items())
         return "\n".join(texts)
-    mapping = key.rpartition(".")[0]  # the last name may be a user's own, inside a mapping
+    mapping = key.rpartition(".")[0]  # the user may choose the names inside a mapping
     if any(
         isinstance(leaves(t.root)[mapping].default, dict)
         for t in trees
@@ -119,14 +119,14 @@ def _explain_known(key: str, tree: Tree) -> str | None:
         return "\n".join([*lines, f"  tree     {_TREE_NAMES}"]) + "\n"
     if not key or key not in blocks(tree.root):
         return None
-    inside = {
+    block_leaves = {
         name[len(key) + 1 :]: tree_leaves[name]
         for name in tree_leaves
         if name.startswith(key + ".")
     }
-    width = max(map(len, inside))
+    width = max(map(len, block_leaves))
     lines = [f"{key}: a block of {_TREE_NAMES}", f"  {blocks(tree.root)[key].__doc__}", ""]
-    lines += [f"  {name:<{width}}  {leaf.default_in_words}" for name, leaf in inside.items()]
+    lines += [f"  {name:<{width}}  {leaf.default_in_words}" for name, leaf in block_leaves.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -144,7 +144,7 @@ def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[in
         schema = schema or BUILT_IN_TREES.get(file.stem)
         if not file.is_file():
             return 1, f"there is no file {file}\n"
-        # Without a named tree, it is the one that has most of the keys; `ppo_trainer` in a tie.
+        # If the file names no tree, use the tree with most of the keys; in a tie, `ppo_trainer`.
         tree = TREES[schema] if schema in TREES else max(TREES.values(), key=num_known_keys)
         composed = compose_settings(tree, settings, extra_checks)
     except ConfigError as error:

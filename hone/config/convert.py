@@ -85,7 +85,7 @@ def fit(value: Value, hint: Hint) -> Value:
     elif hint is bool and isinstance(value, str) and value.lower() in _BOOLEAN_WORDS:
         return _BOOLEAN_WORDS[value.lower()]
     elif hint is int and isinstance(value, float) and value.is_integer():
-        return int(value)  # 1e3 is written for 1000
+        return int(value)  # the user may write 1000 as 1e3
     elif not isinstance(value, bool) and isinstance(value, _CONVERTIBLE_TYPES.get(hint, ())):
         with contextlib.suppress(ValueError):
             return hint(value)
@@ -157,7 +157,7 @@ def read_table() -> dict[str, list[list[str]]]:
             alternatives = _ALTERNATIVES.search(line) or (
                 "<>",
                 "<>",
-            )  # one row per word of `<a,b>`, which also replaces `<>`
+            )  # one row per word of `<a,b>`; the word replaces `<a,b>` and `<>`
             lines = (
                 line.replace(alternatives[0], word).replace("<>", word)
                 for word in alternatives[1].split(",")

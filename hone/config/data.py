@@ -13,7 +13,7 @@ class CustomClassConfig(SchemaBlock):
     """A custom class in a file or module."""
 
     path: str | None = None
-    """File or module that holds the class, or `file.py:Class`; null uses the built-in one."""
+    """File or module that holds the class, or `file.py:Class`; null uses the built-in class."""
     name: str | None = None
     """Name of the class, if the path does not end with it."""
 
@@ -69,7 +69,7 @@ class DataConfig(RowsConfig):
     gen_batch_size: Count | None = None
     """Prompts per generation round when groups are filtered; null is `train_batch_size`."""
     oversample_factor: OneOrMore = 1.0
-    """Prompts to generate for, as a multiple of `train_batch_size`; filters choose those of the step."""
+    """Prompts to generate for, as a multiple of `train_batch_size`; filters choose the step's prompts."""
     filter_accuracy: bool = False
     """Prefer groups whose mean score lies between the two accuracy bounds; others fill the batch."""
     accuracy_lower_bound: Share = 0.2

@@ -45,7 +45,7 @@ class OptimConfig(SchemaBlock):
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay."""
     betas: tuple[float, ...] = (0.9, 0.999)
-    """AdamW's two moment decay rates."""
+    """Decay rates of AdamW's two moments."""
     clip_grad: Positive = 1.0
     """Maximum gradient norm; the role's `grad_clip`, if any, overrides it."""
     min_lr_ratio: Share = 0.0
@@ -83,7 +83,7 @@ class FSDPConfig(SchemaBlock):
     use_torch_compile: bool = False
     """Compile each decoder block with torch.compile."""
     ulysses_sequence_parallel_size: Count = 1
-    """Ranks that split each sequence (Ulysses); the role's key of the same name overrides it if above 1."""
+    """Ranks that split each sequence (Ulysses); the role's key of the same name wins if above 1."""
     tensor_parallel_size: Count = 1
     """Ranks that split the matrices of each layer; FSDP2 shards over the other ranks."""
 
@@ -115,7 +115,7 @@ class MegatronConfig(SchemaBlock):
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     def divisibility_problem(self, ranks: int) -> str:
-        """Returns the sizes whose product does not divide the ranks; empty if there are none."""
+        """Returns a message if the product of the sizes does not divide the ranks, else an empty string."""
         stages = self.pipeline_model_parallel_size
         tensor, experts = self.tensor_model_parallel_size, self.expert_model_parallel_size
         sizes = f"tensor_model_parallel_size={tensor}"

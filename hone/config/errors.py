@@ -1,4 +1,7 @@
-"""ConfigError, whose messages state a key, its value and origin, and a value that works; suggestions."""
+"""The errors of a configuration, and suggestions of similar names.
+
+A message states the key, its value, the origin of the value, and a value that works.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def did_you_mean(*suggestions: str | None) -> str:
 
 
 def unknown_argument(function_name: str, name: str, known_names: Sequence[str]) -> TypeError:
-    """Returns the error of an unknown keyword argument, which suggests the closest known one."""
+    """Returns the error of an unknown keyword argument; the message suggests the closest known argument."""
     return TypeError(
         f"{function_name} takes no argument {name!r}.{did_you_mean(nearest(name, known_names))} "
         f"It takes {', '.join(known_names)}"

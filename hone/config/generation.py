@@ -86,7 +86,7 @@ class EvaluationMetricsConfig(SchemaBlock):
     correct_from: float = 1.0
     """Minimum score that counts as correct in pass@k."""
     confidence: PositiveShare = 0.95
-    """Confidence level: bootstrap over rows, or exact binomial if all scores are 0 or all are 1."""
+    """Confidence level of intervals: bootstrap over rows, or exact binomial if all scores are 0 or all 1."""
     bootstrap_samples: Count = 1000
     """Bootstrap samples for the confidence intervals."""
     seed: int = 1

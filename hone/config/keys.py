@@ -151,7 +151,7 @@ def replace(config: B, key: str, value: Value) -> B:
 
 
 def owner_of(root: type, key: str) -> str | None:
-    """Returns the declared leaf or block that contains the key, or None."""
+    """Returns the key of the declared leaf or block that contains `key`, or None."""
     parts = key.split(".")
     prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     leaf = next((prefix for prefix in prefixes if prefix in leaves(root)), None)
@@ -173,8 +173,8 @@ def unknown_key_message(root: type, key: str, added: bool = False) -> str | None
 
 
 def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
-    """Returns the keys that a short form may mean, else the keys with the same last name in the same block,
-    else the only key with that name: a suggestion must not set the key of another model."""
+    """Returns the keys that a short form may mean, else the keys with the same last name in the same root
+    block, else the only key with that last name; of several, most would set the key of another model."""
     all_keys = list(leaves(root))
     name = key.rpartition(".")[2]
     parent_prefix = key.removesuffix(name)
@@ -188,15 +188,15 @@ def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
         }
         suggestions = keys_matching(f"{parent_prefix}{nearest(name, endings)}", all_keys)
     elif not suggestions and is_last:
-        same = [k for k in all_keys if k.rpartition(".")[2] == name]
-        in_same_block = [k for k in same if k.startswith(key.split(".")[0] + ".")]
-        suggestions = in_same_block or (same if len(same) == 1 else [])
+        keys_with_name = [k for k in all_keys if k.rpartition(".")[2] == name]
+        in_same_block = [k for k in keys_with_name if k.startswith(key.split(".")[0] + ".")]
+        suggestions = in_same_block or (keys_with_name if len(keys_with_name) == 1 else [])
     return suggestions if len(suggestions) <= 4 else []
 
 
 def keys_matching(short: str, keys: Iterable[str]) -> list[str]:
     """Returns the keys that a short form may mean: `actor.lr` matches `actor_rollout_ref.actor.optim.lr`,
-    which ends with the same name and contains the other names."""
+    because the last names are equal and the key contains the other names of the short form."""
     *words, last = short.split(".")
     paths = ((key, key.split(".")) for key in keys)
     return [key for key, path in paths if path[-1] == last and set(words) <= set(path[:-1])]
@@ -222,8 +222,8 @@ def plain_containers(config: DictConfig | Settings) -> Fields:
 
 
 def _create_block(cls: Hint, tree: Settings) -> Config:
-    """Creates a block of `cls`, or of the class that `_target_` names (in verl or here); returns None if
-    there is neither."""
+    """Creates a block of `cls`, or of the class that `_target_` names (under hone's or verl's path); returns
+    None if there is neither."""
     module, _, name = re.sub(r"^verl(?=\.)", "hone", str(tree.get("_target_") or "")).rpartition(
         "."
     )

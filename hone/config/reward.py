@@ -90,7 +90,7 @@ class RewardModelModelConfig(SchemaBlock):
     """Source of the reward model."""
 
     input_tokenizer: str | None = follows("actor_rollout_ref.model.path")
-    """Tokenizer of the policy; null if both models use the same."""
+    """Tokenizer of the policy; null if both models use the same tokenizer."""
     path: str | None = None
     """Folder or hub name of the reward model."""
     external_lib: str | tuple[str, ...] | None = follows("actor_rollout_ref.model.external_lib")
@@ -117,7 +117,7 @@ class RewardServerConfig(SchemaBlock):
     """A running server that scores responses; with a null url, the run's own processes score."""
 
     url: str | tuple[str, ...] | None = None
-    """Address as http://HOST:PORT or with the endpoint's path; requests alternate between several."""
+    """Address as http://HOST:PORT or with the endpoint's path; requests alternate between several URLs."""
     kind: Literal["classify", "pooling", "score", "texts"] = "classify"
     """Endpoint of a classifier: vLLM's classify, pooling or score; texts takes `{texts}` and returns
     `{scores}`."""
@@ -173,7 +173,7 @@ class RewardModelConfig(MicroBatches):
     judge is a language model that writes a grade."""
     route_by_style: bool | None = None
     """Score a row by the rule or the reward model alone, as its `reward_model.style` says; null does so if
-    a row has style model. Otherwise rows of other styles get both scores."""
+    any row has the style model. Otherwise, rows of other styles get both scores."""
     model: RewardModelModelConfig = block(RewardModelModelConfig)
     enable_resource_pool: bool = False
     """Give the reward model a pool of processes and devices of its own, on Ray."""
@@ -194,7 +194,7 @@ class RewardModelConfig(MicroBatches):
     forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
     """Token budget of one forward on one rank; follows the critic."""
     ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES_SIZE_KEY}")
-    """Ranks that split each sequence, for the types prm and prime; the token budget is multiplied by it."""
+    """Ranks that split each sequence, for prm and prime; their number multiplies the token budget."""
     reward_manager: str = "naive"
     """naive, batch, prime, dapo, blank, or a registered name."""
     sandbox_fusion: SandboxFusionConfig = block(SandboxFusionConfig)
@@ -212,11 +212,11 @@ class RewardModelConfig(MicroBatches):
     split_step_char: str = "\n\n"
     """Process rewards: a token whose text ends with this string ends a step."""
     step_separator: str = "\n"
-    """Process rewards: the token that ends a step, where the step is scored. For a causal model the text may
-    be several tokens; the last one that is not blank is scored."""
+    """Process rewards: text of the token that ends a step and has its score. For a causal model, the text may
+    be several tokens; the last token that is not blank has the score."""
     step_labels: tuple[str, str] | None = None
     """Process rewards by a causal language model, as Math-Shepherd's: the tokens of a good and of a bad step,
-    such as [+,-], whose logits after `step_separator` (there ки) are compared. null is a token classifier."""
+    such as [+,-], whose logits after `step_separator` (such as ки) are compared. null: a token classifier."""
     prime_granularity: Literal["token", "whole"] = "token"
     """PRIME: reward each token, or the last token with the sum."""
     prime_norm: Literal["batch_norm", "none"] = "batch_norm"

@@ -17,7 +17,7 @@ class DistributionConfig(SchemaBlock):
     """The sampling distribution."""
 
     temperature: NotNegative = 1.0
-    """Softmax temperature; 0 decodes greedily. The trainer's log-probs use it too."""
+    """Softmax temperature; 0 decodes greedily. The trainer's log-probs use the same temperature."""
     top_k: TopK = -1
     """Keep the k most likely tokens; -1 keeps all."""
     top_p: PositiveShare = 1.0
@@ -136,8 +136,8 @@ class ServerConfig(SchemaBlock):
     max_attempts: Count = 3
     """Consecutive streams of a request that may break off without a new token before the request fails."""
     max_start_wait_time: Positive = 300.0
-    """Seconds that a server may take to become healthy, at the start and after it was lost, and that a
-    request may wait for its first token, which includes the time in the server's queue."""
+    """Seconds that a server may take to become healthy, at the start or after a loss. A request may wait as
+    long for its first token, including its time in the server's queue."""
 
 
 class SGLangConfig(SchemaBlock):
@@ -159,7 +159,7 @@ class VLLMConfig(SchemaBlock):
     """Seconds that a decode step or a weight update may take before vLLM is restarted."""
     weights: Literal["auto", "distributed"] = "auto"
     """How new weights reach vLLM's workers: auto shares memory (CUDA IPC on a GPU) if all workers are on this
-    machine; distributed shares it with the first worker, which broadcasts to the others (gloo, NCCL)."""
+    machine; distributed shares memory with the first worker, which broadcasts the weights (gloo, NCCL)."""
 
 
 class EngineKwargs(SchemaBlock):
@@ -209,7 +209,7 @@ class RolloutEngineConfig(SamplingConfig):
     max_num_batched_tokens: int = 8192
     """Maximum tokens of a prefill batch."""
     max_model_len: Count | None = None
-    """Maximum prompt plus response in tokens, where a response ends; null is the sum of the two lengths."""
+    """Maximum prompt plus response in tokens; a response ends there. null is the sum of both limits."""
     max_num_seqs: Count = 256
     """Maximum concurrent sequences."""
     enable_prefix_caching: bool = True
@@ -217,7 +217,7 @@ class RolloutEngineConfig(SamplingConfig):
     calculate_log_probs: bool = True
     """Return the log-probs of sampled tokens, for rollout correction and `rollout_corr/*` metrics."""
     tensor_model_parallel_size: Count = 1
-    """Devices over which each layer is split: ranks with native (docs/engines.md), else those of a server."""
+    """Devices over which each layer is split: ranks with native (docs/engines.md), else server devices."""
     pipeline_model_parallel_size: Count = 1
     """Devices over which the layers are distributed, with vllm and sglang."""
     data_parallel_size: Count = 1

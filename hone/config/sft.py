@@ -100,7 +100,7 @@ class SupervisedConfig(RunTree):
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     trainer: SFTTrainerSection = block(SFTTrainerSection)
     ulysses_sequence_parallel_size: Count = follows("engine.ulysses_sequence_parallel_size")
-    """Ranks that split each sequence; the token budget is multiplied by it."""
+    """Ranks that split each sequence; their number multiplies the token budget."""
 
     @property
     def ranks_per_slot(self) -> int:

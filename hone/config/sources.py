@@ -32,7 +32,7 @@ GROUPS: dict[str, list[str]] = {group: options.split() for group, options in _TA
 """The options of verl's Hydra groups, by group."""
 _CONFIGS = {name: row for names, *row in _TABLE["configs"] for name in names.split()}
 BUILT_IN_TREES: dict[str, str] = {name: tree for name, (tree, _) in _CONFIGS.items()}
-"""Our tree of each config name of verl."""
+"""The tree of hone for each config name of verl."""
 _NEW_ARGUMENT = re.compile(r"[~+-]|[^=]+=")
 """Matches an argument that is not the value of the previous argument."""
 _THRESHOLDS = re.compile(r"threshold\s*[=:][^\n#'\"]*$", re.MULTILINE)
@@ -48,6 +48,7 @@ class Setting:
     value: JsonValue
     origin: str
     delete: bool = False
+    """Whether the key was written with `~`, Hydra's syntax for deleting a key."""
     added: bool = False
     """Whether the key was written with `+`, Hydra's syntax for adding a key."""
 
@@ -72,9 +73,9 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
 
 
 def parse_override(text: str, next_argument: str = "") -> Override:
-    """Parses one override with Hydra; the error message also depends on the next argument.
+    """Parses one override with Hydra; the next argument serves only the error message.
 
-    A plain value that Hydra's grammar rejects (`~/models/x`) is a string.
+    A plain value that Hydra's grammar rejects (`~/models/x`) is read as a string.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -172,14 +173,14 @@ def read_config(
 def _require_built_in(
     name: str, folders: Sequence[str | Path], search_folders: Sequence[Path]
 ) -> None:
-    """Raises ConfigError unless the name is a built-in config. A relative folder may be missing: Hydra looks
-    for it next to the program, where verl's built-in configs are."""
+    """Raises ConfigError unless the name is a built-in config. A built-in name allows a missing
+    relative folder: Hydra would look next to the program, where verl has its configs."""
     for folder, search_folder in zip(folders, search_folders, strict=True):
-        is_relative = not Path(folder).is_absolute() or search_folder.parts[-2:] == (
+        may_be_missing = not Path(folder).is_absolute() or search_folder.parts[-2:] == (
             "trainer",
             "config",
         )
-        if not search_folder.is_dir() and not (is_relative and name in BUILT_IN_TREES):
+        if not search_folder.is_dir() and not (may_be_missing and name in BUILT_IN_TREES):
             hint = did_you_mean(nearest(name, BUILT_IN_TREES))
             raise ConfigError(f"there is no config '{name}': {folder} is no folder here.{hint}")
     if name in BUILT_IN_TREES:

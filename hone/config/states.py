@@ -1,7 +1,7 @@
 """Handles keys and values of verl that have no field in our schema; `rules.txt` lists them.
 
-A key is refused, neutral (it has no effect; a note is printed if its value requests another behaviour),
-rewritten or renamed; some values are computed here. To support a key, delete its row and add the field.
+A key is refused, neutral (without effect; a value that requests another behaviour prints a note),
+rewritten or renamed; this file computes some values. To support a key, delete its row and add the field.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CELLS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table for the keys that a pattern matches: `*` is one name, `**` any number."""
+    """A row of the table for the keys that a pattern matches: `*` is one name, `**` any number of names."""
 
     state: str
     pattern: str
@@ -71,7 +71,7 @@ def is_off(value: JsonValue) -> bool:
 
 
 def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
-    """Returns whether a value is one of these words of `rules.txt`."""
+    """Returns whether a value is a word of `rules.txt`, or of the class that a word names (off, number …)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_count = type(value) is int and value >= 1
     applies = {"any": True, "off": is_off(value), "number": is_number, "count": is_count}
@@ -82,7 +82,7 @@ def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
 @functools.cache
 def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
     """Returns the rows of some sections, one per pattern, for one tree or for all trees."""
-    table: list[Rule] = []
+    rows: list[Rule] = []
     for state in states:
         default_tree = "ppo_trainer" if state in ("rewritten", "renamed") else "*"
         for patterns, *texts in read_table()[state]:
@@ -90,8 +90,8 @@ def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
             values = parse_scalars(cells.pop("values", ""))
             for word in patterns.split():
                 owner, _, pattern = word.rpartition(":")
-                table.append(Rule(state, pattern, owner or default_tree, values, **cells))
-    return tuple(rule for rule in table if not tree or rule.tree in ("*", tree))
+                rows.append(Rule(state, pattern, owner or default_tree, values, **cells))
+    return tuple(rule for rule in rows if not tree or rule.tree in ("*", tree))
 
 
 @functools.cache
@@ -133,7 +133,7 @@ def rule_of(key: str, tree: str) -> Rule | None:
 def lines_per_sentence(
     notes: Iterable[tuple[str, str]], one: str = "", many: str = ""
 ) -> list[str]:
-    """Returns one line per sentence, with its first three keys and the number of further ones.
+    """Returns one line per sentence, with its first three keys and the number of further keys.
 
     The line contains `one` after a single key, and `many` after several.
     """
@@ -202,21 +202,21 @@ def translate(settings: Sequence[Setting], problems: list[str], tree: str) -> li
     renamed = [_rename_setting(s, new_name(s.key, tree), s.value) for s in settings]
     values = {s.key: s.value for s in renamed}
     result: list[Setting] = []
-    overriding: list[Setting] = []
+    overriding_settings: list[Setting] = []
     for setting in renamed:
         pattern, new = _new_settings(setting.key, setting.value, values, tree)
         if isinstance(new, str):
             problems.append(f"{setting.key}={setting.value} {new} ({setting.origin})")
             continue
         new_settings = [_rename_setting(setting, key, value) for key, value in new.items()]
-        (overriding if pattern.startswith("!") else result).extend(new_settings)
-    return [*result, *overriding]
+        (overriding_settings if pattern.startswith("!") else result).extend(new_settings)
+    return [*result, *overriding_settings]
 
 
 def _new_settings(
     key: str, value: JsonValue, values: Values, tree: str
 ) -> tuple[str, JsonObject | str]:
-    """Returns the pattern that matches a key, and the settings that replace it or what the key takes."""
+    """Returns the pattern that matches a key, and the settings that replace it, or an error's text."""
     for pattern, compute in COMPUTED.items():
         if (tree == "ppo_trainer" or pattern[0] == "*") and matches_pattern(
             pattern.lstrip("!"), key
@@ -227,8 +227,8 @@ def _new_settings(
         if rule.matches(value) and condition_holds(
             rule.where, lambda name: values.get(name, ABSENT)
         ):
-            values_of = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
-            new = {k: values_of.get(str(v), v) for k, v in parse_pairs(rule.becomes).items()}
+            replacements = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
+            new = {k: replacements.get(str(v), v) for k, v in parse_pairs(rule.becomes).items()}
             return rule.pattern, new
     if not rows or key in leaves(TREES[tree].root):
         return "", {key: value}

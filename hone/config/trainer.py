@@ -47,7 +47,7 @@ class TrainingRunConfig(RunConfig):
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Run folder for config, metrics, rollouts and checkpoints."""
     default_hdfs_dir: str | None = None
-    """Remote folder (`s3://…`, `hdfs://…`) for copies of checkpoints, config, metrics, and to resume from."""
+    """Remote folder (`s3://…`, `hdfs://…`) for copies of checkpoints, config, metrics; resuming reads it."""
     total_epochs: Count = 30
     """Passes over the training data."""
     total_training_steps: Count | None = None
@@ -70,7 +70,7 @@ class AlarmsConfig(SchemaBlock):
     action: Literal["warn", "keep", "stop"] = "warn"
     """warn logs a warning; keep also keeps the checkpoint before the jump; stop also ends the run."""
     window: Count = 50
-    """Number of earlier steps with which a rule compares the last ones."""
+    """Number of earlier steps with which the last steps are compared."""
     min_history: Count = 10
     """Minimum number of earlier steps; with fewer, no alarm is raised."""
     patience: Count = 3
@@ -145,7 +145,7 @@ class TrainerConfig(TrainingRunConfig):
 
     @property
     def checkpoints_to_keep(self) -> int | None:
-        """The smaller limit, since a checkpoint holds actor and critic; None keeps all."""
+        """The smaller of the two limits, since a checkpoint holds actor and critic; None keeps all."""
         limits = (self.max_actor_ckpt_to_keep, self.max_critic_ckpt_to_keep)
         return min((limit for limit in limits if limit), default=None)
 

@@ -31,7 +31,7 @@ class ActorRolloutRefConfig(SchemaBlock):
     """The policy: model, update, rollout and reference."""
 
     hybrid_engine: bool = True
-    """Training and rollout share devices; false uses a separate pool of nnodes × n_gpus_per_node."""
+    """Training and rollout share devices; false uses a separate pool of `rollout.nnodes` nodes."""
     nccl_timeout: Count = 600
     """Timeout of a collective operation in seconds."""
     model: ModelConfig = block(ModelConfig)
@@ -73,7 +73,7 @@ class PPOTrainerConfig(RunTree):
 
     @property
     def rollout_pool(self) -> tuple[int, ...]:
-        """Processes on each node of a separate rollout pool; empty if the rollout uses the trainer's."""
+        """Processes on each node of a separate rollout pool; empty if the rollout has no own pool."""
         policy = self.actor_rollout_ref
         if policy.hybrid_engine and not policy.rollout.nnodes:
             return ()
@@ -94,7 +94,7 @@ class PPOTrainerConfig(RunTree):
 
     @property
     def resolved_controller(self) -> str:
-        """The controller of the run, `local` or `ray`, where `trainer.controller` may be auto."""
+        """The controller of the run: `local` or `ray`, also if `trainer.controller` is auto."""
         if self.trainer.controller != "auto":
             return self.trainer.controller
         has_own_pools = self.rollout_pool or self.reward_pool

@@ -43,7 +43,7 @@ TABLE: Table[Function] = Table(
 def get_estimator(name: str, config: Settings | None = None, **options: JsonValue) -> Estimator:
     """Returns the estimator of a name or of "pkg.mod:object", with the options of `config` (`algorithm`).
 
-    `options` come from other parts of the configuration; an estimator uses those that it declares.
+    `options` come from other parts of the configuration; an estimator uses the options that it declares.
     """
     from hone.algorithms.advantages.estimator import create_estimator
 
@@ -51,7 +51,7 @@ def get_estimator(name: str, config: Settings | None = None, **options: JsonValu
 
 
 def estimator_group_use(name: str) -> str | None:
-    """Returns `Estimator.groups` of a named estimator: whether it compares the responses of one prompt."""
+    """Returns `Estimator.groups` of a named estimator: how it uses the responses of one prompt."""
     entry = TABLE.get(name)
     return getattr(getattr(entry, "estimator", entry), "groups", None)
 

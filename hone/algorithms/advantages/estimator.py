@@ -66,8 +66,8 @@ class Estimator:
     uses: ClassVar[tuple[str, ...]] = ()
     """Optional columns that the estimator reads, in addition to `trajectory_id`."""
     groups: ClassVar[GroupUse | None] = None
-    """How the estimator uses groups. ignored: not at all; compared: a single response keeps its raw score;
-    required: a single response has advantage 0; None: unknown."""
+    """How the estimator uses groups. ignored: it compares no responses; compared: a group of one keeps
+    its raw score; required: a group of one has advantage 0; None: unknown."""
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -101,7 +101,8 @@ class Estimator:
 class FunctionEstimator(Estimator):
     """A user's function `fn(token_level_rewards, response_mask, index, config, **columns)`.
 
-    Its attribute `needs` lists the columns it requires. It is called with the arguments that it accepts.
+    The function's attribute `needs` lists the columns that it requires; arguments that the function does not
+    accept are not passed.
     """
 
     function: Function
@@ -218,12 +219,12 @@ class Outcomes:
 
     @cached_property
     def scores(self) -> Tensor:
-        """The sum of rewards over the response mask, [N] float64."""
+        """The sum of a trajectory's rewards over the response mask, [N] float64."""
         return self.sum_rows(row_sums(self.rewards, self.mask))
 
     @cached_property
     def lengths(self) -> Tensor:
-        """The number of policy tokens, [N] float64."""
+        """The number of a trajectory's policy tokens, [N] float64."""
         return self.sum_rows(count_unmasked(self.mask, -1).double())
 
     def sum_rows(self, per_row: Tensor) -> Tensor:

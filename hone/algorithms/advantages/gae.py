@@ -24,7 +24,10 @@ from hone.ops.masked import masked_whiten, zero_outside_mask
 
 @dataclass(frozen=True)
 class GAE(Estimator):
-    """δ_t = r_t + γ·V_next − V_t;  A_t = δ_t + γλ·A_next;  return = A + V."""
+    """δ_t = r_t + γ·V_next − V_t;  A_t = δ_t + γλ·A_next;  return = A + V.
+
+    r is the reward, V the value, and `next` the next policy token.
+    """
 
     gamma: float
     lam: float

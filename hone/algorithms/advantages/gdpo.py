@@ -1,6 +1,6 @@
 """GDPO (2601.05242): normalises each reward part separately and sums the results.
 
-So a part with a large scale cannot dominate the others.
+A part with a large scale therefore cannot dominate the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hone.types import Settings
 
 @dataclass(frozen=True)
 class GDPO(Estimator):
-    """A = whiten(Σ_k w_k·grpo(R_k)). R_k is a reward part: a column [B, T], or one number per row [B].
+    """A = whiten(Σ_k w_k·grpo(R_k)). R_k is a reward part, [B, T] or [B], and w_k its weight.
 
     Parts are columns `reward/<key>`, or `non_tensor_batch[<key>]` as in verl.
     """
@@ -74,7 +74,7 @@ class GDPO(Estimator):
 
 
 def _reward_part(name: str, columns: Settings) -> Tensor:
-    """Returns the column `reward/<key>`, or else the object column `<key>` of the batch."""
+    """Returns the column `reward/<key>`, else the column `<key>` of `non_tensor_batch`."""
     if name in columns:
         return torch.as_tensor(columns[name])
     key = name.removeprefix(REWARD_PREFIX)

@@ -1,4 +1,8 @@
-"""Estimators with other group baselines or scales: OPO, GPG, Pass@k, MaxRL, Lite-PPO."""
+"""Estimators with other group baselines or scales: OPO, GPG, Pass@k, MaxRL, Lite-PPO.
+
+In the formulas, R is a trajectory's score, len the number of its policy tokens, mean_g and std_g are over its
+group.
+"""
 
 from __future__ import annotations
 

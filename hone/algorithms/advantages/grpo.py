@@ -1,6 +1,7 @@
 """Scores relative to the group: GRPO, and Dr.GRPO without division by the standard deviation.
 
-A group of one keeps its raw score. A group of equal scores gets 0.
+In the formulas, R is a trajectory's score; mean_g and std_g are over its group. A group of one keeps its raw
+score. A group of equal scores gets 0.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from hone.ops.masked import masked_whiten
 class PrimeRLOO(Estimator):
     """Whitened G_t = c_gt · (R·n − Σ_j R_j)/(n−1) + Σ_{s≥t} [c_dpo · (r_s·n − Σ_j mean r_j)/(n−1) − KL_s].
 
-    R is a score and r the column `reward/implicit`, over a group of n responses (PRIME, 2502.01456).
+    R is a score, r the column `reward/implicit`, and j one of the group's n responses; c_gt and c_dpo are
+    reward_gt_coef and reward_dpo_coef (PRIME, 2502.01456).
     """
 
     reward_gt_coef: float
@@ -37,16 +38,16 @@ class PrimeRLOO(Estimator):
         implicit, scores = batch.column("reward/implicit"), batch.column("token_level_scores")
         grouping = (batch.mask, batch.uid, batch.trajectory_id)
         outcome = outcomes("prime", scores, *grouping)
-        process = outcomes("prime", implicit, *grouping)
+        process_outcome = outcomes("prime", implicit, *grouping)
         groups = outcome.groups
         size = groups.sizes[groups.ids]
         other_count = (size - 1).clamp(min=1)
         scale = torch.where(size > 1, size / (size - 1), 1.0)
         is_single = groups.is_singleton
         score_sum = groups.sum(outcome.scores)[groups.ids].masked_fill(is_single, 0.0)
-        means = process.scores / process.lengths.clamp(min=1)
-        mean_sum = groups.sum(means)[groups.ids].masked_fill(is_single, 0.0)
-        process_advantage = implicit * process.broadcast(scale) - process.broadcast(
+        mean_rewards = process_outcome.scores / process_outcome.lengths.clamp(min=1)
+        mean_sum = groups.sum(mean_rewards)[groups.ids].masked_fill(is_single, 0.0)
+        process_advantage = implicit * process_outcome.broadcast(scale) - process_outcome.broadcast(
             mean_sum / other_count
         )
         penalty = batch.rewards - scores  # −KL, if it is part of the reward

@@ -1,7 +1,7 @@
 """Token returns and the estimators that use them: REINFORCE++ and ReMax.
 
 The rows of one trajectory continue in batch order: the last token of a row precedes the first token of
-the next row. Returns are carried unchanged across tool tokens.
+the next row. Tool tokens have no reward and no discount.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def rewards_to_go(
 def backward_scan(
     row_order: RowOrder | None, state: Tensor
 ) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Yields (rows, the state after their last token); a row comes after the rows that continue it."""
+    """Yields (rows, the state after their last token); a row's continuation comes before the row."""
     if row_order is None:
         yield slice(None), torch.zeros_like(state)
         return
@@ -127,7 +127,7 @@ def _discounted_returns(
 
 @dataclass(frozen=True)
 class ReinforcePlusPlus(Estimator):
-    """G_t = r_t + γ·G_next over the policy tokens; A = whiten(G) (2501.03262)."""
+    """G_t = r_t + γ·G_next, where `next` is the next policy token; A = whiten(G) (2501.03262)."""
 
     gamma: float
 

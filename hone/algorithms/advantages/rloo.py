@@ -24,11 +24,10 @@ from hone.ops.masked import zero_outside_mask
 class RLOOToken(Estimator):
     """A_t = G_t − Σ_{j≠i} Σ_t G_j / Σ_{j≠i} len_j (PURE, 2504.15275); a group of one has no baseline.
 
-    `credit_assignment` is reward_model.credit_assignment if a process reward model scores steps;
-    the strict minimum reads the columns `reward/process` and `step_mask`. Otherwise G is the
-    (discounted) sum of future rewards. With `process_baseline` "step" or "token", a baseline is subtracted
-    from each step reward and the mean score of the other responses from the outcome, instead of one
-    baseline from the returns.
+    G is the return at a token of response i; j is another response of the group. With `credit_assignment`
+    "strict min-form", G is the minimum over future steps and reads `reward/process` and `step_mask`;
+    otherwise, G is the (discounted) sum of future rewards. With `process_baseline` "step" or "token", each
+    step reward has a baseline, and the outcome's baseline is the mean score of the others.
     """
 
     gamma: float
@@ -68,7 +67,7 @@ class RLOOToken(Estimator):
         return zero_outside_mask(returns - baseline, batch.mask), returns
 
     def _step_advantages(self, batch: Trajectories, row_order: RowOrder | None) -> Tensor:
-        """Returns [B, T] future rewards minus baselines per step or per token."""
+        """Returns [B, T] sums of future rewards, each minus its baseline per step or per token."""
         step_mask = batch.columns["step_mask"].bool()
         process_rewards = zero_outside_mask(batch.columns["reward/process"], step_mask)
         outcome = outcomes(
@@ -103,7 +102,7 @@ def _leave_one_out(outcome: Outcomes, values: Tensor, weights: Tensor) -> Tensor
 class RLOO(Estimator):
     """A = R − mean of the group's other scores = (R − mean_g)·n/(n−1); a group of one keeps its raw R.
 
-    With process rewards, which are per token, it is `rloo_token` without discount, as in PURE.
+    With process rewards, which are per token, the estimator is `rloo_token` without discount, as in PURE.
     """
 
     credit_assignment: float | str | None = None

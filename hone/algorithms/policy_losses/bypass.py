@@ -1,7 +1,7 @@
 """Losses that use the rollout's log-probs as the old log-probs.
 
-Old log-probs are not recomputed; the loss corrects the difference between the rollout engine and the
-trained policy by the current log-probs. Rejected tokens stay in the denominator, so the loss does not
+Old log-probs are not recomputed; importance weights and rejection compare the current log-probs with the
+rollout's. Rejected tokens stay in the denominator, so the loss does not
 depend on the split into micro-batches.
 """
 
@@ -26,7 +26,7 @@ _KEYWORD = "rollout_correction"
 
 
 def bypass_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
-    """Returns the loss of `loss_type`, 0 for rejected tokens: `ppo_clip` is PPO, `reinforce` is −A·log π·w.
+    """Returns the loss of `loss_type`, 0 for rejected tokens: ppo_clip is PPO, reinforce is −weight·A·log π.
 
     Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction),
     or from `config.policy_loss.rollout_correction`, where verl's trainer puts them.

@@ -69,24 +69,24 @@ def _mask_of_smallest(x: Tensor, count: int) -> Tensor:
 
 
 def _position_hash(mask: Tensor) -> Tensor:
-    """Returns [B, T] non-negative integers that depend on row and column, not on the padded width."""
+    """Returns [B, T] non-negative integers that depend on row and position, not on the padded width."""
     row = torch.arange(mask.shape[0], device=mask.device).unsqueeze(-1)
-    column = torch.arange(mask.shape[1], device=mask.device)
-    x = row * 0x9E3779B1 + column * 0x85EBCA77 + 0x165667B1
+    position = torch.arange(mask.shape[1], device=mask.device)
+    x = row * 0x9E3779B1 + position * 0x85EBCA77 + 0x165667B1
     for factor in (0x7FEB352D, 0x846CA68B):  # 32-bit integer mixing, kept below 2**31
         x = ((x ^ (x >> 15)) & 0x7FFFFFFF) * factor & 0x7FFFFFFF
     return x ^ (x >> 16)
 
 
 def clip_cov_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
-    """max(−A·r, −A·clip(r)); 0 for the selected tokens."""
+    """max(−A·r, −A·clip(r)) with r = π/π_old; 0 for the selected tokens."""
     is_selected = tokens.prepared[_SELECTED_COLUMN]
     loss = torch.where(is_selected, 0.0, torch.maximum(*_surrogates(tokens)))
     return loss, standard_metrics(tokens, is_selected)
 
 
 def kl_cov_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
-    """−A·r, plus ppo_kl_coef·|log-ratio| for the selected tokens."""
+    """−A·r with r = π/π_old, plus ppo_kl_coef·|log r| for the selected tokens."""
     distance = tokens.log_ratio.abs()
     loss = -tokens.advantages * bounded_log_ratio(tokens).exp()
     penalty = tokens.setting("policy_loss.ppo_kl_coef") * distance

@@ -97,7 +97,7 @@ class PolicyLoss:
         response_mask: Tensor,
         config: Settings | None = None,
     ) -> NamedTensors:
-        """Runs once over the whole mini-batch; each micro-batch then gets its rows as `prepared`."""
+        """Returns columns of the whole mini-batch; each micro-batch gets its rows of them as `prepared`."""
         if self.prepare_tokens is None:
             return {}
         inputs = (old_log_prob, log_prob, advantages, response_mask)
@@ -116,7 +116,7 @@ class PolicyLoss:
         prepared: NamedTensors | None = None,
         **extras: Settings,
     ) -> tuple[Tensor, NamedTensors]:
-        """Returns the micro-batch's share of the loss, and token means over the mask of this call."""
+        """Returns the micro-batch's share of the loss, and the metrics' token means over this call's mask."""
         inputs = (old_log_prob, log_prob, advantages, response_mask)
         tokens = self.tokens(inputs, config, rollout_is_weights, prepared=prepared, **extras)
         return self.reduce(tokens, *self.per_token(tokens), loss_agg_mode)

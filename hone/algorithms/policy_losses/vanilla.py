@@ -15,7 +15,7 @@ from hone.algorithms.policy_losses.policy_loss import (
 
 
 def ppo_clip(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
-    """max(−A·r, −A·clip(r)), but at most −A·c for A < 0 (dual clip)."""
+    """max(−A·r, −A·clip(r)), at most −A·clip_ratio_c if A < 0 (dual clip); r = π/π_old."""
     low, high = tokens.clip_bounds()
     max_ratio = tokens.setting("clip_ratio_c")
     if max_ratio <= 1:
