@@ -1,8 +1,8 @@
 """The attention implementation of all Hugging Face decoders: a layout decides which keys a query attends to.
 
 The model code is unchanged. `attn_implementation="hone"` selects `layout_attention`, which passes queries,
-keys and values to the `layout` argument of the model's forward: packed rows in training, a key-value cache
-in rollout.
+keys and values to the layout that the model's forward got as `layout`: packed rows in training, a
+key-value cache in rollout.
 """
 
 from __future__ import annotations

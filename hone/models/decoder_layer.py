@@ -1,7 +1,7 @@
 """The decoder layer that llama, qwen2, qwen3 and mistral share, as a dataclass of its parameters.
 
-Training (fused.py) and the native engine read layer parameters through it. All other models, and models
-with wrapped layers (adapters, quantisation), run through their Hugging Face modules.
+Training (fused.py) and the native engine read layer parameters through this class. All other models, and
+models with wrapped layers (adapters, quantisation), run through their Hugging Face modules.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def linear_modules(layer: LayerModule) -> tuple[nn.Linear, ...]:
 
 
 def fits_decoder_layer(policy: PolicyModel) -> bool:
-    """Whether every layer fits `DecoderLayer`: it has SiLU and a fixed rotary table, no adapters or hooks."""
+    """Whether all layers fit `DecoderLayer`: SiLU, a fixed rotary table, no adapters and no hooks."""
     config, decoder = policy.lm.config, policy.decoder
     if hasattr(policy.lm, "peft_config") or config.model_type not in FAMILIES:
         return False
@@ -138,6 +138,8 @@ def fits_decoder_layer(policy: PolicyModel) -> bool:
 
 def rotary_table(decoder: PreTrainedModel, num_positions: int) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines [P, D] of the first `num_positions` positions, in the decoder's dtype."""
-    like = decoder.embed_tokens.weight[:1].detach()
-    cos, sin = decoder.rotary_emb(like, torch.arange(num_positions, device=like.device)[None])
+    dtype_example = decoder.embed_tokens.weight[:1].detach()
+    cos, sin = decoder.rotary_emb(
+        dtype_example, torch.arange(num_positions, device=dtype_example.device)[None]
+    )
     return cos[0].contiguous(), sin[0].contiguous()

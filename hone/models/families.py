@@ -1,7 +1,7 @@
 """The supported decoder families: those whose log-probs were shown to equal plain `transformers`.
 
 `python -m benchmarks.families` compares the rollout and trainer log-probs of every family. docs/models.md
-has its results; a test checks that they agree with this file.
+has the results; a test checks that the results agree with this file.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def check_config_supported(
 
 
 def override_fields(config: PreTrainedConfig, values: Settings, path: str) -> None:
-    """Changes fields of a config; `rope_theta` and `rope_scaling`, older names, change `rope_parameters`."""
+    """Changes fields of a config; the old names `rope_theta` and `rope_scaling` change `rope_parameters`."""
     for key, value in values.items():
         rope = getattr(config, "rope_parameters", None) or {}
         if key == "attn_implementation":
@@ -148,7 +148,7 @@ def _rope_types(text_config: PreTrainedConfig) -> Iterator[str]:
 
 
 def config_field(config: PreTrainedConfig, name: str) -> Any:
-    """Returns a field of a config, or None if its class lacks the field, as the model then ignores it."""
+    """Returns a field of a config, or None if its class lacks the field, which the model then ignores."""
     names = {field.name for field in dataclasses.fields(config)} | set(config.attribute_map or ())
     has_field = name in names or hasattr(type(config), name)
     return getattr(config, name, None) if has_field else None

@@ -50,7 +50,7 @@ _CONTROL_TOKEN_TYPE = 3
 
 
 def fetch_model(name: str, folder: str | Path) -> Path:
-    """Writes the named model as a Hugging Face folder, unless the folder already has it."""
+    """Writes the named model as a Hugging Face folder, unless the folder already has a complete model."""
     folder = Path(folder).expanduser()
     if name not in SOURCES:
         raise FetchError(f"there is no model {name!r}; known: {', '.join(SOURCES)}")
@@ -170,7 +170,7 @@ def _read_weight(gguf: GGUF, name: str, heads: int, kv_heads: int) -> torch.Tens
 
 
 def tokenizer_from_gguf(gguf: GGUF) -> PreTrainedTokenizerBase:
-    """Returns a fast BPE tokenizer that splits digits, as in the model's training."""
+    """Returns a fast BPE tokenizer; it splits numbers into digits, as in the model's training."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

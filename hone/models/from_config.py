@@ -44,7 +44,7 @@ def build_tokenizer(model: ModelSourceConfig) -> PreTrainedTokenizerBase:
 
 
 def lora_adapters_or_none(model: ModelConfig) -> AdapterSettings | None:
-    """Returns the settings of the LoRA adapters of a model block, or None if it has none."""
+    """Returns the settings of the LoRA adapters of a model block, or None if the block has no adapters."""
     if not model.uses_lora:
         return None
     return AdapterSettings(

@@ -1,4 +1,4 @@
-"""Fused training forwards for the layers of decoder_layer.py: less memory traffic and less rounding.
+"""Fused training forwards for the families of decoder_layer.py: less memory traffic and less rounding.
 
 Modules and parameters keep their names; only their forwards are replaced. The residual stream is float32,
 as in the rollout engine: with 16-bit rounding at every layer, rollout and training would diverge.
@@ -115,7 +115,7 @@ def _layer_forward(
 def _rotary_forward(
     self: nn.Module, x: Tensor, position_ids: Tensor, *, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns cosines and sines in the dtype of the weights; the input, the residual stream, is float32."""
+    """Returns cosines and sines in the dtype of the weights; the residual stream `x` is float32."""
     return type(self).forward(self, x.new_empty(0, dtype=dtype), position_ids)
 
 
@@ -155,7 +155,7 @@ def _residual_linear(linear: nn.Module, x: Tensor) -> Tensor:
     """Applies a linear layer whose output is added to the residual stream, in float32 if possible."""
     if type(linear) is nn.Linear and linear.bias is None:
         return wide_linear(x, linear.weight)
-    return linear(x)  # it has a bias, adapters or quantized weights
+    return linear(x)  # the layer has a bias, adapters or quantized weights
 
 
 def _embedding_forward(self: nn.Embedding, ids: Tensor) -> Tensor:
@@ -165,8 +165,8 @@ def _embedding_forward(self: nn.Embedding, ids: Tensor) -> Tensor:
 def compile_layers(model: Model) -> int:
     """Compiles every decoder layer in place with torch.compile and returns the number of layers.
 
-    The layers are alike, so all share one compilation. Attention is excluded from the compiled graphs,
-    because the shape of its layout changes with every batch.
+    The layers have the same code, so they share one compilation. Attention is excluded from the compiled
+    graphs, because the shape of its layout changes with every batch.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -1,6 +1,6 @@
 """A small reader of GGUF files: metadata, and tensors dequantized to float32.
 
-It supports the three tensor types of the models in fetch.py (F32, Q4_1, Q8_0) and raises for others.
+The reader supports the tensor types of the models in fetch.py (F32, Q4_1, Q8_0) and raises for others.
 """
 
 from __future__ import annotations

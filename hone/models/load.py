@@ -137,9 +137,9 @@ def resolve_model_path(path: str) -> str:
 
 
 def _exports(folder: Path) -> Iterator[Path]:
-    """Yields the exports in a checkpoint or run folder, and then those of runs inside it.
+    """Yields the exports in a checkpoint or run folder, then the exports of runs inside the folder.
 
-    The export of the latest step comes first.
+    Of the exports of a run, the latest step's comes first.
     """
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
     subfolders = (path for path in folder.glob("**/*") if path.is_dir())
@@ -191,7 +191,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 def _has_generic_tokenizer(folder: Path) -> bool:
     """Whether tokenizer.json is the complete tokenizer.
 
-    AutoTokenizer would silently replace its rules by those of the model's family.
+    AutoTokenizer would silently replace such a tokenizer's rules by those of the model's family.
     """
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -209,13 +209,13 @@ class LoadOptions(TypedDict, total=False):
     override_config: Settings | None
     """Values that override the model's config.json."""
     device: torch.device | None
-    """The device that the model will run on; loading checks it, and puts the model on the CPU."""
+    """The device that the model will run on; loading only checks that the family supports the device."""
 
 
 def load_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel:
-    """Loads a Hugging Face decoder with hone's attention on the CPU.
+    """Loads a Hugging Face decoder onto the CPU, with hone's attention.
 
-    Remote code is never used, because it has not been shown equal to transformers.
+    Remote code is never used, because only the models of transformers were compared.
     """
     from transformers import AutoModelForCausalLM
 
@@ -293,7 +293,7 @@ def load_classifier(
 def load_step_classifier(
     path: str, token_ids: tuple[int, int], **options: Unpack[LoadOptions]
 ) -> PreTrainedModel:
-    """Loads a causal language model whose head `score` is the rows of two tokens in its LM head."""
+    """Loads a causal language model; a head `score`, the LM head's rows of two tokens, replaces that head."""
     lm = load_causal_lm(path, **options)
     head = lm.get_output_embeddings()
     if logit_softcap_and_scale(lm.config) != (None, 1.0):
@@ -328,7 +328,7 @@ def _load_pretrained(
     *,
     new_head: bool,
 ) -> PreTrainedModel:
-    """Loads a model; raises if the weights lack a parameter, unless it is of a new head."""
+    """Loads a model; raises if the weights lack a parameter that is not part of a new head."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # hone shows its own bars
@@ -361,7 +361,7 @@ def _load_pretrained(
 
 
 def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedConfig:
-    """Loads the config of a model; raises for an unsupported family before its class is looked up."""
+    """Loads the config of a model; raises for an unsupported family before looking up the class."""
     from transformers import AutoConfig, PreTrainedConfig
 
     folder = resolve_model_path(path)
@@ -374,7 +374,7 @@ def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedC
 
 
 def _disable_dropout(config: PreTrainedConfig) -> None:
-    """Disables dropout and router noise, with which rollout and training would be different policies."""
+    """Disables dropout and router noise, which would make rollout and training different policies."""
     from transformers import PreTrainedConfig
 
     for name, value in list(vars(config).items()):

@@ -1,6 +1,6 @@
 """The models that the engine trains: decoders that map packed rows to one value per response token.
 
-`PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token and
+`PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token, and
 `ScoreModel` the score of a reward model. No model stores padding or full logits [tokens, vocabulary].
 """
 
@@ -68,7 +68,7 @@ class PolicyModel(DecoderModel):
         self.head_group: ProcessGroup | None = None
         """The ranks over which the vocabulary of the LM head is sharded (hone/engine/tensor_parallel.py)."""
         self.routing: Routing | None = None
-        """Records and replays the experts of tokens; None if this is not enabled."""
+        """Records and replays the experts of tokens; None if routing is not enabled."""
         self._softcap, self._logit_scale = logit_softcap_and_scale(lm.config)
 
     def enable_routing(self) -> None:
@@ -180,7 +180,8 @@ class ValueModel(DecoderModel):
 class ScoreModel(DecoderModel):
     """A Hugging Face classifier as a reward model: for each response token, a score of the text before it.
 
-    With one label the score is the logit; with two (bad, good) it is their difference, the log-odds of good.
+    With one label, the score is the logit. With two labels (bad, good), the score is the log-odds of good:
+    the difference of the logits.
     """
 
     @property

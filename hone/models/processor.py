@@ -32,7 +32,7 @@ def set_pad_token_id(tokenizer: Tokenizer) -> None:
 
 
 def normalize_token_ids(tokenized_output: Any) -> list[int]:
-    """Returns token ids as a list of integers, from any form that a tokenizer returns."""
+    """Returns token ids as a list of integers, from any type that a tokenizer returns."""
     ids = tokenized_output
     if isinstance(ids, Mapping) or hasattr(ids, "input_ids"):
         ids = ids["input_ids"]

@@ -1,7 +1,8 @@
 """Expert routing of mixture-of-experts models: records and replays the experts of each token.
 
 Rollout and trainer compute the same token with different kernels, so near a tie their routers choose
-different experts. A replay uses the recorded experts, with gates from its own router logits.
+different experts. A replay uses the recorded experts, with gates from the router logits
+of the replaying forward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hone.ops.packing import PackedRows
 
 NOT_RECORDED = -1
-"""Marks experts of a token that were not recorded; in a replay, the router chooses them."""
+"""Marks experts that were not recorded for a token; in a replay, the router chooses experts there."""
 EXPERT_DTYPE = torch.int16
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
@@ -70,7 +71,7 @@ class Routing:
             block.forward = partial(self._forward, block.forward, layer)
 
     def start(self, replay: Tensor | None, *, record: bool) -> dict[int, Tensor]:
-        """Prepares a forward of the trainer; returns a dict that it will fill with experts [N, k] by layer.
+        """Prepares a trainer forward; returns a dict that the forward fills with experts [N, k] by layer.
 
         `replay` stays set until the engine resets it, because checkpointed layers are computed again in
         the backward pass.
@@ -122,7 +123,7 @@ class Routing:
 
 
 def replay_experts(choice: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the experts [N, k] to use, and the share [N] of them that the router has chosen."""
+    """Returns the experts [N, k] to use, and the share [N] of them that are in `choice`."""
     recorded = recorded.to(choice.dtype)
     experts = torch.where(recorded >= 0, recorded, choice)
     return experts, (choice[:, :, None] == experts[:, None]).any(1).float().mean(1)

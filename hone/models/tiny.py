@@ -28,7 +28,7 @@ TURN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
-"""A chat template of one line per turn: the first letter of the role, since every letter is a token."""
+"""A chat template of one line per message. A role is its first letter, because every letter is a token."""
 
 
 class TinyModelError(ValueError):
@@ -38,7 +38,7 @@ class TinyModelError(ValueError):
 def character_tokenizer(
     characters: str = string.printable[:95] + "\n", words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Returns a fast tokenizer of `words` and characters, with a chat template of one line per turn."""
+    """Returns a fast tokenizer of `words` and characters, with a chat template of one line per message."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,7 +53,7 @@ def character_tokenizer(
         tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=PAD
     )
     # For some families (qwen2) AutoTokenizer reads only the vocabulary and the added tokens and splits
-    # text into bytes, which encode spaces and line ends differently. A word that starts with an earlier
+    # text into bytes, where spaces and line ends are encoded differently. A word that starts with an earlier
     # word is not added: this tokenizer takes the first match, added tokens take the longest match.
     added_tokens = [
         w for i, w in enumerate(words) if not any(w.startswith(b) for b in words[:i] if b)

@@ -16,7 +16,7 @@ from hone.tracking.storage import add_file_name_to_errors
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yields a temporary folder and renames it to `target` on success; `target` must be new or empty.
 
-    An error removes the temporary folder; after a kill, the next call for this target removes it.
+    An error removes the temporary folder. If the process is killed, the next call for `target` removes it.
     """
     target = target.resolve()  # Path(".") has no name
     temporary = target.with_name(f".{target.name}.tmp")
