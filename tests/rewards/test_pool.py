@@ -55,7 +55,13 @@ def make(base=0):
             time.sleep(3600)
         if action == "unsendable":
             return lambda: None
+        if action == "refusing":
+            return Refusing()
     return work
+
+class Refusing:
+    def __reduce__(self):
+        raise RuntimeError("not to be pickled")
 
 def make_badly():
     raise RuntimeError("no licence")
@@ -162,11 +168,11 @@ def test_a_failed_call_is_a_failure_and_does_not_end_the_pool(
 ) -> None:
     pool = make_pool()
     jobs = [{"action": "raise", "value": "x"}, {"action": "exit"}, {"action": "unsendable"}, add(5)]
-    exception, crash, unsendable, result = pool.run(jobs, 60)
+    exception, crash, unsendable, result, refusing = pool.run([*jobs, {"action": "refusing"}], 60)
     assert (exception.reason, exception.detail) == ("exception", "KeyError: 'x'")
     assert crash.reason == "crash"
     assert "code 7" in crash.detail
-    assert unsendable.reason == "bad_return"
+    assert unsendable.reason == refusing.reason == "bad_return"
     assert result == 5
 
 
