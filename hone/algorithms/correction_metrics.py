@@ -19,7 +19,7 @@ Metrics = dict[str, Tensor]
 
 
 def gap_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Metrics, Metrics]:
-    """Returns (means, maxima) of the per-token gap between rollout and trainer log-probs."""
+    """Returns (means, maxima) of the gap per token between the log-probs `trainer` and `rollout` [B, T]."""
     mask = mask.bool()
     gap = zero_outside_mask(trainer - rollout, mask)
     means = {"kl": -masked_mean(gap, mask), "log_prob_abs_diff_mean": masked_mean(gap.abs(), mask)}

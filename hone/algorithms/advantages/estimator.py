@@ -294,15 +294,15 @@ def outcomes(
     )
 
 
-def checked_labels(name: str, index: Labels | None, rows: int) -> Labels:
-    """Returns `index`; raises unless it has one label per row."""
+def checked_labels(name: str, index: Labels | None, num_rows: int) -> Labels:
+    """Returns `index`; raises unless `index` has one label per row. `name` is the estimator's."""
     if index is None:
         raise ValueError(
             f"{name} compares the responses of one prompt and got index=None; "
             "pass the batch's uid column"
         )
-    if len(index) != rows:
-        raise ValueError(f"{name}: index has {len(index)} labels for {rows} rows")
+    if len(index) != num_rows:
+        raise ValueError(f"{name}: index has {len(index)} labels for {num_rows} rows")
     return index
 
 
