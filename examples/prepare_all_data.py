@@ -24,7 +24,7 @@ def ways(name: str, source: str | None) -> list[tuple[str, str | None]]:
 
 def verdict(file: str) -> tuple[int, str]:
     """What `hone data check` says of a file: its complaints, or its last line."""
-    status, report = check_file(file, known_sources=lambda source: find(source) is not None)
+    status, report = check_file(file, is_known_source=lambda source: find(source) is not None)
     said = [line for line in report.splitlines() if line.startswith(("error:", "warning:"))]
     return status, "; ".join(said) or report.splitlines()[-1]
 
