@@ -26,7 +26,7 @@ from hone.types import JsonValue
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
 _TREE_OF_ROWS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
-"""The tree whose rows of `rules.txt` also check another tree, by the other tree."""
+"""Trees without rows of their own in `rules.txt`, and the tree whose rows check them."""
 _PARALLEL_SIZE_KEY = re.compile(
     r".*(ulysses_sequence|fsdp_config\.tensor|megatron\.\w+)_parallel_size"
 )
@@ -40,9 +40,9 @@ PreviousValue = tuple[str, JsonValue, str]
 
 
 def find_problems(tree: str, config: Config) -> Iterator[str]:
-    """Yields one sentence for each problem of a tree."""
+    """Yields one sentence for each problem of a config; `tree` is the name of its schema."""
     if isinstance(config, SupervisedConfig):
-        # If world_size is 1, torchrun may still start several ranks.
+        # Under torchrun, world_size may be 1 although there are several ranks, so 1 is not checked.
         mesh = mesh_problems(config.world_size, "", config, "engine", config.engine)
         problems = list(mesh) if config.world_size > 1 else []
         slots = max(1, config.world_size // config.ranks_per_slot)
@@ -68,7 +68,7 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
 def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
     """Yields each key that has no effect because of the other values, and the reason.
 
-    A docstring that begins with a name (`clip_cov: …`) names the option to which the key belongs.
+    A key whose docstring begins with `clip_cov: …` has no effect unless another key is `clip_cov`.
     """
     root: type = type(config)
     for condition, keys, why in _rows("idle", tree, config):
@@ -151,7 +151,7 @@ def _changes(tree: str, config: Config) -> Iterator[Change]:
 
 
 def _min_token_budgets(config: PPOTrainerConfig) -> dict[str, int]:
-    """Returns the minimum of each token budget, by key: a rank's tokens of the longest row."""
+    """Returns the minimum of each token budget: the tokens of the longest row that one rank processes."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     longest = policy.rollout.prompt_length + policy.rollout.response_length
     actor, value_model = (
@@ -167,17 +167,17 @@ def _min_token_budgets(config: PPOTrainerConfig) -> dict[str, int]:
     }
     budgets = {}
     for key, (role, sharding) in roles.items():
-        splits_rows = config.world_size > 1 and role["strategy"] != "megatron"
-        budgets[key] = -(-longest // (sequence_parallel(role, sharding) if splits_rows else 1))
+        splits_sequences = config.world_size > 1 and role["strategy"] != "megatron"
+        budgets[key] = -(-longest // (sequence_parallel(role, sharding) if splits_sequences else 1))
     if reward.enable and reward.type != "judge" and not reward.server.url:
-        row, strategy = longest, policy.actor.strategy if reward.type == "prime" else "fsdp2"
+        row_tokens, strategy = longest, policy.actor.strategy if reward.type == "prime" else "fsdp2"
         if reward.type != "prime":
             # A process reward model's rows end with a padding token.
-            row = min(longest, reward.max_length or longest) + (reward.type == "prm")
+            row_tokens = min(longest, reward.max_length or longest) + (reward.type == "prm")
         ranks = sum(config.reward_pool) or config.world_size
-        splits_rows = ranks > 1 and reward.type != "orm" and strategy != "megatron"
-        size = sequence_parallel(reward, reward.model.fsdp_config) if splits_rows else 1
-        budgets["reward_model.forward"] = -(-row // size)
+        splits_sequences = ranks > 1 and reward.type != "orm" and strategy != "megatron"
+        size = sequence_parallel(reward, reward.model.fsdp_config) if splits_sequences else 1
+        budgets["reward_model.forward"] = -(-row_tokens // size)
     return {f"{key}_max_token_len_per_gpu": tokens for key, tokens in budgets.items()}
 
 

@@ -71,7 +71,7 @@ class WorkerStopped(ProcessFailure):
 
 @dataclass(eq=False)
 class ClusterFailed(ProcessFailure):
-    """A Ray process has ended or does not respond."""
+    """A process of Ray itself (the GCS or a raylet) has ended or does not respond."""
 
     event: str
     waiting_role: str

@@ -70,7 +70,7 @@ class Executor(ABC, Generic[Handle]):
     def resolver(self, role: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
         """Returns a picklable function that waits for handles and returns the results of their calls.
 
-        Errors of that function name `role` and `method`.
+        The messages of its errors contain `role` and `method`.
         """
 
     @abstractmethod
@@ -202,11 +202,11 @@ class WorkerGroup(Generic[W]):
     def call_all(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Calls all ranks with the same arguments; returns results in rank order."""
+        """Calls a method that all ranks run with the same arguments; returns results in rank order."""
         return self.call(method, *args, **kwargs)  # type: ignore[arg-type]
 
     def call_each(self, method: Callable[[W, T], R], values: Sequence[T]) -> list[R]:
-        """Calls each rank with its entry of `values`; returns results in rank order."""
+        """Calls a method that gives each rank its entry of `values`; returns results in rank order."""
         return self.call(method, values)  # type: ignore[arg-type]
 
     def begin(

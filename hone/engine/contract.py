@@ -1,7 +1,7 @@
 """The interface between training engines and workers; other strategies can implement it.
 
-The engine calls the objective (under pipeline parallel, on the last stage), divides by the counts of the
-whole mini-batch, and manages devices and ranks. Workers use only this interface.
+The engine calls the objective (under pipeline parallel, on the last stage), sets the counts of the whole
+mini-batch, by which `agg_loss` divides, and manages devices and ranks. Workers use only this interface.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Terms:
     loss: Tensor
     """This micro-batch's share of the mini-batch loss; the shares add up to the loss."""
     shares: Mapping[str, Tensor] = field(default_factory=dict)
-    """Metrics that are summed over micro-batches and ranks (parts of the loss)."""
+    """Metrics that the engine sums over micro-batches and ranks, such as parts of the loss."""
     means: Mapping[str, Tensor | float] = field(default_factory=dict)
-    """Metrics averaged over this micro-batch's loss tokens."""
+    """Means over this micro-batch's loss tokens; the engine weights them by the number of tokens."""
     maxima: Mapping[str, Tensor | float] = field(default_factory=dict)
     """Metrics whose maximum is reported."""
 
@@ -115,8 +115,8 @@ class EngineSpec:
     """
 
     head: Literal["policy", "value", "steps", "score"]
-    """The head decides what `infer` returns. policy: log_probs (and entropy, sum_pi_squared on request);
-    value: values; steps (classifies each token by two labels) and score (one label per sequence): scores."""
+    """The head decides what `infer` returns: policy log_probs (and entropy, sum_pi_squared on request),
+    value values, steps the scores of a two-label token classifier, score those of a sequence classifier."""
     model_path: str
     device: torch.device
     dtype: torch.dtype
@@ -138,7 +138,7 @@ class EngineSpec:
     """The seed of newly initialized weights."""
     compile_blocks: bool = False
     label_tokens: tuple[int, int] | None = None
-    """The token ids of a bad and a good step; if set, the steps head is their two rows of the LM head."""
+    """The token ids of a bad and a good step; if set, the steps head has their rows of the LM head."""
     trained_part: Literal["all", "head"] = "all"
     """head: only the head of a classifier is trained; its decoder is frozen."""
     replays_routing: bool = False

@@ -1,7 +1,7 @@
 """The models that the engine trains: decoders that map packed rows to one value per response token.
 
 `PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token, and
-`ScoreModel` the score of a reward model. No model stores padding or full logits [tokens, vocabulary].
+`ScoreModel` the score of a reward model. Their forwards hold no padding and no full logits.
 """
 
 from __future__ import annotations

@@ -222,13 +222,13 @@ def _plain_gradient(
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:  # [M, d], [V, d] -> [M, V] float32
-    """Returns x · Wᵀ in float32, without gradient."""
+    """Returns x · Wᵀ in float32; it has no gradient on a GPU."""
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return (x @ weight.t()).float()  # on a CPU, the product is rounded to 16 bits
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:  # [M, V] float32, [M, K], [K, V]
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:  # [V, d] float32, [V, M], [M, d]
     """Computes total += a · b, on a GPU without an intermediate tensor."""
     if a.is_cuda and a.dtype != torch.float32:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

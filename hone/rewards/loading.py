@@ -51,12 +51,12 @@ def load_reward_manager(
     """Returns the reward manager that the config selects.
 
     `compute_score` replaces the configured score function. `reward_kwargs` override
-    `reward_model.reward_kwargs`; other names are arguments of the manager, or else of the scorer.
+    keys of `reward_model.reward_kwargs`; other names are arguments of the manager, or of the scorer.
     """
     reward_model = config.reward_model
     for source, target in reward_model.scores.items():
         register_score(source, target)
-        # Options are checked when rows are scored, because they may be for other rules.
+        # Only row arguments are checked: a key of `score_kwargs` may belong to another scorer.
         check_signature(load_object(target), ROW_ARGUMENTS, {})
     if reward_model.score_observations:
         _warn_about_observations()
@@ -77,7 +77,7 @@ def load_reward_manager(
         settings = {name: settings[name] for name in settings if name in accepted_settings}
     if is_rule_manager:
         settings = {**_score_options(config, scorer), "policy": _failure_policy(kwargs), **settings}
-        # PRIME trains its reward model on the rule's score, so a row without ground truth fails there.
+        # With type=prime, every row needs a ground truth: its reward model is trained on the rule's score.
         if reward_model.enable and reward_model.type != "prime":
             settings["skips_rows_without_truth"] = True
         if reward_model.repeatness_punishment:
@@ -100,7 +100,7 @@ def _streaming_manager(
     tokenizer: Tokenizer,
     scorer: Function | None,
 ) -> RewardManagerBase:
-    """Returns a manager of verl's reward loop; the options of rules are bound to the scorer."""
+    """Returns a manager with verl's `run_single`; the score options are bound to its scorer."""
     options, url = _score_options(config, scorer), config.reward_model.server.url
     if scorer is None and config.reward_model.score_observations:
         options["score_observations"] = True

@@ -1,7 +1,7 @@
 """Scores one response, and checks and converts the scorer's result.
 
-A scorer's exception becomes a `Failed`; the manager counts the failure and applies the policy. A
-response consists of segments by the policy and observations (text of tools, searches and users):
+A scorer's exception becomes a `Failed`; the manager counts it and applies the failure policy. A
+response consists of text that the model wrote and observations (text of tools, searches and users):
 `extra_info["transcript_segments"]` is a list of `{"role": "policy" | "observation", "text": …}`.
 """
 
@@ -122,10 +122,10 @@ def vote_of(pred: JsonValue) -> str | None:
 def precompute_comparisons(
     compute_score: Function, rows: Sequence[Response], options: Settings
 ) -> list[Comparisons]:
-    """Makes the symbolic comparisons of the built-in rules together, within one budget.
+    """Makes the symbolic comparisons of the built-in rules together, within one time limit.
 
-    Returns the comparisons of each row, which another process can use. A user's score function is
-    not called, because it may have side effects.
+    This process caches the results; they are also returned per row, for another process. A user's
+    score function is not called, because it may have side effects.
     """
     if not any(_compares_expressions(compute_score, row) for row in rows):
         return [{} for _ in rows]

@@ -237,7 +237,7 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def begin_update(self) -> None:
-        """Starts an update; raises if requests run.
+        """Starts loading new weights; raises if requests run.
 
         Until `commit`, new requests wait if the engine is paused, and raise otherwise.
         """

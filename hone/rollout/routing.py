@@ -11,7 +11,7 @@ from hone.rollout.requests import Request
 _PREFIX_TOKENS = 256
 """Requests with equal prefixes go to the same target; a prefix has at most this many prompt tokens."""
 _MAX_IMBALANCE = 8
-"""A request leaves its prefix's target if the least loaded target has over this many streams fewer."""
+"""A request leaves its prefix's target if that has over this many requests more than another."""
 _MAX_KEYS = 8192
 """Maximum number of recent trajectories and prefixes whose target is remembered."""
 

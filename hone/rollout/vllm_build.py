@@ -227,7 +227,7 @@ def make_environment(on_gpu: bool, devices: list[str] | None) -> dict[str, str]:
         defaults |= {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCHDYNAMO_DISABLE": "1",  # enforce_eager compiles nothing
+            "TORCHDYNAMO_DISABLE": "1",  # a CPU engine is eager (enforce_eager) and compiles nothing
         }
     environment |= {name: value for name, value in defaults.items() if name not in os.environ}
     if devices is not None:

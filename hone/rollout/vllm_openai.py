@@ -142,7 +142,8 @@ class VLLMServer(HttpServer):
             await self.call("/resume", {})
 
     async def weight_version(self) -> str | None:
-        return str((await self.call("/weight_info", get=True))["weight_version"])
+        version = (await self.call("/weight_info", get=True))["weight_version"]
+        return None if version is None else str(version)
 
     def check_updates_supported(self) -> None:
         if not self.has_dev_routes:

@@ -1,7 +1,7 @@
 """A client for code execution services with SandboxFusion's `run_code` API.
 
 Clusters whose trainer nodes may not run untrusted code need such a service. The service isolates the
-program. A failure of the service raises an error and is never a result of the program.
+program. A failure of the service raises an error; it is never reported as the program's result.
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> FolderLock:
 
 
 def lock_target(target: str | os.PathLike[str]) -> FolderLock:
-    """Returns the lock of a file or folder that a rename replaces; the lock file is beside it."""
+    """Returns the lock for writing `target`, which a rename replaces; the lock file lies beside `target`."""
     path = Path(target).expanduser().resolve()
     return FolderLock(path.with_name(f".{path.name}{LOCK_NAME}"), Path(target))
 
@@ -283,7 +283,7 @@ def _read(path: Path) -> tuple[Holder | None, int]:
 def _is_alive(holder: Holder, path: Path, draft: Path) -> bool:
     """Whether the holder's process runs or, on another machine, touches the lock file `path`.
 
-    Touching the draft reads the file server's clock.
+    The file server sets the draft's time when it is touched, so the clocks of machines may differ.
     """
     if holder.is_on_this_machine:
         return holder.is_running

@@ -1,4 +1,4 @@
-"""The panels of PURE's workspace, in sections, for `hone wandb-workspace` and the report."""
+"""The panels of PURE's workspace, in sections, for `hone wandb-workspace` and `hone report`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PURE_METRIC = "high_level_scores/repeat_score/mean"
-"""A metric that only runs with PURE's metrics (`trainer.response_metrics`) have."""
+"""Only runs with `trainer.response_metrics` have this metric."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ Aggregate = Callable[[np.ndarray], float]
 
 
 def soft_min(scores: np.ndarray) -> float:
-    """Returns Σ softmax(−s/T)·s over the step scores s, where T = 0.1; PURE ranks responses by this value."""
+    """Returns Σ softmax(−s/T)·s over the step scores s, T = 0.1; PURE ranks responses by this value."""
     weights = np.exp(-(scores - scores.min()) / SOFT_MIN_TEMPERATURE)
     return float((weights * scores).sum() / weights.sum())
 
@@ -65,14 +65,14 @@ def process_bench(predictions: np.ndarray, labels: np.ndarray) -> dict[str, floa
 def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
     """Returns the F1 of PURE's script, which predicts only whether a solution has an error, not where.
 
-    A solution counts as wrong if the soft minimum of its step scores is 0 or less.
+    A solution counts as wrong if the soft minimum of its step scores, 2·p(good) − 1, is 0 or less.
     """
     predicted_wrong = np.array([soft_min(2 * p - 1) <= 0 for p in solutions])
     return process_bench(np.where(predicted_wrong, 0, -1), np.where(labels >= 0, 0, -1))["f1"]
 
 
 def chance_f1(step_counts: np.ndarray, labels: np.ndarray) -> float:
-    """Returns the F1 of the expected accuracies of a uniform guess among all steps and "no error"."""
+    """Returns the F1 of guessing: each step, and "no error", is predicted with the same probability."""
     chances, has_error = 1.0 / (step_counts + 1), labels >= 0
     return harmonic_mean(
         *(float(chances[mask].mean()) if mask.any() else 0.0 for mask in (has_error, ~has_error))
@@ -80,7 +80,7 @@ def chance_f1(step_counts: np.ndarray, labels: np.ndarray) -> float:
 
 
 def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Returns the threshold with the highest F1; the paper chooses it so, on ProcessBench's GSM8K subset."""
+    """Returns the threshold with the highest F1; ProcessBench's authors choose theirs on its GSM8K subset."""
     values = np.unique(np.concatenate(list(solutions)))
     thresholds = (values[1:] + values[:-1]) / 2
     if len(thresholds) > 500:
@@ -116,8 +116,8 @@ def area_under_curve(scores: np.ndarray, is_good: np.ndarray) -> float | None:
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     mid_ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     num_good = int(is_good.sum())
-    num_lower_pairs = mid_ranks[is_good].sum() - num_good * (num_good + 1) / 2
-    return float(num_lower_pairs / (num_good * (len(is_good) - num_good)))
+    num_ordered_pairs = mid_ranks[is_good].sum() - num_good * (num_good + 1) / 2
+    return float(num_ordered_pairs / (num_good * (len(is_good) - num_good)))
 
 
 def best_of_n_score(scores: Sequence[float], model_scores: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""An interaction for GSM8K: reports a wrong answer (`#### 42`) and lets the model try again.
+"""An interaction for GSM8K: reports whether the answer after `####` is right; the model may try again.
 
 A row's `interaction_kwargs`: `{name: gsm8k, query, ground_truth}`.
 """
@@ -29,7 +29,6 @@ class Gsm8kInteraction(BaseInteraction):
         self._instance_dict[instance_id] = {
             "response": "",
             "ground_truth": ground_truth,
-            "reward": 0.0,
         }
         return instance_id
 

@@ -107,7 +107,7 @@ def _client(answer: Any) -> Any:
         )
         return Response(id="", created=int(time.time()), model=model, message=message)
 
-    # Only the base class's `get_response` calls the abstract methods.
+    # The abstract methods may be None: only the base class's `get_response` calls them.
     unused_methods = dict.fromkeys(Client.__abstractmethods__)
     return type("LoopClient", (Client,), {**unused_methods, "get_response": get_response})(None)
 

@@ -109,7 +109,8 @@ def tool_of(
     schema: Schema | None = None,
 ) -> FunctionTool:
     """Makes a tool from a function; name, description and schema default to the function's own."""
-    if isinstance(schema, OpenAIFunctionToolSchema) and name in (None, schema.function.name):
+    is_complete = isinstance(schema, OpenAIFunctionToolSchema) and description is None
+    if is_complete and name in (None, schema.function.name):
         tool_schema = schema
     else:
         tool_schema = _schema_of(function, name, description, schema)
@@ -136,6 +137,8 @@ def _schema_of(
         function_entry = data.get("function")
         function_data = dict(function_entry) if isinstance(function_entry, Mapping) else data
         function_data["name"] = name or function_data.get("name") or _name_of(function)
+        if description is not None:
+            function_data["description"] = description
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function_data})
 
 

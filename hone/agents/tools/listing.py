@@ -116,7 +116,7 @@ def _built_in_tool(entry: Fields, path: str) -> Fields:
         )
     if unknown_keys := sorted({str(key) for key in entry} - _BUILT_IN_KEYS):
         raise ToolError(
-            f"{path}, {name}: there is no key {unknown_keys[0]!r}; "
+            f"{path}, {name}: unknown key {unknown_keys[0]!r}; "
             f"use {', '.join(sorted(_BUILT_IN_KEYS))}"
         )
     tool: Fields = {"class_name": BUILT_IN_CLASSES[name], "config": entry.get("config")}
@@ -124,7 +124,7 @@ def _built_in_tool(entry: Fields, path: str) -> Fields:
         return tool
     parameters = entry.get("parameters") or {}
     if not isinstance(parameters, dict):
-        raise ToolError(f"{path}, {name}: `parameters` maps names to a type and a description")
+        raise ToolError(f"{path}, {name}: `parameters` must map names to a type and a description")
     if "properties" not in parameters:
         parameters = {"type": "object", "properties": parameters, "required": list(parameters)}
     function = {"name": name, "description": entry.get("description"), "parameters": parameters}

@@ -1,4 +1,4 @@
-"""Scores relative to the group: GRPO, and Dr.GRPO without division by the standard deviation.
+"""Advantages relative to the group: GRPO, and Dr.GRPO without division by the standard deviation.
 
 In the formulas, R is a trajectory's score; mean_g and std_g are over its group. A group of one keeps its raw
 score. A group of equal scores gets 0.

@@ -7,11 +7,11 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 
 def last_answer(text: str) -> str | None:
     """Returns the content of the last closed `<answer>…</answer>` (it may span lines), or None."""
-    end = text.rfind(_CLOSE)
-    if end < 0:
+    start = text.rfind(_OPEN, 0, max(0, text.rfind(_CLOSE)))
+    if start < 0:
         return None
-    start = text.rfind(_OPEN, 0, end)
-    return text[start + len(_OPEN) : end].strip() if start >= 0 else None
+    # A closing tag that nothing opened may follow the answer.
+    return text[start + len(_OPEN) : text.index(_CLOSE, start)].strip()
 
 
 def all_answers(text: str) -> list[str]:

@@ -1,8 +1,8 @@
-"""Open questions: the last `<answer>` must equal one of the reference answers (Search-R1).
+"""Scores answers to questions by exact match: the last `<answer>` must equal a reference (Search-R1).
 
 Answers in the prompt's example or in an `<information>` block never count, even in a block that the
-policy wrote. `structure_format_score`, `final_format_score` and `retrieval_score` of `reward_model`
-select `qa_em_format`.
+policy wrote. If `structure_format_score`, `final_format_score` or `retrieval_score` of `reward_model`
+is not 0, `qa_em_format` computes the score.
 """
 
 from __future__ import annotations

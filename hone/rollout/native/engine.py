@@ -158,7 +158,7 @@ class NativeRollout(RequestEngine):
             self._core.invalidate()
 
     async def wake_up(self) -> None:
-        """Invalidates the core, because the weights may have changed."""
+        """Drops what was computed from the weights, which may have changed."""
         with self._between_steps():
             self._raise_if_stopped()
             self._core.invalidate()
@@ -197,7 +197,7 @@ class NativeRollout(RequestEngine):
         return [r for r in self._pending.values() if not r.awaited_future.get_loop().is_closed()]
 
     def _abort_requests(self, request_ids: Collection[str] | None) -> list[Request]:
-        """Aborts running, arriving and deferred requests; `_flush_submitted` ends the others."""
+        """Aborts running, arriving and deferred requests; marks the others, which `_flush_submitted` ends."""
         aborted = self._abort_running(request_ids)
         aborted += select(self._deferred, request_ids)
         for request in select(self._pending.values(), request_ids):

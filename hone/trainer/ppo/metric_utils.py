@@ -1,6 +1,6 @@
 """Provides verl's `metric_utils` and `utils.metric`, with verl's names and arguments.
 
-The training loop uses metrics.py instead, and validation.py, which computes exact expectations.
+The training loop uses metrics.py instead, and validation.py, which computes best@n and maj@n exactly.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Metric:
 
     @classmethod
     def aggregate_dp(cls, metric_lists: Sequence[Metric]) -> float:
-        """Reduces over ranks: averages sums and means over ranks; minima and maxima are over all values."""
+        """Reduces over ranks; SUM and MEAN first average each value over the ranks."""
         kind = metric_lists[0].aggregation
         if len({len(metric.values) for metric in metric_lists}) != 1:
             raise ValueError("the ranks have different numbers of values")
@@ -107,17 +107,19 @@ def reduce_metrics(metrics: Fields) -> dict[str, float]:
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Returns metrics of scores, rewards, advantages and lengths, and of values if `use_critic`."""
-    prompts, responses = (part.shape[1] for part in split_attention(batch))
-    metrics = data_metrics(batch, max_prompt_length=prompts, max_response_length=responses)
+    widths = [part.shape[1] for part in split_attention(batch)]
+    metrics = data_metrics(batch, max_prompt_length=widths[0], max_response_length=widths[1])
     critic_prefixes = ("critic/values/", "critic/vf_explained_var")
     return {k: v for k, v in metrics.items() if use_critic or not k.startswith(critic_prefixes)}
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Returns seconds per phase, and milliseconds per token for phases that process tokens."""
-    prompts, responses = (float(mask.sum()) for mask in split_attention(batch))
+    prompt_tokens, response_tokens = (float(mask.sum()) for mask in split_attention(batch))
     per_token = time_per_token(
-        timing_raw, generated_tokens=responses, total_tokens=prompts + responses
+        timing_raw,
+        generated_tokens=response_tokens,
+        total_tokens=prompt_tokens + response_tokens,
     )
     return {f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()} | per_token
 

@@ -18,7 +18,7 @@ from hone.tracking.manifest import MANIFEST, find_damage
 
 log = logging.getLogger(__name__)
 
-_EARLIER_MANIFEST = f"{MANIFEST}.earlier"
+_DISCARDED_MANIFEST = f"{MANIFEST}.earlier"
 
 
 def check_store(url: str | None) -> None:
@@ -38,8 +38,8 @@ def check_store(url: str | None) -> None:
 def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> None:
     """Copies checkpoints, config and metrics to the store, and deletes old checkpoints there.
 
-    The store keeps the local, the `protected` and the newest `num_to_keep` checkpoints; 0 keeps all. An
-    error of the store is only a warning, since the next call copies everything that is missing.
+    The store keeps checkpoints that exist locally, the `protected` and the newest `num_to_keep`; 0 keeps all.
+    An error of the store is only a warning, since the next call copies everything that is missing.
     """
     if run.remote is None:
         return
@@ -104,11 +104,11 @@ def invalidate_after(run: RunFolder, last_step: int) -> None:
         if step > last_step:
             url = f"{run.remote}/global_step_{step}"
             system, path = file_system(url)
-            with system.open(f"{path}/{_EARLIER_MANIFEST}", "wb") as file:
+            with system.open(f"{path}/{_DISCARDED_MANIFEST}", "wb") as file:
                 file.write(_read_manifest(url))
             system.rm_file(f"{path}/{MANIFEST}")
             log.warning(
-                "%s is not the checkpoint to resume; its manifest is now %s", url, _EARLIER_MANIFEST
+                "%s is not the checkpoint to resume; its manifest is now %s", url, _DISCARDED_MANIFEST
             )
 
 

@@ -91,6 +91,17 @@ def test_every_form_of_the_decorator_makes_a_tool(decorate: Any, name: str) -> N
     assert asyncio.run(tool.call({"city": "Rome"})) == "Rome sunny"
 
 
+def test_a_description_replaces_that_of_a_schema() -> None:
+    for schema in (OWN_SCHEMA, OpenAIFunctionToolSchema.model_validate(OWN_SCHEMA)):
+
+        def forecast(city: str) -> str:
+            return city
+
+        tool = tool_of(forecast, "forecast", "Tells the weather.", schema)
+        assert tool.tool_schema.function.description == "Tells the weather."
+        assert tool.tool_schema.function.parameters is not None
+
+
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(ToolError, match="takes a name or nothing, got 5"):
         function_tool(5)  # type: ignore[call-overload]

@@ -119,9 +119,9 @@ def test_both_sources_together_may_not_share_a_name(tmp_path: Path) -> None:
         ("tools:\n - name: weather", "the built-in tools are calculator, .*; write the class"),
         (
             "tools:\n - {name: python, parametres: {}}",
-            "there is no key 'parametres'; use config, desc",
+            "unknown key 'parametres'; use config, desc",
         ),
-        ("tools:\n - {name: python, parameters: [code]}", "`parameters` maps names to a type"),
+        ("tools:\n - {name: python, parameters: [code]}", "`parameters` must map names to a type"),
         ("tools:\n - class_name: a.B\n   config: {type: image}", "type 'image' is not supported"),
         (
             "tools:\n - class_name: hone.agents.tools.contract.BaseTool",
