@@ -109,11 +109,9 @@ def tool_of(
     schema: Schema | None = None,
 ) -> FunctionTool:
     """Makes a tool from a function; name, description and schema default to the function's own."""
-    is_complete = isinstance(schema, OpenAIFunctionToolSchema) and description is None
-    if is_complete and name in (None, schema.function.name):
-        tool_schema = schema
-    else:
-        tool_schema = _schema_of(function, name, description, schema)
+    tool_schema = _schema_of(function, name, description, schema)
+    if description is None and isinstance(schema, OpenAIFunctionToolSchema):
+        tool_schema = schema if name in (None, schema.function.name) else tool_schema
     is_async = inspect.iscoroutinefunction(function)
     return FunctionTool(tool_schema.function.name, function, tool_schema, is_async)
 

@@ -108,7 +108,9 @@ def invalidate_after(run: RunFolder, last_step: int) -> None:
                 file.write(_read_manifest(url))
             system.rm_file(f"{path}/{MANIFEST}")
             log.warning(
-                "%s is not the checkpoint to resume; its manifest is now %s", url, _DISCARDED_MANIFEST
+                "%s is not the checkpoint to resume; its manifest is now %s",
+                url,
+                _DISCARDED_MANIFEST,
             )
 
 
