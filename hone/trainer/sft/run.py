@@ -22,6 +22,7 @@ from hone.data.rows import DataError
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.microbatch import MicroBatchRule
+from hone.engine.optimizer import optimizer_class
 from hone.models.from_config import build_tokenizer, lora_adapters_or_none
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import Bar, screen, silent_bar
@@ -56,6 +57,8 @@ class SFTRun:
         self.folder = RunFolder(folder, config.trainer.default_hdfs_dir)
         self.config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
         set_thread_count(threads)
+        if config.engine.strategy in ("fsdp", "fsdp2"):
+            optimizer_class(config.optim)  # a wrong name is refused before the rows are encoded
         data, trainer = config.data, config.trainer
         self.tokenizer = build_tokenizer(config.model)
         self.rows = self._encode("train rows", data.train_files, data.train_max_samples)

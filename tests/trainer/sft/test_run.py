@@ -11,6 +11,7 @@ import torch
 
 from hone.data.rows import DataError
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.plugins import PluginError
 from hone.tracking import read_metrics
 from hone.trainer import main_sft
 from hone.trainer.command_line import run_program
@@ -51,6 +52,15 @@ def test_other_data_cannot_resume_and_the_folder_to_change_is_named(
     write_jsonl(tmp_path / "train.jsonl", sums(19))
     with pytest.raises(DataError, match=r"number of rows 20, .* 19; .*default_local_dir"):
         train("run")
+
+
+def test_an_unknown_optimizer_is_refused_before_rows_and_model_are_read(
+    train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.jsonl").unlink()
+    monkeypatch.setattr("hone.trainer.sft.run.build_strategy", None)
+    with pytest.raises(PluginError, match=r"optim\.optimizer=AdmW was not found"):
+        train("run", "optim.optimizer=AdmW")
 
 
 def test_data_that_give_no_fingerprint_are_not_compared(
