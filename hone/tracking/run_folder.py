@@ -24,18 +24,18 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
     """Returns the folder of the latest checkpoint, or None; the function name is verl's."""
     if path is None or not (file := RunFolder(path).latest_file).is_file():
         return None
-    folder = Path(path) / directory_format.format(int(file.read_text(encoding="utf-8")))
+    folder = file.parent / directory_format.format(int(file.read_text(encoding="utf-8")))
     return str(folder) if folder.exists() else None
 
 
 class RunFolder:
-    """The paths inside a run folder; the first write creates the folder.
+    """The paths inside a run folder, which may begin with `~`; the first write creates the folder.
 
     Copies of the checkpoints go to the folder `remote` (`trainer.default_hdfs_dir`).
     """
 
     def __init__(self, path: str | os.PathLike[str], remote: str | None = None) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.remote = None if remote is None else remote.rstrip("/")
         self.config_file = self.path / "config.yaml"
         self.origins_file = self.path / "config_origins.json"

@@ -181,7 +181,7 @@ def _describe_saved(config: Block) -> str:
     trainer = config.get("trainer")
     if not hasattr(trainer, "default_local_dir"):
         return "nothing was written"
-    checkpoints = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()
+    checkpoints = RunFolder(trainer.default_local_dir).checkpoints()
     if not checkpoints:
         return "nothing is saved yet, and the same command starts anew"
     command = "the same command" if trainer.resume_mode == "auto" else "trainer.resume_mode=auto"

@@ -60,8 +60,8 @@ def _threads_of_resumed_run(trainer: Block) -> int | None:
     mode, path = trainer.get("resume_mode", "disable"), trainer.get("resume_from_path", "")
     if mode == "disable":
         return None
-    folder = Path(trainer["default_local_dir"]).expanduser()
-    run = RunFolder(folder if mode == "auto" else Path(path or folder).expanduser().parent)
+    folder = trainer["default_local_dir"]
+    run = RunFolder(folder if mode == "auto" else Path(path or folder).parent)
     if mode == "auto" and not run.checkpoints():
         return None
     try:

@@ -112,3 +112,14 @@ def test_the_latest_checkpoint_is_found_under_verls_name(tmp_path: Path) -> None
     assert find_latest_ckpt_path(str(tmp_path)) is None
     (tmp_path / "global_step_20").mkdir()
     assert find_latest_ckpt_path(str(tmp_path)) == str(tmp_path / "global_step_20")
+
+
+def test_a_run_folder_may_lie_below_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = RunFolder("~/run")
+    assert run.path == tmp_path / "run"
+    run.checkpoint(3).mkdir(parents=True)
+    run.latest_file.write_text("3")
+    assert find_latest_ckpt_path("~/run") == str(run.checkpoint(3))

@@ -28,7 +28,7 @@ class EarlierRun:
         self.checkpoint: Path | None = None
         self._settings: Settings = {}
         if trainer.resume_mode == "auto":
-            newest = RunFolder(Path(trainer.default_local_dir).expanduser()).checkpoints()[-1:]
+            newest = RunFolder(trainer.default_local_dir).checkpoints()[-1:]
             self.checkpoint = newest[0][1] if newest else None
         elif trainer.resume_mode != "disable":
             self.checkpoint = checkpoint.checkpoint_from_path(trainer.resume_from_path)[1]

@@ -77,7 +77,7 @@ def graceful_stop() -> Iterator[GracefulStop]:
 
 def _checkpoint_times(folder: str) -> set[tuple[int, int]]:
     """Returns the step and the modification time of each checkpoint."""
-    checkpoints = RunFolder(Path(folder).expanduser()).checkpoints()
+    checkpoints = RunFolder(folder).checkpoints()
     return {(step, path.stat().st_mtime_ns) for step, path in checkpoints}
 
 

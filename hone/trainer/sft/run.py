@@ -53,8 +53,7 @@ class SFTRun:
     ) -> None:
         self.ranks, self._origins = ranks, origins
         self._task = task or SupervisedTask()
-        folder = Path(config.trainer.default_local_dir).expanduser()
-        self.folder = RunFolder(folder, config.trainer.default_hdfs_dir)
+        self.folder = RunFolder(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
         set_thread_count(threads)
         if config.engine.strategy in ("fsdp", "fsdp2"):
