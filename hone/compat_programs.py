@@ -23,7 +23,8 @@ PROGRAMS: dict[str, str] = {
     "hone.trainer.main_ppo_format": (
         f"{_PPO_PROGRAM} reward_model.scores={{"
         + ",".join(
-            f"{name}:'hone.rewards.scores.qa_em_format:judge'" for name in _SEARCH_DATA_SOURCES
+            f"{name}:'hone.rewards.scores.qa_em_format:score_details'"
+            for name in _SEARCH_DATA_SOURCES
         )
         + "}"
     ),

@@ -9,7 +9,7 @@ _CONTROLLER = "hone.controller"
 _DISPATCH = f"{_CONTROLLER}.decorator"
 _SCORES = "hone.rewards.scores"
 _MANAGERS = "hone.rewards.managers"
-_STREAMING = f"{_MANAGERS}.streaming"
+_REWARD_LOOP = f"{_MANAGERS}.reward_loop"
 _ADVANTAGES = "hone.algorithms.advantages"
 _LOSSES = "hone.algorithms.policy_losses"
 _CORE_MODULE = "hone.algorithms.core_algos"
@@ -110,8 +110,8 @@ _FUNCTION_TOOL_NAMES = {
     "normalize_function_tool_return": ("hone.agents.tools.contract:normalize_function_tool_return"),
 }
 _TOOL_LIST_NAMES = {
-    "initialize_tools_from_config": "hone.agents.tools.listing:initialize_tools_from_config",
-    "load_all_tools": "hone.agents.tools.listing:load_all_tools",
+    "initialize_tools_from_config": "hone.agents.tools.loading:initialize_tools_from_config",
+    "load_all_tools": "hone.agents.tools.loading:load_all_tools",
     "get_tool_class": "hone.plugins:load_object",
 }
 _PROFILER_NAMES = _map(
@@ -125,16 +125,16 @@ _PROFILER_NAMES = _map(
 }
 _LOGGERS = _map("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
 _REWARD_LOOP_NAMES = {
-    "AsyncTokenBucket": f"{_STREAMING}:AsyncTokenBucket",
-    "get_reward_loop_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
-    "get_reward_manager_cls": f"{_STREAMING}:get_reward_manager_cls",
+    "AsyncTokenBucket": f"{_REWARD_LOOP}:AsyncTokenBucket",
+    "get_reward_loop_manager_cls": f"{_REWARD_LOOP}:get_reward_manager_cls",
+    "get_reward_manager_cls": f"{_REWARD_LOOP}:get_reward_manager_cls",
     "migrate_legacy_reward_impl": f"{_STEPS}:migrate_legacy_reward_impl",
     "RawRewardFn": "hone.types:Function",
     "register": f"{_MANAGERS}.registry:register",
-    "RewardLoopManagerBase": f"{_STREAMING}:RewardManagerBase",
-    "RewardManagerBase": f"{_STREAMING}:RewardManagerBase",
+    "RewardLoopManagerBase": f"{_REWARD_LOOP}:RewardManagerBase",
+    "RewardManagerBase": f"{_REWARD_LOOP}:RewardManagerBase",
     **{
-        f"{kind}{ending}": f"{_STREAMING}:{kind}RewardManager"
+        f"{kind}{ending}": f"{_REWARD_LOOP}:{kind}RewardManager"
         for kind in ("Naive", "DAPO", "RateLimited")
         for ending in ("RewardManager", "RewardLoopManager")
     },
@@ -284,7 +284,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.tools.utils.tool_registry": _TOOL_LIST_NAMES,
     "hone.interactions.utils.interaction_registry": {
         "initialize_interactions_from_config": (
-            "hone.agents.tools.listing:initialize_interactions_from_config"
+            "hone.agents.tools.loading:initialize_interactions_from_config"
         ),
         "get_interaction_class": "hone.plugins:load_object",
     },

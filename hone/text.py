@@ -45,14 +45,14 @@ def _clean(value: T, parents: tuple[int, ...]) -> JsonValue:
     parents = (*parents, id(value))
     if isinstance(value, Mapping):
         return {
-            clean_text(key) if isinstance(key, str) else shown(key): _clean(item, parents)
+            clean_text(key) if isinstance(key, str) else short_repr(key): _clean(item, parents)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple | set | frozenset):
         return [_clean(item, parents) for item in value]
     if hasattr(value, "tolist"):  # an array or a tensor
         return _clean(value.tolist(), parents)
-    return shown(value)
+    return short_repr(value)
 
 
 def find_flaw(value: JsonValue, *, allow_nul: bool = False) -> str | None:
@@ -154,7 +154,7 @@ def read_yaml(path: str) -> Any:
     return content
 
 
-def shown(value: T) -> str:
+def short_repr(value: T) -> str:
     """Returns the shortened `repr` of an object, or its type if `repr` fails."""
     try:
         text = clean_text(repr(value))
@@ -165,7 +165,7 @@ def shown(value: T) -> str:
     )
 
 
-def described(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Returns `ValueError: reason` for an exception, even if its `str` fails."""
     try:
         reason = clean_text(str(error))

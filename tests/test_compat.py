@@ -234,7 +234,7 @@ def test_a_recipes_program_has_the_recipes_config_and_takes_the_users() -> None:
 def test_the_search_program_with_format_scores_scores_the_format() -> None:
     code, shown = run("hone.trainer.main_ppo_format", "--cfg", "job", "-p", "reward_model.scores")
     assert code == 0
-    assert "nq: hone.rewards.scores.qa_em_format:judge" in shown
+    assert "nq: hone.rewards.scores.qa_em_format:score_details" in shown
 
 
 def test_no_path_of_the_table_hides_a_real_module() -> None:

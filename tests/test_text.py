@@ -16,12 +16,12 @@ from hone.text import (
     BadText,
     clean_text,
     clean_values,
-    described,
+    error_text,
     find_flaw,
     printable,
     read_json,
     read_yaml,
-    shown,
+    short_repr,
 )
 
 ANY_TEXT = st.text(st.characters() | st.sampled_from("\ud800\udfff\0\x1b\n[{"))
@@ -130,8 +130,8 @@ def test_a_yaml_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes
 
 
 def test_any_object_and_any_error_can_be_shown() -> None:
-    assert shown(Hostile()) == "a Hostile that cannot be shown"
-    assert len(shown("x" * 10_000)) == 200
-    assert described(Silent()) == "Silent: (its message cannot be shown)"
-    assert described(KeyError("\ud800")) == "KeyError: '\\ud800'"
-    assert described(ValueError("\ud800")) == "ValueError: ?"
+    assert short_repr(Hostile()) == "a Hostile that cannot be shown"
+    assert len(short_repr("x" * 10_000)) == 200
+    assert error_text(Silent()) == "Silent: (its message cannot be shown)"
+    assert error_text(KeyError("\ud800")) == "KeyError: '\\ud800'"
+    assert error_text(ValueError("\ud800")) == "ValueError: ?"

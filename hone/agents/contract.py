@@ -18,7 +18,7 @@ from uuid import uuid4
 import torch
 
 from hone.agents.observations import observation_ids
-from hone.agents.tools.listing import Tool
+from hone.agents.tools.loading import Tool
 from hone.config import PPOTrainerConfig
 from hone.config.data import DataConfig
 from hone.data.prompts import Message, PromptError, initialize_system_prompt, render_prompt

@@ -17,7 +17,7 @@ from hone.data.prompts import (
     render_prompt,
     truncate,
 )
-from hone.text import clean_text, clean_values, described
+from hone.text import clean_text, clean_values, error_text
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Settings
 
@@ -113,7 +113,7 @@ def _render_after_assistant(
     except Exception as error:  # a template is third-party code
         roles = ", ".join(sorted({str(m["role"]) for m in messages}))
         raise PromptError(
-            f"the tokenizer's chat template cannot render a turn of {roles}: {described(error)}; "
+            f"the tokenizer's chat template cannot render a turn of {roles}: {error_text(error)}; "
             "use a template that knows these roles (actor_rollout_ref.model.custom_chat_template)"
         ) from error
     _, placeholder, following_text = text.rpartition(_PLACEHOLDER)

@@ -32,7 +32,7 @@ from hone.plugins import PluginError, load_object, suggestion
 from hone.protocol import DataProto
 from hone.protocol.rows import deeply_equal
 from hone.rollout.contract import RolloutEngine
-from hone.text import BadText, read_yaml, shown
+from hone.text import BadText, read_yaml, short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Row
 
@@ -86,14 +86,14 @@ class LoopNames:
             return self.default
         if not isinstance(agent_name, str):
             raise PluginError(
-                f"agent_name must be the name of an agent loop, got {shown(agent_name)}; write "
+                f"agent_name must be the name of an agent loop, got {short_repr(agent_name)}; write "
                 "text, or omit agent_name for the default loop"
             )
         if not self._is_known(agent_name):
             names = self._names()
             hint = suggestion(agent_name, names)
             raise PluginError(
-                f"agent_name={shown(agent_name)} names no agent loop of this run.{hint} "
+                f"agent_name={short_repr(agent_name)} names no agent loop of this run.{hint} "
                 f"A row may name {', '.join(names)}; only the configuration may name import "
                 "paths and files (actor_rollout_ref.rollout.agent.agent_loop_config_path)"
             )
@@ -132,7 +132,9 @@ def _read_factory_loaders(path: str) -> dict[str, Callable[[], LoopFactory]]:
         arguments = {str(k): v for k, v in entry.items()} if isinstance(entry, dict) else {}
         name, target = arguments.pop("name", None), arguments.pop("_target_", None)
         if not name or not target:
-            raise PluginError(f"{path}: every loop needs `name` and `_target_`, got {shown(entry)}")
+            raise PluginError(
+                f"{path}: every loop needs `name` and `_target_`, got {short_repr(entry)}"
+            )
         loaders[str(name)] = partial(_load_factory, str(target), arguments)
     return loaders
 
@@ -253,7 +255,7 @@ def check_output(output: Any, loop_name: str, *, row: Row, vocab_size: int | Non
     """Raises BadTrajectory on an invalid output."""
     if not isinstance(output, AgentLoopOutput):
         raise BadTrajectory(
-            f"agent loop {loop_name!r} returned {shown(output)}; return an AgentLoopOutput, or a "
+            f"agent loop {loop_name!r} returned {short_repr(output)}; return an AgentLoopOutput, or a "
             "list of at least one"
         )
     for problem in _problems(output, row, vocab_size):
@@ -291,9 +293,9 @@ def _problems(output: AgentLoopOutput, row: Row, vocab_size: int | None) -> Iter
             "if the reward function scores"
         )
     if not isinstance(output.stop_reason, str | None):
-        yield f"stop_reason={shown(output.stop_reason)}; give text or None"
+        yield f"stop_reason={short_repr(output.stop_reason)}; give text or None"
     if not _is_finite(output.num_turns):
-        yield f"num_turns={shown(output.num_turns)}; give a number"
+        yield f"num_turns={short_repr(output.num_turns)}; give a number"
     for name, value in metric_values(output).items():
         if not _is_finite(value):
             yield f"metrics[{name!r}]={value!r}; give a number, or leave it out"
@@ -324,7 +326,7 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def training_sampling(rollout: SamplingConfig) -> Fields:
+def default_sampling(rollout: SamplingConfig) -> Fields:
     """Returns the `sampling_params` of training and of `hone generate`."""
     return {
         "temperature": rollout.temperature if rollout.do_sample else 0.0,
@@ -341,7 +343,7 @@ def training_sampling(rollout: SamplingConfig) -> Fields:
 def validation_sampling(rollout: RolloutConfig) -> Fields:
     """Returns the `sampling_params` of validation: greedy unless `val_kwargs.do_sample`."""
     val_kwargs = rollout.val_kwargs
-    return training_sampling(rollout) | {
+    return default_sampling(rollout) | {
         "temperature": val_kwargs.temperature if val_kwargs.uses_sampling else 0.0,
         "top_k": val_kwargs.top_k,
         "top_p": val_kwargs.top_p,

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeGuard
 from transformers import PreTrainedModel
 
 from hone.agents.loop_thread import run_with_engine
-from hone.agents.trajectory import training_sampling
+from hone.agents.trajectory import default_sampling
 from hone.api.settings import CallSettings, PathOrName, Value
 from hone.config.generation import GenerationConfig
 from hone.data.loader import row_uid
@@ -93,7 +93,7 @@ class LLM:
         for name, value in (("n", n), ("max_tokens", max_tokens)):
             if value is not None and value < 1:
                 raise GenerationError(f"{name}={value}; use 1 or more")
-        params = training_sampling(self.config.rollout) | sampling
+        params = default_sampling(self.config.rollout) | sampling
         if temperature is not None:
             params["temperature"] = temperature
         run_seed = self.config.trainer.seed if seed is None else seed

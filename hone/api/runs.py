@@ -28,7 +28,7 @@ from hone.api.rows import (
     write_rows,
 )
 from hone.api.settings import CallSettings, PathOrName, Value, Values, matching_keys, resolve_key
-from hone.config import Composed, ConfigError, config_to_dict
+from hone.config import ComposedConfig, ConfigError, config_to_dict
 from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
 from hone.data.files import is_non_local
@@ -107,7 +107,7 @@ class Trained:
     """
 
     def __init__(
-        self, folder: Path, composed: Composed, data: Data | None, reward: Reward | None
+        self, folder: Path, composed: ComposedConfig, data: Data | None, reward: Reward | None
     ) -> None:
         self.folder, self.config = folder, composed.config
         self.data, self.reward = data, reward

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, Union
 
-from hone.config import Composed, ConfigError
+from hone.config import ComposedConfig, ConfigError
 from hone.config.apply import ExtraChecks, compose_settings
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import hints, leaves
@@ -112,7 +112,7 @@ class CallSettings:
         self,
         starting_values: Callable[[Values], list[Setting]] = lambda values: [],
         extra_checks: ExtraChecks | None = None,
-    ) -> Composed:
+    ) -> ComposedConfig:
         """Returns the checked config; starting values are used only without a YAML file."""
         starting_settings = starting_values(self.values()) if self._config is None else []
         return compose_settings(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hone.config.apply import Composed, ExtraChecks, compose_settings
+from hone.config.apply import ComposedConfig, ExtraChecks, compose_settings
 from hone.config.convert import Config
 from hone.config.convert import to_plain as config_to_dict
 from hone.config.errors import ConfigError
@@ -20,7 +20,7 @@ from hone.config.trees import TREES, PPOTrainerConfig
 from hone.types import JsonObject
 
 __all__ = [
-    "Composed",
+    "ComposedConfig",
     "ConfigError",
     "PPOTrainerConfig",
     "compose",
@@ -39,7 +39,7 @@ def compose(
     schema: str | None = None,
     starting_values: Callable[[JsonObject], list[Setting]] | None = None,
     extra_checks: ExtraChecks | None = None,
-) -> Composed:
+) -> ComposedConfig:
     """Resolves a configuration and records the origin of each value.
 
     `config_path` and `config_dir` are folders of the user's YAML files. `schema` is the name of a tree; by

@@ -40,7 +40,7 @@ ExtraChecks = Callable[[Config, dict[str, str]], tuple[list[str], list[str]]]
 
 
 @dataclass(frozen=True)
-class Composed:
+class ComposedConfig:
     """A checked config, the origin of each value that was set, and the notes to print at the start."""
 
     config: Config
@@ -51,7 +51,7 @@ class Composed:
 
 def compose_settings(
     schema: Tree, settings: Sequence[Setting], extra_checks: ExtraChecks | None = None
-) -> Composed:
+) -> ComposedConfig:
     """Applies settings to the schema's defaults and checks the result."""
     composition = _Composition(schema)
     settings_without_field = composition.write_settings(settings)
@@ -77,7 +77,7 @@ def compose_settings(
     if composition.problems:
         raise ConfigError(list(dict.fromkeys(composition.problems)))
     notes = (*lines_per_sentence(composition.notes), *dict.fromkeys(extra_notes))
-    return Composed(config, composition.origins, notes)
+    return ComposedConfig(config, composition.origins, notes)
 
 
 class _Composition:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hone.config import config_to_dict
-from hone.config.apply import Composed, ExtraChecks, compose_settings
+from hone.config.apply import ComposedConfig, ExtraChecks, compose_settings
 from hone.config.convert import show_value, to_plain
 from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.keys import blocks, get, keys_matching, leaves
@@ -22,14 +22,14 @@ _TREE_NAMES = "\0"
 """Stands for the names of the trees to which a text applies."""
 
 
-def format_with_origins(composed: Composed, only_set: bool = False) -> str:
+def format_with_origins(composed: ComposedConfig, only_set: bool = False) -> str:
     """Formats a configuration as YAML, with the origin of each value; the notes are at the end."""
     notes = [f"#   {note}" for note in composed.notes]
     heading = ["", "# set, but without effect here:"] if notes else []
     return "\n".join([*_tree_lines(composed, only_set), *heading, *notes]) + "\n"
 
 
-def as_yaml(composed: Composed, block: str = "") -> str:
+def as_yaml(composed: ComposedConfig, block: str = "") -> str:
     """Formats a configuration, or one block, as plain YAML that composes to the same configuration."""
     import yaml
 
@@ -38,7 +38,7 @@ def as_yaml(composed: Composed, block: str = "") -> str:
     return f"# @package {block}\n{text}" if block else text
 
 
-def _tree_lines(composed: Composed, only_set: bool) -> Iterator[str]:
+def _tree_lines(composed: ComposedConfig, only_set: bool) -> Iterator[str]:
     import yaml
 
     root: type = type(composed.config)

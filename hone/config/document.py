@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from hone.config import Composed, PPOTrainerConfig
+from hone.config import ComposedConfig, PPOTrainerConfig
 from hone.config.commands import as_yaml
 from hone.config.convert import show_value
 from hone.config.keys import blocks, leaves
@@ -37,7 +37,7 @@ set, and `=*` that the new key gets the value that was written.
 
 def rollout_yaml() -> str:
     """Returns the rollout's defaults, with references, for code that reads verl's YAML file."""
-    return as_yaml(Composed(PPOTrainerConfig(), {}), "actor_rollout_ref.rollout")
+    return as_yaml(ComposedConfig(PPOTrainerConfig(), {}), "actor_rollout_ref.rollout")
 
 
 def document() -> str:

@@ -21,7 +21,7 @@ from hone.data.chat_template import BrokenTemplate
 from hone.data.prompts import Prompt, PromptError, PromptTooLong, as_messages, render_prompt
 from hone.data.rows import BadRowPolicy, DataError, FileRows, read_file
 from hone.data.schema import Problem, SchemaCheck, json_type
-from hone.text import shown
+from hone.text import short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import Row
 
@@ -193,7 +193,7 @@ class _Check:
         hint = f"use {', '.join(self.known_loops)}, or name your own with --agent-loop"
         if ":" in name or "/" in name:
             hint = "a row must give the name of a loop, not its import path"
-        return Problem("unknown agent loop", f"agent_name={shown(name)} is not known: {hint}")
+        return Problem("unknown agent loop", f"agent_name={short_repr(name)} is not known: {hint}")
 
     def _check_reward(self, row: Row, number: int) -> None:
         source = str(row.get(self.kind.config.reward_fn_key))

@@ -41,7 +41,7 @@ from hone.data.rows import (
     sample_positions,
 )
 from hone.data.schema import COLUMNS, KWARGS_COLUMNS, SchemaCheck
-from hone.text import BadText, read_yaml, shown
+from hone.text import BadText, read_yaml, short_repr
 from hone.tokenizer import Processor, Tokenizer
 from hone.types import Fields, Row, Settings
 
@@ -377,7 +377,7 @@ def with_typed_parts(
         if column is not None and hasattr(column, "tolist"):
             column = column.tolist()
         if column is not None and not isinstance(column, list | tuple):
-            raise PromptError(f"column {key!r} must be a list, got {shown(column)}")
+            raise PromptError(f"column {key!r} must be a list, got {short_repr(column)}")
         if column and media_counts[kind] != len(column):
             raise PromptError(
                 f"the prompt has {media_counts[kind]} <{kind}>, column {key!r} has {len(column)}"

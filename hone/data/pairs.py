@@ -22,7 +22,7 @@ from hone.data.prompts import (
     render_prompt,
     tokenise,
 )
-from hone.text import shown
+from hone.text import short_repr
 from hone.types import Row
 
 _TURN_START = re.compile(r"\n\n(Human|Assistant):")
@@ -39,7 +39,7 @@ class Pair:
     margin: float = 0.0
 
     @property
-    def opening(self) -> str:
+    def first_user_turn(self) -> str:
         """The first user turn; cross-validation keeps pairs with the same opening in one fold."""
         if isinstance(self.prompt, str):
             return self.prompt
@@ -75,7 +75,9 @@ class PairDataset(EncodedDataset):
             prompt = prompt if isinstance(prompt, str) else as_messages(prompt)
         margin = row.get(config.margin_key)
         if margin is not None and not _is_finite_number(margin):
-            raise PromptError(f"column {config.margin_key!r} must be a number, got {shown(margin)}")
+            raise PromptError(
+                f"column {config.margin_key!r} must be a number, got {short_repr(margin)}"
+            )
         return Pair(prompt, chosen_text, rejected_text, float(margin or 0.0))
 
     def check(self, row: Row) -> None:
@@ -137,7 +139,9 @@ def _response_text(value: Any) -> str:
     if isinstance(value, Mapping):
         value = _as_message(value)["content"]
     if not isinstance(value, str):
-        raise PromptError(f"a response must be text or a message with text, got {shown(value)}")
+        raise PromptError(
+            f"a response must be text or a message with text, got {short_repr(value)}"
+        )
     return value
 
 
@@ -145,14 +149,14 @@ def _as_turns(value: Any) -> list[Message]:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)) or not value:
-        raise PromptError(f"a dialogue must be a non-empty list of turns, got {shown(value)}")
+        raise PromptError(f"a dialogue must be a non-empty list of turns, got {short_repr(value)}")
     return [_as_message(turn) for turn in value]
 
 
 def _as_message(turn: object) -> Message:
     """Converts a turn with {role, content} or {from, value} to a message."""
     if not isinstance(turn, Mapping):
-        raise PromptError(f"a turn must be an object with role and content, got {shown(turn)}")
+        raise PromptError(f"a turn must be an object with role and content, got {short_repr(turn)}")
     speaker = turn.get("from")
     if speaker is not None:
         role = _ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
@@ -174,7 +178,7 @@ def _split_dialogue(value: Any) -> tuple[list[Message], str]:
         if intro.strip() or not messages or messages[0]["role"] != "user":
             raise PromptError(
                 "without a prompt, the text must be a dialogue that starts with Human:, got"
-                f" {shown(value)}"
+                f" {short_repr(value)}"
             )
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise PromptError("a dialogue without a prompt must end with the assistant's response")

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from hone.cores import usable_cores
 from hone.data.chat_template import BrokenTemplate, apply_template
-from hone.text import described, find_flaw, shown
+from hone.text import error_text, find_flaw, short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Settings
 
@@ -55,11 +55,13 @@ def as_messages(raw_prompt: Prompt) -> list[Message]:
         raw_prompt = raw_prompt.tolist()
     if not isinstance(raw_prompt, Sequence) or not raw_prompt:
         raise PromptError(
-            f"a prompt must be a string or a non-empty list of messages, got {shown(raw_prompt)}"
+            f"a prompt must be a string or a non-empty list of messages, got {short_repr(raw_prompt)}"
         )
     entries = [entry for entry in raw_prompt if isinstance(entry, Mapping)]
     if len(entries) < len(raw_prompt):
-        raise PromptError(f"every message of a prompt must be an object, got {shown(raw_prompt)}")
+        raise PromptError(
+            f"every message of a prompt must be an object, got {short_repr(raw_prompt)}"
+        )
     if all("type" in entry and entry.get("role") is None for entry in entries):
         return [_as_message({"role": "user", "content": entries})]
     return [_as_message(entry) for entry in entries]
@@ -68,12 +70,16 @@ def as_messages(raw_prompt: Prompt) -> list[Message]:
 def _as_message(entry: Message) -> Message:
     message = remove_nulls(entry)
     if not isinstance(message.get("role"), str):
-        raise PromptError(f"a message needs a 'role' (system, user, assistant…): {shown(entry)}")
+        raise PromptError(
+            f"a message needs a 'role' (system, user, assistant…): {short_repr(entry)}"
+        )
     content = message.get("content")
     if content is None and "tool_calls" in message:
         message["content"] = ""
     elif not isinstance(content, (str, list)):
-        raise PromptError(f"a message's 'content' must be text or a list of parts: {shown(entry)}")
+        raise PromptError(
+            f"a message's 'content' must be text or a list of parts: {short_repr(entry)}"
+        )
     elif isinstance(content, list) and not all(
         isinstance(item, Mapping)
         and isinstance(item.get("type", ""), str)
@@ -82,7 +88,7 @@ def _as_message(entry: Message) -> Message:
     ):
         raise PromptError(
             "every part of a message's 'content' must be an object with a 'type', and its 'text' "
-            f"must be text: {shown(entry)}"
+            f"must be text: {short_repr(entry)}"
         )
     return message
 
@@ -92,7 +98,7 @@ def check_message_roles(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages):
         if message["role"] not in ROLES:
             raise PromptError(
-                f"message {number} has role {shown(message['role'])}, which no chat template knows;"
+                f"message {number} has role {short_repr(message['role'])}, which no chat template knows;"
                 f" use one of {', '.join(ROLES)}"
             )
 
@@ -172,7 +178,7 @@ def render_text_or_ids(
         for part in message["content"] if isinstance(message["content"], list) else ():
             if part.get("type", "text") != "text":  # the template would drop an image
                 raise PromptError(
-                    f"message {number} has a part of type {shown(part['type'])}; give text only"
+                    f"message {number} has a part of type {short_repr(part['type'])}; give text only"
                 )
     if options.get("continue_final_message"):
         options["add_generation_prompt"] = False
@@ -184,7 +190,7 @@ def render_text_or_ids(
         raise
     except Exception as error:  # a template is third-party code
         raise PromptError(
-            f"the tokenizer's chat template cannot render {shown(messages)}: {described(error)}"
+            f"the tokenizer's chat template cannot render {short_repr(messages)}: {error_text(error)}"
         ) from error
     return rendering if isinstance(rendering, str) else [int(token) for token in rendering]
 
@@ -198,7 +204,7 @@ def raw_text(raw_prompt: Prompt) -> str:
     if len(messages) != 1 or not isinstance(content, str):
         raise PromptError(
             "data.prompt_format=raw needs a string or a single text message, got"
-            f" {shown(raw_prompt)}; use data.prompt_format=chat for conversations"
+            f" {short_repr(raw_prompt)}; use data.prompt_format=chat for conversations"
         )
     return content
 

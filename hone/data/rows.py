@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hone.data.files import copy_to_local, glob_remote, is_non_local
-from hone.text import BadText, clean_text, described, find_flaw, read_json
+from hone.text import BadText, clean_text, error_text, find_flaw, read_json
 from hone.types import JsonValue, Row
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def read_file(
     try:
         rows = reader(path, bad_rows)
     except (pa.ArrowException, BadText, OSError, EOFError, zlib.error, MemoryError) as error:
-        bad_rows.report("unreadable file", f"{path}: cannot be read: {described(error)}")
+        bad_rows.report("unreadable file", f"{path}: cannot be read: {error_text(error)}")
         return None
     if len(rows) == 0:
         if bad_rows.total == bad_rows_before:

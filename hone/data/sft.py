@@ -19,7 +19,7 @@ from hone.data.prompts import (
     tokenise,
     truncate,
 )
-from hone.text import BadText, find_flaw, read_json, shown
+from hone.text import BadText, find_flaw, read_json, short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import Row, Settings
 
@@ -153,7 +153,7 @@ def look_up_field(row: Row, key: str, dict_keys: Sequence[str] | None, config_ke
     value = row[key]
     for name in dict_keys or ():
         if not isinstance(value, Mapping) or value.get(name) is None:
-            fields = ", ".join(map(str, value)) if isinstance(value, Mapping) else shown(value)
+            fields = ", ".join(map(str, value)) if isinstance(value, Mapping) else short_repr(value)
             raise PromptError(
                 f"column {key!r} has no {name!r} ({config_key.removesuffix('_key')}_dict_keys); it "
                 f"has {fields}"

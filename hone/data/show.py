@@ -14,7 +14,7 @@ from hone.data.check import MESSAGES_COLUMN, FileKind, kind_of_file
 from hone.data.prompts import Prompt, PromptError, Tools, as_messages, render_prompt
 from hone.data.rows import BadRowPolicy, DataError, read_file
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
-from hone.text import shown
+from hone.text import short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Row
 
@@ -137,7 +137,7 @@ def format_value(value: JsonValue) -> str:
         try:
             text = json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError):
-            text = shown(value)
+            text = short_repr(value)
     if len(text) <= _MAX_VALUE_CHARACTERS:
         return text
     return f"{text[:_MAX_VALUE_CHARACTERS]}… ({len(text):,} characters)"

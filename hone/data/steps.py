@@ -25,7 +25,7 @@ from hone.data.prompts import (
     truncate,
 )
 from hone.data.rows import Files, RowStore
-from hone.text import shown
+from hone.text import short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import Row
 
@@ -270,7 +270,7 @@ def _parse_rating(rating: object, config: StepDataConfig) -> float | None:
         return None
     labels = {-1.0: 0.0, 0.0: config.neutral_label, 1.0: 1.0}
     if not isinstance(rating, (int, float)) or rating not in labels:
-        raise PromptError(f"'rating' must be -1, 0, 1 or null, got {shown(rating)}")
+        raise PromptError(f"'rating' must be -1, 0, 1 or null, got {short_repr(rating)}")
     return labels[rating]
 
 
@@ -308,7 +308,7 @@ def _parse_processbench(row: Row, config: StepDataConfig) -> Solution:
     if not isinstance(first_wrong, int) or not -1 <= first_wrong < len(steps):
         raise PromptError(
             f"'label' must be the index of the first wrong of {len(steps)} steps, or -1; got "
-            f"{shown(first_wrong)}"
+            f"{short_repr(first_wrong)}"
         )
     num_correct = len(steps) if first_wrong < 0 else first_wrong
     labels: list[float | None] = [1.0] * num_correct
@@ -330,7 +330,7 @@ def _list_column(row: Row, key: str) -> list[Any]:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)):
-        raise PromptError(f"column {key!r} must be a list, got {shown(value)}")
+        raise PromptError(f"column {key!r} must be a list, got {short_repr(value)}")
     return list(value)
 
 
@@ -339,7 +339,9 @@ def _check_step_texts(steps: Sequence[Any], key: str) -> list[str]:
         raise PromptError(f"column {key!r} has no steps")
     for number, step in enumerate(steps):
         if not isinstance(step, str) or not step.strip():
-            raise PromptError(f"step {number} of {key!r} is not text, or is empty: {shown(step)}")
+            raise PromptError(
+                f"step {number} of {key!r} is not text, or is empty: {short_repr(step)}"
+            )
     return list(steps)
 
 
@@ -348,6 +350,6 @@ def _parse_label(label: object) -> float | None:
         return None
     if not isinstance(label, (bool, int, float)) or not 0 <= label <= 1 or math.isnan(label):
         raise PromptError(
-            f"a label must be true, false, a probability from 0 to 1, or null; got {shown(label)}"
+            f"a label must be true, false, a probability from 0 to 1, or null; got {short_repr(label)}"
         )
     return float(label)

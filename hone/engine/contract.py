@@ -85,17 +85,17 @@ class Lease:
 
     policy: PolicyModel
     """The same object at every lease; use it for computation only while the lease is held."""
-    generation: int
+    address_version: int
     """Changes whenever the parameters may have moved to other addresses."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class ObjectiveOutput:
     """The result of an objective for one micro-batch."""
 
     loss: Tensor
     """This micro-batch's share of the mini-batch loss; the shares add up to the loss."""
-    shares: Mapping[str, Tensor] = field(default_factory=dict)
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Metrics that the engine sums over micro-batches and ranks, such as parts of the loss."""
     means: Mapping[str, Tensor | float] = field(default_factory=dict)
     """Means over this micro-batch's loss tokens; the engine weights them by the number of tokens."""
@@ -103,7 +103,7 @@ class Terms:
     """Metrics whose maximum is reported."""
 
 
-MicroBatchRuleForSlots = Callable[[int], MicroBatchRule]
+MakeMicroBatchRule = Callable[[int], MicroBatchRule]
 """Maps the number of data-parallel slots to the rule that splits a mini-batch on one rank."""
 
 
@@ -123,8 +123,8 @@ class EngineSpec:
     """The dtype of parameters and computation; master weights are float32."""
     fsdp: FSDPConfig
     """The `fsdp_config` block of the role: sharding, offload, dropout seed."""
-    train_rule: MicroBatchRuleForSlots
-    infer_rule: MicroBatchRuleForSlots
+    train_rule: MakeMicroBatchRule
+    infer_rule: MakeMicroBatchRule
     response_width: int
     """Maximum response length; the divisor of `seq-mean-token-sum-norm`."""
     optim: OptimConfig | None = None
@@ -182,7 +182,7 @@ class Objective(Protocol):
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         """Computes columns that need the whole mini-batch, once and without gradient."""
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms: ...
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput: ...
 
 
 class TrainEngine(Protocol):
@@ -201,7 +201,7 @@ class TrainEngine(Protocol):
     def updates(self) -> int:
         """The number of optimizer steps, which is the weight version; 0 for a model that is not trained."""
 
-    def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
         """Keeps offloaded tensors on the device inside the block. Every other method enters such a block; a
         caller's own block around two calls saves the moves between them."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from hone.algorithms.aggregation import BatchCounts, batch_counts
-from hone.engine.contract import Objective, Options, Terms
+from hone.engine.contract import Objective, ObjectiveOutput, Options
 from hone.engine.microbatch import MicroBatchRule
 from hone.engine.model_state import ModelState
 from hone.engine.offload import Offload
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # importing sharding.py takes seconds, and a single rank does
     from hone.models.routing import Routing
 
 
-MicroBatchResult = tuple[Terms, float]
+MicroBatchResult = tuple[ObjectiveOutput, float]
 """The terms of one micro-batch and its share of the mini-batch's loss tokens."""
 _INPUTS = ("prompts", "responses", "attention_mask", "response_mask", "routed_experts")
 """The columns from which rows are packed."""
@@ -70,7 +70,7 @@ class Engine(ModelState):
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
-        with self.present(optimizer=True):
+        with self.on_device(optimizer=True):
             batch, objective_columns, counts = self._begin_update(batch, objective)
             results: list[MicroBatchResult] = []
             with batch_counts(counts):
@@ -93,7 +93,7 @@ class Engine(ModelState):
     ) -> dict[str, Tensor]:
         adapter_context = nullcontext() if adapters else self._adapters_disabled()
         results: dict[str, Tensor] = {}
-        with self.present(), torch.no_grad(), adapter_context:
+        with self.on_device(), torch.no_grad(), adapter_context:
             self.module.eval()
             inputs = set(_INPUTS)
             if not adapters:  # the reference model routes tokens by its own logits
@@ -144,7 +144,7 @@ class Engine(ModelState):
         for terms, weight in results:
             for name, value in terms.maxima.items():
                 maxima[name] = max(maxima.get(name, float("-inf")), float(value))
-            for name, share in terms.shares.items():
+            for name, share in terms.sums.items():
                 totals[name] = totals.get(name, 0.0) + float(share)
             for name, mean in terms.means.items():
                 totals[name] = totals.get(name, 0.0) + float(mean) * weight

@@ -73,9 +73,9 @@ class ModelState:
     def _lm(self) -> PreTrainedModel:
         return self.module.lm
 
-    def present(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
         """Keeps offloaded tensors on the device inside the block; nested blocks do not move them."""
-        return self.offload.present(optimizer=optimizer)
+        return self.offload.on_device(optimizer=optimizer)
 
     def _adapters_disabled(self) -> AbstractContextManager[None]:
         if not self.facts.has_adapters:
@@ -94,14 +94,14 @@ class ModelState:
             with self._gathered():
                 yield from merged_weights(self._lm)
             return
-        with self.present():
+        with self.on_device():
             for name, parameter in self.module.named_parameters():
                 yield name.removeprefix("lm."), full_tensor(parameter)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         if not self.facts.has_adapters:
             raise ValueError("this model has no adapters; use named_hf_weights")
-        with self.present():
+        with self.on_device():
             yield from adapter_weights(self._lm)
 
     @contextmanager
@@ -120,25 +120,25 @@ class ModelState:
     def _gathered(self) -> Iterator[None]:
         """Gathers the full parameters on every rank inside the block."""
         if self._sharded_module is None:
-            with self.present():
+            with self.on_device():
                 yield
             return
         self._gather_count += 1
-        with self.present(), self._sharded_module.gathered():
+        with self.on_device(), self._sharded_module.gathered():
             yield
 
     def save(self, folder: Path, contents: Collection[str]) -> None:
-        with self.present(optimizer=True):
+        with self.on_device(optimizer=True):
             save_checkpoint(folder, self.module, self.optimizer, contents)
 
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
-        with self.present(optimizer=True):
+        with self.on_device(optimizer=True):
             load_checkpoint(folder, self.module, self.optimizer, contents)
         self._load_count += 1
 
     def export(self, folder: Path, tokenizer: Tokenizer) -> None:
         adapter_copies = {}
-        with self.present():
+        with self.on_device():
             weights = self._host_copies(self.named_hf_weights())
             if self.facts.has_adapters:
                 adapter_copies = self._host_copies(self.named_adapter_weights())

@@ -24,7 +24,7 @@ ACCELERATORS = frozenset({"cuda", "xpu", "npu"})
 
 
 class OffloadedTensors:
-    """Keeps tensors in host memory, except inside `present()` blocks."""
+    """Keeps tensors in host memory, except inside `on_device()` blocks."""
 
     def __init__(
         self, list_tensors: TensorLister, device_types: Iterable[str] | None = None
@@ -40,7 +40,7 @@ class OffloadedTensors:
         """Unused host buffers by size in bytes; they are kept because pinning new memory is slow."""
 
     @contextmanager
-    def present(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Keeps the tensors on the device inside the block; the outermost block moves them."""
         if self._present_depth == 0:
             self.to_device()
@@ -110,12 +110,12 @@ class Offload:
         return 0 if self.parameters is None else self.parameters.reload_count
 
     @contextmanager
-    def present(self, *, optimizer: bool = False) -> Iterator[None]:
+    def on_device(self, *, optimizer: bool = False) -> Iterator[None]:
         """Keeps the parameters, and with `optimizer` the optimizer state, on the device inside the block."""
         with ExitStack() as stack:
             for tensors in (self.parameters, self.optimizer if optimizer else None):
                 if tensors is not None:
-                    stack.enter_context(tensors.present())
+                    stack.enter_context(tensors.on_device())
             yield
 
     def start(self) -> None:

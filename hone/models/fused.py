@@ -25,7 +25,7 @@ from hone.models.decoder_layer import (
     linear_modules,
 )
 from hone.ops.decoder_halves import Linear, Norm, add_gated_mlp, rotated_qkv, silu_gate
-from hone.ops.logprobs import wide_linear
+from hone.ops.logprobs import linear_fp32
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate
 from hone.ops.segments import SegmentLayout
@@ -107,7 +107,7 @@ def _layer_forward(
     cos, sin = (angles[0] for angles in position_embeddings)
     q, k, v, x = rotated_qkv(hidden_states[0], norms[0], q_linear, k_linear, v_linear, (cos, sin))
     out = layout.attend(q, k, v, attention_options(attention))
-    x = x + wide_linear(out.flatten(1), attention.o_proj.weight)
+    x = x + linear_fp32(out.flatten(1), attention.o_proj.weight)
     weights = (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
     return add_gated_mlp(x, norms[1], *weights)[None]
 
@@ -154,7 +154,7 @@ def _mlp_forward(self: GatedMlp, x: Tensor) -> Tensor:
 def _residual_linear(linear: nn.Module, x: Tensor) -> Tensor:
     """Applies a linear layer whose output is added to the residual stream, in float32 if possible."""
     if type(linear) is nn.Linear and linear.bias is None:
-        return wide_linear(x, linear.weight)
+        return linear_fp32(x, linear.weight)
     return linear(x)  # the layer has a bias, adapters or quantized weights
 
 

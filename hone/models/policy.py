@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hone.models.attention import forward_options
 from hone.models.families import key_shape, logit_softcap_and_scale
-from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared, wide_product
+from hone.ops.logprobs import LogitOptions, linear_log_probs, linear_sum_pi_squared, matmul_fp32
 from hone.ops.packing import PackedRows
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class PolicyModel(DecoderModel):
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32, before temperature
         """Returns full logits, for decoding steps with one token per sequence."""
         head = self.lm.get_output_embeddings()
-        logits = wide_product(hidden, head.weight)
+        logits = matmul_fp32(hidden, head.weight)
         if head.bias is not None:
             logits += head.bias
         if self._softcap is not None:
@@ -115,7 +115,7 @@ class PolicyModel(DecoderModel):
             recorded = self.routing.start(packed.experts, record=with_routing)
         hidden = self._hidden_states(packed).index_select(0, packed.source)
         head = self.lm.get_output_embeddings()
-        options: LogitRule = {
+        options: LogitOptions = {
             "temperature": temperature,
             "bias": head.bias,
             "softcap": self._softcap,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.ops.autograd import Context
-from hone.ops.logprobs import wide_product
+from hone.ops.logprobs import matmul_fp32
 from hone.ops.rms_norm import norm_backward, norm_forward
 from hone.ops.rotary import join_gradients, split_and_rotate
 
@@ -98,7 +98,7 @@ class _AddGatedMlp(torch.autograd.Function):
         weights = (gate_weight, up_weight, down_weight)
         ctx.save_for_backward(x, norm_weight, inverse_rms, *weights, gate, up)
         ctx.eps = eps
-        return x + wide_product(gate_forward(gate, up), down_weight)
+        return x + matmul_fp32(gate_forward(gate, up), down_weight)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -4,7 +4,7 @@ The full logits [tokens, vocabulary] are never materialized: the backward pass r
 chunk. All arithmetic is float32. On a GPU, an LM head without bias and soft cap uses a fused
 kernel.
 
-`wide_product` and `wide_linear` return float32 products of 16-bit matrices. On a GPU, these products are
+`matmul_fp32` and `linear_fp32` return float32 products of 16-bit matrices. On a GPU, these products are
 never rounded to 16 bits. Logits and the residual stream use them, so that log-probs of rollout and trainer
 differ less.
 
@@ -31,7 +31,7 @@ Statistics = tuple[Tensor, Tensor, Tensor]
 """log p(target), logsumexp of the logits (`lse`) and entropy; each [M] float32."""
 
 
-class LogitRule(TypedDict):
+class LogitOptions(TypedDict):
     """How logits are computed from the output of the LM head."""
 
     temperature: float
@@ -99,7 +99,7 @@ def scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, factor: float
 ) -> tuple[Tensor, Tensor | None]:
     """Returns float32 logits times `factor`, and the tanh of a soft cap, which the backward pass needs."""
-    z = wide_product(hidden, weight)
+    z = matmul_fp32(hidden, weight)
     if bias is not None:
         z += bias
     if softcap is None:
@@ -132,7 +132,7 @@ class LinearLogProbs(torch.autograd.Function):
         def kernel_statistics(hidden: Tensor, target: Tensor) -> Statistics:
             from hone.ops.logprobs_triton import logit_statistics
 
-            return logit_statistics(wide_product(hidden, weight), target, factor, with_entropy)
+            return logit_statistics(matmul_fp32(hidden, weight), target, factor, with_entropy)
 
         compute = compute_statistics or (kernel_statistics if use_kernel else plain_statistics)
         slices = chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
@@ -159,7 +159,7 @@ class LinearLogProbs(torch.autograd.Function):
             if ctx.use_kernel:
                 from hone.ops.logprobs_triton import logits_to_gradient
 
-                z = wide_product(hidden[chunk], weight)
+                z = matmul_fp32(hidden[chunk], weight)
                 g = logits_to_gradient(
                     z, targets, lse, entropy, g_log_prob, g_entropy, ctx.factor, hidden.dtype
                 )
@@ -176,7 +176,7 @@ class LinearLogProbs(torch.autograd.Function):
                 continue
             if g_weight is None:
                 if ctx.use_kernel:
-                    g_weight = wide_product(g.t(), hidden[chunk].t())
+                    g_weight = matmul_fp32(g.t(), hidden[chunk].t())
                     continue
                 g_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
             if ctx.use_kernel:
@@ -221,7 +221,7 @@ def _plain_gradient(
     return g if tanh is None else g.mul_(1 - tanh.square())
 
 
-def wide_product(x: Tensor, weight: Tensor) -> Tensor:  # [M, d], [V, d] -> [M, V] float32
+def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:  # [M, d], [V, d] -> [M, V] float32
     """Returns x · Wᵀ in float32; it has no gradient on a GPU."""
     if x.is_cuda and x.dtype != torch.float32:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -236,7 +236,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:  # [V, d] float32,
         total.add_(a @ b)
 
 
-def wide_linear(x: Tensor, weight: Tensor) -> Tensor:  # [..., d], [V, d] -> [..., V] float32
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:  # [..., d], [V, d] -> [..., V] float32
     """Returns x · Wᵀ in float32; gradients are computed in the dtype of x, as in F.linear."""
     if not x.is_cuda:
         return F.linear(x, weight).float()
@@ -248,7 +248,7 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        return wide_product(flat, weight).view(*x.shape[:-1], -1)
+        return matmul_fp32(flat, weight).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:

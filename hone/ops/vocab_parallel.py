@@ -16,12 +16,12 @@ from hone.ops.autograd import Context
 from hone.ops.collectives import Group, copy_to_group
 from hone.ops.logprobs import (
     LinearLogProbs,
-    LogitRule,
+    LogitOptions,
     Statistics,
     chunk_slices,
+    matmul_fp32,
     scaled_logits,
     softmax_entropy,
-    wide_product,
 )
 
 
@@ -38,25 +38,27 @@ def vocab_parallel_outputs(
     group: Group,
     with_entropy: bool,
     with_sum_pi_squared: bool,
-    **logit_rule: Unpack[LogitRule],
+    **logit_options: Unpack[LogitOptions],
 ) -> dict[str, Tensor]:
     """Returns log_probs, entropy and sum_pi_squared as requested, each [M] float32.
 
     Weight and bias may be DTensors.
     """
     start = shard_start(weight.shape[0], group)
-    weight, bias = _to_local(weight), logit_rule["bias"]
-    logit_rule["bias"] = None if bias is None else _to_local(bias)
+    weight, bias = _to_local(weight), logit_options["bias"]
+    logit_options["bias"] = None if bias is None else _to_local(bias)
     log_probs, entropy = vocab_parallel_log_probs(
-        hidden, weight, target, start=start, group=group, with_entropy=with_entropy, **logit_rule
+        hidden, weight, target, start=start, group=group, with_entropy=with_entropy, **logit_options
     )
     outputs = {"log_probs": log_probs}
     if with_entropy:
         outputs["entropy"] = entropy
     if with_sum_pi_squared:
-        logit_rule["bias"] = None if logit_rule["bias"] is None else logit_rule["bias"].detach()
+        logit_options["bias"] = (
+            None if logit_options["bias"] is None else logit_options["bias"].detach()
+        )
         outputs["sum_pi_squared"] = vocab_parallel_sum_pi_squared(
-            hidden.detach(), weight.detach(), group=group, **logit_rule
+            hidden.detach(), weight.detach(), group=group, **logit_options
         )
     return outputs
 
@@ -73,19 +75,19 @@ def vocab_parallel_log_probs(
     start: int,
     group: Group,
     with_entropy: bool = False,
-    **logit_rule: Unpack[LogitRule],
+    **logit_options: Unpack[LogitOptions],
 ) -> tuple[Tensor, Tensor]:
     """Returns what `linear_log_probs` returns for the whole head.
 
     `start` is the first token id of this rank's shard.
     """
-    bias, softcap = logit_rule["bias"], logit_rule["softcap"]
+    bias, softcap = logit_options["bias"], logit_options["softcap"]
     local_target = target - start
     local_target = local_target.masked_fill(
         (local_target < 0) | (local_target >= weight.shape[0]), -1
     )
     use_kernel = hidden.is_cuda and bias is None and softcap is None
-    factor = logit_rule["logit_scale"] / logit_rule["temperature"]
+    factor = logit_options["logit_scale"] / logit_options["temperature"]
     hidden = copy_to_group(hidden, group)
     return VocabParallelLogProbs.apply(
         hidden, weight, bias, local_target, factor, softcap, with_entropy, use_kernel, group
@@ -94,14 +96,14 @@ def vocab_parallel_log_probs(
 
 @torch.no_grad()
 def vocab_parallel_sum_pi_squared(
-    hidden: Tensor, weight: Tensor, *, group: Group, **logit_rule: Unpack[LogitRule]
+    hidden: Tensor, weight: Tensor, *, group: Group, **logit_options: Unpack[LogitOptions]
 ) -> Tensor:
     """Returns Σ p² over the whole vocabulary, [M] float32, without gradient."""
-    factor = logit_rule["logit_scale"] / logit_rule["temperature"]
+    factor = logit_options["logit_scale"] / logit_options["temperature"]
     lse, squares = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
     for chunk in chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=False):
         z, _ = scaled_logits(
-            hidden[chunk], weight, logit_rule["bias"], logit_rule["softcap"], factor
+            hidden[chunk], weight, logit_options["bias"], logit_options["softcap"], factor
         )
         lse[chunk] = torch.logsumexp(z, -1)
         squares[chunk] = torch.softmax(z, -1).square().sum(-1)
@@ -150,7 +152,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             if use_kernel:
                 from hone.ops.logprobs_triton import logit_statistics
 
-                return logit_statistics(wide_product(hidden, weight), target, factor, with_entropy)
+                return logit_statistics(matmul_fp32(hidden, weight), target, factor, with_entropy)
             z, _ = scaled_logits(hidden, weight, bias, softcap, factor)
             lse = torch.logsumexp(z, -1)
             log_probs = z.gather(-1, target[:, None]).squeeze(-1) - lse

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from urllib.parse import urlsplit
 
-from hone.text import described
+from hone.text import error_text
 from hone.types import JsonValue
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
             result = json.load(response)["result"]
         passages = [[_contents(hit) for hit in hits] for hits in result]
     except Exception as error:  # a malformed response may raise anything
-        raise RetrievalFailed(f"{url}: {described(error)}") from error
+        raise RetrievalFailed(f"{url}: {error_text(error)}") from error
     if len(passages) != len(queries):
         raise RetrievalFailed(f"{url}: {len(queries)} queries got {len(passages)} results")
     return passages

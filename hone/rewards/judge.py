@@ -20,7 +20,7 @@ from hone.config.errors import did_you_mean, nearest
 from hone.config.reward import JudgeConfig, RewardServerConfig
 from hone.rewards.conversation import escape_special_tokens, prompt_text
 from hone.rewards.failures import Failed, Scored, WrongSetting
-from hone.rewards.outcome import Response
+from hone.rewards.outcome import ScorerInput
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
 from hone.text import clean_text
 from hone.types import Fields, JsonObject, JsonValue
@@ -143,11 +143,11 @@ class Judge:
     ) -> Fields | Failed:
         """Returns the score of one response, for managers that call the judge as a score function."""
         info = {**(extra_info or {}), **({} if prompt is None else {"prompt": prompt})}
-        row = Response(data_source, solution_str, ground_truth, info)
+        row = ScorerInput(data_source, solution_str, ground_truth, info)
         (result,) = await self.score_rows([row])
         return result if isinstance(result, Failed) else {"score": result.score, **result.extras}
 
-    async def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+    async def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Returns one result per row, in order; all votes of all rows are requested together."""
         votes = self.config.votes
         requests = [(self.prompt_for(row), vote) for row in rows for vote in range(votes)]
@@ -161,7 +161,7 @@ class Judge:
         client = self.client
         return client.server.connection_error() if isinstance(client, ChatServer) else None
 
-    def prompt_for(self, row: Response) -> str:
+    def prompt_for(self, row: ScorerInput) -> str:
         """Returns the text that the judge reads for a row."""
         info = row.extra_info
         question: Any = info["prompt"] if "prompt" in info else info.get("question") or ""

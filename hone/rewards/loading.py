@@ -27,8 +27,8 @@ from hone.rewards.judge import CLASSIFIER_SETTINGS, CompletionClient, Judge
 from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.model import ModelRewardManager, ModelScorer
 from hone.rewards.managers.registry import get_reward_manager_cls
+from hone.rewards.managers.reward_loop import RateLimitedRewardManager, RewardManagerBase
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.managers.streaming import RateLimitedRewardManager, RewardManagerBase
 from hone.rewards.scores.table import default_compute_score, register_score
 from hone.rewards.served import ServedClassifier
 from hone.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def load_reward_manager(
     cls = _manager_class(config)
     scorer = compute_score or get_custom_reward_fn(config)
     if issubclass(cls, RewardManagerBase):
-        return _streaming_manager(cls, config, tokenizer, scorer)
+        return _reward_loop_manager(cls, config, tokenizer, scorer)
     overrides = {name: reward_kwargs.pop(name) for name in _KWARGS_FIELDS & {*reward_kwargs}}
     kwargs = reward_model.reward_kwargs
     if overrides:
@@ -94,7 +94,7 @@ def load_reward_manager(
     return manager
 
 
-def _streaming_manager(
+def _reward_loop_manager(
     cls: type[RewardManagerBase],
     config: PPOTrainerConfig,
     tokenizer: Tokenizer,

@@ -16,7 +16,7 @@ from hone.rewards.calling import call_scorer, describe, error_location, unwrap_f
 from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
 from hone.rewards.ground_truth import INVALID_PREDICTION, to_python
 from hone.rewards.scores import symbolic, table
-from hone.text import described, printable, shown
+from hone.text import error_text, printable, short_repr
 from hone.types import Fields, Function, JsonObject, JsonValue, Settings
 
 POLICY, OBSERVATION = "policy", "observation"
@@ -27,7 +27,7 @@ Comparisons = dict[symbolic.Pair, bool | Failed]
 
 
 @dataclass(frozen=True)
-class Response:
+class ScorerInput:
     """One response, as the arguments of a scorer."""
 
     data_source: str
@@ -57,7 +57,7 @@ def segments_of(solution_str: str, extra_info: Settings | None) -> Segments:
     return segments if segments else [{"role": POLICY, "text": solution_str}]
 
 
-def score_row(compute_score: Function, row: Response, options: Settings) -> Scored | Failed:
+def score_row(compute_score: Function, row: ScorerInput, options: Settings) -> Scored | Failed:
     """Scores one row. A SetupError is raised under every failure policy."""
     try:
         with counted_mishaps() as mishaps:
@@ -79,7 +79,7 @@ def exception_failure(error: BaseException, compute_score: Function) -> Failed:
     return Failed(
         "exception",
         # The message may quote the response, whose control characters would reach the terminal.
-        f"{describe(compute_score)} raised {printable(described(error))}{where}",
+        f"{describe(compute_score)} raised {printable(error_text(error))}{where}",
         tuple(cls.__name__ for cls in type(error).__mro__),
     )
 
@@ -100,13 +100,15 @@ def read_result(result: Any) -> Scored | Failed:
             return Failed("bad_return", "an empty sequence")
         value = result[0]
     if isinstance(value, (str, bytes)):
-        return Failed("bad_return", f"text ({shown(value)}), not a number")
+        return Failed("bad_return", f"text ({short_repr(value)}), not a number")
     try:
         score = float(value)
     except OverflowError:
         return Failed("inf", "the score is larger than any float")
     except Exception:  # a user's object may raise anything
-        return Failed("bad_return", f"{shown(value)} of type {type(value).__name__}, not a number")
+        return Failed(
+            "bad_return", f"{short_repr(value)} of type {type(value).__name__}, not a number"
+        )
     if math.isnan(score):
         return Failed("nan", "the score is NaN")
     if math.isinf(score):
@@ -120,7 +122,7 @@ def vote_of(pred: JsonValue) -> str | None:
 
 
 def precompute_comparisons(
-    compute_score: Function, rows: Sequence[Response], options: Settings
+    compute_score: Function, rows: Sequence[ScorerInput], options: Settings
 ) -> list[Comparisons]:
     """Makes the symbolic comparisons of the built-in rules together, within one time limit.
 
@@ -139,7 +141,7 @@ def precompute_comparisons(
     return [symbolic.cached_results(row_pairs) for row_pairs in pairs_by_row]
 
 
-def _compares_expressions(compute_score: Function, row: Response) -> bool:
+def _compares_expressions(compute_score: Function, row: ScorerInput) -> bool:
     if table.is_table_scorer(compute_score):
         entry = table.find(row.data_source)
         return entry is not None and entry.symbolic

@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 from hone.config.reward import RewardServerConfig
 from hone.rewards.failures import Failed, WrongSetting
-from hone.rewards.managers.streaming import AsyncTokenBucket
-from hone.text import clean_text, described
+from hone.rewards.managers.reward_loop import AsyncTokenBucket
+from hone.text import clean_text, error_text
 from hone.tracking import atomic_write_text
 from hone.types import Fields, JsonObject, JsonValue
 
@@ -172,7 +172,7 @@ class ScoringServer:
         try:
             return parse(json.loads(content))
         except Exception as error:  # an answer may be anything
-            detail = f"{redacted_url(url)} answered {self._redact(content)!r}: {described(error)}"
+            detail = f"{redacted_url(url)} answered {self._redact(content)!r}: {error_text(error)}"
             raise RemoteError("bad_answer", detail) from error
 
     def _send(self, url: str, data: bytes) -> bytes:

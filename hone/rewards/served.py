@@ -25,7 +25,7 @@ from hone.rewards.conversation import (
     prompt_text,
 )
 from hone.rewards.failures import Failed, Scored
-from hone.rewards.outcome import Response, read_result
+from hone.rewards.outcome import ScorerInput, read_result
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, JsonObject, JsonValue
@@ -50,7 +50,7 @@ class ServedClassifier:
         # A chat template writes the special tokens itself, so the server must not add them.
         self._has_special_tokens = is_chat and has_template(tokenizer)
 
-    async def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+    async def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Returns one result per row, in order."""
         texts = [self._request_texts(row.extra_info["prompt"], row.solution_str) for row in rows]
         scores = await self.scores(texts)

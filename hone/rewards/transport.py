@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from hone.plugins import load_object
 from hone.rewards.calling import describe
 from hone.rewards.failures import Failed, Scored
-from hone.rewards.outcome import Comparisons, Response, score_row
+from hone.rewards.outcome import Comparisons, ScorerInput, score_row
 from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, Settings
 
@@ -81,7 +81,7 @@ def make_row_scorer(
         function = functools.partial(function, **bound_kwargs)
     symbolic.set_num_processes(1)  # a scoring process already runs on every core
 
-    def score(row: Response, comparisons: Comparisons | None = None) -> Scored | Failed:
+    def score(row: ScorerInput, comparisons: Comparisons | None = None) -> Scored | Failed:
         symbolic.add_to_cache(comparisons or {})
         return score_row(function, row, options)
 

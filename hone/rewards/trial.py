@@ -16,7 +16,7 @@ from hone.rewards.failures import Failed
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.reading import extra_info_of
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Response, policy_transcript_info
+from hone.rewards.outcome import ScorerInput, policy_transcript_info
 from hone.types import Fields, JsonValue, Settings
 
 RESPONSE_FORMATS = (
@@ -55,7 +55,7 @@ class TrialRow:
             _text_of(row.get(prompt_key)),
         )
 
-    def responses(self) -> list[Response]:
+    def responses(self) -> list[ScorerInput]:
         truth = _text_of(self.ground_truth)
         texts = [
             response_format.format(truth=truth, prompt=self.prompt)
@@ -63,7 +63,7 @@ class TrialRow:
         ]
         source, ground_truth, extra = self.data_source, self.ground_truth, self.extra_info
         return [
-            Response(source, text, ground_truth, extra | policy_transcript_info(text))
+            ScorerInput(source, text, ground_truth, extra | policy_transcript_info(text))
             for text in texts
         ]
 
@@ -96,7 +96,7 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
     source = f"{rows[0].location} (data_source {rows[0].data_source!r})"
     if is_same_error and _is_response_independent(first):
         return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
-    policy = manager.policy
+    policy = manager.failure_policy
     consequence = (
         "such a response stops the run (reward_model.reward_kwargs.on_failure=raise)"
         if policy.on_failure == "raise"

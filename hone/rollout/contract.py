@@ -151,10 +151,10 @@ OnTokens = Callable[[TokenDelta], None]
 class Traits:
     """The capabilities of an engine; the contract tests of missing capabilities are skipped."""
 
-    decodes_with_module: bool
+    uses_training_module: bool
     """The engine decodes with the module of `RolloutSpec.load_policy`, which may be the training module.
     Other engines have separate weights and receive new ones through `load`."""
-    seeded: bool = True
+    honors_seeds: bool = True
     """The same request with the same seed gets the same tokens."""
     samples_by_position: bool = True
     """The random number of a token depends only on (seed, absolute position): a request that is issued again

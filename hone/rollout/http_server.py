@@ -74,7 +74,7 @@ class HttpServer:
     url: str = field(repr=False)
     timeouts: Timeouts
     api_key_env: str | None = None
-    num_streams: int = 0
+    num_open_requests: int = 0
     """Number of open streams."""
     healthy: bool = True
     expected_version: str | None = None
@@ -94,7 +94,7 @@ class HttpServer:
     log_prob_hint = "use temperature=1"
     """What to do if the server reports log-probs at temperature 1."""
     samples_by_position = False
-    seeded = False
+    honors_seeds = False
     started_by_hone = False
     """Whether hone started the server process, and so detects its restarts."""
     can_release_memory = False

@@ -20,7 +20,7 @@ class Target(Protocol):
     """A server or engine process that decodes requests."""
 
     @property
-    def num_streams(self) -> int: ...
+    def num_open_requests(self) -> int: ...
 
 
 T = TypeVar("T", bound=Target)
@@ -44,7 +44,9 @@ class Router(Generic[T]):
         fewest streams; of equal targets, to the one with the fewest requests so far.
         """
         healthy_targets = [t for t in self._targets if self._is_healthy(t)] or self._targets
-        least_loaded = min(healthy_targets, key=lambda t: (t.num_streams, self._num_routed[id(t)]))
+        least_loaded = min(
+            healthy_targets, key=lambda t: (t.num_open_requests, self._num_routed[id(t)])
+        )
         # All requests of a trajectory have its id.
         trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX_TOKENS])
         target = self.target_by_key.get(trajectory)
@@ -52,7 +54,7 @@ class Router(Generic[T]):
             target = self.target_by_key.get(prefix)
             if (
                 target not in healthy_targets
-                or target.num_streams > least_loaded.num_streams + _MAX_IMBALANCE
+                or target.num_open_requests > least_loaded.num_open_requests + _MAX_IMBALANCE
             ):
                 target = least_loaded
         self._num_routed[id(target)] += 1

@@ -42,7 +42,7 @@ class ScriptedRollout(EventLoopEngine):
     """A `RolloutEngine` that reads its answers from a script."""
 
     name = "scripted"
-    traits = Traits(decodes_with_module=False, seeded=False)
+    traits = Traits(uses_training_module=False, honors_seeds=False)
 
     def __init__(
         self,

@@ -76,7 +76,7 @@ class ServerRollout(RemoteEngine):
         self._wake_lock = asyncio.Lock()
         self._route = Router(self._servers, lambda server: server.healthy).route
         self._warnings: set[str] = set()
-        self.traits = Traits(decodes_with_module=False, adapters=adapters)
+        self.traits = Traits(uses_training_module=False, adapters=adapters)
         super().__init__(rules)
 
     async def start(self) -> None:
@@ -87,7 +87,7 @@ class ServerRollout(RemoteEngine):
         await asyncio.gather(*(self._connect(server) for server in self._servers))
         self.traits = replace(
             self.traits,
-            seeded=all(server.seeded for server in self._servers),
+            honors_seeds=all(server.honors_seeds for server in self._servers),
             samples_by_position=all(server.samples_by_position for server in self._servers),
             batch_invariant=all(server.samples_by_position for server in self._servers),
             untruncated_log_probs=all(s.log_prob_mode.before_truncation for s in self._servers),
@@ -138,15 +138,15 @@ class ServerRollout(RemoteEngine):
         if any(server.released_tags for server in self._servers):
             await self._remote_wake_up()
         server = self._route(request)
-        server.num_streams += 1
+        server.num_open_requests += 1
         try:
             await server.verify_version()
             async with aclosing(server.stream(request, sampling)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
-            server.num_streams -= 1
-            if server.num_streams == 0:  # an idle server may restart unnoticed
+            server.num_open_requests -= 1
+            if server.num_open_requests == 0:  # an idle server may restart unnoticed
                 server.version_verified = False
 
     async def _remote_recover(self, error: ConnectionLost) -> None:

@@ -42,7 +42,9 @@ class SGLangServer(HttpServer):
         info = await self.server_info()
         self.tensor_parallel_size = int(info.get("tp_size") or 1)
         # Without deterministic inference, SGLang does not sample by (seed, position).
-        self.seeded = self.samples_by_position = bool(info.get("enable_deterministic_inference"))
+        self.honors_seeds = self.samples_by_position = bool(
+            info.get("enable_deterministic_inference")
+        )
         self.can_release_memory = bool(info.get("enable_memory_saver"))
         await self.resume()  # a killed run may have left the server paused
         self.expected_version = await self.weight_version()
@@ -89,7 +91,7 @@ class SGLangServer(HttpServer):
                 "no_stop_trim": True,
             },
         }
-        if self.seeded:
+        if self.honors_seeds:
             body["sampling_params"]["sampling_seed"] = sampling.seed
         if self.adapter_name is not None:
             body["lora_path"] = self.adapter_name

@@ -53,7 +53,7 @@ class VLLMRollout(RemoteEngine):
     ) -> None:
         """`parameters` has the parameters of the model by name. Without `current_weights`, the engine keeps a
         copy of the weights in host memory for restarted processes."""
-        self.traits = Traits(decodes_with_module=False, batch_invariant=device.type == "cpu")
+        self.traits = Traits(uses_training_module=False, batch_invariant=device.type == "cpu")
         self._processes, self._device = list(processes), device
         self._parameters = parameters
         self._bucket_bytes = bucket_bytes

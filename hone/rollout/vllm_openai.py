@@ -33,7 +33,7 @@ class VLLMServer(HttpServer):
 
     kind = "vLLM"
     log_prob_hint = "start it with --logprobs-mode processed_logprobs"
-    seeded = True
+    honors_seeds = True
 
     async def connect(self) -> None:
         response = await self.call("/v1/models", get=True)

@@ -95,7 +95,7 @@ class EngineProcess:
         return not self.serving or self.has_new_buckets or self.missed_bucket or self.stale
 
     @property
-    def num_streams(self) -> int:
+    def num_open_requests(self) -> int:
         return len(self._streams)
 
     @property

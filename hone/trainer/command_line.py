@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from traceback import format_exception
 
-from hone.config import Composed, compose
+from hone.config import ComposedConfig, compose
 from hone.config.apply import ExtraChecks
 from hone.config.block import Block
 from hone.config.convert import show_value
@@ -46,7 +46,7 @@ USER_ERROR_EXIT_CODE = 2
 STARTING_VALUES_ORIGIN = "hone train"
 """The origin label of values from starting_values.py."""
 ERROR_LOG = "error.log"
-_last_composed: Composed | None = None
+_last_composed: ComposedConfig | None = None
 """The last configuration of this process, used to name the key that caused an error."""
 
 _USER_ERRORS = {
@@ -95,7 +95,7 @@ def compose_arguments(
     program: str,
     starting_values: Callable[[Settings], list[Setting]] | None = None,
     extra_checks: ExtraChecks | None = None,
-) -> Composed:
+) -> ComposedConfig:
     """Composes the configuration of a command line, with the origin of each value.
 
     `schema` is the name of the tree of keys, also for a user's YAML without a defaults list.
@@ -195,7 +195,7 @@ def check_plan(config: Block, origins: Mapping[str, str]) -> tuple[list[str], li
     return find_problems_and_notes(config, origins)
 
 
-def print_starting_values_and_notes(composed: Composed) -> None:
+def print_starting_values_and_notes(composed: ComposedConfig) -> None:
     """Prints the starting values, and the keys that the user set without effect."""
     from hone.tracking.console import screen
 
@@ -214,7 +214,7 @@ def print_starting_values_and_notes(composed: Composed) -> None:
             screen().line(f"  {note}")
 
 
-def require_keys(composed: Composed, keys: Mapping[str, str]) -> None:
+def require_keys(composed: ComposedConfig, keys: Mapping[str, str]) -> None:
     """Raises an error for each key that was not given; `keys` maps a key to its description."""
     missing = [key for key in keys if key not in composed.origins]
     if missing:
@@ -271,7 +271,7 @@ def lock_run_folder(folder: str) -> AbstractContextManager[FolderLock | None]:
 
 
 def run_ranks(
-    composed: Composed, arguments: Sequence[str], module: str, run: Callable[[], object]
+    composed: ComposedConfig, arguments: Sequence[str], module: str, run: Callable[[], object]
 ) -> None:
     """Calls `run` if this process is a rank, or else launches the configured ranks."""
     trainer = composed.config.trainer

@@ -24,9 +24,9 @@ from hone.rewards.failures import Failed, FailurePolicy, Scored
 from hone.rewards.ground_truth import decode_json
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
-from hone.rewards.outcome import Response, policy_transcript_info, vote_of
+from hone.rewards.outcome import ScorerInput, policy_transcript_info, vote_of
 from hone.rewards.scores.latex import boxed_answer
-from hone.text import shown
+from hone.text import short_repr
 from hone.tracking import progress
 from hone.types import Function, JsonValue, Row
 
@@ -143,7 +143,7 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
     return Evaluation(summarize(attempts, config.metrics, failures), rows, first_failures)
 
 
-def _responses(row: Row, location: str, config: EvaluationConfig) -> list[Response]:
+def _responses(row: Row, location: str, config: EvaluationConfig) -> list[ScorerInput]:
     """Returns the responses of a row in the form that a scorer reads."""
     data = config.data
     for key in ("response_key", "data_source_key", "reward_model_key"):
@@ -156,11 +156,15 @@ def _responses(row: Row, location: str, config: EvaluationConfig) -> list[Respon
     extra_info: Any = decode_json(row.get("extra_info")) or {}
     for key, value in ((data.reward_model_key, reward_model), ("extra_info", extra_info)):
         if not isinstance(value, Mapping):
-            raise DataError(f"{location}, column {key!r} must be an object, got {shown(value)}")
+            raise DataError(
+                f"{location}, column {key!r} must be an object, got {short_repr(value)}"
+            )
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(extra_info)
     source, truth = str(row[data.data_source_key]), reward_model.get("ground_truth")
-    return [Response(source, text, truth, extra | policy_transcript_info(text)) for text in texts]
+    return [
+        ScorerInput(source, text, truth, extra | policy_transcript_info(text)) for text in texts
+    ]
 
 
 def response_texts(value: JsonValue, location: str) -> list[str]:
@@ -168,14 +172,18 @@ def response_texts(value: JsonValue, location: str) -> list[str]:
     values = value if isinstance(value, list) else [value]
     texts = [text for text in values if isinstance(text, str)]
     if len(texts) < len(values):
-        raise DataError(f"{location} must be text or a list of texts, got {shown(value)}")
+        raise DataError(f"{location} must be text or a list of texts, got {short_repr(value)}")
     if not texts:
         raise DataError(f"{location} has no response")
     return texts
 
 
 def _score_responses(
-    responses: Sequence[Response], scorer: Function, config: EvaluationConfig, *, in_processes: bool
+    responses: Sequence[ScorerInput],
+    scorer: Function,
+    config: EvaluationConfig,
+    *,
+    in_processes: bool,
 ) -> list[Scored | Failed]:
     """Returns one outcome per response, in order; scoring fails if the rule's ground truth is missing."""
     manager: PrimeRewardManager | NaiveRewardManager

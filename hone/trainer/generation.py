@@ -23,7 +23,7 @@ import torch
 from hone.agents.agent_data import AgentData
 from hone.agents.loop_thread import run_with_engine
 from hone.agents.loops.search import STOPS, SearchConversation, retrieval_client
-from hone.agents.trajectory import training_sampling
+from hone.agents.trajectory import default_sampling
 from hone.config.generation import GenerationConfig
 from hone.config.rollout import SamplingConfig
 from hone.controller.threads import set_thread_count
@@ -343,7 +343,7 @@ class Generation:
     def _sampling_params(self, index: int, prompt_tokens: int) -> list[Sampling]:
         rollout = self.config.rollout
         return sampling_params(
-            training_sampling(rollout),
+            default_sampling(rollout),
             self.config.data.n_samples,
             seed=self._seed,
             uid=row_uid(*self.rows.key(index), 0, 0),

@@ -106,7 +106,7 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
     check_output_folder(str(run_folder), "trainer.default_local_dir")
     dataset = PairDataset(config.data.train_files, build_tokenizer(config.model), config.data)
     good_rows = [dataset.store[position] for position in dataset.positions]
-    openings = [dataset.pair(row).opening for row in good_rows]
+    openings = [dataset.pair(row).first_user_turn for row in good_rows]
     prompts = list(dict.fromkeys(openings))
     if len(prompts) < folds:
         raise ConfigError(f"--folds {folds}: the pairs have only {len(prompts)} different prompts")

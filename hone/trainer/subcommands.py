@@ -167,7 +167,7 @@ def _data_show(options: Options, rest: list[str]) -> None:
     tokenizer, config = _tokenizer_and_config(options)
     schemas = None
     if options.tools:
-        from hone.agents.tools.listing import load_all_tools
+        from hone.agents.tools.loading import load_all_tools
 
         is_code = options.tools.endswith(".py")
         tools = load_all_tools(*((None, options.tools) if is_code else (options.tools, None)))
@@ -191,7 +191,7 @@ def add_recipes_subcommand(subcommands: Subcommands) -> None:
 
 def _recipes(options: Options, rest: list[str]) -> None:
     if options.name is None:
-        print_text("\n".join(listing()))
+        print_text("\n".join(command_list()))
     else:
         print_text(f"wrote {copy_recipe(options.name, options.out)}")
 
@@ -217,7 +217,7 @@ def recipes() -> dict[str, Path]:
     return folders | {EXAMPLES: root / EXAMPLES}
 
 
-def listing() -> list[str]:
+def command_list() -> list[str]:
     """Returns one line per recipe: its name and the title of its README."""
     titles = {}
     for name, folder in recipes().items():

@@ -13,7 +13,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """A range of a tensor's bytes, and its location in a bucket."""
 
     name: str
@@ -32,25 +32,25 @@ class Piece:
 class Bucket:
     """The content of one transfer."""
 
-    pieces: tuple[Piece, ...]
+    slices: tuple[TensorSlice, ...]
     payloads: tuple[Tensor, ...]
     """The bytes of each piece, a uint8 tensor [size]."""
 
     @property
     def size(self) -> int:
         """Number of bytes, with alignment."""
-        last = self.pieces[-1]
+        last = self.slices[-1]
         return last.bucket_offset + last.size
 
     def write_to(self, buffer: Tensor) -> None:
         """Copies the bytes into `buffer`, a uint8 tensor of at least `size` bytes."""
-        for piece, payload in zip(self.pieces, self.payloads, strict=True):
+        for piece, payload in zip(self.slices, self.payloads, strict=True):
             buffer[piece.bucket_offset : piece.bucket_offset + piece.size].copy_(payload)
 
 
 def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
     """Packs tensors in order; yields buckets of at most `bucket_bytes`."""
-    pieces: list[Piece] = []
+    slices: list[TensorSlice] = []
     payloads: list[Tensor] = []
     used_bytes = 0
     for name, tensor in weights:
@@ -59,29 +59,29 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
         # An empty tensor has one piece of 0 bytes.
         while tensor_offset < len(data) or (tensor_offset == 0 and len(data) == 0):
             if used_bytes >= bucket_bytes:
-                yield Bucket(tuple(pieces), tuple(payloads))
-                pieces, payloads, used_bytes = [], [], 0
+                yield Bucket(tuple(slices), tuple(payloads))
+                slices, payloads, used_bytes = [], [], 0
             size = min(len(data) - tensor_offset, bucket_bytes - used_bytes)
             dtype = str(tensor.dtype).removeprefix("torch.")
             shape = tuple(tensor.shape)
-            pieces.append(Piece(name, dtype, shape, tensor_offset, size, used_bytes))
+            slices.append(TensorSlice(name, dtype, shape, tensor_offset, size, used_bytes))
             payloads.append(data[tensor_offset : tensor_offset + size])
             used_bytes = -(-(used_bytes + size) // _ALIGNMENT) * _ALIGNMENT
             tensor_offset += max(size, 1)
-    if pieces:
-        yield Bucket(tuple(pieces), tuple(payloads))
+    if slices:
+        yield Bucket(tuple(slices), tuple(payloads))
 
 
 def unpack_buckets(
-    buckets: Iterable[tuple[Sequence[Piece], Tensor]],
+    buckets: Iterable[tuple[Sequence[TensorSlice], Tensor]],
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) from buckets.
 
-    Each bucket is a pair of its pieces and its bytes, a uint8 tensor of at least `Bucket.size` bytes.
+    Each bucket is a pair of its slices and its bytes, a uint8 tensor of at least `Bucket.size` bytes.
     """
     incomplete_tensor: Tensor | None = None
-    for pieces, data in buckets:
-        for piece in pieces:
+    for slices, data in buckets:
+        for piece in slices:
             dtype = getattr(torch, piece.dtype)
             payload = data[piece.bucket_offset : piece.bucket_offset + piece.size]
             nbytes = torch.Size(piece.shape).numel() * dtype.itemsize
@@ -98,10 +98,10 @@ def unpack_buckets(
                 incomplete_tensor = None
 
 
-def serialize_pieces(pieces: Sequence[Piece]) -> bytes:
-    """Encodes pieces as JSON."""
-    return json.dumps([asdict(piece) for piece in pieces]).encode()
+def serialize_slices(slices: Sequence[TensorSlice]) -> bytes:
+    """Encodes slices as JSON."""
+    return json.dumps([asdict(piece) for piece in slices]).encode()
 
 
-def deserialize_pieces(message: bytes) -> tuple[Piece, ...]:
-    return tuple(Piece(**{**p, "shape": tuple(p["shape"])}) for p in json.loads(message))
+def deserialize_slices(message: bytes) -> tuple[TensorSlice, ...]:
+    return tuple(TensorSlice(**{**p, "shape": tuple(p["shape"])}) for p in json.loads(message))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from hone.weights.buckets import Bucket, Piece, deserialize_pieces, serialize_pieces
+from hone.weights.buckets import Bucket, TensorSlice, deserialize_slices, serialize_slices
 from hone.weights.contract import StreamAddress, WeightStreamBroken
 
 
@@ -42,7 +42,7 @@ class BroadcastSender:
         total_bytes = 0
         for bucket in buckets:
             self._broadcast(bucket)
-            total_bytes += sum(piece.size for piece in bucket.pieces)
+            total_bytes += sum(piece.size for piece in bucket.slices)
         with _wrap_errors():
             # Sizes of 0 end the stream.
             self._group.broadcast(torch.tensor([0, 0], device=self._device), 0).wait()
@@ -59,7 +59,7 @@ class BroadcastSender:
         with _wrap_errors():
             data = torch.empty(bucket.size, dtype=torch.uint8, device=self._device)
             bucket.write_to(data)
-            header = torch.frombuffer(bytearray(serialize_pieces(bucket.pieces)), dtype=torch.uint8)
+            header = torch.frombuffer(bytearray(serialize_slices(bucket.slices)), dtype=torch.uint8)
             sizes = torch.tensor([len(header), len(data)], device=self._device)
             for message in (sizes, header.to(self._device), data):
                 self._group.broadcast(message, 0).wait()
@@ -67,8 +67,8 @@ class BroadcastSender:
 
 def receive_broadcasts(
     address: StreamAddress, rank: int, device: torch.device, timeout_s: float
-) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """Yields the pieces and the bytes of each bucket to the receiver with this rank."""
+) -> Iterator[tuple[Sequence[TensorSlice], Tensor]]:
+    """Yields the slices and the bytes of each bucket to the receiver with this rank."""
     timeout = timedelta(seconds=timeout_s)
     host, _, port = address.endpoint.rpartition(":")
     with _wrap_errors():
@@ -86,7 +86,7 @@ def receive_broadcasts(
                 group.broadcast(data, 0).wait()
         if not len(header):
             break
-        yield deserialize_pieces(bytes(header.cpu().tolist())), data
+        yield deserialize_slices(bytes(header.cpu().tolist())), data
     with _wrap_errors():
         store.set(_done_key(address, rank), "")
 

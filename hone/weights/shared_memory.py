@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
-from hone.weights.buckets import Bucket, Piece, deserialize_pieces, serialize_pieces
+from hone.weights.buckets import Bucket, TensorSlice, deserialize_slices, serialize_slices
 from hone.weights.contract import StreamAddress, WeightStreamBroken
 
 _NUM_BUFFERS = 2
@@ -139,8 +139,8 @@ class SharedMemorySender:
                 bucket.write_to(memory[start : start + self._bucket_bytes])
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
-                self._send_to_receivers(serialize_pieces(bucket.pieces))
-                total_bytes += sum(piece.size for piece in bucket.pieces)
+                self._send_to_receivers(serialize_slices(bucket.slices))
+                total_bytes += sum(piece.size for piece in bucket.slices)
             for _ in range(min(num_buckets, _NUM_BUFFERS)):
                 self._wait_for_acks()
             self._send_to_receivers(_END_MESSAGE)
@@ -206,8 +206,8 @@ class SharedMemorySender:
 
 def receive_buckets(
     address: StreamAddress, rank: int, timeout_s: float
-) -> Iterator[tuple[Sequence[Piece], Tensor]]:
-    """Connects as rollout worker `rank`; yields the pieces and a copy of the bytes of each bucket."""
+) -> Iterator[tuple[Sequence[TensorSlice], Tensor]]:
+    """Connects as rollout worker `rank`; yields the slices and a copy of the bytes of each bucket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:
@@ -233,14 +233,14 @@ def receive_buckets(
             memory = torch.frombuffer(mapping, dtype=torch.uint8)
         num_buckets = 0
         while (message := connection.receive()) != _END_MESSAGE:
-            pieces = deserialize_pieces(message)
+            slices = deserialize_slices(message)
             start = num_buckets % _NUM_BUFFERS * bucket_bytes
-            data = memory[start : start + pieces[-1].bucket_offset + pieces[-1].size].clone()
+            data = memory[start : start + slices[-1].bucket_offset + slices[-1].size].clone()
             if data.is_cuda:
                 torch.cuda.synchronize(data.device)
             connection.send(b"ack")
             num_buckets += 1
-            yield pieces, data
+            yield slices, data
         connection.send(b"ack")
 
 

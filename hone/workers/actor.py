@@ -87,7 +87,7 @@ class ActorWorker(TrainWorker):
         )
         updates = []
         start_time = time.perf_counter()
-        with self.engine.present(optimizer=True):
+        with self.engine.on_device(optimizer=True):
             for minibatch in self.minibatches(data, config, num_step_rows):
                 updates.append(self.engine.train_minibatch(minibatch, objective))
         metrics = self.end_updates("actor", updates)
@@ -113,7 +113,7 @@ class ActorWorker(TrainWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        with self.engine.present():
+        with self.engine.on_device():
             super().save_checkpoint(folder)
             if "hf_model" in self.checkpoint.save_contents:
                 self.engine.export(Path(folder), self.tokenizer)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hone.agents.collate import add_verl_columns, collate_outputs, join_ranks
-from hone.agents.trajectory import loop_metrics, training_sampling, validation_sampling
+from hone.agents.trajectory import default_sampling, loop_metrics, validation_sampling
 from hone.config.block import Block
 from hone.config.rollout import RolloutConfig
 from hone.controller import Dispatch, Worker, register
@@ -89,7 +89,7 @@ def select_sampling_params(meta_info: Settings, rollout: RolloutConfig) -> Field
     """Returns `sampling_params` from `meta_info`, or the config's for `validate` and `do_sample`."""
     if "sampling_params" in meta_info:
         return dict(meta_info["sampling_params"])
-    sampling = (validation_sampling if meta_info.get("validate") else training_sampling)(rollout)
+    sampling = (validation_sampling if meta_info.get("validate") else default_sampling)(rollout)
     return sampling if meta_info.get("do_sample", True) else sampling | {"temperature": 0.0}
 
 

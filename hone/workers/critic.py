@@ -34,7 +34,7 @@ class CriticWorker(TrainWorker):
         config = self.config.critic
         objective = ValueObjective(config)
         updates = []
-        with self.engine.present(optimizer=True):
+        with self.engine.on_device(optimizer=True):
             for minibatch in self.minibatches(data, config, num_step_rows):
                 updates.append(self.engine.train_minibatch(minibatch, objective))
         return DataProto(meta_info={"metrics": self.end_updates("critic", updates)})

@@ -10,7 +10,7 @@ import torch
 from hone.config import PPOTrainerConfig
 from hone.config.engine import FSDPConfig, MicroBatches, sequence_parallel
 from hone.controller import Worker
-from hone.engine.contract import EngineSpec, MicroBatchRuleForSlots
+from hone.engine.contract import EngineSpec, MakeMicroBatchRule
 from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import lora_adapters_or_none
 from hone.models.lora import AdapterSettings
@@ -115,7 +115,7 @@ def process_reward_spec(
 
 def _rule_for_slots(
     role_config: MicroBatches, key_prefix: str, max_tokens: int
-) -> MicroBatchRuleForSlots:
+) -> MakeMicroBatchRule:
     """Returns a function from the number of data-parallel slots to the micro-batch rule."""
     return lambda slots: MicroBatchRule(
         role_config.sequences_per_micro_batch(slots, key_prefix), max_tokens

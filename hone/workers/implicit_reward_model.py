@@ -17,7 +17,7 @@ from hone.config.engine import CheckpointConfig
 from hone.config.reward import RewardModelModelConfig
 from hone.controller import Dispatch, register
 from hone.engine.build import build_strategy
-from hone.engine.contract import Options, Terms
+from hone.engine.contract import ObjectiveOutput, Options
 from hone.models.from_config import import_external
 from hone.ops.masked import masked_sum
 from hone.protocol import DataProto
@@ -45,14 +45,14 @@ class OutcomeObjective(TokenObjective):
         logit = self._beta * masked_sum(log_ratio, self.mask(batch), -1)
         return {_RIVALS_COLUMN: rival_logits(logit, require(batch, OUTCOME), require(batch, GROUP))}
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
         mask = self.mask(batch)
         log_ratio = outputs["log_probs"] - require(batch, _REFERENCE_COLUMN)
         rivals = batch.column(_RIVALS_COLUMN) if self.needs_batch_statistics else None
         losses = outcome_losses(log_ratio, require(batch, OUTCOME), mask, self._beta, rivals)
         per_token = losses[:, None] * mask / mask.sum(-1, keepdim=True).clamp(min=1)
         loss = agg_loss(per_token, mask, "seq-mean-token-sum")
-        return Terms(loss, {"reward_model/dpo_loss": loss.detach()})
+        return ObjectiveOutput(loss, {"reward_model/dpo_loss": loss.detach()})
 
 
 class ImplicitRewardModelWorker(TrainWorker):
@@ -94,7 +94,7 @@ class ImplicitRewardModelWorker(TrainWorker):
                 num_step_rows=num_step_rows,
             )
             objective = OutcomeObjective(config.model)
-            with self.engine.present(optimizer=True):
+            with self.engine.on_device(optimizer=True):
                 updates = [self.engine.train_minibatch(batch, objective) for batch in batches]
             metrics = self.end_updates("reward_model", updates)
         if log_probs is None:

@@ -87,7 +87,7 @@ class JudgeWorker(Worker):
         """
         columns = requests.non_tensor_batch
         texts_and_votes = list(zip(columns["text"], columns["vote"], strict=True))
-        with self._offload.present():
+        with self._offload.on_device():
             run_coroutine(self.engine.wake_up())
             try:
                 completions = run_with_engine(self.engine, self._complete_all(texts_and_votes))

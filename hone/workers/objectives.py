@@ -18,7 +18,7 @@ from hone.algorithms.value_loss import compute_value_loss
 from hone.columns import require
 from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.engine.contract import Options, Terms
+from hone.engine.contract import ObjectiveOutput, Options
 from hone.ops.masked import masked_mean
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask
 from hone.types import Fields, Function
@@ -77,7 +77,7 @@ class PolicyObjective:
         prepared = prepare(old_log_prob, log_prob, advantages, mask, self._config)
         return {_PREPARED_PREFIX + name: values for name, values in prepared.items()}
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
         config, columns, mask = self._config, batch.batch, self.mask(batch)
         log_prob, names = outputs["log_probs"], set(columns.keys())
         # Without a log-prob pass before the update, the old log-probs are the current ones.
@@ -119,7 +119,7 @@ class PolicyObjective:
             gaps = gap_metrics(log_prob.detach(), columns["rollout_log_probs"], mask)
             for target, gap in zip((means, maxima), gaps, strict=True):
                 target |= {f"rollout_corr/{name}": value for name, value in gap.items()}
-        return Terms(loss, shares, means, maxima)
+        return ObjectiveOutput(loss, shares, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:  # [B, T], [B, T] -> scalar
         scale = self._config.loss_scale_factor
@@ -147,7 +147,7 @@ class ValueObjective(TokenObjective):
     def __init__(self, config: CriticConfig) -> None:
         self._config = config
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
         config, mask = self._config, self.mask(batch)
         loss, clipfrac = compute_value_loss(
             outputs["values"],
@@ -160,7 +160,7 @@ class ValueObjective(TokenObjective):
         )
         value_mean = masked_mean(outputs["values"].detach(), mask)
         means = {"critic/vf_clipfrac": clipfrac, "critic/vpred_mean": value_mean}
-        return Terms(loss, {"critic/vf_loss": loss.detach()}, means)
+        return ObjectiveOutput(loss, {"critic/vf_loss": loss.detach()}, means)
 
 
 class SupervisedObjective(TokenObjective):
@@ -169,9 +169,9 @@ class SupervisedObjective(TokenObjective):
     reads = ("response_mask",)
     options = _LOG_PROBS_ONLY
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
         loss = agg_loss(-outputs["log_probs"], self.mask(batch), "token-mean")
-        return Terms(loss, {"train/loss": loss.detach()})
+        return ObjectiveOutput(loss, {"train/loss": loss.detach()})
 
 
 class StepObjective(TokenObjective):
@@ -179,13 +179,13 @@ class StepObjective(TokenObjective):
 
     reads = ("response_mask", "labels")
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
         scores, labels, mask = outputs["scores"], require(batch, "labels"), self.mask(batch)
         # The score is the difference of two logits, so this is the cross-entropy of their softmax.
         losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
         loss = agg_loss(losses, mask, "token-mean")
         is_correct = ((scores.detach() > 0) == (labels > 0.5)).float()
-        return Terms(
+        return ObjectiveOutput(
             loss, {"train/loss": loss.detach()}, {"train/accuracy": masked_mean(is_correct, mask)}
         )
 
@@ -198,7 +198,7 @@ class PairObjective(TokenObjective):
 
     reads = ("response_mask", "margin")
 
-    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Terms:
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
         mask = self.mask(batch)
         if not mask.any():  # padding that only takes part in the collectives
             loss = gaps = outputs["scores"].sum() * 0.0
@@ -208,7 +208,7 @@ class PairObjective(TokenObjective):
             loss = agg_loss(losses[:, None] * mask, mask, "token-mean")
         gaps = gaps.detach()
         means = {"train/accuracy": (gaps > 0).float().mean(), "train/score_gap": gaps.mean()}
-        return Terms(loss, {"train/loss": loss.detach()}, means)
+        return ObjectiveOutput(loss, {"train/loss": loss.detach()}, means)
 
 
 def score_gaps(scores: Tensor, mask: Tensor) -> Tensor:  # [B, T], [B, T] -> [B / 2]

@@ -161,7 +161,7 @@ class RewardModelWorker(Worker):
         """Returns the score of each row, which is a list of the reward model's token ids."""
         rows = [self._truncate(ids) for ids in rows]
         scores = [0.0] * len(rows)
-        with self._offload.present():
+        with self._offload.on_device():
             for indices in self._micro_batch_rule.split([len(ids) for ids in rows]):
                 batch_scores = self._score([rows[i] for i in indices])
                 for row, score in zip(indices, batch_scores.tolist(), strict=True):

@@ -112,9 +112,9 @@ class RolloutWorker(Worker):
                 if self._tensor_parallel_size > 1
                 else spec
             )
-        if self.actor is None and not self.engine.traits.decodes_with_module:
+        if self.actor is None and not self.engine.traits.uses_training_module:
             del self._lease  # only the facts of the module were needed
-        self._lease_generation: int | None = None  # at the engine's last wake_up
+        self._lease_address_version: int | None = None  # at the engine's last wake_up
         self.runner = LoopRunner(
             run_config,
             self.engine,
@@ -186,15 +186,15 @@ class RolloutWorker(Worker):
 
     def _decode(self, n_groups: int | None) -> FinishedGroups:
         runner, start_time = self.runner, time.perf_counter()
-        with self._weights() as lease_generation:  # all ranks enter together
-            if lease_generation != self._lease_generation:
+        with self._weights() as lease_address_version:  # all ranks enter together
+            if lease_address_version != self._lease_address_version:
                 run_coroutine(self.engine.wake_up())
-                self._lease_generation = lease_generation
+                self._lease_address_version = lease_address_version
             runner.run_until(lambda: n_groups is not None and runner.ready() >= n_groups)
         groups = runner.finished(n_groups)
         if self.config.actor_rollout_ref.rollout.free_cache_engine and not runner.pending():
             run_coroutine(self.engine.sleep())
-            self._lease_generation = None
+            self._lease_address_version = None
         seconds = time.perf_counter() - start_time
         return FinishedGroups(groups, self._bandwidth_metrics(groups, seconds))
 
@@ -209,11 +209,11 @@ class RolloutWorker(Worker):
 
         The generation is 0 if the engine has its own weights.
         """
-        if not self.engine.traits.decodes_with_module:
+        if not self.engine.traits.uses_training_module:
             yield 0
             return
         with self._lease_policy() as lease:
-            yield lease.generation
+            yield lease.address_version
 
     def _lease_policy(self) -> AbstractContextManager[Lease]:
         return self.actor.engine.lease() if self.actor else nullcontext(self._lease)
@@ -238,7 +238,7 @@ class RolloutWorker(Worker):
         """Returns how new weights reach this worker."""
         if self.actor is None:
             return "streamed"
-        if not self.engine.traits.decodes_with_module and self._tensor_parallel_size == 1:
+        if not self.engine.traits.uses_training_module and self._tensor_parallel_size == 1:
             return "copied"
         return "shared" if self.world_size == 1 else "gathered"
 
@@ -258,7 +258,7 @@ class RolloutWorker(Worker):
 
         Nothing is copied if the engine decodes with the training module.
         """
-        if self.actor is None or self.engine.traits.decodes_with_module:
+        if self.actor is None or self.engine.traits.uses_training_module:
             run_coroutine(self._update((), version))
             return 0
         sizes: list[int] = []
@@ -268,7 +268,7 @@ class RolloutWorker(Worker):
                 sizes.append(tensor.nbytes)
                 yield name, tensor
 
-        with self.actor.engine.present():
+        with self.actor.engine.on_device():
             engine = self.actor.engine
             adapters_only = self.engine.traits.adapters and engine.facts.has_adapters
             weights = engine.named_adapter_weights() if adapters_only else engine.named_hf_weights()

@@ -99,7 +99,7 @@ class World:
     def _title(self, number: int) -> str:
         return self.corpus[number].contents.partition("\n")[0].strip('"')
 
-    def shown(self, at: int, rng: random.Random) -> list[int]:
+    def short_repr(self, at: int, rng: random.Random) -> list[int]:
         """What a search shows: its best passages, a gold one among them."""
         numbers, gold = self.found[at][: self.topk], self.gold[at]
         if gold and gold[0] not in numbers:
@@ -142,7 +142,9 @@ def demonstrations(world: World, numbers: Sequence[int], count: int, seed: int) 
         query = question.text.rstrip("?")
         first = f"<think> I look it up. </think>\n<search> {query} </search>"
         yield {"prompt": prompt(question.text), "response": first}
-        passages = format_passages([world.corpus[n].contents for n in world.shown(at, rng)]).strip()
+        passages = format_passages(
+            [world.corpus[n].contents for n in world.short_repr(at, rng)]
+        ).strip()
         title = contents.partition("\n")[0].strip('"')
         yield {
             "prompt": f"{prompt(question.text)}{first}{INFORMATION_START}{passages}{INFORMATION_END}",

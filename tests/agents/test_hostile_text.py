@@ -20,7 +20,7 @@ from hone.agents.parsers.contract import ToolCall, ToolParser
 from hone.agents.parsers.json_calls import HermesToolParser
 from hone.agents.runner import LoopRunner
 from hone.agents.tools.function_tool import tool_of
-from hone.agents.tools.listing import Tool
+from hone.agents.tools.loading import Tool
 from hone.agents.tools.session import CallLimits, ToolSession
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto

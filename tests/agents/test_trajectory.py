@@ -12,8 +12,8 @@ from hone.agents.contract import AgentLoopOutput
 from hone.agents.trajectory import (
     BadTrajectory,
     check_output,
+    default_sampling,
     metric_values,
-    training_sampling,
     validation_sampling,
 )
 from hone.config import load_config
@@ -141,5 +141,5 @@ def test_one_stop_string_is_not_a_list_of_its_characters(
     setting: str, stops: tuple[str, ...]
 ) -> None:
     rollout = load_config([f"actor_rollout_ref.rollout.stop={setting}"]).actor_rollout_ref.rollout
-    assert training_sampling(rollout)["stop"] == stops
+    assert default_sampling(rollout)["stop"] == stops
     assert validation_sampling(rollout)["stop"] == stops

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hone.config import ConfigError
-from hone.config.apply import Composed, compose_settings
+from hone.config.apply import ComposedConfig, compose_settings
 from hone.config.sources import read_config
 from hone.config.trees import TREES
 
@@ -105,7 +105,7 @@ actor: {strategy: fsdp, fsdp_config: {fsdp_size: -1}}
 """
 
 
-def read(file: Path) -> Composed:
+def read(file: Path) -> ComposedConfig:
     named, settings = read_config(file.stem, [file.parent], [])
     kinds = {"sft": "sft_trainer", "generation": "generation", "evaluation": "evaluation"}
     guess = next((tree for word, tree in kinds.items() if word in file.stem), "ppo_trainer")

@@ -37,7 +37,7 @@ class PlainEngine:
                 row = batch.select_idxs([i])
                 terms = objective(self._forward(row, objective.options), row)
                 terms.loss.backward()
-                for name, share in terms.shares.items():
+                for name, share in terms.sums.items():
                     metrics[name] = metrics.get(name, 0.0) + float(share)
         metrics = self.reduce(metrics)
         trained = [p for p in self.module.parameters() if p.grad is not None]
@@ -66,9 +66,9 @@ class PlainEngine:
     @contextmanager
     def lease(self):
         self.module.eval()
-        yield Lease(self.module, generation=0)
+        yield Lease(self.module, address_version=0)
 
-    def present(self, *, optimizer=False):
+    def on_device(self, *, optimizer=False):
         return nullcontext()
 
     def advance_schedule(self):

@@ -27,7 +27,7 @@ def test_the_generation_stays_while_addresses_stay_and_changes_when_they_may_hav
 
     def generation():
         with engine.lease() as lease:
-            return lease.generation
+            return lease.address_version
 
     first = generation()
     update(engine, rows(), actor())
@@ -42,7 +42,7 @@ def test_the_generation_stays_while_addresses_stay_and_changes_when_they_may_hav
     reloaded = generation()
     assert reloaded != loaded
     assert generation() != reloaded  # offloaded and reloaded once more
-    with engine.present():
+    with engine.on_device():
         assert generation() == generation()
 
 

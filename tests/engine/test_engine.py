@@ -189,7 +189,7 @@ def test_inference_has_no_gradient_and_accepts_an_empty_batch():
 
 
 def test_means_are_weighted_by_tokens_and_maxima_are_the_largest():
-    from hone.engine.contract import Terms
+    from hone.engine.contract import ObjectiveOutput
 
     class Probe:
         options: ClassVar = {"temperature": 1.0}
@@ -208,7 +208,7 @@ def test_means_are_weighted_by_tokens_and_maxima_are_the_largest():
             mean = values.mean() if len(values) else 0.0
             zero = outputs["log_probs"].sum() * 0
             peak = values.max() if len(values) else -1e9
-            return Terms(zero, {"sum": values.sum()}, {"mean": mean}, {"peak": peak})
+            return ObjectiveOutput(zero, {"sum": values.sum()}, {"mean": mean}, {"peak": peak})
 
     batch = rows()
     values = batch.batch["advantages"][batch.batch["response_mask"].bool()]

@@ -37,11 +37,11 @@ def test_an_offloaded_tensor_uses_no_memory_and_is_reloaded_bit_for_bit():
     tensors.to_host()
     assert storage_bytes([block, other]) == 0
     assert tensors.offloaded_bytes == 6 * 4 * 4 + 3 * 2  # two views share the memory of one block
-    with tensors.present():
+    with tensors.on_device():
         assert torch.equal(block, before[0])
         assert torch.equal(other, before[1])
         assert top.data_ptr() == block.data_ptr()  # views stay views
-        with tensors.present():  # only the outermost block moves
+        with tensors.on_device():  # only the outermost block moves
             pass
         assert tensors.offloaded_bytes == 0
         block += 1
@@ -53,7 +53,7 @@ def test_tensors_are_offloaded_again_after_an_error():
     tensor = torch.ones(4)
     tensors = OffloadedTensors(lambda: [tensor], device_types=("cpu",))
     tensors.to_host()
-    with pytest.raises(RuntimeError, match="broken"), tensors.present():
+    with pytest.raises(RuntimeError, match="broken"), tensors.on_device():
         raise RuntimeError("broken")
     assert tensor.untyped_storage().nbytes() == 0
 
@@ -91,10 +91,10 @@ def test_between_calls_neither_parameters_nor_optimizer_use_memory():
     moments = [x for state in optimizer.torch_optimizer.state.values() for x in state.values()]
     assert len(moments) >= 2 * len(optimizer.masters)
     assert storage_bytes([*moments, *optimizer.master_copies().values()]) == 0
-    with engine.present():  # a forward pass needs no moments
+    with engine.on_device():  # a forward pass needs no moments
         assert storage_bytes(engine.module.parameters()) > 0
         assert storage_bytes(moments) == 0
-    with engine.present(optimizer=True):
+    with engine.on_device(optimizer=True):
         assert storage_bytes(moments) > 0
 
 

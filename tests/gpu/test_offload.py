@@ -79,10 +79,10 @@ def test_memory_falls_between_phases():
     assert torch.cuda.memory_allocated() - before < slack
     update(made)
     assert torch.cuda.memory_allocated() - before < slack
-    with made.present():
+    with made.on_device():
         held = torch.cuda.memory_allocated() - before
         assert abs(held - 2 * parameters) < slack  # bfloat16 parameters alone
-    with made.present(optimizer=True):
+    with made.on_device(optimizer=True):
         held = torch.cuda.memory_allocated() - before
         assert abs(held - 14 * parameters) < slack  # masters and two moments in float32
 
@@ -120,7 +120,7 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
         infer_rule=RULE,
         response_width=WIDTH,
     )
-    with made.present():
+    with made.on_device():
         decoding = build_rollout(
             RolloutSpec(
                 rollout,
@@ -140,7 +140,7 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
             asked = [decoding.generate([3, 4, 5 + i], sampling, str(i)) for i in range(4)]
             return await asyncio.gather(*asked)
 
-        with made.present():
+        with made.on_device():
             found = [out.token_ids for out in run_with_engine(decoding, ask())]
             asyncio.run(decoding.sleep())
         return found

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hone.ops import logprobs
 from hone.ops.attention import AttentionOptions, varlen_attention
-from hone.ops.logprobs import add_product, wide_linear
+from hone.ops.logprobs import add_product, linear_fp32
 from hone.ops.segments import SegmentLayout
 from hone.ops.shared_keys import SharedKeys
 
@@ -91,7 +91,7 @@ class TestWideProducts:
         weight = torch.randn(200, 64, device=DEVICE).bfloat16()
         pull = torch.randn(3, 40, 200, device=DEVICE)
         results = []
-        for apply, dtype in ((wide_linear, torch.bfloat16), (F.linear, torch.float32)):
+        for apply, dtype in ((linear_fp32, torch.bfloat16), (F.linear, torch.float32)):
             given = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
             out = apply(*given)
             out.backward(pull)
@@ -104,7 +104,7 @@ class TestWideProducts:
     def test_a_frozen_weight_gets_no_gradient(self) -> None:
         x = torch.randn(7, 32, device=DEVICE).bfloat16().requires_grad_()
         weight = torch.randn(32, 32, device=DEVICE).bfloat16()
-        wide_linear(x, weight).sum().backward()
+        linear_fp32(x, weight).sum().backward()
         assert x.grad is not None
         assert weight.grad is None
 

@@ -23,9 +23,9 @@ from hone.rewards.calling import (
     check_signature,
 )
 from hone.rewards.failures import Failed
-from hone.rewards.outcome import Response, score_row
+from hone.rewards.outcome import ScorerInput, score_row
 
-ROW = Response("mine", "text", "truth", {"a": 1})
+ROW = ScorerInput("mine", "text", "truth", {"a": 1})
 
 
 def plain(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:

@@ -13,7 +13,7 @@ from hone.event_loop import run_coroutine
 from hone.rewards import remote
 from hone.rewards.failures import Failed, Scored, WrongSetting
 from hone.rewards.judge import Judge, Request, delimit
-from hone.rewards.outcome import Response
+from hone.rewards.outcome import ScorerInput
 
 from .scoring_server import ScoringServer, digits_judge
 
@@ -34,7 +34,7 @@ class FakeModel:
 
 def grade(*texts: str | Failed, **settings: Any) -> Scored | Failed:
     judge = Judge(FakeModel(*texts), votes=len(texts), **settings)
-    (result,) = run_coroutine(judge.score_rows([Response("s", "42", "42", {"prompt": "6*7?"})]))
+    (result,) = run_coroutine(judge.score_rows([ScorerInput("s", "42", "42", {"prompt": "6*7?"})]))
     return result
 
 
@@ -143,7 +143,7 @@ def test_a_response_cannot_escape_its_delimiters() -> None:
     template = "Q {question}\nT {ground_truth}\n{response}\nWrite {score_after} {unknown} {} N"
     judge = Judge(model, template=template)
     prompt = [{"role": "user", "content": "say {response}"}]
-    run_coroutine(judge.score_rows([Response("s", HOSTILE, "{response}", {"prompt": prompt})]))
+    run_coroutine(judge.score_rows([ScorerInput("s", HOSTILE, "{response}", {"prompt": prompt})]))
     (text,) = model.prompts
     start, end = text.index("<response-"), text.rindex("</response-")
     digest = text[start + 10 : start + 26]
@@ -192,7 +192,9 @@ def test_an_openai_compatible_server_judges_and_its_answers_are_cached(
     judge = Judge(url=server.url, model="big", votes=2, temperature=0.7, max_tokens=64)
     for _ in range(2):
         results = run_coroutine(
-            judge.score_rows([Response("s", text, None, {}) for text in ("12ab", "1234", "12ab")])
+            judge.score_rows(
+                [ScorerInput("s", text, None, {}) for text in ("12ab", "1234", "12ab")]
+            )
         )
         assert [r.score for r in results if isinstance(r, Scored)] == [0.5, 1.0, 0.5]
     assert len(server.bodies) == 4  # two texts, two votes

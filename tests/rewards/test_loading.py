@@ -15,7 +15,7 @@ from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.dapo import DAPORewardManager
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
-from hone.rewards.outcome import Response
+from hone.rewards.outcome import ScorerInput
 from hone.rewards.scores import table
 
 MakeBatch = Callable[..., DataProto]
@@ -34,7 +34,7 @@ def test_the_default_scores_by_source_with_the_configured_policy(
 ) -> None:
     manager = load()
     assert type(manager) is NaiveRewardManager
-    assert manager.policy == FailurePolicy("score", 0.0, 300.0)
+    assert manager.failure_policy == FailurePolicy("score", 0.0, 300.0)
     rewards, extras = compute_reward(make_batch(["#### 1"], "openai/gsm8k", ["1"]), manager)
     assert rewards.sum() == 1.0
     assert extras == {"score": [1.0], "acc": [1.0]}
@@ -57,7 +57,7 @@ def test_manager_settings_come_from_reward_kwargs(load: Callable[..., Any]) -> N
     )
     assert isinstance(manager, DAPORewardManager)
     assert (manager.max_resp_len, manager.buffer.len) == (64, 16)
-    assert manager.policy == FailurePolicy("raise", 0.0, 7.0)
+    assert manager.failure_policy == FailurePolicy("raise", 0.0, 7.0)
     assert load("reward_model.reward_manager=prime", f"{kwargs}.num_processes=5").num_processes == 5
 
 
@@ -230,7 +230,7 @@ def test_a_score_function_gets_the_address_of_the_reward_models_server(tmp_path:
          "reward_model.server.url=http://127.0.0.1:8000/v1"]
     )  # fmt: skip
     manager = load_reward_manager(config, None, num_examine=0)
-    (result,) = manager.score_rows([Response("s", "a", None, {})])
+    (result,) = manager.score_rows([ScorerInput("s", "a", None, {})])
     assert result.extras["router"] == "127.0.0.1:8000"
 
 
@@ -242,7 +242,7 @@ def test_reward_kwargs_are_passed_as_verl_does(name: str) -> None:
     tokenizer: Any = None
     manager: Any = load_reward_manager(config, tokenizer, num_examine=0, **kwargs)
     assert manager.options == {"memory_limit_mb": 1024}
-    assert manager.policy.failure_score == -2
+    assert manager.failure_policy.failure_score == -2
     manager = load_reward_manager(config, tokenizer, 0, on_failure="raise", method="flexible")
-    assert (manager.policy.on_failure, manager.policy.failure_score) == ("raise", -2)
+    assert (manager.failure_policy.on_failure, manager.failure_policy.failure_score) == ("raise", -2)
     assert manager.options["method"] == "flexible"

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hone.rewards.failures import Failed, FailurePolicy, Scored, count_mishap
-from hone.rewards.outcome import Response, read_result, score_row
+from hone.rewards.outcome import ScorerInput, read_result, score_row
 
-ROW = Response("mine", "text", "truth", {"a": 1})
+ROW = ScorerInput("mine", "text", "truth", {"a": 1})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_message_of_an_exception_has_no_control_characters_and_may_itself_fa
     def mute(solution_str: str) -> float:
         raise Mute
 
-    row = Response("s", "\x1b[2J \ud800", None, {})
+    row = ScorerInput("s", "\x1b[2J \ud800", None, {})
     failed, silent = score_row(quotes, row, {}), score_row(mute, row, {})
     assert isinstance(failed, Failed)
     assert isinstance(silent, Failed)

@@ -17,7 +17,7 @@ from hone.event_loop import run_coroutine
 from hone.models.tiny import character_tokenizer
 from hone.rewards import remote
 from hone.rewards.failures import Failed, Scored, WrongSetting
-from hone.rewards.outcome import Response
+from hone.rewards.outcome import ScorerInput
 from hone.rewards.served import ServedClassifier
 
 from .scoring_server import ScoringServer, by_length
@@ -37,7 +37,7 @@ def classifier(server: ScoringServer, **settings: Any) -> ServedClassifier:
 
 
 def scores(reward_model: ServedClassifier, *answers: str) -> list[float | str]:
-    rows = [Response("src", answer, None, {"prompt": "1+1="}) for answer in answers]
+    rows = [ScorerInput("src", answer, None, {"prompt": "1+1="}) for answer in answers]
     results = run_coroutine(reward_model.score_rows(rows))
     return [r.score if isinstance(r, Scored) else r.reason for r in results]
 
@@ -99,7 +99,9 @@ def test_a_bad_answer_is_a_counted_failure(server: ScoringServer, case: str) -> 
 def test_two_labels_are_a_failure(server: ScoringServer) -> None:
     server.answer = lambda path, body: {"data": [{"index": 0, "probs": [0.2, 0.8]}]}
     reward_model = classifier(server, kind="classify", retries=0)
-    (result,) = run_coroutine(reward_model.score_rows([Response("s", "a", None, {"prompt": "b"})]))
+    (result,) = run_coroutine(
+        reward_model.score_rows([ScorerInput("s", "a", None, {"prompt": "b"})])
+    )
     assert isinstance(result, Failed)
     assert "one label, this one has 2" in result.detail
 
@@ -226,7 +228,9 @@ def test_the_key_is_sent_in_a_header_and_appears_nowhere_else(
     monkeypatch.setenv("MY_KEY", "sk-secret")
     server.answer = lambda path, body: web.Response(status=401, text="bad key sk-secret")
     reward_model = classifier(server, api_key_env="MY_KEY", url=f"{server.url}/x?token=sk-secret")
-    (result,) = run_coroutine(reward_model.score_rows([Response("s", "a", None, {"prompt": "b"})]))
+    (result,) = run_coroutine(
+        reward_model.score_rows([ScorerInput("s", "a", None, {"prompt": "b"})])
+    )
     assert server.headers[0]["Authorization"] == "Bearer sk-secret"
     assert isinstance(result, Failed)
     assert "sk-secret" not in result.detail
@@ -257,7 +261,7 @@ def test_the_text_is_rendered_by_the_reward_models_template(server: ScoringServe
     )
     settings = RewardServerConfig(url=server.url, model="rm", cache=None)
     rows = [
-        Response("s", answer, None, {"prompt": prompt})
+        ScorerInput("s", answer, None, {"prompt": prompt})
         for prompt in ("1+1=", [{"role": "user", "content": "1+1="}])
         for answer in ("ab", "a<|im_end|>b")
     ]

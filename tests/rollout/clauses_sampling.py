@@ -61,33 +61,33 @@ def check_distribution(factory: Factory, **cut: float) -> None:
     assert excess < 4, f"frequencies are {excess:.1f} standard deviations off"
 
 
-@clause("model", "seeded")
+@clause("model", "honors_seeds")
 def temperature_shapes_the_frequencies(factory: Factory) -> None:
     check_distribution(factory, temperature=0.5)
     check_distribution(factory, temperature=1.7)
 
 
-@clause("model", "seeded")
+@clause("model", "honors_seeds")
 def top_k_keeps_the_k_likeliest(factory: Factory) -> None:
     check_distribution(factory, top_k=3)
 
 
-@clause("model", "seeded")
+@clause("model", "honors_seeds")
 def top_p_keeps_the_smallest_set_that_reaches_p(factory: Factory) -> None:
     check_distribution(factory, top_p=0.6)
 
 
-@clause("model", "seeded")
+@clause("model", "honors_seeds")
 def top_p_is_a_share_of_what_top_k_left(factory: Factory) -> None:
     check_distribution(factory, top_k=3, top_p=0.7)  # two tokens stay; of all mass 0.7 holds more
 
 
-@clause("model", "seeded")
+@clause("model", "honors_seeds")
 def min_p_keeps_what_is_likely_beside_the_likeliest(factory: Factory) -> None:
     check_distribution(factory, min_p=0.3)
 
 
-@clause("seeded")
+@clause("honors_seeds")
 def different_seeds_differ_and_the_same_seed_repeats(factory: Factory) -> None:
     prompt = prompts(1, 8, 8)[0]
     seeds = [*range(10), *range(10)]
@@ -98,7 +98,7 @@ def different_seeds_differ_and_the_same_seed_repeats(factory: Factory) -> None:
     assert len(set(texts)) > 5
 
 
-@clause("seeded", "samples_by_position")
+@clause("honors_seeds", "samples_by_position")
 def a_draw_depends_on_the_absolute_position(factory: Factory) -> None:
     """A response given back as part of the prompt is continued with the same draws."""
     prompt, sampling = prompts(1, 11, 11)[0], Sampling(14, 1.0, seed=3, ignore_eos=True)

@@ -105,7 +105,7 @@ class SGLangFactory(Factory):
     """The SGLang adapter over a server of its interface; the server ends with the engine."""
 
     name = "sglang-contract"
-    engine_traits = Traits(decodes_with_module=False)
+    engine_traits = Traits(uses_training_module=False)
     probes = frozenset({"model"})
     is_slow = True
     draws = 200

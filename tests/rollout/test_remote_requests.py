@@ -22,7 +22,7 @@ class Counting(RemoteEngine):
     """Says its position in the sequence; each stream does what the script says after its tokens."""
 
     name = "counting"
-    traits = Traits(decodes_with_module=False)
+    traits = Traits(uses_training_module=False)
 
     def __init__(self, *script: tuple[int, BaseException | None]) -> None:
         super().__init__(RequestRules(frozenset(), vocab_size=100))
@@ -65,7 +65,7 @@ def test_a_broken_stream_is_issued_again_with_its_tokens_in_the_prompt() -> None
 
 def test_a_continuation_gets_a_seed_of_its_own_where_draws_are_not_positional() -> None:
     engine = Counting((2, ConnectionLost("reset")))
-    engine.traits = Traits(decodes_with_module=False, samples_by_position=False)
+    engine.traits = Traits(uses_training_module=False, samples_by_position=False)
     generate(engine)
     assert engine.asked == [(3, 5, 7), (5, 3, fold_seed(7, 2))]
 

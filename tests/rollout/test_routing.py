@@ -13,14 +13,14 @@ def request(name: str, *prompt: int) -> Any:
 
 
 def test_trajectories_stay_prefixes_meet_and_busy_or_lost_servers_are_left() -> None:
-    first, second = (SimpleNamespace(healthy=True, num_streams=0) for _ in range(2))
+    first, second = (SimpleNamespace(healthy=True, num_open_requests=0) for _ in range(2))
     servers: list[Any] = [first, second]
     router: Router[Any] = Router(servers, lambda server: server.healthy)
     assert router.route(request("a", 1)) is first
-    first.num_streams = 1
+    first.num_open_requests = 1
     assert router.route(request("b", 2)) is second
     assert router.route(request("c", 1)) is first
-    first.num_streams = 20
+    first.num_open_requests = 20
     assert router.route(request("d", 1)) is second
     assert router.route(request("a", 1)) is first
     first.healthy = False

@@ -144,7 +144,7 @@ def test_without_deterministic_inference_the_weaker_law_is_a_trait(
 ) -> None:
     async def scenario() -> None:
         async with open_engine(servers, deterministic=False) as engine:
-            assert not engine.traits.seeded
+            assert not engine.traits.honors_seeds
             assert not engine.traits.samples_by_position
             await engine.generate(PROMPT, SHORT, "unseeded")
             assert "sampling_seed" not in servers[0].bodies[-1]["sampling_params"]

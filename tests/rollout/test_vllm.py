@@ -366,7 +366,7 @@ def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None
 
         groups = [asyncio.ensure_future(turn([g], f"{g}-{i}")) for g in (1, 2) for i in range(4)]
         await sampling(engine, 8)
-        loads.append(tuple(p.num_streams for p in engine._processes))  # type: ignore[arg-type]
+        loads.append(tuple(p.num_open_requests for p in engine._processes))  # type: ignore[arg-type]
         open_gate(tmp_path)
         await asyncio.gather(*groups)
         targets = engine._router.target_by_key
@@ -402,7 +402,7 @@ def test_a_process_that_dies_while_another_commits_gets_the_new_weights(tmp_path
         call = second.call
         jobs = [asyncio.ensure_future(engine.generate([g], LONG, f"{g}")) for g in (1, 2)]
         await sampling(engine, 2)
-        assert (first.num_streams, second.num_streams) == (1, 1)
+        assert (first.num_open_requests, second.num_open_requests) == (1, 1)
         await engine.pause(keep=True)
         open_gate(tmp_path)
 

@@ -82,7 +82,7 @@ class VLLMServerFactory(Factory):
 
     name = "vllm-server"
     engine_traits = Traits(
-        decodes_with_module=False,
+        uses_training_module=False,
         samples_by_position=False,
         batch_invariant=False,
         untruncated_log_probs=False,

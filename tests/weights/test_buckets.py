@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.weights.buckets import deserialize_pieces, pack_buckets, serialize_pieces, unpack_buckets
+from hone.weights.buckets import deserialize_slices, pack_buckets, serialize_slices, unpack_buckets
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
@@ -28,7 +28,7 @@ def test_unpacking_returns_the_packed_tensors_in_order_and_bitwise_equal(specs, 
         assert bucket.size <= capacity
         window = torch.zeros(capacity, dtype=torch.uint8)
         bucket.write_to(window)
-        buckets.append((deserialize_pieces(serialize_pieces(bucket.pieces)), window))
+        buckets.append((deserialize_slices(serialize_slices(bucket.slices)), window))
     result = list(unpack_buckets(buckets))
     assert [name for name, _ in result] == [name for name, _ in weights]
     for (_, before), (_, after) in zip(weights, result, strict=True):
@@ -42,4 +42,4 @@ def test_a_non_contiguous_tensor_is_packed_by_its_values():
     window = torch.zeros(64, dtype=torch.uint8)
     (bucket,) = pack_buckets([("w", weight)], 64)
     bucket.write_to(window)
-    assert torch.equal(dict(unpack_buckets([(bucket.pieces, window)]))["w"], weight)
+    assert torch.equal(dict(unpack_buckets([(bucket.slices, window)]))["w"], weight)

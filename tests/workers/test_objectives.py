@@ -52,17 +52,17 @@ def test_the_policy_objective_is_loss_minus_entropy_plus_kl(outputs):
     entropy = outputs["entropy"][mask].mean()
     kl = (0.5 * (new - batch.batch["ref_log_prob"][mask]) ** 2).mean()
     torch.testing.assert_close(terms.loss, dual.mean() - 0.3 * entropy + 0.7 * kl)
-    assert float(terms.shares["actor/pg_loss"]) == pytest.approx(dual.mean().item(), rel=1e-5)
-    assert float(terms.shares["actor/entropy_loss"]) == pytest.approx(entropy.item(), rel=1e-5)
-    assert float(terms.shares["actor/kl_loss"]) == pytest.approx(kl.item(), rel=1e-5)
+    assert float(terms.sums["actor/pg_loss"]) == pytest.approx(dual.mean().item(), rel=1e-5)
+    assert float(terms.sums["actor/entropy_loss"]) == pytest.approx(entropy.item(), rel=1e-5)
+    assert float(terms.sums["actor/kl_loss"]) == pytest.approx(kl.item(), rel=1e-5)
     assert float(terms.means["actor/entropy"]) == pytest.approx(entropy.item(), rel=1e-5)
     assert float(terms.means["actor/ppo_kl"]) == pytest.approx((old - new).mean().item(), rel=1e-4)
 
 
 def test_without_coefficients_the_loss_is_the_policy_loss_alone(outputs):
     terms = PolicyObjective(actor(), temperature=1.0)(outputs, rows())
-    assert set(terms.shares) == {"actor/pg_loss"}
-    torch.testing.assert_close(terms.loss, terms.shares["actor/pg_loss"])
+    assert set(terms.sums) == {"actor/pg_loss"}
+    torch.testing.assert_close(terms.loss, terms.sums["actor/pg_loss"])
 
 
 @pytest.mark.parametrize("name", TABLE.names())

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from hone.agents.interactions.contract import BaseInteraction, Messages
 from hone.event_loop import DeadlineExceeded, run_with_deadline
-from hone.text import clean_text, described
+from hone.text import clean_text, error_text
 from hone.types import Settings
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class InteractionSession:
 
     def record_failure(self, method: str, error: Exception) -> None:
         """Logs and counts a failure; the conversation then ends with the model's next turn."""
-        logger.warning("interaction %s: %s failed: %s", self.name, method, described(error))
+        logger.warning("interaction %s: %s failed: %s", self.name, method, error_text(error))
         self.failures += 1
 
 

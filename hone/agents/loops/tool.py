@@ -27,13 +27,13 @@ from hone.agents.observations import (
 )
 from hone.agents.parsers.contract import ToolCall, ToolParser
 from hone.agents.tools.contract import ToolError
-from hone.agents.tools.listing import Tool, initialize_interactions_from_config, load_all_tools
+from hone.agents.tools.loading import Tool, initialize_interactions_from_config, load_all_tools
 from hone.agents.tools.session import CallLimits, ToolSession
 from hone.config.rollout import MultiTurnConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.prompts import Message, PromptError, as_messages, raw_text, truncate
 from hone.event_loop import run_coroutine
-from hone.text import described, shown
+from hone.text import error_text, short_repr
 from hone.types import Fields, Row, Settings
 
 __all__ = ["AgentData", "AgentState", "ReactAgentLoop", "ToolAgentLoop"]
@@ -77,17 +77,19 @@ class ToolAgentLoop(AgentLoopBase):
             raise ToolError(f"tool_config has no {unknown[0]!r}; use {', '.join(TOOL_CONFIG_KEYS)}")
         names = options.get("available_tools", [*self.tools])
         if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-            raise ToolError(f"tool_config.available_tools={shown(names)}; give a list of names")
+            raise ToolError(
+                f"tool_config.available_tools={short_repr(names)}; give a list of names"
+            )
         if unknown_tools := [name for name in names if name not in self.tools]:
             raise ToolError(
-                f"tool_config.available_tools names {shown(unknown_tools[0])}; the tools of this run "
+                f"tool_config.available_tools names {short_repr(unknown_tools[0])}; the tools of this run "
                 f"are {', '.join(self.tools) or 'none'}"
             )
         default_tool_format = "react" if self.format == "react" else "function_calling"
         tool_format = options.get("tool_format", default_tool_format)
         if tool_format not in _TOOL_FORMATS:
             raise ToolError(
-                f"tool_config.tool_format={shown(tool_format)}; give {' or '.join(_TOOL_FORMATS)}"
+                f"tool_config.tool_format={short_repr(tool_format)}; give {' or '.join(_TOOL_FORMATS)}"
             )
         for name, expected_types, exclusive_minimum, expected_text in (
             ("max_tool_calls", int, -1, "a count"),
@@ -96,7 +98,7 @@ class ToolAgentLoop(AgentLoopBase):
             value = options.get(name, 1)
             is_number = isinstance(value, expected_types) and not isinstance(value, bool)
             if not is_number or not value > exclusive_minimum:
-                raise ToolError(f"tool_config.{name}={shown(value)}; give {expected_text}")
+                raise ToolError(f"tool_config.{name}={short_repr(value)}; give {expected_text}")
         parser = self.parser
         if tool_format != default_tool_format:
             format_name = self.multi_turn.format
@@ -117,7 +119,7 @@ class ToolAgentLoop(AgentLoopBase):
                 try:
                     run_coroutine(interaction.check_creation())
                 except Exception as error:  # an environment is user code
-                    yield f"the environment {name} cannot be made: {described(error)}"
+                    yield f"the environment {name} cannot be made: {error_text(error)}"
 
     async def run(self, sampling_params: Fields, **row: Any) -> AgentLoopOutput:
         if tool_config := row.get("tool_config"):
@@ -233,7 +235,7 @@ class ToolAgentLoop(AgentLoopBase):
                 if not self._append_observation(agent_data, new_messages, text):
                     return
             except (PromptError, BrokenTemplate) as error:  # the answer is third-party text
-                logger.warning("the answer cannot be rendered: %s", described(error))
+                logger.warning("the answer cannot be rendered: %s", error_text(error))
                 tool_session.record.failures += 1
                 return
 
@@ -245,8 +247,8 @@ class ToolAgentLoop(AgentLoopBase):
             schemas = [tool.tool_schema for tool in self.tools.values()]
             return list(await self.parser.parse(text, ids, schemas))
         except Exception as error:  # a parser may be user code, and the text is untrusted
-            logger.warning("the tool-call parser failed: %s", described(error))
-            return [ToolCall("", {}, f"the calls cannot be parsed: {described(error)}")]
+            logger.warning("the tool-call parser failed: %s", error_text(error))
+            return [ToolCall("", {}, f"the calls cannot be parsed: {error_text(error)}")]
 
     async def _generate_turn(
         self, agent_data: AgentData, sampling_params: Settings
@@ -346,7 +348,7 @@ class ToolAgentLoop(AgentLoopBase):
         name = kwargs.get("name") or next(iter(self.interactions))
         if not isinstance(name, str) or name not in self.interactions:
             raise ValueError(
-                f"the row's interaction_kwargs.name={shown(name)} is not in "
+                f"the row's interaction_kwargs.name={short_repr(name)} is not in "
                 f"{self.multi_turn.interaction_config_path}; it has {', '.join(self.interactions)}"
             )
         return InteractionSession(self.interactions[name], kwargs, self.multi_turn.tool_timeout_s)

@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, TypeAlias
 from uuid import uuid4
 
-from hone.text import BadText, clean_text, clean_values, read_json, shown
+from hone.text import BadText, clean_text, clean_values, read_json, short_repr
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
 
@@ -153,7 +153,7 @@ class OpenAIFunctionToolSchema:
 def _require(value: object, expected_type: type | UnionType, rule: str) -> None:
     """Raises ToolError with this rule if the value has another type."""
     if not isinstance(value, expected_type):
-        raise ToolError(f"{rule}, got {shown(value)}")
+        raise ToolError(f"{rule}, got {short_repr(value)}")
 
 
 def function_schema(

@@ -24,7 +24,7 @@ from hone.agents.tools.contract import (
     ToolError,
     ToolResponse,
 )
-from hone.text import BadText, clean_values, described, read_json, shown
+from hone.text import BadText, clean_values, error_text, read_json, short_repr
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class McpServer:
         except Exception as error:
             future.cancel()
             raise ToolError(
-                f"the MCP server {self._name!r} did not list its tools: {described(error)}"
+                f"the MCP server {self._name!r} did not list its tools: {error_text(error)}"
             ) from error
 
     async def call(self, tool: str, arguments: JsonObject) -> Any:
@@ -184,7 +184,7 @@ def mcp_tools(
     if not isinstance(servers, dict) or not servers:
         raise ToolError(
             f"{path}: give the servers of `mcp` in mcpServers or mcp_servers_config_path; "
-            f"got {shown(mcp_config)}"
+            f"got {short_repr(mcp_config)}"
         )
     selected_names = options.get("tool_selected_list")
     tools = []

@@ -25,9 +25,9 @@ from hone.agents.tools.contract import (
     response_text,
 )
 from hone.agents.tools.function_tool import FunctionTool
-from hone.agents.tools.listing import Tool
+from hone.agents.tools.loading import Tool
 from hone.event_loop import DeadlineExceeded, run_with_deadline
-from hone.text import clean_text, clean_values, described
+from hone.text import clean_text, clean_values, error_text
 from hone.types import Fields, Function, Settings
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ class ToolSession:
             logger.warning("tool %s", message)
             raise _ToolFailed(message, timed_out=True) from None
         except Exception as error:  # a tool is user code: any exception becomes an answer
-            message = f"{name} failed: {described(error)}"
+            message = f"{name} failed: {error_text(error)}"
             logger.warning("tool %s", message)
             raise _ToolFailed(message) from error
 

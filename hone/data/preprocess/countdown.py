@@ -155,7 +155,7 @@ def upstream_splits(
     template_type: str = "base",
 ) -> Splits:
     """Builds rows of the upstream problems; drops training problems that are in the test set."""
-    records = source.require_splits(UPSTREAM)
+    records = source.existing_splits(UPSTREAM)
     train = records["train"]
     if "test" in records:
         test = records["test"][:test_size]

@@ -63,7 +63,7 @@ def mbpp_row(record: Row, split: str, index: int) -> Row:
 
 def mbpp_splits(source: Source) -> Splits:
     """Builds the upstream splits; if they are in one file, each record names its split."""
-    existing_splits = source.require_splits(MBPP)
+    existing_splits = source.existing_splits(MBPP)
     splits: Splits = {name: existing_splits.get(name, []) for name in MBPP.splits}
     for record in splits.pop("all"):
         name = {"val": "validation"}.get(record["split"], record["split"])

@@ -99,7 +99,7 @@ def question_splits(
     for name in names:
         if name not in QUESTION_SETS:
             raise DataError(f"question set {name!r} is not known; use {', '.join(QUESTION_SETS)}")
-        for split, records in source.require_splits(QUESTION_SETS[name]).items():
+        for split, records in source.existing_splits(QUESTION_SETS[name]).items():
             rows = [qa_row(record, name, split, i, style) for i, record in enumerate(records)]
             rows_by_split.setdefault(split, []).extend(rows)
     return rows_by_split
@@ -107,7 +107,7 @@ def question_splits(
 
 def closed_world_splits(source: Source, *, style: str = "search_r1") -> Splits:
     """Builds rows of the questions whose answer is in the small Wikipedia corpus."""
-    records = source.require_splits(WIKI_QA)["questions"]
+    records = source.existing_splits(WIKI_QA)["questions"]
     answerable_records = [record for record in records if record["answer_in_corpus"]]
     rows_by_split: Splits = {"train": [], "test": []}
     for number, record in enumerate(answerable_records, start=1):

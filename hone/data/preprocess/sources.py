@@ -62,7 +62,7 @@ class Source:
                     return path
         return None
 
-    def require_splits(self, upstream: UpstreamDataset, *splits: str) -> Splits:
+    def existing_splits(self, upstream: UpstreamDataset, *splits: str) -> Splits:
         """Returns the given splits (default: all) that exist; raises DataError if none exists."""
         splits = splits or tuple(upstream.splits)
         pairs = ((split, self.find_records(upstream, split)) for split in splits)
@@ -78,7 +78,7 @@ class Source:
 
     def build_rows(self, upstream: UpstreamDataset, make_row: MakeRow) -> Splits:
         """Builds the rows of every split that exists."""
-        return rows_by_split(self.require_splits(upstream), make_row)
+        return rows_by_split(self.existing_splits(upstream), make_row)
 
 
 def rows_by_split(splits: Splits, make_row: MakeRow) -> Splits:

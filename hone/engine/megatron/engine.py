@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from hone.algorithms.aggregation import batch_counts
 from hone.engine.build import load_module
-from hone.engine.contract import EngineSpec, Lease, Mesh, Objective, Options, Terms
+from hone.engine.contract import EngineSpec, Lease, Mesh, Objective, ObjectiveOutput, Options
 from hone.engine.engine import Engine, MicroBatchResult, move_to_device, select_columns
 from hone.engine.megatron.checkpoint import load_stage, save_stage
 from hone.engine.megatron.experts import MicroBatchParams
@@ -38,7 +38,7 @@ from hone.engine.megatron.weights import StageTensors, parameters_by_hf_name
 from hone.engine.offload import Offload, build_offload
 from hone.models.policy import Model, PolicyModel, ValueModel
 from hone.models.routing import EXPERT_DTYPE, NOT_RECORDED, Routing
-from hone.ops.logprobs import LogitRule, linear_log_probs, linear_sum_pi_squared
+from hone.ops.logprobs import LogitOptions, linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
 from hone.ops.segments import SegmentLayout
 from hone.ops.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_sum_pi_squared
@@ -92,7 +92,7 @@ class MegatronEngine(Engine):
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
         results: list[MicroBatchResult] = []
-        with self.present(optimizer=True):
+        with self.on_device(optimizer=True):
             batch, objective_columns, counts = self._begin_update(batch, objective)
 
             def compute_loss(
@@ -234,7 +234,7 @@ class MegatronEngine(Engine):
         weight, start = self._head_shard()
         group = self._stage_tensors.groups.tensor
         is_split = group.size() > 1
-        rule: LogitRule = {
+        rule: LogitOptions = {
             "temperature": temperature,
             "bias": None,
             "softcap": None,
@@ -287,7 +287,7 @@ class MegatronEngine(Engine):
     # -- parameters -----------------------------------------------------------------------------
 
     def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        with self.present():
+        with self.on_device():
             yield from self._stage_tensors.gather_model()
 
     @contextmanager
@@ -308,20 +308,20 @@ class MegatronEngine(Engine):
         yield Lease(self._decoding_model, 0)
 
     def save(self, folder: Path, contents: Collection[str]) -> None:
-        with self.present(optimizer=True):
+        with self.on_device(optimizer=True):
             save_stage(folder, self._stage_tensors, self.optimizer, contents)
 
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
-        with self.present(optimizer=True):
+        with self.on_device(optimizer=True):
             load_stage(folder, self._stage_tensors, self.optimizer, contents)
         self._load_count += 1
 
 
-def _to_host(terms: Terms) -> Terms:
+def _to_host(terms: ObjectiveOutput) -> ObjectiveOutput:
     """Returns the terms with detached copies of their tensors on the host."""
-    metrics = (terms.shares, terms.means, terms.maxima)
+    metrics = (terms.sums, terms.means, terms.maxima)
     copies = ({n: torch.as_tensor(x).detach().cpu() for n, x in m.items()} for m in metrics)
-    return Terms(terms.loss.cpu(), *copies)
+    return ObjectiveOutput(terms.loss.cpu(), *copies)
 
 
 def build(spec: EngineSpec) -> MegatronEngine:

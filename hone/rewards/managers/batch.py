@@ -18,7 +18,7 @@ from hone.rewards.calling import (
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.outcome import (
-    Response,
+    ScorerInput,
     exception_failure,
     precompute_comparisons,
     read_result,
@@ -31,16 +31,16 @@ class BatchRewardManager(RuleRewardManager):
 
     arguments = BATCH_ARGUMENTS
 
-    def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+    def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         if not rows:
             return []
         precompute_comparisons(self.compute_score, rows, self.options)  # fills a cache
         try:
-            return call_with_deadline(lambda: self._score_all(rows), self.policy.timeout_s)
+            return call_with_deadline(lambda: self._score_all(rows), self.failure_policy.timeout_s)
         except DeadlineExceeded:
             return [self.timeout_failure()] * len(rows)
 
-    def _score_all(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+    def _score_all(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Returns the scorer's results; the built-in rules are called row by row."""
         if self.uses_table:
             return [score_row(self.compute_score, row, self.options) for row in rows]

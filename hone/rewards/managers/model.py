@@ -10,14 +10,14 @@ from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Response
+from hone.rewards.outcome import ScorerInput
 from hone.tokenizer import Tokenizer
 
 
 class ModelScorer(Protocol):
     """A reward model that scores rows; `extra_info["prompt"]` is the row's prompt."""
 
-    async def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]: ...
+    async def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]: ...
 
     def pop_metrics(self) -> dict[str, float]: ...
 
@@ -32,7 +32,7 @@ class ModelRewardManager(RuleRewardManager):
         super().__init__(tokenizer, 0, scorer.score_rows, **kwargs)
         self.scorer = scorer
 
-    def read_rows(self, data: DataProto, ids: list[list[int]]) -> list[Response]:
+    def read_rows(self, data: DataProto, ids: list[list[int]]) -> list[ScorerInput]:
         """Adds the prompt to each row."""
         prompts = data.non_tensor_batch["raw_prompt"]
         return [
@@ -40,7 +40,7 @@ class ModelRewardManager(RuleRewardManager):
             for row, prompt in zip(super().read_rows(data, ids), prompts, strict=True)
         ]
 
-    def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+    def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         return run_coroutine(self.scorer.score_rows(rows))
 
     def pop_metrics(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ from typing import Any
 from hone.cores import usable_cores
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Response, precompute_comparisons
+from hone.rewards.outcome import ScorerInput, precompute_comparisons
 from hone.rewards.pool import DeadlinePool
 from hone.rewards.transport import row_scorer_keywords
 
@@ -25,7 +25,7 @@ class PrimeRewardManager(RuleRewardManager):
         self.num_processes = num_processes or usable_cores()
         self.pool: DeadlinePool[Scored | Failed] | None = None
 
-    def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+    def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         keywords = row_scorer_keywords(self.compute_score, self.options)
         if self.pool is not None and self.pool.keywords != keywords:
             self.close()  # another scorer was registered after the processes started
@@ -35,7 +35,7 @@ class PrimeRewardManager(RuleRewardManager):
         comparisons = precompute_comparisons(self.compute_score, rows, self.options)
         pairs = zip(rows, comparisons, strict=True)
         jobs = [{"row": row, "comparisons": results} for row, results in pairs]
-        return self.pool.run(jobs, self.policy.timeout_s)
+        return self.pool.run(jobs, self.failure_policy.timeout_s)
 
     def close(self) -> None:
         """Ends the scoring processes."""

@@ -15,7 +15,7 @@ import torch
 from hone.ops.masked import last_true_index, split_at_response
 from hone.protocol import DataProto
 from hone.rewards.failures import WrongSetting
-from hone.rewards.outcome import OBSERVATION, POLICY, Response, policy_text
+from hone.rewards.outcome import OBSERVATION, POLICY, ScorerInput, policy_text
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Settings
 
@@ -82,7 +82,7 @@ def read_rows(
     source_key: str,
     *,
     score_observations: bool = False,
-) -> list[Response]:
+) -> list[ScorerInput]:
     """Returns one row per response; with `score_observations`, the text includes observations."""
     columns = data.non_tensor_batch
     if source_key not in columns:
@@ -103,7 +103,7 @@ def read_rows(
             segments = _segments(token_ids, is_policy, tokenizer)
         extra = extra_info_of(columns, reward_model, index)
         rows.append(
-            Response(
+            ScorerInput(
                 data_source=str(columns[source_key][index]),
                 solution_str=transcript if score_observations else policy_text(segments),
                 ground_truth=reward_model.get("ground_truth"),

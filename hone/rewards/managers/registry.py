@@ -19,7 +19,7 @@ MANAGERS: Table[type[AbstractRewardManager]] = Table(
         "prime": f"{_PACKAGE}.prime:PrimeRewardManager",
         "dapo": f"{_PACKAGE}.dapo:DAPORewardManager",
         "blank": f"{_PACKAGE}.blank:BlankRewardManager",
-        "rate_limited": f"{_PACKAGE}.streaming:RateLimitedRewardManager",
+        "rate_limited": f"{_PACKAGE}.reward_loop:RateLimitedRewardManager",
     },
 )
 

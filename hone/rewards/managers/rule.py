@@ -26,7 +26,7 @@ from hone.rewards.managers.reading import (
     read_rows,
     valid_response_ids,
 )
-from hone.rewards.outcome import Response
+from hone.rewards.outcome import ScorerInput
 from hone.rewards.repetition import repeatness
 from hone.rewards.scores import table
 from hone.text import printable
@@ -63,7 +63,7 @@ class RuleRewardManager(AbstractRewardManager):
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
         defaults = RewardKwargs()
-        self.policy = policy or FailurePolicy(
+        self.failure_policy = policy or FailurePolicy(
             defaults.on_failure, defaults.failure_score, defaults.timeout_s
         )
         self.repeat_threshold = repeat_threshold
@@ -77,7 +77,7 @@ class RuleRewardManager(AbstractRewardManager):
             self.options = {**options, "score_observations": True}
 
     @abstractmethod
-    def score_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+    def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Returns one result per row, in order."""
 
     def shape_rewards(
@@ -118,12 +118,12 @@ class RuleRewardManager(AbstractRewardManager):
         self._log_examples(rows, rewards)
         return place_on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
 
-    def read_rows(self, data: DataProto, ids: list[list[int]]) -> list[Response]:
+    def read_rows(self, data: DataProto, ids: list[list[int]]) -> list[ScorerInput]:
         """Returns the scorer's arguments for each response."""
         key, observations = self.reward_fn_key, self.score_observations
         return read_rows(data, ids, self.tokenizer, key, score_observations=observations)
 
-    def score_checked_rows(self, rows: Sequence[Response]) -> list[Scored | Failed]:
+    def score_checked_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Scores rows; the scorer is not called for a row that lacks the ground truth that its rule needs."""
         lacks_truth = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
         rows_to_score = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
@@ -178,13 +178,13 @@ class RuleRewardManager(AbstractRewardManager):
 
     def timeout_failure(self) -> Failed:
         """Returns the failure of a scorer that exceeded its deadline."""
-        return Failed("timeout", f"no score after {self.policy.timeout_s:g} s")
+        return Failed("timeout", f"no score after {self.failure_policy.timeout_s:g} s")
 
     def _raise_if_all_failed(
-        self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
+        self, rows: Sequence[ScorerInput], outcomes: Sequence[Scored | Failed]
     ) -> None:
         """Raises RewardError if every row of the first batch failed, because no row will succeed."""
-        if not self.is_first_batch or self.policy.on_failure == "raise":
+        if not self.is_first_batch or self.failure_policy.on_failure == "raise":
             return
         pairs = [pair for pair in zip(rows, outcomes, strict=True) if not self._is_skipped(pair[1])]
         self.is_first_batch = not pairs
@@ -198,7 +198,7 @@ class RuleRewardManager(AbstractRewardManager):
             )
 
     def _apply_policy(
-        self, rows: Sequence[Response], outcomes: Sequence[Scored | Failed]
+        self, rows: Sequence[ScorerInput], outcomes: Sequence[Scored | Failed]
     ) -> list[Scored]:
         """Applies the failure policy, counts failures, and adds `score` and `acc` to the extras."""
         results = []
@@ -234,24 +234,24 @@ class RuleRewardManager(AbstractRewardManager):
             self.num_skipped = 0
         return metrics
 
-    def _score_of_failure(self, index: int, row: Response, failed: Failed) -> Scored:
+    def _score_of_failure(self, index: int, row: ScorerInput, failed: Failed) -> Scored:
         """Counts and logs a failure; raises, or returns a score, as the failure policy requires."""
         self.failures[failed.reason] += 1
         message = (
             f"row {index} (data_source {row.data_source!r}) could not be scored: {failed.reason}: "
             f"{failed.detail}"
         )
-        if self.policy.on_failure == "raise":
+        if self.failure_policy.on_failure == "raise":
             raise RewardError(
                 f"{message}. Fix the scorer, or set "
                 "reward_model.reward_kwargs.on_failure=score to give such rows failure_score."
             )
         # One line per reason and step; the count is in the metrics.
         level = logging.WARNING if self.failures[failed.reason] == 1 else logging.DEBUG
-        logger.log(level, "%s; scored %s", message, self.policy.failure_score)
-        return Scored(self.policy.failure_score, {"reward_failure": failed.reason})
+        logger.log(level, "%s; scored %s", message, self.failure_policy.failure_score)
+        return Scored(self.failure_policy.failure_score, {"reward_failure": failed.reason})
 
-    def _log_examples(self, rows: Sequence[Response], scores: Sequence[float]) -> None:
+    def _log_examples(self, rows: Sequence[ScorerInput], scores: Sequence[float]) -> None:
         """Logs the first `num_examine` responses of each data source."""
         row_counts: Counter[str] = Counter()
         log_format = "[%s] score %s, ground truth %s, response:\n%s"

@@ -25,7 +25,7 @@ def acc_reward(solution_str: str, ground_truth: JsonValue, use_boxed: bool = Tru
     return float(is_equiv(answer, str(ground_truth)))
 
 
-def judge(
+def score_details(
     solution_str: str, ground_truth: JsonValue, use_boxed: bool = True, format_score: float = 0.1
 ) -> dict[str, float]:
     """Returns the score and its parts, accuracy and format."""
@@ -39,4 +39,4 @@ def compute_score(
     solution_str: str, ground_truth: JsonValue, use_boxed: bool = True, format_score: float = 0.1
 ) -> float:
     """Returns `(1 - format_score) · accuracy + format_score · format`."""
-    return judge(solution_str, ground_truth, use_boxed, format_score)["score"]
+    return score_details(solution_str, ground_truth, use_boxed, format_score)["score"]

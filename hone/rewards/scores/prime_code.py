@@ -17,7 +17,7 @@ MAX_COUNTED_TESTS = 10
 TEST_TIMEOUT_S = 10.0
 
 
-def judge(
+def score_details(
     solution_str: str,
     ground_truth: JsonValue = None,
     extra_info: Settings | None = None,
@@ -48,6 +48,8 @@ def compute_score(
 ) -> tuple[float, Fields]:
     """Returns verl's (score, metadata); `continuous` gives the share of the first ten tests."""
     url, memory_mb = sandbox_fusion_url, memory_limit_mb
-    result = judge(completion, test_cases, None, url, None, memory_mb, continuous, timeout_s)
+    result = score_details(
+        completion, test_cases, None, url, None, memory_mb, continuous, timeout_s
+    )
     tests = len(read_tests(test_cases, None))
     return result["score"], {"all_passed": result["acc"] == 1.0, "tests": tests}

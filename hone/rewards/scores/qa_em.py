@@ -80,7 +80,7 @@ def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
     return last_answer(remove_information(solution_str))
 
 
-def judge(
+def score_details(
     solution_str: str,
     ground_truth: JsonValue,
     format_score: float = 0.0,
@@ -95,7 +95,7 @@ def judge(
     if structure_format_score or final_format_score or retrieval_score:
         from hone.rewards.scores import qa_em_format
 
-        return qa_em_format.judge(
+        return qa_em_format.score_details(
             solution_str,
             ground_truth,
             structure_format_score,

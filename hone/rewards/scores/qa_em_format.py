@@ -109,7 +109,7 @@ def is_retrieval_correct(passages: Iterable[str], golden: list[str]) -> bool:
     return any(answer in normalize_answer(passage) for passage in passages for answer in answers)
 
 
-def judge(
+def score_details(
     solution_str: str,
     ground_truth: JsonValue,
     structure_format_score: float = 0.0,
@@ -163,9 +163,9 @@ def compute_score(
 ) -> float:
     """Returns only the score. `method` and `format_score` are unused, as in Search-R1."""
     format_scores = (structure_format_score, final_format_score, retrieval_score)
-    return judge(solution_str, ground_truth, *format_scores, score, extra_info, score_observations)[
-        "score"
-    ]
+    return score_details(
+        solution_str, ground_truth, *format_scores, score, extra_info, score_observations
+    )["score"]
 
 
 compute_score_em = compute_score

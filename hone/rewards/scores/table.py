@@ -61,10 +61,10 @@ _EXACT: dict[str, Entry] = {
     **_entries("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS, symbolic=True),
     **_entries("math_dapo", "math_dapo", "math", "math_dapo_reasoning", *_AIME_SETS),
     **_entries("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS), symbolic=True),
-    **_entries("prime_code", *_CONTEST_SETS, function="judge", needs_ground_truth=False),
-    **_entries("geo3k", "hiyouga/geometry3k", function="judge", symbolic=True),
-    **_entries("qa_em", *_SEARCH_SETS, function="judge"),
-    **_entries("qa_em", *(f"searchR1_{name}" for name in _SEARCH_SETS), function="judge"),
+    **_entries("prime_code", *_CONTEST_SETS, function="score_details", needs_ground_truth=False),
+    **_entries("geo3k", "hiyouga/geometry3k", function="score_details", symbolic=True),
+    **_entries("qa_em", *_SEARCH_SETS, function="score_details"),
+    **_entries("qa_em", *(f"searchR1_{name}" for name in _SEARCH_SETS), function="score_details"),
     **_entries("asserts", *_ASSERT_SETS, needs_ground_truth=False),
 }
 SYMBOLIC_MODULES = frozenset(
@@ -166,7 +166,7 @@ def default_compute_score(
     """
     result = compute_score_details(data_source, solution_str, ground_truth, extra_info, **options)
     target = scorer_of(data_source)[0].target
-    returns_details = isinstance(target, str) and target.endswith(":judge")
+    returns_details = isinstance(target, str) and target.endswith(":score_details")
     return float(result["score"]) if returns_details and isinstance(result, dict) else result
 
 

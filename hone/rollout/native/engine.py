@@ -68,7 +68,7 @@ class NativeRollout(RequestEngine):
     """
 
     name = "native"
-    traits = Traits(decodes_with_module=True, adapters=True)
+    traits = Traits(uses_training_module=True, adapters=True)
 
     def __init__(self, core: Core) -> None:
         super().__init__(core.rules)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hone.models.decoder_layer import DecoderLayer, NormModule, read_layer, rotary_table
 from hone.models.policy import PolicyModel
 from hone.ops.decoder_halves import Linear, Norm
-from hone.ops.logprobs import wide_product
+from hone.ops.logprobs import matmul_fp32
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 
@@ -96,7 +96,7 @@ class FusedDecoder(JoinedDecoder):
 
     def _residual_term(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns a term of the residual stream; without a bias, the term is float32, as in training."""
-        return wide_product(x, weight) if bias is None else F.linear(x, weight, bias)
+        return matmul_fp32(x, weight) if bias is None else F.linear(x, weight, bias)
 
 
 def _norm_parameters(module: NormModule) -> Norm:

@@ -17,7 +17,7 @@ from hone.rollout.native.sharded_policy import ShardedPolicy
 from hone.rollout.requests import Request
 from hone.types import Settings
 
-SHARDED_TRAITS = Traits(decodes_with_module=False)
+SHARDED_TRAITS = Traits(uses_training_module=False)
 
 
 class Replica:

@@ -23,7 +23,7 @@ from hone.data.loader import LoaderState, PromptLoader
 from hone.ops.groups import Groups
 from hone.protocol import DataProto
 from hone.tracking.console import screen
-from hone.trainer.ppo.metrics import split_attention
+from hone.trainer.ppo.metrics import split_attention_mask
 from hone.trainer.ppo.response_metrics import filter_metrics, verifiable_rewards
 from hone.trainer.ppo.scoring import extra_numbers, has_extra, has_rule_score
 from hone.trainer.ppo.source import TrajectorySource
@@ -295,7 +295,7 @@ def _sort_preferred_first(
             group_means <= data.accuracy_upper_bound
         )
     if data.filter_truncate:
-        lengths = split_attention(batch)[1].sum(-1)
+        lengths = split_attention_mask(batch)[1].sum(-1)
         is_preferred &= groups.max(lengths) < data.max_response_length
     order = (~is_preferred[groups.ids]).int().argsort(stable=True)
     if keep is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hone.ops.masked import masked_mean, masked_sum
 from hone.protocol import DataProto
-from hone.trainer.ppo.metrics import data_metrics, split_attention, time_per_token
+from hone.trainer.ppo.metrics import data_metrics, split_attention_mask, time_per_token
 from hone.trainer.ppo.validation import process_validation_metrics
 from hone.types import Fields, Row
 
@@ -107,7 +107,7 @@ def reduce_metrics(metrics: Fields) -> dict[str, float]:
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Returns metrics of scores, rewards, advantages and lengths, and of values if `use_critic`."""
-    widths = [part.shape[1] for part in split_attention(batch)]
+    widths = [part.shape[1] for part in split_attention_mask(batch)]
     metrics = data_metrics(batch, max_prompt_length=widths[0], max_response_length=widths[1])
     critic_prefixes = ("critic/values/", "critic/vf_explained_var")
     return {k: v for k, v in metrics.items() if use_critic or not k.startswith(critic_prefixes)}
@@ -115,7 +115,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Returns seconds per phase, and milliseconds per token for phases that process tokens."""
-    prompt_tokens, response_tokens = (float(mask.sum()) for mask in split_attention(batch))
+    prompt_tokens, response_tokens = (float(mask.sum()) for mask in split_attention_mask(batch))
     per_token = time_per_token(
         timing_raw,
         generated_tokens=response_tokens,

@@ -99,7 +99,7 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
     }
 
 
-def split_attention(batch: DataProto) -> tuple[Tensor, Tensor]:
+def split_attention_mask(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Returns the attention masks of prompts [B, P] and responses [B, T]."""
     return split_at_response(batch.batch["attention_mask"], batch.batch["responses"])
 
@@ -110,7 +110,7 @@ def data_metrics(
     """Returns metrics of scores, rewards, advantages, lengths and turns of one batch."""
     columns, arrays = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()
-    prompt_length, response_length = (part.sum(1) for part in split_attention(batch))
+    prompt_length, response_length = (part.sum(1) for part in split_attention_mask(batch))
     scores = trajectory_totals(batch, columns["token_level_scores"].sum(-1))
     metrics = {
         **mean_max_min("critic/score", scores),

@@ -27,7 +27,7 @@ from hone.ops.masked import masked_mean
 from hone.protocol import DataProto
 from hone.rewards.repetition import repeatness
 from hone.tokenizer import Tokenizer
-from hone.trainer.ppo.metrics import are_numbers, mean_max_min, split_attention
+from hone.trainer.ppo.metrics import are_numbers, mean_max_min, split_attention_mask
 from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_model_style, has_rule_score
 
 CORRECT_THRESHOLD = 0.5
@@ -202,7 +202,7 @@ def _text_metrics(
 def _length_metrics(
     batch: DataProto, row_masks: dict[str, Tensor], max_length: int
 ) -> dict[str, float]:
-    lengths = split_attention(batch)[1].sum(-1)
+    lengths = split_attention_mask(batch)[1].sum(-1)
     metrics: dict[str, float] = {}
     for part, is_in_part in row_masks.items():
         metrics |= mean_max_min(f"response_length/{part}", lengths[is_in_part])

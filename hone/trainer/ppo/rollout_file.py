@@ -19,10 +19,10 @@ from torch import Tensor
 from hone.agents.collate import trajectory_indices, trajectory_totals
 from hone.columns import REWARD_PREFIX
 from hone.protocol import DataProto
-from hone.text import clean_text, shown
+from hone.text import clean_text, short_repr
 from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_path
-from hone.trainer.ppo.metrics import split_attention
+from hone.trainer.ppo.metrics import split_attention_mask
 from hone.types import Fields, JsonValue, Row
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
 
     tensors, arrays = batch.batch, batch.non_tensor_batch
     num_rows = len(batch)
-    is_prompt, is_attended = (part.cpu().numpy() != 0 for part in split_attention(batch))
+    is_prompt, is_attended = (part.cpu().numpy() != 0 for part in split_attention_mask(batch))
     is_response = np.arange(is_attended.shape[1]) < is_attended.sum(1)[:, None]
     columns: dict[str, pa.Array] = {
         "step": pa.array(np.full(num_rows, step), pa.int64()),
@@ -206,7 +206,7 @@ def _array_column(name: str, values: np.ndarray) -> pa.Array:
 
 
 def _to_text(value: JsonValue) -> str:
-    return clean_text(value if isinstance(value, str) else shown(value))
+    return clean_text(value if isinstance(value, str) else short_repr(value))
 
 
 def _to_int(value: JsonValue) -> JsonValue:
@@ -309,14 +309,14 @@ def _as_json(value: JsonValue | list[Fields]) -> str | None:
         return json.dumps(value, default=_json_default, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         # Non-string keys, cycles and huge integers are stored as text.
-        return json.dumps(hex(value) if isinstance(value, int) else shown(value))
+        return json.dumps(hex(value) if isinstance(value, int) else short_repr(value))
 
 
 def _json_default(value: _T) -> JsonValue:
     try:
         json_value: JsonValue = value.tolist() if hasattr(value, "tolist") else str(value)
     except Exception:  # a user's object may raise anything
-        return shown(value)
+        return short_repr(value)
     return json_value
 
 

@@ -291,10 +291,12 @@ def try_scorers(
         )
         if manager.skips_rows_without_truth:
             yield Verdict(warning=f"{problem}: only the reward model scores them")
-        elif manager.policy.on_failure == "raise":
+        elif manager.failure_policy.on_failure == "raise":
             yield Verdict(problem=f"{problem}; write them, or leave these rows out")
         else:
-            yield Verdict(warning=f"{problem}: each scores {manager.policy.failure_score:g}")
+            yield Verdict(
+                warning=f"{problem}: each scores {manager.failure_policy.failure_score:g}"
+            )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hone.agents.trajectory import training_sampling, validation_sampling
+from hone.agents.trajectory import default_sampling, validation_sampling
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import add_columns, require, write
 from hone.config import PPOTrainerConfig, config_to_dict
@@ -207,7 +207,7 @@ class PPOTrainer:
         """Starts to generate `rollout.n` responses per prompt, or a greedy one; returns the group numbers."""
         rollout = self.config.actor_rollout_ref.rollout
         samples = 1 if greedy else rollout.n
-        sampling = training_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
+        sampling = default_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
         with self.timers.timer("gen_max" if greedy else "gen"):
             return self.source.submit(prompts, samples=samples, sampling=sampling)
 

@@ -15,7 +15,7 @@ from hone.algorithms.kl import FixedKLController
 from hone.columns import REWARD_PREFIX, require
 from hone.config import PPOTrainerConfig
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.apply import Composed, compose_settings
+from hone.config.apply import ComposedConfig, compose_settings
 from hone.config.data import DataConfig
 from hone.config.keys import plain_containers
 from hone.config.sources import flatten
@@ -30,7 +30,7 @@ from hone.plugins import plain_name
 from hone.protocol import DataProto
 from hone.tracking.markers import DistProfiler
 from hone.trainer.ppo import credit
-from hone.trainer.ppo.metrics import split_attention
+from hone.trainer.ppo.metrics import split_attention_mask
 from hone.trainer.ppo.plan import Plan
 from hone.types import Fields, JsonValue, Settings
 
@@ -44,7 +44,7 @@ WorkerType = type[Worker]
 
 def compute_response_mask(data: DataProto) -> Tensor:
     """Returns the response part of `attention_mask` [B, T]."""
-    return split_attention(data)[1]
+    return split_attention_mask(data)[1]
 
 
 def apply_kl_penalty(
@@ -168,9 +168,9 @@ def get_ppo_ray_runtime_env(config: PPOTrainerConfig | Settings | None = None) -
     return {"env_vars": {}}
 
 
-def compose_config(config: PPOTrainerConfig | Settings) -> Composed:
+def compose_config(config: PPOTrainerConfig | Settings) -> ComposedConfig:
     """Checks and composes a config from a PPOTrainerConfig, a dict or an OmegaConf object."""
     if isinstance(config, PPOTrainerConfig):
-        return Composed(config, {})
+        return ComposedConfig(config, {})
     settings = list(flatten(plain_containers(config), "", "the given config"))
     return compose_settings(TREES["ppo_trainer"], settings)

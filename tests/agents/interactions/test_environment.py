@@ -22,7 +22,7 @@ from hone.agents.interactions.environment import (
     _parse_step,
 )
 from hone.agents.tools.contract import ToolError
-from hone.agents.tools.listing import initialize_interactions_from_config
+from hone.agents.tools.loading import initialize_interactions_from_config
 from hone.event_loop import DeadlineExceeded, run_with_deadline
 
 GUESS = """

@@ -18,7 +18,7 @@ import pytest
 from hone.agents.agent_data import AgentData
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.contract import ToolError
-from hone.agents.tools.listing import initialize_tools_from_config
+from hone.agents.tools.loading import initialize_tools_from_config
 from hone.agents.tools.session import CallLimits, ToolSession
 
 pytest.importorskip("mcp", reason="pip install 'hone-rl[mcp]'")

@@ -12,7 +12,7 @@ from hone.protocol import DataProto
 from hone.rewards.managers.reading import move_to_policy_tokens, read_rows, valid_response_ids
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import Response
+from hone.rewards.outcome import ScorerInput
 
 MakeBatch = Callable[..., DataProto]
 MANAGERS = ["naive", "batch", "dapo", "prime"]
@@ -25,7 +25,7 @@ def conversation(*turns: str) -> tuple[str, str]:
     return "".join(texts), "".join(d * len(t) for d, t in zip(digits, texts, strict=True))
 
 
-def rows_of(tokenizer: Any, data: DataProto, **options: Any) -> list[Response]:
+def rows_of(tokenizer: Any, data: DataProto, **options: Any) -> list[ScorerInput]:
     return read_rows(data, valid_response_ids(data), tokenizer, "data_source", **options)
 
 

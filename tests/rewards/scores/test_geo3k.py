@@ -25,8 +25,8 @@ def test_the_answer_scores_nine_tenths_and_the_format_one(
 
 
 def test_accuracy_and_format_are_returned_separately() -> None:
-    assert geo3k.judge(r"\boxed{80}", "80")["acc"] == 1.0
-    assert geo3k.judge(RESPONSE, "81") == {"score": 0.1, "acc": 0.0, "format": 1.0}
+    assert geo3k.score_details(r"\boxed{80}", "80")["acc"] == 1.0
+    assert geo3k.score_details(RESPONSE, "81") == {"score": 0.1, "acc": 0.0, "format": 1.0}
 
 
 def test_without_use_boxed_the_whole_text_is_the_answer() -> None:

@@ -65,5 +65,5 @@ def test_no_rule_is_slow_on_repeated_pieces(piece: str) -> None:
         geo3k.format_reward(solution)
         qa_em.compute_score(solution, "x")
         qa_em.extract_solution(solution, compat=True)
-        assert qa_em_format.judge(solution, "x")["acc"] == 0.0
+        assert qa_em_format.score_details(solution, "x")["acc"] == 0.0
         extract_code(solution)

@@ -25,12 +25,12 @@ def suite(cases: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def test_all_tests_passed_is_one() -> None:
-    assert prime_code.judge(ODD, suite(CASES)) == {"score": 1.0, "acc": 1.0}
+    assert prime_code.score_details(ODD, suite(CASES)) == {"score": 1.0, "acc": 1.0}
 
 
 def test_partial_passes_score_their_share_or_zero_without_continuous() -> None:
     cases = [*CASES[:3], ("4", "True")]
-    assert prime_code.judge(ODD, suite(cases)) == {"score": 0.75, "acc": 0.0}
+    assert prime_code.score_details(ODD, suite(cases)) == {"score": 0.75, "acc": 0.0}
     metadata = {"all_passed": False, "tests": 4}
     assert prime_code.compute_score(completion=ODD, test_cases=suite(cases)) == (0.0, metadata)
     assert prime_code.compute_score(ODD, suite(cases), True) == (0.75, metadata)
@@ -67,17 +67,17 @@ def test_a_call_may_return_a_list_of_one_item() -> None:
     ["syntax error(", "raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)", "x = []"],
 )
 def test_a_program_that_fails_passes_nothing(code: str) -> None:
-    assert prime_code.judge(block(code), suite(CASES[:2]))["score"] == 0.0
+    assert prime_code.score_details(block(code), suite(CASES[:2]))["score"] == 0.0
 
 
 def test_a_program_that_hangs_is_stopped() -> None:
-    result = prime_code.judge(block("while True: pass"), suite(CASES[:1]), timeout_s=1.0)
+    result = prime_code.score_details(block("while True: pass"), suite(CASES[:1]), timeout_s=1.0)
     assert result == {"score": 0.0, "acc": 0.0}
 
 
 def test_a_row_without_tests_is_an_error() -> None:
     with pytest.raises(GroundTruthError, match="no tests"):
-        prime_code.judge(ODD, None, {})
+        prime_code.score_details(ODD, None, {})
 
 
 def test_the_real_set_is_readable(shared_rows: Callable[[str], list[dict[str, Any]]]) -> None:

@@ -91,7 +91,10 @@ def test_every_reference_answer_of_a_real_set_matches_itself(
     for row in shared_rows("nq_open/dev.jsonl"):
         for answer in row["answer"]:
             text = f"<think>…</think><answer>{answer}</answer>"
-            assert qa_em.judge(text, {"target": row["answer"]}) == {"score": 1.0, "acc": 1.0}
+            assert qa_em.score_details(text, {"target": row["answer"]}) == {
+                "score": 1.0,
+                "acc": 1.0,
+            }
 
 
 def test_a_null_among_the_reference_answers_is_no_answer() -> None:

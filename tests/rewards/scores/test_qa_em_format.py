@@ -58,9 +58,9 @@ def test_scores_equal_those_of_search_r1(text: str, score: float) -> None:
 @pytest.mark.parametrize("extra_info", [None, {}, {"transcript_segments": []}])
 def test_information_written_by_the_policy_scores_nothing(extra_info: Any) -> None:
     text = well_formed("Rome", "Paris, London, Rome, Oslo")
-    result = qa_em_format.judge(text, TRUTH, **FORMAT_SCORES, extra_info=extra_info)
+    result = qa_em_format.score_details(text, TRUTH, **FORMAT_SCORES, extra_info=extra_info)
     assert result == {"score": 0.1, "acc": 0.0, "format_valid": 0.0, "retrieval_hit": 0.0}
-    result = qa_em.judge(text, TRUTH, **FORMAT_SCORES, extra_info=extra_info)
+    result = qa_em.score_details(text, TRUTH, **FORMAT_SCORES, extra_info=extra_info)
     assert result["score"] == pytest.approx(0.1)
 
 
@@ -80,10 +80,14 @@ def test_tags_inside_a_passage_are_ignored(passage: str) -> None:
         {"role": "policy", "text": "<think>y</think>"},
     ]
     extra = {"transcript_segments": segments}
-    result = qa_em_format.judge(policy_text(segments), TRUTH, **FORMAT_SCORES, extra_info=extra)
+    result = qa_em_format.score_details(
+        policy_text(segments), TRUTH, **FORMAT_SCORES, extra_info=extra
+    )
     assert result == {"score": 0.0, "acc": 0.0, "format_valid": 0.0, "retrieval_hit": 0.0}
     segments.append({"role": "policy", "text": "<answer>Rome</answer>"})
-    result = qa_em_format.judge(policy_text(segments), TRUTH, **FORMAT_SCORES, extra_info=extra)
+    result = qa_em_format.score_details(
+        policy_text(segments), TRUTH, **FORMAT_SCORES, extra_info=extra
+    )
     assert result == {
         "score": pytest.approx(0.3),
         "acc": 0.0,
@@ -105,7 +109,7 @@ def test_an_observation_without_information_is_invalid() -> None:
 
 def test_a_template_marker_does_not_hide_text_before_it() -> None:
     text = "noise<|im_start|>assistant" + well_formed("Rome")
-    assert qa_em_format.judge(text, TRUTH, **FORMAT_SCORES)["format_valid"] == 0.0
+    assert qa_em_format.score_details(text, TRUTH, **FORMAT_SCORES)["format_valid"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -151,10 +155,12 @@ def test_compat_requires_the_marker_and_rejects_an_end_token() -> None:
 
 
 def test_accuracy_does_not_depend_on_the_format() -> None:
-    result = qa_em_format.judge("<answer>Paris</answer>", TRUTH, **FORMAT_SCORES)
+    result = qa_em_format.score_details("<answer>Paris</answer>", TRUTH, **FORMAT_SCORES)
     assert result == {"score": 0.8, "acc": 1.0, "format_valid": 0.0, "retrieval_hit": 0.0}
 
 
 def test_qa_em_uses_format_scores_if_set() -> None:
-    assert qa_em.judge(well_formed("Rome"), TRUTH)["score"] == 0.0
-    assert qa_em.judge(well_formed("Rome"), TRUTH, structure_format_score=0.2)["score"] == 0.2
+    assert qa_em.score_details(well_formed("Rome"), TRUTH)["score"] == 0.0
+    assert (
+        qa_em.score_details(well_formed("Rome"), TRUTH, structure_format_score=0.2)["score"] == 0.2
+    )

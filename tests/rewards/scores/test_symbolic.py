@@ -13,7 +13,7 @@ from hone.rewards.failures import Failed, counted_mishaps
 from hone.rewards.managers.batch import BatchRewardManager
 from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
-from hone.rewards.outcome import Response, precompute_comparisons
+from hone.rewards.outcome import ScorerInput, precompute_comparisons
 from hone.rewards.scores import default_compute_score, math_reward, symbolic
 from hone.rewards.scores.symbolic import size_problem
 
@@ -160,7 +160,7 @@ def test_comparisons_of_a_built_in_rule_for_all_rows_are_precomputed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = install_recorder(monkeypatch)
-    rows = [Response("mine", rf"\boxed{{x^{{{i + 2}}}}}", r"\sqrt{y}", {}) for i in range(3)]
+    rows = [ScorerInput("mine", rf"\boxed{{x^{{{i + 2}}}}}", r"\sqrt{y}", {}) for i in range(3)]
     precompute_comparisons(math_reward.compute_score, rows, {})
     assert recorder.runs == [(3, symbolic.SHORT_CPU_S), (3, symbolic.LONG_CPU_S)]
 
@@ -172,7 +172,7 @@ def test_a_users_score_function_is_not_called_to_precompute() -> None:
         calls.append(solution_str)
         return 1.0
 
-    assert precompute_comparisons(score, [Response("lighteval/MATH", "x", "y", {})], {}) == [{}]
+    assert precompute_comparisons(score, [ScorerInput("lighteval/MATH", "x", "y", {})], {}) == [{}]
     assert calls == []
 
 
@@ -194,9 +194,9 @@ def test_a_slow_comparison_is_interrupted_and_its_process_continues(
     monkeypatch.setattr(symbolic, "_num_processes", 1)
     monkeypatch.setattr(symbolic, "LONG_CPU_S", 0.2)
     rows = [
-        Response("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in SLOW[:2]
+        ScorerInput("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in SLOW[:2]
     ]
-    rows.append(Response("lighteval/MATH", r"\boxed{x+\frac{2}{\sqrt{2}}}", r"\sqrt{2}+x", {}))
+    rows.append(ScorerInput("lighteval/MATH", r"\boxed{x+\frac{2}{\sqrt{2}}}", r"\sqrt{2}+x", {}))
     try:
         results = [
             list(pairs.values())

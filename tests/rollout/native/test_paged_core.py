@@ -204,7 +204,7 @@ def test_parameters_that_rested_on_the_host_are_found_again() -> None:
     assert not any(p.untyped_storage().nbytes() for p in model.parameters())
     blockers = [torch.empty(1 << 16) for _ in range(8)]  # its old place may be taken
     for _ in range(2):
-        with rest.present():
+        with rest.on_device():
             core.invalidate()
             assert finish(core, [ask(prompt)]) == expected
     del blockers

@@ -14,8 +14,8 @@ from hone.protocol import DataProto
 from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.failures import RewardError
 from hone.rewards.loading import load_reward_manager
-from hone.rewards.managers import streaming
-from hone.rewards.managers.streaming import (
+from hone.rewards.managers import reward_loop
+from hone.rewards.managers.reward_loop import (
     AsyncTokenBucket,
     DAPORewardManager,
     NaiveRewardManager,
@@ -153,7 +153,7 @@ def test_a_token_bucket_limits_the_rate(monkeypatch: pytest.MonkeyPatch) -> None
     async def sleep(seconds: float) -> None:
         waits.append(round(seconds, 2))
 
-    monkeypatch.setattr(streaming.asyncio, "sleep", sleep)
+    monkeypatch.setattr(reward_loop.asyncio, "sleep", sleep)
     bucket = AsyncTokenBucket(rate_limit=10.0)
     assert (bucket.max_tokens, bucket.tokens, bucket.last_update) == (10.0, 10.0, None)
 

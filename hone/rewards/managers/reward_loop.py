@@ -26,7 +26,7 @@ from hone.rewards.managers.reading import place_on_last_policy_token, read_rows,
 from hone.rewards.managers.rule import extra_columns
 from hone.rewards.outcome import read_result
 from hone.rewards.scores.table import default_compute_score
-from hone.text import described, printable
+from hone.text import error_text, printable
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function, Settings
 
@@ -97,7 +97,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         except SetupError:
             raise
         except Exception as exception:  # a user's manager may raise anything; the policy applies
-            error, outcome = exception, Failed("exception", described(exception))
+            error, outcome = exception, Failed("exception", error_text(exception))
         if policy.get("on_failure", "raise") != "score":
             raise error
         self._count_failure(outcome)
@@ -249,7 +249,7 @@ class RateLimitedRewardManager(RewardManagerBase):
         if policy.get("on_failure") == "raise":
             raise error
         is_late = isinstance(error, asyncio.TimeoutError)
-        self._count_failure(Failed("timeout" if is_late else "exception", described(error)))
+        self._count_failure(Failed("timeout" if is_late else "exception", error_text(error)))
         extra = {"timeout": True} if is_late else {"error": str(error)}
         return _result_dict(policy.get("failure_score", 0.0), {**extra, "acc": 0.0})
 

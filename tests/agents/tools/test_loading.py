@@ -17,7 +17,7 @@ from hone.agents.tools.contract import (
 )
 from hone.agents.tools.function_tool import FunctionTool
 from hone.agents.tools.gsm8k import Gsm8kTool
-from hone.agents.tools.listing import initialize_interactions_from_config, load_all_tools
+from hone.agents.tools.loading import initialize_interactions_from_config, load_all_tools
 from hone.plugins import PluginError
 
 LISTED = """

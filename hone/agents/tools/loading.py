@@ -31,7 +31,7 @@ from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolE
 from hone.agents.tools.function_tool import FunctionTool, load_function_tools_from_path
 from hone.agents.tools.mcp import mcp_tools
 from hone.plugins import load_object
-from hone.text import BadText, described, read_yaml, shown
+from hone.text import BadText, error_text, read_yaml, short_repr
 from hone.types import Fields, JsonValue, Settings
 
 BUILT_IN_CLASSES = {
@@ -151,7 +151,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
             except ToolError:
                 raise
             except (TypeError, ValueError) as error:
-                raise ToolError(f"{path}, {entry['class_name']}: {described(error)}") from error
+                raise ToolError(f"{path}, {entry['class_name']}: {error_text(error)}") from error
         for tool in entry_tools:
             if not hasattr(tool, "execute") or not getattr(tool, "name", None):
                 raise ToolError(
@@ -192,7 +192,7 @@ def initialize_interactions_from_config(
 def _entry_config(entry: Settings, path: str) -> Settings:
     config = entry.get("config") or {}
     if not isinstance(config, Mapping):
-        raise ToolError(f"{path}: `config` is an object of settings, got {shown(config)}")
+        raise ToolError(f"{path}: `config` is an object of settings, got {short_repr(config)}")
     return config
 
 
