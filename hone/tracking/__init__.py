@@ -5,7 +5,7 @@ from __future__ import annotations
 from hone.tracking.atomic import atomic_path, atomic_write_bytes, atomic_write_text
 from hone.tracking.console import progress
 from hone.tracking.contract import RunInfo, Tracker, TrackerError
-from hone.tracking.markers import Timers
+from hone.tracking.markers import simple_timer
 from hone.tracking.metrics_file import MetricsFile, read_metrics, series
 from hone.tracking.run_folder import RunFolder
 from hone.tracking.tracking import Tracking, ValidationGenerationsLogger
@@ -14,7 +14,6 @@ __all__ = [
     "MetricsFile",
     "RunFolder",
     "RunInfo",
-    "Timers",
     "Tracker",
     "TrackerError",
     "Tracking",
@@ -25,4 +24,5 @@ __all__ = [
     "progress",
     "read_metrics",
     "series",
+    "simple_timer",
 ]

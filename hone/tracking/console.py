@@ -40,11 +40,19 @@ PERMANENT_PREFIXES = ("val-core/", "val/")
 
 
 class Bar:
-    """A progress bar: the amount done, the total, and a note."""
+    """A progress bar: the amount done, the total, and a note.
 
-    def __init__(self, description: str, total: float | None, show: Callable[[Bar], None]) -> None:
+    A terminal draws the attributes a few times per second, so it is enough to set them.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        total: float | None = None,
+        report: Callable[[Bar], None] = lambda bar: None,
+    ) -> None:
         self.description, self.total, self.done, self.note = description, total, 0.0, ""
-        self._show = show
+        self._report = report
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         self.update(self.done + amount, note=note)
@@ -53,7 +61,7 @@ class Bar:
         self.done = done
         self.total = self.total if total is None else total
         self.note = self.note if note is None else note
-        self._show(self)
+        self._report(self)
 
 
 class Screen:
@@ -109,20 +117,20 @@ class Screen:
         no ETA on a terminal, and is not shown elsewhere.
         """
         if not self.is_terminal:
-            show = (lambda bar: None) if has_step_line else self._throttled_reporter()
-            yield Bar(description, total, show)
+            yield (
+                Bar(description)
+                if has_step_line
+                else Bar(description, total, self._throttled_reporter())
+            )
             return
         with self._lock:
             self._open_bars += 1
             live = self._update_live_region()
             assert live is not None
-            task = live.add_task(description, total=total, note="", shows_eta=not has_step_line)
+            bar = Bar(description, total)
+            task = live.add_task(description, total=total, bar=bar, shows_eta=not has_step_line)
         try:
-            yield Bar(
-                description,
-                total,
-                lambda bar: live.update(task, completed=bar.done, total=bar.total, note=bar.note),
-            )
+            yield bar
         finally:
             with self._lock:
                 live.remove_task(task)
@@ -165,6 +173,9 @@ def _create_live_region(screen: Screen) -> Progress:
         def get_renderables(self) -> Iterator[RenderableType]:
             if screen._status is not None:
                 yield Text(screen._status, overflow="ellipsis", no_wrap=True)
+            for task in self.tasks:
+                bar: Bar = task.fields["bar"]
+                self.update(task.id, completed=bar.done, total=bar.total)
             if self.tasks:
                 yield self.make_tasks_table(self.tasks)
 
@@ -182,7 +193,7 @@ def _create_live_region(screen: Screen) -> Progress:
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
         CountColumn(),
-        rich_progress.TextColumn("{task.fields[note]}", markup=False),
+        rich_progress.TextColumn("{task.fields[bar].note}", markup=False),
         rich_progress.TimeElapsedColumn(),
         EtaColumn(),
         console=screen.console,
@@ -216,7 +227,7 @@ def progress(
 
 def silent_bar(description: str) -> Bar:
     """Returns a bar that is not shown."""
-    return Bar(description, None, lambda bar: None)
+    return Bar(description)
 
 
 def duration(seconds: float) -> str:

@@ -21,34 +21,13 @@ R = TypeVar("R")
 
 
 @contextlib.contextmanager
-def simple_timer(
-    name: str,
-    timing_raw: MutableMapping[str, float],
-    clock: Callable[[], float] = time.perf_counter,
-) -> Iterator[None]:
+def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[None]:
     """Adds the elapsed seconds of the block to `timing_raw[name]`, even if the block raises."""
-    start = clock()
+    start = time.perf_counter()
     try:
         yield
     finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + clock() - start
-
-
-class Timers:
-    """Accumulates named timers: `with timers.timer("gen"): ...`, and `drain()` once per step."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._seconds: dict[str, float] = {}
-
-    def timer(self, name: str) -> contextlib.AbstractContextManager[None]:
-        return simple_timer(name, self._seconds, self._clock)
-
-    def drain(self) -> dict[str, float]:
-        """Returns the seconds of each timer as metrics, and resets the timers."""
-        metrics = {TIMING_PREFIX + name: seconds for name, seconds in self._seconds.items()}
-        self._seconds.clear()
-        return metrics
+        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
 
 
 def marked_timer(

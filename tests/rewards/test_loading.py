@@ -244,5 +244,8 @@ def test_reward_kwargs_are_passed_as_verl_does(name: str) -> None:
     assert manager.options == {"memory_limit_mb": 1024}
     assert manager.failure_policy.failure_score == -2
     manager = load_reward_manager(config, tokenizer, 0, on_failure="raise", method="flexible")
-    assert (manager.failure_policy.on_failure, manager.failure_policy.failure_score) == ("raise", -2)
+    assert (manager.failure_policy.on_failure, manager.failure_policy.failure_score) == (
+        "raise",
+        -2,
+    )
     assert manager.options["method"] == "flexible"

@@ -190,7 +190,7 @@ def test_a_bar_beside_the_status_is_shown_only_on_terminals() -> None:
     assert output_of(screen) == ""
     screen, _ = make_screen(terminal=True)
     with screen.bar("step", 8, has_step_line=True) as bar:
-        bar.update(3, note="gen")
+        bar.done, bar.note = 3, "gen"
         assert screen._live is not None
         screen._live.refresh()
     assert re.search(r"step [━╺ ]+3/8 gen 0:00:0\d *\r", output_of(screen))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from hone.algorithms.correction_metrics import gap_metrics
 from hone.columns import require
 from hone.ops.masked import masked_mean, split_at_response
 from hone.protocol import DataProto
+from hone.tracking.markers import TIMING_PREFIX
 from hone.types import JsonValue
 
 log = logging.getLogger(__name__)
@@ -234,6 +237,29 @@ def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
     )
 
 
+class Timers:
+    """Measures the phases of a step: `with timers.timer("gen"): …`, and `drain()` once per step."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Adds the elapsed seconds of the block to the timer, even if the block raises."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def drain(self) -> dict[str, float]:
+        """Returns the seconds of each timer as metrics, and resets the timers."""
+        metrics = {TIMING_PREFIX + name: seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return metrics
+
+
 def time_per_token(
     seconds: Mapping[str, float], *, generated_tokens: float, total_tokens: float
 ) -> dict[str, float]:
@@ -253,8 +279,8 @@ def throughput_metrics(
     """Returns tokens and seconds of a step, tokens per second per rank, and milliseconds per token."""
     tokens = int(batch.batch["attention_mask"].sum())
     generated_tokens = int(batch.batch["response_mask"].sum())
-    seconds = timing.get("timing_s/step", 0.0)
-    phases = {name.removeprefix("timing_s/"): value for name, value in timing.items()}
+    seconds = timing.get(f"{TIMING_PREFIX}step", 0.0)
+    phases = {name.removeprefix(TIMING_PREFIX): value for name, value in timing.items()}
     return {
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": seconds,

@@ -23,7 +23,7 @@ from hone.data.loader import Dataset
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
 from hone.tokenizer import Processor, Tokenizer
-from hone.tracking import RunFolder, Timers, Tracking, progress
+from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
@@ -93,7 +93,7 @@ class PPOTrainer:
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.run_folder = RunFolder(trainer.default_local_dir, trainer.default_hdfs_dir)
         self.rollout_writer = RolloutWriter(self.run_folder, trainer, tokenizer)
-        self.timers = Timers()
+        self.timers = metrics.Timers()
         self.alarms = Alarms(trainer.alarms, self.run_folder)
         is_group_relative = self.plan.estimator.groups != "ignored"
         self.warnings = metrics.StepWarnings(is_group_relative=is_group_relative)
@@ -186,7 +186,7 @@ class PPOTrainer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a phase of the step, and shows the phase in the progress bar."""
-        self.bar.update(self.global_step - 1, note=name)
+        self.bar.done, self.bar.note = self.global_step - 1, name
         with self.timers.timer(name):
             yield
 

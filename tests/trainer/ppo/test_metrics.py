@@ -1,4 +1,4 @@
-"""Groups whose responses all score the same: measured each step, warned of once per run of steps."""
+"""Metrics of a step: groups without signal, and the timers of its phases."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.trainer.ppo.metrics import GROUPS_WITHOUT_SIGNAL, StepWarnings, data_metrics
+from hone.trainer.ppo.metrics import GROUPS_WITHOUT_SIGNAL, StepWarnings, Timers, data_metrics
 
 
 def batch(scores: list[float], uids: str, trajectories: str | None = None) -> DataProto:
@@ -83,3 +83,53 @@ def test_an_estimator_that_compares_no_groups_is_not_told(
         GROUPS_WITHOUT_SIGNAL: 1.0
     }
     assert caplog.records == []
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_timer_becomes_a_metric() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    with timers.timer("gen"):
+        clock.now += 2.5
+    assert timers.drain() == {"timing_s/gen": 2.5}
+
+
+def test_a_repeated_timer_adds_up_and_timers_nest() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    with timers.timer("step"):
+        for seconds in (1.0, 2.0):
+            with timers.timer("gen"):
+                clock.now += seconds
+        clock.now += 4.0
+    assert timers.drain() == {"timing_s/gen": 3.0, "timing_s/step": 7.0}
+
+
+def test_time_before_an_exception_counts() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+
+    def fail() -> None:
+        with timers.timer("gen"):
+            clock.now += 1.0
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        fail()
+    assert timers.drain() == {"timing_s/gen": 1.0}
+
+
+def test_draining_starts_from_zero() -> None:
+    clock = Clock()
+    timers = Timers(clock)
+    with timers.timer("gen"):
+        clock.now += 1.0
+    assert timers.drain() == {"timing_s/gen": 1.0}
+    assert timers.drain() == {}

@@ -43,7 +43,7 @@ def bar_descriptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     @contextmanager
     def progress(description: str, total: float | None = None) -> Iterator[Any]:
         bar = silent_bar(description)
-        bar._show = lambda bar: descriptions.append(f"{description} {bar.done:g}/{bar.total:g}")
+        bar._report = lambda bar: descriptions.append(f"{description} {bar.done:g}/{bar.total:g}")
         yield bar
 
     monkeypatch.setattr(roles, "progress", progress)

@@ -160,11 +160,11 @@ def test_every_second_stands_in_the_line_of_its_own_step(
 ) -> None:
     from itertools import count
 
-    from hone.tracking import Timers
-    from hone.trainer.ppo import trainer
+    from hone.trainer.ppo import metrics
+    from hone.trainer.ppo.metrics import Timers
 
     ticks = count()
-    monkeypatch.setattr(trainer, "Timers", lambda: Timers(clock=lambda: float(next(ticks))))
+    monkeypatch.setattr(metrics, "Timers", lambda: Timers(clock=lambda: float(next(ticks))))
     lines = train(task.validated(), "trainer.test_freq=2", "trainer.save_freq=2").metrics
     assert [line["step"] for line in lines] == [0, 1, 2]
     # A timer that runs alone takes one tick of this clock; each step scores once.
@@ -333,19 +333,22 @@ def test_every_long_part_of_a_step_is_shown_while_it_lasts(
     train: Callable[..., Run], task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from contextlib import contextmanager
-    from types import SimpleNamespace
 
+    from hone.tracking.console import Bar
     from hone.trainer.ppo import trainer
 
     lines: list[str] = []
 
+    class ListedBar(Bar):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "note" and value:
+                lines.append(value)
+
     @contextmanager
     def bar(description: str, total: float | None = None, **_: Any) -> Any:
-        def update(*_: Any, note: str = "") -> None:
-            lines.append(note)
-
         lines.append(description)
-        yield SimpleNamespace(advance=lambda *_, **__: None, update=update)
+        yield ListedBar(description)
 
     monkeypatch.setattr(trainer, "progress", bar)
     train(
