@@ -33,12 +33,16 @@ def step_rewards(log_odds: Tensor) -> Tensor:
 
 
 def assign_credit(
-    process_rewards: Tensor, step_mask: Tensor, credit_assignment: float | str
+    process_rewards: Tensor,
+    step_mask: Tensor,
+    credit_assignment: float | str,
+    trajectory: Tensor | None = None,
 ) -> Tensor:
     """Returns the step rewards [B, T] from which returns are computed; 0 where no step ends.
 
-    A temperature τ > 0 weights each step by softmax(−r/τ) over its row, so that the sum tends to the
-    row's minimum as τ → 0. "gamma-decay" and "strict min-form" do not change the rewards.
+    A temperature τ > 0 weights each step's reward r by softmax(−r/τ) over the steps of its trajectory, so
+    that the sum tends to the minimum as τ → 0. "gamma-decay" and "strict min-form" do not change the
+    rewards. `trajectory` [B] has the index of each row's trajectory; None if every row is a trajectory.
     """
     mask = step_mask.bool()
     rewards = zero_outside_mask(process_rewards, mask)
@@ -53,7 +57,17 @@ def assign_credit(
             f"reward_model.credit_assignment must be a temperature above 0, {GAMMA_DECAY!r} or "
             f"{STRICT_MIN!r}; got {credit_assignment!r}"
         )
-    weights = torch.softmax(torch.where(mask, -rewards / temperature, -torch.inf), dim=-1)
+    logits = torch.where(mask, -rewards / temperature, -torch.inf)
+    if trajectory is None:
+        weights = torch.softmax(logits, dim=-1)
+    else:
+        row_sums = torch.logsumexp(logits, dim=-1)
+        maxima = torch.full_like(row_sums, -torch.inf).scatter_reduce(
+            0, trajectory, row_sums, "amax"
+        )[trajectory]
+        row_shares = (row_sums - maxima).exp()
+        shares = torch.zeros_like(row_sums).index_add(0, trajectory, row_shares)[trajectory]
+        weights = (logits - (maxima + shares.log()).unsqueeze(-1)).exp()
     return zero_outside_mask(weights * rewards, mask)
 
 

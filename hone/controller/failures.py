@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 LOST_NODE_LOG_LINES = 8
 """Maximum number of log lines per worker of a lost node, which may have had many workers."""
-RESUME_HINT = "Run the same command again to resume from the last checkpoint"
+RESUME_HINT = (
+    "Run the same command again to resume from the last checkpoint "
+    "(with trainer.resume_mode=auto, the default)"
+)
 
 
 @dataclass(frozen=True)

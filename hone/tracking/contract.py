@@ -35,6 +35,8 @@ class RunInfo:
     """Total steps of the run, for the ETA; None if unknown."""
     resumed_from: int | None = None
     """The step of the checkpoint that this process resumes from; None for a fresh run."""
+    will_train: bool = True
+    """Whether the run logs the steps after `resumed_from`; False for a run that only validates."""
     prints_every_metric: bool = False
     """Whether the console prints every metric of a step (`trainer.console=full`)."""
 

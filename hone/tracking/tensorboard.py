@@ -21,8 +21,13 @@ class TensorboardTracker(Tracker):
         import_optional("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run repeats the steps after its checkpoint; `purge_step` hides the old values.
+        # A resumed run repeats the steps after its checkpoint, and a fresh run in the folder of an earlier
+        # one repeats all; `purge_step` hides the old values. $TENSORBOARD_DIR may have other runs.
         purge_step = None if run.resumed_from is None else run.resumed_from + 1
+        if purge_step is None and "TENSORBOARD_DIR" not in os.environ:
+            purge_step = 0
+        if not run.will_train:
+            purge_step = None
         self.writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._command = f"tensorboard --logdir {shlex.quote(str(folder))}"
         screen().line(f"watch the run: {self._command}")

@@ -54,6 +54,7 @@ class Tracking:
         *,
         total_steps: int | None = None,
         resumed_from: int | None = None,
+        will_train: bool = True,
         prints_every_metric: bool = False,
     ) -> None:
         path = run_folder.path if isinstance(run_folder, RunFolder) else run_folder
@@ -65,6 +66,7 @@ class Tracking:
             folder,
             total_steps,
             resumed_from,
+            will_train,
             prints_every_metric,
         )
         # metrics.jsonl is written first, so that it has the step even if another tracker fails.

@@ -19,7 +19,7 @@ import torch
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.algorithms.credit import assign_credit, step_ends, step_rewards
+from hone.algorithms.credit import step_ends, step_rewards
 from hone.config import ConfigError
 from hone.controller import Dispatch, register
 from hone.data.prompts import Prompt, as_messages, render_prompt
@@ -77,7 +77,7 @@ class ProcessRewardModelWorker(TrainWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Returns `process_scores` [B, T] after credit assignment, and `step_mask` [B, T]."""
+        """Returns `step_rewards` [B, T], before credit assignment, and `step_mask` [B, T]."""
         config = self.config.reward_model
         # If no token ends in split_step_char, or the separator is several tokens, text is split instead.
         can_split_ids = len(self._step_end_ids) > 0 and len(self._separator.tokens) == 1
@@ -107,8 +107,7 @@ class ProcessRewardModelWorker(TrainWorker):
                 f"reward_model.model.path={config.model.path} gave a score that is not finite; check its "
                 "weights, or use reward_model.model.fsdp_config.dtype=fp32"
             )
-        process_scores = assign_credit(scores, step_mask, config.credit_assignment)
-        return DataProto.from_dict({"process_scores": process_scores, "step_mask": step_mask})
+        return DataProto.from_dict({"step_rewards": scores, "step_mask": step_mask})
 
     def _engine_inputs(
         self, rows: Sequence[StepRow]

@@ -10,7 +10,7 @@ import random
 import torch
 from world import SEPARATOR, step_labels
 
-from hone.algorithms.credit import assign_credit, step_ends
+from hone.algorithms.credit import step_ends
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.data.response_steps import TokenTextSplitter, separator_ids
@@ -52,10 +52,7 @@ class OraclePRM(Worker):
                 )
             ]
             scores[row, places] = torch.tensor([1.0 if good else -1.0 for good in judged])
-        credit = self.config.reward_model.credit_assignment
-        return DataProto.from_dict(
-            {"process_scores": assign_credit(scores, ends, credit), "step_mask": ends}
-        )
+        return DataProto.from_dict({"step_rewards": scores, "step_mask": ends})
 
     def _drawn(self, step: str) -> float:
         return random.Random(step).random() if self.noise else 0.0

@@ -40,6 +40,22 @@ def test_the_soft_minimum_tends_to_the_minimum_and_ignores_other_tokens():
     assert (assign_credit(rewards, torch.zeros(1, 4), 0.1) == 0).all()
 
 
+def test_the_soft_minimum_is_over_all_rows_of_a_trajectory():
+    """Rows 0, 2 and 3 are one trajectory; row 3 has no step."""
+    torch.manual_seed(0)
+    rewards = torch.rand(5, 3, dtype=torch.float64) * 2 - 1
+    steps = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]])
+    trajectory = torch.tensor([0, 1, 0, 0, 2])
+    for temperature in (1e-3, 0.1, 5.0):
+        actual = assign_credit(rewards, steps, temperature, trajectory)
+        joined = torch.cat([rewards[0], rewards[2], rewards[3]])[None]
+        mask = torch.cat([steps[0], steps[2], steps[3]])[None]
+        expected = assign_credit(joined, mask, temperature)
+        torch.testing.assert_close(actual[[0, 2, 3]].reshape(1, -1), expected)
+        torch.testing.assert_close(actual[1], rewards[1] * steps[1])
+        assert (actual[4] == 0).all()
+
+
 @pytest.mark.parametrize("form", [GAMMA_DECAY, STRICT_MIN])
 def test_the_named_forms_do_not_change_step_rewards(form):
     rewards = torch.tensor([[torch.nan, 0.4, -0.6]])

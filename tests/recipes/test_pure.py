@@ -99,7 +99,7 @@ def test_the_oracle_scores_every_step_end_by_the_truth(world: Any, tmp_path: Pat
         out = one.compute_rm_score(batch)
         ends = out.batch["step_mask"][0].nonzero().flatten().tolist()
         assert ends == [6, 13, len(ids) - 1]
-        scores[worker] = out.batch["process_scores"][:, ends]
+        scores[worker] = out.batch["step_rewards"][:, ends]
     assert (scores[oracle.OraclePRM] == torch.tensor([1.0, -1.0, -1.0])).all()
     wrong = (scores[oracle.NoisyPRM] != scores[oracle.OraclePRM]).float().mean()
     assert 0.08 < wrong < 0.35

@@ -41,6 +41,25 @@ def test_a_resumed_run_replaces_the_repeated_steps(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in scalars] == [(1, 1.0), (2, 20.0)]
 
 
+def test_a_validation_of_an_earlier_checkpoint_hides_no_later_step(tmp_path: Path) -> None:
+    with Tracking("p", "e", "tensorboard", {}, tmp_path) as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"a": step}, step)
+    again = Tracking("p", "e", "tensorboard", {}, tmp_path, resumed_from=1, will_train=False)
+    with again as tracking:
+        tracking.log({"val": 7}, 1)
+    scalars = read(tmp_path / "tensorboard").Scalars("a")  # type: ignore[attr-defined]
+    assert [e.step for e in scalars] == [1, 2, 3]
+
+
+def test_a_run_that_starts_anew_in_a_folder_hides_the_earlier_run(tmp_path: Path) -> None:
+    for value in (1, 2):
+        with Tracking("p", "e", "tensorboard", {}, tmp_path) as tracking:
+            tracking.log({"a": value}, value)
+    scalars = read(tmp_path / "tensorboard").Scalars("a")  # type: ignore[attr-defined]
+    assert [(e.step, e.value) for e in scalars] == [(2, 2.0)]
+
+
 def test_the_environment_variable_sets_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

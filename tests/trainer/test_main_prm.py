@@ -211,7 +211,7 @@ def test_the_worker_of_rl_reads_the_tokens_the_model_was_trained_on(
     )
     worker.init_model()
     scored = worker.compute_rm_score(data).batch
-    scores = scored["process_scores"][scored["step_mask"].bool()]
+    scores = scored["step_rewards"][scored["step_mask"].bool()]
     assert scores[[0, 2]].tolist() == pytest.approx(torch.tanh(trained / 2).tolist(), abs=1e-5)
 
 

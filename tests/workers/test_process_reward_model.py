@@ -99,7 +99,7 @@ def test_scores_of_packed_rows_equal_transformers_on_padded_rows(prm: Path) -> N
     """The separator replaces each token that ends a step."""
     worker = make_worker(prm, "reward_model.credit_assignment=gamma-decay")
     batch = batch_of(worker.tokenizer)
-    scores = worker.compute_rm_score(batch).batch["process_scores"]
+    scores = worker.compute_rm_score(batch).batch["step_rewards"]
     texts = ["1+ab\ncd\ne\n", "1+1+ab\n", "1+1+1+ab\n"]
     rows = [worker.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     expected = plain_scores(prm, rows)
@@ -117,7 +117,7 @@ def test_scores_of_packed_rows_equal_transformers_on_padded_rows(prm: Path) -> N
 def test_scores_do_not_depend_on_the_micro_batch(prm: Path, setting: str) -> None:
     whole, parts = make_worker(prm), make_worker(prm, f"reward_model.{setting}")
     batch = batch_of(whole.tokenizer)
-    a, b = (w.compute_rm_score(batch).batch["process_scores"] for w in (whole, parts))
+    a, b = (w.compute_rm_score(batch).batch["step_rewards"] for w in (whole, parts))
     assert torch.allclose(a, b, atol=1e-6)
 
 
@@ -136,16 +136,6 @@ def test_two_ranks_that_shard_the_model_score_as_one(prm: Path, tmp_path: Path) 
         torch.testing.assert_close(torch.cat([part[name] for part in parts]), expected)
 
 
-def test_with_a_small_temperature_the_sum_is_the_worst_step(prm: Path) -> None:
-    raw = make_worker(prm, "reward_model.credit_assignment=gamma-decay")
-    soft = make_worker(prm, "reward_model.credit_assignment=0.0001")
-    batch = batch_of(raw.tokenizer)
-    steps = raw.compute_rm_score(batch).batch
-    lowest = steps["process_scores"][0][steps["step_mask"][0]].min()
-    summed = soft.compute_rm_score(batch).batch["process_scores"][0].sum()
-    assert summed == pytest.approx(lowest.item(), abs=1e-4)
-
-
 def test_tool_tokens_are_context_and_end_no_step(prm: Path) -> None:
     worker = make_worker(prm, "reward_model.credit_assignment=gamma-decay")
     ids = worker.tokenizer.encode("a\n\nb\n\nc\n\n", add_special_tokens=False)
@@ -154,7 +144,7 @@ def test_tool_tokens_are_context_and_end_no_step(prm: Path) -> None:
     actual = worker.compute_rm_score(batch).batch
     assert actual["step_mask"].int().tolist() == [[0, 1, 0, 0, 1, 0]]
     (text,) = plain_scores(prm, [worker.tokenizer.encode("1+a\nb\n\n\n")])
-    assert actual["process_scores"][0, 4].item() == pytest.approx(text[-1].item(), abs=1e-5)
+    assert actual["step_rewards"][0, 4].item() == pytest.approx(text[-1].item(), abs=1e-5)
     without_policy_tokens = collated((worker.tokenizer.encode("1+"), ids, [0] * 6))
     assert not worker.compute_rm_score(without_policy_tokens).batch["step_mask"].any()
 
@@ -176,7 +166,7 @@ def test_rows_are_truncated_from_the_left_and_truncated_steps_are_dropped(
         assert warning in caplog.text
         text = short.tokenizer.encode("1+ab\ncd\ne\n", add_special_tokens=False)[-limit:]
         (expected,) = plain_scores(prm, [text])
-        assert actual["process_scores"][0, 7].item() == pytest.approx(expected[-1].item(), abs=1e-5)
+        assert actual["step_rewards"][0, 7].item() == pytest.approx(expected[-1].item(), abs=1e-5)
 
 
 def test_ids_outside_the_vocabulary_are_accepted(prm: Path) -> None:
@@ -197,7 +187,7 @@ def test_an_escaped_line_break_is_a_line_break(prm: Path) -> None:
     batch = batch_of(worker.tokenizer)
     a, b = (w.compute_rm_score(batch).batch for w in (worker, typed))
     assert torch.equal(a["step_mask"], b["step_mask"])
-    assert torch.equal(a["process_scores"], b["process_scores"])
+    assert torch.equal(a["step_rewards"], b["step_rewards"])
 
 
 def test_models_without_a_step_head_are_refused(prm: Path, tmp_path: Path) -> None:
@@ -247,7 +237,7 @@ def test_a_causal_model_scores_a_step_by_the_logits_of_two_tokens(
     folder = save_pretrained(lm, tokenizer, tmp_path / "causal")
     tag = f"reward_model.step_separator={separator!r}"
     worker = make_worker(folder, tag, "reward_model.step_labels=['+','-']", SUMS)
-    actual = worker.compute_rm_score(batch_of(worker.tokenizer)).batch["process_scores"]
+    actual = worker.compute_rm_score(batch_of(worker.tokenizer)).batch["step_rewards"]
     after = separator.removeprefix("ки")
     dot = "." * (separator != "ки")  # in place of a token, or after the step's text
     starts = [f"1+ab{dot}ки", f"1+ab{dot}ки{after}cdки", "1+1+1+abки"]
@@ -311,7 +301,7 @@ def test_with_another_vocabulary_steps_are_split_by_characters(
         if row < 2:
             ends = [sum(map(len, pieces[: column + 1])) for column in columns.tolist()]
             assert ends == ([7, 14, 17] if row == 0 else [2, 5, 7, 8])
-        scores = actual["process_scores"][row][columns]
+        scores = actual["step_rewards"][row][columns]
         assert torch.allclose(
             scores, expected[row][len(prompt) + torch.tensor(positions)], atol=1e-5
         )

@@ -330,5 +330,5 @@ def _save_error_message(run: RunFolder, step: int, error_number: int) -> str:
         )
     return (
         f"{reason(error_number)}: step {step} could not be saved in {run.path}; {state}. {advice} and start "
-        "the same command again: it resumes"
+        "the same command again: it resumes with trainer.resume_mode=auto (the default)"
     )

@@ -29,7 +29,8 @@ def explain_out_of_memory(step: str) -> Iterator[None]:
             "actor_rollout_ref.model.enable_gradient_checkpointing=true, on a GPU also "
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true and "
             "actor_rollout_ref.ref.fsdp_config.param_offload=true. Of these only the response length "
-            "changes the result; the same command resumes from the last checkpoint"
+            "changes the result; the same command resumes from the last checkpoint with "
+            "trainer.resume_mode=auto (the default)"
         ) from error
 
 

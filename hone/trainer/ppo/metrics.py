@@ -142,7 +142,8 @@ def data_metrics(
     if batch.has_column("entropys"):
         metrics["actor/entropy"] = masked_mean(columns["entropys"], mask).item()
     if batch.has_column("step_mask"):
-        metrics |= mean_max_min("num_of_steps", columns["step_mask"].sum(-1))
+        step_counts = trajectory_totals(batch, columns["step_mask"].sum(-1))
+        metrics |= mean_max_min("num_of_steps", step_counts)
     if batch.has_column("rm_scores") and "reward_model" in arrays:
         metrics |= style_metrics(scores, last_row_values(batch, arrays["reward_model"]))
     # A data set may also have a column `acc`; only the `acc` of a scorer or an agent loop is reported.

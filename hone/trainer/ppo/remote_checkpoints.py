@@ -36,21 +36,23 @@ def check_store(url: str | None) -> None:
 
 
 def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> None:
-    """Copies checkpoints, config and metrics to the store, and deletes old checkpoints there.
+    """Copies checkpoints, config, metrics and tracker ids to the store, and deletes old checkpoints there.
 
     The store keeps checkpoints that exist locally, the `protected` and the newest `num_to_keep`; 0 keeps all.
+    Otherwise invalidated checkpoints up to the newest step are deleted too.
     An error of the store is only a warning, since the next call copies everything that is missing.
     """
     if run.remote is None:
         return
     try:
         # The metrics are copied first, because a run that resumes from a checkpoint needs all earlier lines.
-        for file in (run.config_file, run.metrics_file):
+        for file in (run.config_file, run.trackers_file, run.metrics_file):
             if file.is_file():
                 upload(file, f"{run.remote}/{file.name}")
         for step, folder in run.checkpoints():
             url, manifest = f"{run.remote}/{folder.name}", folder / MANIFEST
             if manifest.is_file() and _read_manifest(url) != manifest.read_bytes():
+                _delete(url)  # an invalidated checkpoint may have other files
                 upload(folder, url, last=MANIFEST)
                 log.info("checkpoint of step %d copied to %s", step, url)
         if run.latest_file.is_file():
@@ -59,10 +61,12 @@ def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> N
         remote_steps = set(complete_steps(run))
         # [-0:] is the whole list, so 0 keeps all.
         kept_steps = {*local_steps, *protected, *sorted(remote_steps)[-num_to_keep:]}
+        if num_to_keep:
+            newest_step = max(remote_steps, default=-1)
+            discarded_steps = _steps_with(run, _DISCARDED_MANIFEST)
+            remote_steps.update(step for step in discarded_steps if step <= newest_step)
         for step in remote_steps - kept_steps:
-            system, path = file_system(f"{run.remote}/global_step_{step}")
-            system.rm_file(f"{path}/{MANIFEST}")
-            system.rm(path, recursive=True)
+            _delete(f"{run.remote}/global_step_{step}")
     except Exception as error:  # every store has its own errors
         log.warning(
             "%s: checkpoints could not be copied there (%s); they are still in %s",
@@ -88,7 +92,7 @@ def pull(run: RunFolder) -> None:
         if problem is None:
             shutil.rmtree(final_folder, ignore_errors=True)
             rename_folder(temporary, final_folder)
-            for file in (run.config_file, run.metrics_file):
+            for file in (run.config_file, run.trackers_file, run.metrics_file):
                 is_replaced = file == run.metrics_file or not file.exists()
                 if is_replaced and remote_files(f"{run.remote}/{file.name}"):
                     copy(f"{run.remote}/{file.name}", file)
@@ -116,9 +120,22 @@ def invalidate_after(run: RunFolder, last_step: int) -> None:
 
 def complete_steps(run: RunFolder) -> list[int]:
     """Returns the steps of the complete checkpoints in the run's store, oldest first."""
+    return _steps_with(run, MANIFEST)
+
+
+def _steps_with(run: RunFolder, file_name: str) -> list[int]:
     names = remote_files(run.remote) if run.remote is not None else ()
-    matches = (re.fullmatch(rf"global_step_(\d+)/{re.escape(MANIFEST)}", name) for name in names)
+    matches = (re.fullmatch(rf"global_step_(\d+)/{re.escape(file_name)}", name) for name in names)
     return sorted(int(match[1]) for match in matches if match)
+
+
+def _delete(url: str) -> None:
+    """Deletes a checkpoint in the store, the manifest first; does nothing if there is none."""
+    system, path = file_system(url)
+    if system.exists(f"{path}/{MANIFEST}"):
+        system.rm_file(f"{path}/{MANIFEST}")
+    if system.exists(path):
+        system.rm(path, recursive=True)
 
 
 def _read_manifest(url: str) -> bytes:

@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 
 from hone.agents.collate import (
+    is_last_row,
     last_row_indices,
+    last_row_values,
     trajectory_indices,
     trajectory_totals,
 )
-from hone.algorithms.credit import STRICT_MIN, min_form_returns
+from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.kl import k3
 from hone.columns import reward_column
 from hone.config import PPOTrainerConfig
 from hone.config.reward import RewardModelConfig
 from hone.ops.groups import Groups
 from hone.ops.masked import masked_mean
-from hone.protocol import DataProto
+from hone.protocol import DataProto, object_array
 from hone.rewards.repetition import repeatness
 from hone.tokenizer import Tokenizer
 from hone.trainer.ppo.metrics import are_numbers, mean_max_min, split_attention_mask
@@ -60,18 +62,16 @@ def response_metrics(
         rule_scores = trajectory_totals(batch, rule_rewards)[has_rule_score(batch)]
         metrics |= mean_max_min("instant_rewards/verifiable_reward", rule_scores)
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
-        reward_models = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+        missing = object_array([None] * len(batch))
+        reward_models = last_row_values(batch, batch.non_tensor_batch.get("reward_model", missing))
         is_scored = torch.tensor([has_model_style(m) or not route_by_style for m in reward_models])
-        if (
-            batch.has_column(reward_column(MODEL))
-            and (last_indices := last_row_indices(batch)) is not None
-        ):
-            is_scored &= torch.zeros_like(is_scored).index_fill(0, last_indices, True)
         metrics |= mean_max_min("instant_rewards/outcome_reward", outcome[is_scored])
-        if (is_known & is_scored).any():
+        verdicts = correct[torch.from_numpy(is_last_row(batch))]
+        is_compared = is_scored & ~verdicts.isnan()
+        if is_compared.any():
             threshold = CORRECT_THRESHOLD if config.reward_model.type == "judge" else 0.0
-            agrees = (outcome > threshold) == (correct == 1)
-            agreement = agrees[is_known & is_scored].float().mean().item()
+            agrees = (outcome > threshold) == (verdicts == 1)
+            agreement = agrees[is_compared].float().mean().item()
             metrics["instant_rewards/orm_match_vr"] = agreement
     log_prob_column = next(
         (n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None
@@ -105,23 +105,24 @@ def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | N
 
 
 def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | None:
-    """Returns the reward model's unweighted reward [B] of each response.
+    """Returns the reward model's unweighted reward [N] of each trajectory.
 
     Step rewards are combined as in `credit_assignment`: by their minimum, or by their sum.
     """
     columns = batch.batch
     if batch.has_column(reward_column(MODEL)):
-        scores: Tensor = columns[reward_column(MODEL)]
-        return scores.sum(-1)
+        return trajectory_totals(batch, columns[reward_column(MODEL)].sum(-1))
     if not batch.has_column(reward_column(PROCESS)) or config.modeling_reward_coef == 0:
         return None
     step_rewards: Tensor = columns[reward_column(PROCESS)] / config.modeling_reward_coef
     if config.credit_assignment != STRICT_MIN:
-        return step_rewards.sum(-1)
-    mask = columns["response_mask"]
-    returns = min_form_returns(step_rewards, columns["step_mask"], mask)
-    first_token = mask.bool().int().argmax(-1, keepdim=True)
-    return returns.gather(-1, first_token).squeeze(-1)  # the minimum over all steps
+        return trajectory_totals(batch, step_rewards.sum(-1))
+    minima = step_rewards.masked_fill(~columns["step_mask"].bool(), torch.inf).amin(-1)
+    if (trajectory := trajectory_indices(batch)) is not None:
+        minima = minima.new_full((int(trajectory.max()) + 1,), torch.inf).scatter_reduce(
+            0, trajectory, minima, "amin"
+        )
+    return minima.masked_fill(minima.isinf(), 0.0)  # a trajectory without a step has 0
 
 
 def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:

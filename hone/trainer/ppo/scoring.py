@@ -12,9 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.agents.collate import is_last_row, last_row_values, trajectory_rewards, turn_rewards
+from hone.agents.collate import (
+    is_last_row,
+    last_row_values,
+    trajectory_indices,
+    trajectory_rewards,
+    turn_rewards,
+)
 from hone.agents.contract import LOOPS
 from hone.agents.trajectory import LoopNames
+from hone.algorithms.credit import assign_credit
 from hone.columns import COLUMNS, REWARD_PREFIX, declaration, is_data_column, reward_column, write
 from hone.config import PPOTrainerConfig, replace
 from hone.config.reward import RewardModelConfig
@@ -231,7 +238,7 @@ def _score_parts(
             output = model.call(RewardModelWorker.compute_rm_score, selected_batch)
             if output.has_column("step_mask"):
                 write(batch, "step_mask", _expand_rows(output.batch["step_mask"], mask))
-                parts[PROCESS] = _expand_rows(output.batch["process_scores"], mask)
+                parts[PROCESS] = _expand_rows(output.batch["step_rewards"], mask)
             else:
                 parts[MODEL] = _expand_rows(output.batch["rm_scores"], mask)
         if MODEL in parts:
@@ -337,6 +344,8 @@ def score(
     total: Tensor | None = None
     for part, scores in parts.items():
         if part == PROCESS:
+            step_mask, trajectory = batch.batch["step_mask"], trajectory_indices(batch)
+            scores = assign_credit(scores, step_mask, config.credit_assignment, trajectory)
             # This part is written with its weight, since the strict minimum subtracts it from the sum.
             scores = scores * config.modeling_reward_coef
         if part != AGENT:  # the agent loop's part is a column already

@@ -146,6 +146,7 @@ class PPOTrainer:
                 self.run_folder,
                 total_steps=self.total_steps,
                 resumed_from=self.global_step or None,
+                will_train=will_train,
                 prints_every_metric=trainer.console == "full",
             )
             steps = progress("step", self.total_steps, has_step_line=True)

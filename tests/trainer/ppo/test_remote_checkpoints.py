@@ -70,6 +70,40 @@ def test_a_damaged_copy_is_passed_over_and_a_later_one_is_set_aside(
     assert "global_step_1/manifest.json.earlier" in files.remote_files(store)
 
 
+def copied_run(folder: Path, store: str, *steps: int) -> RunFolder:
+    run = RunFolder(folder, store)
+    for step in steps:
+        run.checkpoint(step).mkdir(parents=True)
+        (run.checkpoint(step) / f"of_{folder.name}").write_text("x")
+        write_manifest(run.checkpoint(step))
+    return run
+
+
+def test_invalidated_copies_are_deleted_with_the_old_ones(store: str, tmp_path: Path) -> None:
+    remote_checkpoints.push(copied_run(tmp_path / "first", store, 1, 2, 3, 9), 0)
+    second = copied_run(tmp_path / "second", store, 2, 4)
+    remote_checkpoints.invalidate_after(second, 0)
+    remote_checkpoints.push(second, 0)
+    names = files.remote_files(store)
+    assert "global_step_1/manifest.json.earlier" in names  # 0 keeps all
+    assert [n for n in names if n.startswith("global_step_2/")] == [
+        "global_step_2/manifest.json",
+        "global_step_2/of_second",
+    ]
+    remote_checkpoints.push(second, 1)
+    folders = {n.split("/")[0] for n in files.remote_files(store)}
+    assert folders == {"global_step_2", "global_step_4", "global_step_9"}  # 9 is still to come
+
+
+def test_a_run_on_another_machine_has_the_ids_of_its_trackers(store: str, tmp_path: Path) -> None:
+    first = copied_run(tmp_path / "first", store, 1)
+    first.save_tracker_id("wandb", "abc")
+    remote_checkpoints.push(first, 0)
+    second = RunFolder(tmp_path / "second", store)
+    remote_checkpoints.pull(second)
+    assert second.tracker_id("wandb") == "abc"
+
+
 def test_without_any_sound_copy_the_run_stops_and_changes_nothing(
     train: Callable[..., Run], store: str, tmp_path: Path
 ) -> None:

@@ -128,6 +128,33 @@ def test_process_rewards_are_combined_as_the_credit_is_and_without_their_weight(
     assert metrics["instant_rewards/orm_match_vr"] == sum(agrees) / 4
 
 
+@pytest.mark.parametrize(
+    ("credit", "outcomes"), [("gamma-decay", [0.9, -0.5]), ("strict min-form", [0.2, -0.5])]
+)
+def test_step_rewards_are_combined_over_the_rows_of_a_trajectory(
+    credit: str, outcomes: list[float]
+) -> None:
+    """The first trajectory has steps of 0.3 and 0.2, and of 0.4; the second one step of −0.5."""
+    steps = torch.zeros(4, WIDTH)
+    for row, (position, reward) in enumerate([(1, 0.3), (3, 0.4), (1, -0.5)]):
+        steps[row, position] = reward
+    steps[0, 3] = 0.2
+    rows = batch(
+        trajectory_row=[None, 1, None, 1],
+        **{"reward/process": steps, "step_mask": (steps != 0).long()},
+    )
+    rows.batch.pop("reward/model")
+    settings = config("reward_model.type=prm", f"reward_model.credit_assignment={credit}")
+    metrics = response_metrics(rows, TOKENIZER, settings)
+    name = "instant_rewards/outcome_reward"
+    assert [metrics[f"{name}/{kind}"] for kind in KINDS] == pytest.approx(
+        [sum(outcomes) / 2, max(outcomes), min(outcomes)]
+    )
+    verdicts = correctness(rows, settings)[[1, 3]].tolist()
+    agrees = [(o > 0) == (v == 1) for o, v in zip(outcomes, verdicts, strict=True)]
+    assert metrics["instant_rewards/orm_match_vr"] == sum(agrees) / 2
+
+
 def test_rows_without_a_verdict_are_neither_correct_nor_incorrect() -> None:
     rows = batch(
         reward_failure=["no_ground_truth", None, None, None],
