@@ -6,6 +6,7 @@ again would not restore the same bits.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hone.data.files import copy_to_local
+
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
+    from peft.tuners.lora import LoraLayer
     from transformers import PreTrainedModel
 
 ADAPTER_FOLDER = "lora_adapter"
 _PEFT_PREFIX = "base_model.model."
 _SCORE_PATTERN = r"(?:.*\.)?score"
+_HEAD_NAMES = (".score.weight", ".score.bias")
+_UNSUPPORTED_FIELDS = (
+    *("use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
+    *("kasa_config", "monteclora_config", "layer_replication", "trainable_token_indices"),
+)
+"""Fields of PEFT's config with which an adapter is more than low-rank matrices that are added to the base."""
 
 
 class LoraError(ValueError):
@@ -66,37 +76,28 @@ def wrap_lora(
 
     Adapters have the dtype of the base; the optimizer holds their float32 master weights.
     """
-    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft import LoraConfig, get_peft_model
 
     is_classifier = hasattr(lm, "score")  # its head is trained fully, without an adapter
-    excluded_modules = _list_or_pattern(exclude_modules)
-    if is_classifier:
-        pattern = rf"(?:{excluded_modules})|" if isinstance(excluded_modules, str) else ""
-        excluded_modules = (
-            [*excluded_modules, "score"]
-            if isinstance(excluded_modules, list)
-            else pattern + _SCORE_PATTERN
-        )
     try:
         if adapter_path:
-            peft_model = PeftModel.from_pretrained(
-                lm, adapter_path, is_trainable=True, autocast_adapter_dtype=False
-            )
+            adapter_path = str(Path(copy_to_local(adapter_path)).expanduser())
+            config = _read_adapter_config(adapter_path)
         else:
             config = LoraConfig(
-                task_type="TOKEN_CLS" if is_classifier else "CAUSAL_LM",
                 r=rank,
                 lora_alpha=alpha,
                 lora_dropout=dropout,
                 target_modules=_list_or_pattern(target_modules),
-                exclude_modules=excluded_modules,
+                exclude_modules=_excluded_modules(exclude_modules, is_classifier),
             )
-            peft_model = get_peft_model(lm, config, autocast_adapter_dtype=False)
-    except ValueError as error:  # PEFT raises it for invalid settings
+        config.task_type = "TOKEN_CLS" if is_classifier else "CAUSAL_LM"
+        peft_model = get_peft_model(lm, config, autocast_adapter_dtype=False)
+        if adapter_path:
+            _load_adapter(peft_model, adapter_path)
+    except (ValueError, OSError, RuntimeError, KeyError) as error:  # of PEFT and torch
         settings = adapter_path or f"rank {rank}, target_modules {target_modules}"
-        raise LoraError(f"LoRA ({settings}): {' '.join(str(error).split())}") from error
-    if getattr(peft_model.peft_config[peft_model.active_adapter], "use_dora", False):
-        raise LoraError("the adapter uses DoRA, which is not supported; use a plain LoRA adapter")
+        raise LoraError(f"LoRA ({settings}): {textwrap.shorten(str(error), 400)}") from error
     head = None if is_classifier else peft_model.get_output_embeddings()
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):
         raise LoraError(
@@ -117,22 +118,73 @@ def _list_or_pattern(value: str | tuple[str, ...] | None) -> str | list[str] | N
     return value if value is None or isinstance(value, str) else list(value)
 
 
+def _excluded_modules(
+    exclude_modules: str | tuple[str, ...] | None, is_classifier: bool
+) -> str | list[str] | None:
+    """Returns names or a pattern of the modules without adapters, with the head of a classifier."""
+    excluded = _list_or_pattern(exclude_modules)
+    if not is_classifier:
+        return excluded
+    if isinstance(excluded, list):
+        return [*excluded, "score"]
+    return (f"(?:{excluded})|" if excluded else "") + _SCORE_PATTERN
+
+
+def _read_adapter_config(path: str) -> PeftConfig:
+    """Returns the config of an adapter; raises if `merged_weights` could not add it to the base."""
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(path)
+    if config.peft_type != "LORA":
+        raise ValueError(f"the adapter is of type {config.peft_type.value}; use a LoRA adapter")
+    if names := [name for name in _UNSUPPORTED_FIELDS if getattr(config, name, None)]:
+        raise ValueError(f"the adapter has {names[0]}, which is not supported; use a plain adapter")
+    config.inference_mode = False
+    return config
+
+
+def _load_adapter(lm: PeftModel, path: str) -> None:
+    """Loads the weights of an adapter; raises if they are not those of this model's adapter."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    weights = load_peft_weights(path, device="cpu")
+    initial = get_peft_model_state_dict(lm, save_embedding_layers=False)
+    # The adapter of a language model lacks the head of a classifier, which stays as it is.
+    head = {name: weight for name, weight in initial.items() if name.endswith(_HEAD_NAMES)}
+    result = set_peft_model_state_dict(lm, head | weights, lm.active_adapter)
+    missing = [name for name in result.missing_keys if ".lora_" in name]
+    if missing or result.unexpected_keys:
+        difference = f"lacks {missing[0]}" if missing else f"also has {result.unexpected_keys[0]}"
+        raise ValueError(f"the adapter is for another model: its file {difference}")
+
+
 def merged_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
     """Yields the sum of base and adapter as full tensors; the parameters must be gathered before."""
     adapter = lm.active_adapter
     modules = dict(lm.named_modules())
     for name, parameter in lm.named_parameters():
-        module_path, _, parameter_name = name.rpartition(".")
-        if ".lora_" in name or module_path.endswith(".original_module"):
+        if ".lora_" in name or ".original_module." in name:
             continue
+        module_path, _, parameter_name = name.rpartition(".")
         tensor = parameter.detach()
-        if module_path.endswith(".base_layer"):
+        while module_path.endswith(".base_layer"):  # one wrapper per adapted parameter of a module
             module_path = module_path.removesuffix(".base_layer")
-            if parameter_name == "weight":
-                delta = modules[module_path].get_delta_weight(adapter).detach()
-                tensor = (tensor.float() + delta.float()).to(tensor.dtype)
-        module_path = module_path.removesuffix(f".modules_to_save.{adapter}")
-        yield f"{module_path.removeprefix(_PEFT_PREFIX)}.{parameter_name}", tensor
+            delta = _delta(modules[module_path], parameter_name, adapter)
+            if delta is not None:
+                tensor = (tensor.float() + delta.detach().float()).to(tensor.dtype)
+        module_path = f"{module_path}.".replace(f".modules_to_save.{adapter}.", ".")
+        yield f"{module_path.removeprefix(_PEFT_PREFIX)}{parameter_name}", tensor
+
+
+def _delta(layer: LoraLayer, parameter_name: str, adapter: str) -> Tensor | None:
+    """Returns what a layer's adapter adds to a parameter of its base layer, or None for nothing."""
+    # PEFT's layers of experts adapt one parameter, which they name; other layers adapt `weight`.
+    if parameter_name == getattr(layer, "parameter_name", "weight"):
+        return layer.get_delta_weight(adapter)
+    if parameter_name == "bias" and layer.lora_bias[adapter]:
+        return layer.lora_B[adapter].bias * layer.scaling[adapter]
+    return None
 
 
 def adapter_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
@@ -150,6 +202,8 @@ def is_plain_lora(lm: PeftModel) -> bool:
     config = lm.peft_config[lm.active_adapter]
     changes_base = config.init_lora_weights not in (True, False, "gaussian", "orthogonal")
     if changes_base or config.rank_pattern or config.alpha_pattern or config.lora_bias:
+        return False
+    if config.target_parameters:  # parameters of experts
         return False
     return all(".lora_" in name for name, _ in adapter_weights(lm))
 

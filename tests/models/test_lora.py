@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, get_peft_model
 
-from hone.models.lora import LoraError, is_lora, merged_weights, wrap_lora
+from hone.models.lora import LoraError, is_lora, is_plain_lora, merged_weights, wrap_lora
 from hone.models.policy import PolicyModel, ValueModel
 from hone.models.tiny import tiny_lm
 from hone.workers.objectives import PolicyObjective
@@ -119,3 +120,91 @@ def test_a_value_model_with_adapters_trains_its_head():
     assert "value_head.weight" in trained
     assert all("lora_" in n or n.startswith("value_head") for n in trained)
     assert model(pack_batch(rows(), True))["values"].shape == rows().batch["responses"].shape
+
+
+def existing_adapter(folder, lm, config=None, **settings):
+    """Writes an adapter of random weights, as another program would have trained it."""
+    config = config or LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=6, **settings)
+    adapted = get_peft_model(lm, config)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    adapted.save_pretrained(folder)
+    return str(folder)
+
+
+def untied_lm(family="qwen2", **settings):
+    return tiny_lm(
+        VOCABULARY, hidden=32, mlp=48, family=family, tie_embeddings=False, seed=1, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "is_plain"),
+    [
+        ("qwen2", {"target_modules": ["q_proj"], "use_rslora": True}, True),
+        ("qwen2", {"target_modules": r".*\.(q|v)_proj", "lora_bias": True}, False),
+        ("qwen2", {"target_modules": ["q_proj"], "bias": "all"}, False),
+        ("qwen2", {"target_modules": ["q_proj"], "modules_to_save": ["mlp", "norm"]}, False),
+        ("qwen2", {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}}, False),
+        ("mixtral", {"target_modules": "all-linear"}, False),
+        ("mixtral", {"target_parameters": ["mlp.experts.gate_up_proj"]}, False),
+    ],
+)
+def test_merged_weights_give_the_policy_of_an_existing_adapter(
+    family, settings, is_plain, tmp_path
+):
+    path = existing_adapter(tmp_path, untied_lm(family), **settings)
+    adapted = wrap_lora(untied_lm(family), **(SETTINGS | {"adapter_path": path}))
+    merged = untied_lm(family)
+    start = log_probs(PolicyModel(merged))
+    merged.load_state_dict(dict(merged_weights(adapted)), strict=True)
+    expected = log_probs(PolicyModel(adapted))
+    assert (expected - start).abs().max() > 1e-3
+    torch.testing.assert_close(log_probs(PolicyModel(merged)), expected)
+    assert is_plain_lora(adapted) == is_plain
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
+        (
+            IA3Config(task_type="CAUSAL_LM", target_modules=["q_proj"], feedforward_modules=[]),
+            "IA3",
+        ),
+    ],
+)
+def test_an_adapter_that_is_not_a_sum_of_low_rank_matrices_is_refused(config, message, tmp_path):
+    settings = {"config": config} if isinstance(config, IA3Config) else config
+    path = existing_adapter(tmp_path, untied_lm(), **({"target_modules": ["q_proj"]} | settings))
+    with pytest.raises(LoraError, match=message):
+        wrap_lora(untied_lm(), **(SETTINGS | {"adapter_path": path}))
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path):
+    path = existing_adapter(tmp_path, untied_lm(layers=3), target_modules=["q_proj"])
+    with pytest.raises(LoraError, match="for another model: its file also has"):
+        wrap_lora(untied_lm(), **(SETTINGS | {"adapter_path": path}))
+
+
+def test_an_adapter_path_may_be_below_home(tmp_path, monkeypatch):
+    existing_adapter(tmp_path / "adapter", untied_lm(), target_modules=["q_proj"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert is_lora(wrap_lora(untied_lm(), **(SETTINGS | {"adapter_path": "~/adapter"})))
+
+
+def test_a_classifier_continues_the_adapter_of_a_language_model_and_trains_its_own_head(tmp_path):
+    path = existing_adapter(tmp_path, untied_lm(), target_modules=["q_proj"])
+    lm = untied_lm()
+    lm.score = torch.nn.Linear(32, 1)
+    adapted = wrap_lora(lm, **(SETTINGS | {"adapter_path": path}))
+    weights = dict(adapted.named_parameters())
+    trained = [name for name, p in weights.items() if p.requires_grad and ".lora_" not in name]
+    assert trained
+    assert all(".score.modules_to_save." in name for name in trained)
+    assert all((p != 0).any() for name, p in weights.items() if ".lora_B." in name)
