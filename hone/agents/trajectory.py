@@ -236,15 +236,15 @@ def _truncate_response(output: AgentLoopOutput, max_tokens: int) -> AgentLoopOut
     return output
 
 
-def loop_metrics(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
-    """Returns min, max and mean of the loop metrics under verl's names."""
-    measurements = [metric_values(o) for o in outputs]
+def loop_metrics(loops: Sequence[AgentLoopMetrics | Settings]) -> dict[str, float]:
+    """Returns min, max and mean of the metrics of `loops` under verl's names."""
+    values_by_loop = [metric_values(loop) for loop in loops]
     summary: dict[str, float] = {}
     for name in LOOP_METRICS:
-        values = np.array([float(m[name]) for m in measurements])
+        values = np.array([float(loop_values[name]) for loop_values in values_by_loop])
         for statistic in ("min", "max", "mean"):
             summary[f"timing_s/agent_loop/{name}/{statistic}"] = float(getattr(values, statistic)())
-    metrics = [o.metrics for o in outputs if isinstance(o.metrics, AgentLoopMetrics)]
+    metrics = [loop for loop in loops if isinstance(loop, AgentLoopMetrics)]
     if prompt_tokens := sum(m.later_prompt_tokens for m in metrics):
         cached_tokens = sum(m.later_cached_tokens for m in metrics)
         summary["rollout/prefix_cache_hit/later_turns"] = cached_tokens / prompt_tokens
@@ -262,9 +262,8 @@ def check_output(output: Any, loop_name: str, *, row: Row, vocab_size: int | Non
         raise BadTrajectory(f"agent loop {loop_name!r} returned {problem}")
 
 
-def metric_values(output: AgentLoopOutput) -> dict[str, float]:
+def metric_values(metrics: AgentLoopMetrics | Settings) -> dict[str, float]:
     """Returns the values of `LOOP_METRICS` by name."""
-    metrics = output.metrics
     values = vars(metrics) if isinstance(metrics, AgentLoopMetrics) else dict(metrics)
     return {name: values.get(name, 0.0) for name in LOOP_METRICS}
 
@@ -296,7 +295,7 @@ def _problems(output: AgentLoopOutput, row: Row, vocab_size: int | None) -> Iter
         yield f"stop_reason={short_repr(output.stop_reason)}; give text or None"
     if not _is_finite(output.num_turns):
         yield f"num_turns={short_repr(output.num_turns)}; give a number"
-    for name, value in metric_values(output).items():
+    for name, value in metric_values(output.metrics).items():
         if not _is_finite(value):
             yield f"metrics[{name!r}]={value!r}; give a number, or leave it out"
     yield from _extra_field_problems(output, row)

@@ -207,7 +207,8 @@ class ActorRolloutRefWorker(Worker):
         batch = collate_outputs(ordered_outputs, pad_token_id=self.actor.tokenizer.pad_token_id)
         if not rollout.calculate_log_probs:
             batch.batch.pop("rollout_log_probs", None)
-        batch.meta_info["metrics"] = loop_metrics(ordered_outputs) | result.metrics
+        metrics = loop_metrics([output.metrics for output in ordered_outputs])
+        batch.meta_info["metrics"] = metrics | result.metrics
         batch.meta_info["temperature"] = rollout.temperature
         return add_verl_columns(batch)
 

@@ -73,7 +73,7 @@ class CollatingRunner(LoopRunner):
         }
         outputs = [output_of_row[i] for i in sorted(output_of_row)]
         batch = collate_outputs(outputs, pad_token_id=TOKENIZER.pad_token_id)
-        batch.meta_info["metrics"] = loop_metrics(outputs)
+        batch.meta_info["metrics"] = loop_metrics([output.metrics for output in outputs])
         return batch
 
 

@@ -90,7 +90,7 @@ def test_a_measurement_that_is_no_number_is_refused(value: Any) -> None:
 
 def test_a_measurement_left_out_is_zero() -> None:
     output = AgentLoopOutput([5], [1], [1], metrics={"tool_calls": 3})
-    assert metric_values(output) == {
+    assert metric_values(output.metrics) == {
         "generate_sequences": 0.0,
         "tool_calls": 3,
         "num_preempted": 0.0,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hone.agents.collate import TRAJECTORY_ROW, collate_outputs, repeat_rows_per_output
-from hone.agents.contract import AgentLoopOutput
+from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.agents.trajectory import loop_metrics
 from hone.columns import write
 from hone.config.rollout import CheckpointEngineConfig
@@ -81,7 +81,8 @@ class TrajectorySource:
         self._running_groups: dict[tuple[int, int, str], _Group] = {}
         self._finished_groups: list[_Group] = []  # in finishing order
         self._next_number = 0
-        self._metrics: list[dict[str, float]] = []
+        self._loop_metrics: list[AgentLoopMetrics | Settings] = []
+        self._rank_metrics: list[dict[str, float]] = []
 
     @property
     def generates_concurrently(self) -> bool:
@@ -147,7 +148,7 @@ class TrajectorySource:
                     number = submitted_group.number
                     self._finished_groups.append(_Group(number, rows, group.outputs))
                 if result.metrics:
-                    self._metrics.append(result.metrics)
+                    self._rank_metrics.append(result.metrics)
         groups = self._finished_groups[:num_groups]
         del self._finished_groups[:num_groups]
         return self._collate_groups(sorted(groups, key=lambda group: group.number))
@@ -162,11 +163,16 @@ class TrajectorySource:
         batch.meta_info["group_numbers"] = [group.number for group in groups]
         row_columns = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
         batch.meta_info["loop_columns"] = sorted({*trajectories.non_tensor_batch, *row_columns})
-        names = {name for metrics in self._metrics for name in metrics}
-        values_by_name = {name: [m[name] for m in self._metrics if name in m] for name in names}
-        batch.meta_info["metrics"] = loop_metrics(outputs) | mean_over_ranks(values_by_name)
-        self._metrics = []
+        self._loop_metrics += [output.metrics for output in outputs]
         return batch.union(trajectories)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Returns the metrics of generation, over all groups that were taken since the last call."""
+        loops, self._loop_metrics = self._loop_metrics, []
+        ranks, self._rank_metrics = self._rank_metrics, []
+        names = {name for metrics in ranks for name in metrics}
+        values_by_name = {name: [m[name] for m in ranks if name in m] for name in names}
+        return (loop_metrics(loops) if loops else {}) | mean_over_ranks(values_by_name)
 
     def abort(self) -> None:
         """Drops all groups that were submitted and not taken."""

@@ -177,7 +177,9 @@ class PPOTrainer:
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """Runs one step of the loop, and returns its batch and metrics."""
         self.global_step += 1
-        traffic_metrics(self.traffic)  # drops the traffic of validation and checkpoints
+        # Drops the metrics of validation, checkpoints and greedy responses since the last step.
+        traffic_metrics(self.traffic)
+        self.source.pop_metrics()
         batch = self.collect()
         batch = self.estimate(batch)
         batch = self.assign_credit(batch)
@@ -198,6 +200,7 @@ class PPOTrainer:
         else:
             self.submit(self.loader.next_batch())
             batch = filter_batch(self.score(self.take()), self.config)
+        batch.meta_info.setdefault("metrics", {}).update(self.source.pop_metrics())
         if self.plan.needs_greedy_baselines:
             self.submit(unique_prompts(batch, self.loader), greedy=True)
             greedy_batch = self.score(self.take(phase="gen_max"))

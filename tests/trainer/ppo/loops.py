@@ -115,6 +115,16 @@ class ScoresRows(Summarises):
         return rows
 
 
+class Measured(Summarises):
+    """Both responses of a row count its index as tool calls; they score differently."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[AgentLoopOutput]:
+        output = (await super().run(sampling_params, **row))[0]
+        output.reward_score = float(row["sample_index"])
+        output.metrics = {"tool_calls": row["extra_info"]["index"]}
+        return [output]
+
+
 class Recorded(AgentLoopBase):
     """The same tokens for a row in every run, whatever the policy's weights are."""
 

@@ -17,7 +17,7 @@ from hone.config import load_config
 from hone.protocol import DataProto
 from hone.trainer.ppo.collect import DynamicSampling, NotEnoughSignal
 
-from ..runs import Run, task_row
+from ..runs import Run, Task, task_row
 
 FILTERED = ("algorithm.filter_groups.enable=true", "custom_reward_function.name=by_row")
 
@@ -43,6 +43,26 @@ def test_a_larger_generation_batch_needs_fewer_rounds(train: Callable[..., Run])
     )
     assert run.steps[0]["training/num_gen_batches"] == 1
     assert len({row["uid"] for row in run.rollouts(1)}) == 4
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "remax"])
+def test_the_metrics_of_generation_are_those_of_all_chunks(
+    train: Callable[..., Run], task: Task, estimator: str
+) -> None:
+    """Each group is a chunk; neither greedy responses nor a validation count."""
+    run = train(
+        "actor_rollout_ref.rollout.agent.default_agent_loop=trainer.ppo.loops:Measured",
+        "algorithm.filter_groups.enable=true",
+        f"algorithm.adv_estimator={estimator}",
+        "trainer.test_freq=1",
+        task.validated(),
+    )
+    for step, line in enumerate(run.steps, 1):
+        calls = [json.loads(row["extra_info"])["index"] for row in run.rollouts(step)]
+        assert len(set(calls)) == 4
+        statistics = {"min": min(calls), "max": max(calls), "mean": sum(calls) / len(calls)}
+        for name, value in statistics.items():
+            assert line[f"timing_s/agent_loop/tool_calls/{name}"] == value
 
 
 def test_a_metric_of_the_score_function_may_decide(train: Callable[..., Run]) -> None:
