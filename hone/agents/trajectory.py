@@ -34,7 +34,7 @@ from hone.protocol.rows import deeply_equal
 from hone.rollout.contract import RolloutEngine
 from hone.text import BadText, read_yaml, short_repr
 from hone.tokenizer import Tokenizer
-from hone.types import Fields, Row
+from hone.types import Fields, Row, Settings
 
 LoopFactory = Callable[..., AgentLoopBase]
 LOOP_METRICS = ("generate_sequences", "tool_calls", "num_preempted")

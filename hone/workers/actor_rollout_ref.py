@@ -29,9 +29,8 @@ from hone.controller.decorator import (
 from hone.engine.contract import Mesh
 from hone.protocol import DataProto, object_array
 from hone.types import Fields, Function, Settings
-from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.rollout_worker import RolloutWorker
-from hone.workers.train import TrainWorker, full_config
+from hone.workers.train import ActorWorker, ReferenceWorker, TrainWorker, full_config
 
 HAS_GENERATED_UIDS = "generated_uid"
 """The key in `meta_info` of a batch whose uids this module has generated."""

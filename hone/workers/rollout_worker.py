@@ -33,9 +33,10 @@ from hone.rollout.build import build_rollout, check_exact_mode
 from hone.rollout.contract import RolloutSpec
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Location, receive
-from hone.workers.actor import ActorWorker, Roofline
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import actor_spec
+from hone.workers.roofline import Roofline
+from hone.workers.train import ActorWorker
 
 WeightPath = Literal["shared", "gathered", "copied", "streamed"]
 """How new weights reach the rollout engine; the docstring of this module explains each way."""
@@ -89,6 +90,7 @@ class RolloutWorker(Worker):
             self.facts = model_facts(policy.lm)
         else:
             self.facts = self.actor.engine.facts
+        self._roofline = Roofline.for_device(self.facts, self.device)
         with ExitStack() as stack:
             spec = RolloutSpec(
                 config.rollout,
@@ -222,14 +224,14 @@ class RolloutWorker(Worker):
         self, groups: Iterable[FinishedGroup], seconds: float
     ) -> dict[str, float]:
         """Returns the share of the GPU's memory bandwidth that generation used."""
-        roofline = Roofline.for_device(self.facts, self.device)
         outputs = [output for group in groups for output in group.outputs]
-        if roofline is None or not outputs:
+        if self._roofline is None or not outputs:
             return {}
         prompt_lengths = [len(output.prompt_ids) for output in outputs]
         response_lengths = [len(output.response_ids) for output in outputs]
         max_num_seqs = self.config.actor_rollout_ref.rollout.max_num_seqs
-        return {"perf/mbu": roofline.mbu(prompt_lengths, response_lengths, max_num_seqs, seconds)}
+        mbu = self._roofline.mbu(prompt_lengths, response_lengths, max_num_seqs, seconds)
+        return {"perf/mbu": mbu}
 
     # -- weights ------------------------------------------------------------------------------
 

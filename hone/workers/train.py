@@ -1,8 +1,9 @@
-"""The base class of workers with a training engine: updates, checkpoints and sending weights."""
+"""The workers with a training engine: actor, reference and critic, and the base class of all such workers."""
 
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,19 @@ from hone.config.trees import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import DEFAULT_MESH
 from hone.engine.build import build_strategy
-from hone.engine.contract import EngineSpec, TrainEngine
+from hone.engine.contract import EngineSpec, Options, TrainEngine
+from hone.models.from_config import build_tokenizer, import_external
+from hone.ops.packing import shared_prompt_lengths
 from hone.protocol import DataProto
 from hone.tracking.manifest import FolderNotShared
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Location, Sender, open_sender, send
 from hone.workers.device import pick_device, prepare_process
-from hone.workers.objectives import mean_metrics, minibatches
+from hone.workers.engine_specs import actor_spec, critic_spec, reference_spec
+from hone.workers.objectives import PolicyObjective, ValueObjective, mean_metrics, minibatches
+from hone.workers.roofline import Roofline
+
+_GIB = 2**30
 
 SpecBuilder = Callable[[PPOTrainerConfig, Worker, torch.device], EngineSpec]
 
@@ -143,6 +150,142 @@ class TrainWorker(Worker):
         assert self._sender is not None, "call offer_weights before send_weights"
         bucket_bytes = self.config.actor_rollout_ref.rollout.checkpoint_engine.bucket_bytes
         return send(self._sender, weights, bucket_bytes)
+
+
+class ActorWorker(TrainWorker):
+    """The policy under training."""
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.actor_rollout_ref.actor.checkpoint
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        config = self.config.actor_rollout_ref
+        self.tokenizer = build_tokenizer(config.model)
+        fsdp_configs = (config.actor.fsdp_config, config.ref.fsdp_config)
+        self.build_engine(config.actor.strategy, actor_spec, *fsdp_configs)
+        self._roofline = Roofline.for_device(self.engine.facts, self.engine.device)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(
+        self,
+        data: DataProto,
+        *,
+        with_sum_pi_squared: bool = False,
+        temperature: float | None = None,
+    ) -> DataProto:
+        """Computes the log-prob and entropy of each token and, if `with_sum_pi_squared` is set, Σπ²."""
+        options: Options = {
+            "temperature": self.temperature(temperature),
+            "with_entropy": True,
+            "with_sum_pi_squared": with_sum_pi_squared,
+        }
+        if self.config.actor_rollout_ref.actor.router_replay.mode == "R2":
+            options["with_routing"] = True
+        outputs = self.engine.infer(data, **options)
+        column_names = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        return DataProto.from_dict(
+            {column_names.get(name, name): values for name, values in outputs.items()}
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(
+        self, data: DataProto, *, temperature: float | None = None
+    ) -> DataProto:
+        """Computes the reference log-probs of a LoRA run with the actor, its adapters disabled."""
+        temperature = self.temperature(temperature)
+        outputs = self.engine.infer(data, adapters=False, temperature=temperature)
+        return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(
+        self, data: DataProto, *, num_step_rows: int | None = None, temperature: float | None = None
+    ) -> DataProto:
+        """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
+        config = self.config.actor_rollout_ref.actor
+        correction = self.config.algorithm.rollout_correction
+        objective = PolicyObjective(
+            config, temperature=self.temperature(temperature), correction=correction
+        )
+        updates = []
+        start_time = time.perf_counter()
+        with self.engine.on_device(optimizer=True):
+            for minibatch in self.minibatches(data, config, num_step_rows):
+                updates.append(self.engine.train_minibatch(minibatch, objective))
+        metrics = self.end_updates("actor", updates)
+        metrics |= self._device_metrics(data, time.perf_counter() - start_time)
+        return DataProto(meta_info={"metrics": metrics})
+
+    def _device_metrics(self, data: DataProto, seconds: float) -> dict[str, float]:
+        """Returns the MFU of the updates and the peak memory."""
+        device = self.engine.device
+        if device.type != "cuda":
+            return {}
+        metrics = {
+            "perf/max_memory_allocated_gb": torch.cuda.max_memory_allocated(device) / _GIB,
+            "perf/max_memory_reserved_gb": torch.cuda.max_memory_reserved(device) / _GIB,
+        }
+        if self._roofline is not None:
+            mask = data.batch["attention_mask"]
+            shared_lengths = shared_prompt_lengths(data.batch["prompts"], mask)
+            mfu = self._roofline.mfu(mask.sum(1).tolist(), shared_lengths, seconds)
+            epochs = self.config.actor_rollout_ref.actor.ppo_epochs
+            metrics["perf/mfu"] = epochs * mfu / self.engine.mesh.ranks_per_slot
+        return metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        with self.engine.on_device():
+            super().save_checkpoint(folder)
+            if "hf_model" in self.checkpoint.save_contents:
+                self.engine.export(Path(folder), self.tokenizer)
+
+
+class ReferenceWorker(TrainWorker):
+    """The frozen initial policy."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        ref = self.config.actor_rollout_ref.ref
+        import_external(self.config.actor_rollout_ref.model.external_lib)
+        self.build_engine(ref.strategy, reference_spec, ref.fsdp_config)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(
+        self, data: DataProto, *, temperature: float | None = None
+    ) -> DataProto:
+        outputs = self.engine.infer(data, temperature=self.temperature(temperature))
+        return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
+
+
+class CriticWorker(TrainWorker):
+    """The value model under training."""
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.critic.checkpoint
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        config = self.config.critic
+        import_external(config.model.external_lib)
+        self.build_engine(config.strategy, critic_spec, config.model.fsdp_config)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"values": self.engine.infer(data)["values"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, data: DataProto, *, num_step_rows: int | None = None) -> DataProto:
+        """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
+        config = self.config.critic
+        objective = ValueObjective(config)
+        updates = []
+        with self.engine.on_device(optimizer=True):
+            for minibatch in self.minibatches(data, config, num_step_rows):
+                updates.append(self.engine.train_minibatch(minibatch, objective))
+        return DataProto(meta_info={"metrics": self.end_updates("critic", updates)})
 
 
 def full_config(config: Block) -> PPOTrainerConfig:

@@ -97,7 +97,7 @@ def main() -> None:
 
     import hone.trainer.ppo.trainer
     import hone.workers.actor_rollout_ref
-    import hone.workers.critic
+    import hone.workers.train
     from hone.trainer.command_line import run_program
 
     loaded: list[Any] = [pyarrow, torch, transformers.AutoModelForCausalLM, hone]

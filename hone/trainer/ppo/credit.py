@@ -18,7 +18,7 @@ from hone.algorithms.correction import correct
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
 from hone.algorithms.row_selection import pf_ppo_rows
 from hone.columns import REWARD_PREFIX, require, write
-from hone.config.algorithm import AlgorithmConfig
+from hone.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from hone.ops.counter_rng import fold_seed
 from hone.ops.masked import masked_whiten
 from hone.plugins import PluginError
@@ -59,11 +59,8 @@ def penalize_kl(
     }
 
 
-def correct_for_rollout(batch: DataProto, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Writes importance weights, and a `loss_mask` without rejected tokens, if a correction is configured."""
-    correction = algorithm.rollout_correction
-    if not correction.applies_before_update:
-        return {}
+def correct_for_rollout(batch: DataProto, correction: RolloutCorrectionConfig) -> dict[str, float]:
+    """Writes importance weights, and a `loss_mask` without rejected tokens; returns metrics."""
     weights, mask, metrics = correct(
         require(batch, "old_log_probs"),
         require(batch, "rollout_log_probs"),

@@ -6,7 +6,7 @@ A column that is read but never written is a configuration error, reported befor
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
@@ -38,6 +38,9 @@ from hone.rollout.build import ENGINES
 from hone.types import Function
 
 T = TypeVar("T")
+
+_LOG_PROB_COLUMNS = ("old_log_probs", "entropys", "sum_pi_squared")
+"""The columns for which the actor runs a log-prob pass before the update."""
 
 
 def set_schedule_lengths(config: PPOTrainerConfig, total_steps: int) -> PPOTrainerConfig:
@@ -78,54 +81,28 @@ class Plan:
     """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
     """Rows per mini-batch, for each trained role."""
-    has_reward_server: bool = False
+    has_reward_server: bool
     """Whether the reward model runs on a server instead of in workers."""
-    records_routing: bool = False
-    """Whether the log-prob pass records the experts of each token."""
+    log_prob_columns: tuple[str, ...]
+    """The columns of the actor's log-prob pass before the update; empty if there is no pass.
+
+    With one update per batch, the forward pass of the update computes the old log-probs.
+    """
+    filters_groups: bool
+    """Whether groups are filtered after scoring; dynamic sampling filters them itself."""
+    corrects_rollout: bool
+    """Whether a rollout correction is applied before the update."""
+    logs_response_metrics: bool
+    """Whether the metrics of response_metrics.py are computed."""
+    needs_reference: bool
+    needs_critic: bool
+    needs_implicit_rewards: bool
+    needs_greedy_baselines: bool
 
     @property
     def has_external_reward_model(self) -> bool:
         """Whether a reward manager calls the reward model, which is a judge or runs on a server."""
         return self.has_reward_server or self.reward_model == "judge"
-
-    @property
-    def needs_reference(self) -> bool:
-        return "ref_log_prob" in self.columns
-
-    @property
-    def needs_critic(self) -> bool:
-        return "values" in self.columns
-
-    @property
-    def needs_implicit_rewards(self) -> bool:
-        return "reward/implicit" in self.columns
-
-    @property
-    def needs_greedy_baselines(self) -> bool:
-        return "reward_baselines" in self.columns
-
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """Whether the log-prob pass computes the old log-probs; with one update per batch, the forward pass
-        of the update gives the same values."""
-        return "old_log_probs" in self.columns and not self.uses_rollout_log_probs
-
-    @property
-    def needs_sum_pi_squared(self) -> bool:
-        return "sum_pi_squared" in self.columns
-
-    @property
-    def needs_log_prob_pass(self) -> bool:
-        """Whether the actor computes log-probs before the update."""
-        return self.needs_old_log_probs or self.needs_sum_pi_squared or "entropys" in self.columns
-
-    @property
-    def log_prob_columns(self) -> tuple[str, ...]:
-        """The columns that the log-prob pass writes; entropies are always among them."""
-        log_probs = ("old_log_probs",) if self.needs_old_log_probs else ()
-        routing = ("routed_experts",) if self.records_routing else ()
-        squares = ("sum_pi_squared",) if self.needs_sum_pi_squared else ()
-        return (*log_probs, "entropys", *squares, *routing)
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
@@ -211,18 +188,38 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     rows_per_update = [actor.sequences_per_update]
     if "values" in columns:
         rows_per_update.append(config.critic.sequences_per_update)
-    uses_rollout_log_probs = algorithm.rollout_correction.bypass_mode
-    has_reward_server = bool(reward_model_type and model.server.url)
-    records_routing = config.actor_rollout_ref.actor.router_replay.mode == "R2"
+    data, uses_rollout_log_probs = config.data, algorithm.rollout_correction.bypass_mode
     return Plan(
-        estimator,
-        columns,
-        reward_model_type,
-        uses_rollout_log_probs,
-        tuple(rows_per_update),
-        has_reward_server,
-        records_routing,
+        estimator=estimator,
+        columns=columns,
+        reward_model=reward_model_type,
+        uses_rollout_log_probs=uses_rollout_log_probs,
+        rows_per_update=tuple(rows_per_update),
+        has_reward_server=bool(reward_model_type and model.server.url),
+        log_prob_columns=_log_prob_columns(
+            columns - ({"old_log_probs"} if uses_rollout_log_probs else set()),
+            records_routing=actor.router_replay.mode == "R2",
+        ),
+        filters_groups=config.curriculum_learning.enable
+        or data.filter_accuracy
+        or data.filter_truncate
+        or data.oversample_factor > 1,
+        corrects_rollout=algorithm.rollout_correction.applies_before_update,
+        logs_response_metrics=config.logs_response_metrics,
+        needs_reference="ref_log_prob" in columns,
+        needs_critic="values" in columns,
+        needs_implicit_rewards="reward/implicit" in columns,
+        needs_greedy_baselines="reward_baselines" in columns,
     ), problems
+
+
+def _log_prob_columns(columns: Set[str], *, records_routing: bool) -> tuple[str, ...]:
+    """Returns the columns that the log-prob pass writes; entropies are always among them."""
+    names = tuple(name for name in _LOG_PROB_COLUMNS if name in columns)
+    if not names:
+        return ()
+    routing = ("routed_experts",) if records_routing else ()
+    return tuple(dict.fromkeys((*names, "entropys", *routing)))
 
 
 def _readers(

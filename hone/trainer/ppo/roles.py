@@ -19,13 +19,12 @@ from hone.controller.waiting import PhaseDeadlines, on_wait_progress
 from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.threads import uses_gpu
-from hone.workers.actor import ActorWorker, ReferenceWorker
-from hone.workers.critic import CriticWorker
 from hone.workers.implicit_reward_model import ImplicitRewardModelWorker
 from hone.workers.judge import JudgeWorker
 from hone.workers.process_reward_model import ProcessRewardModelWorker
 from hone.workers.reward_model import RewardModelWorker
 from hone.workers.rollout_worker import RolloutWorker
+from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker
 
 AnyGroup: TypeAlias = WorkerGroup[Any]
 """A worker group whose class depends on the configuration or the caller."""

@@ -27,8 +27,8 @@ from hone.protocol.rows import fill_object_columns
 from hone.trainer.ppo.metrics import mean_max_min, mean_over_ranks
 from hone.types import Settings
 from hone.weights.streamed import choose_transport
-from hone.workers.actor import ActorWorker
 from hone.workers.rollout_worker import RolloutWorker
+from hone.workers.train import ActorWorker
 
 _POLL_S = 0.2
 """The time that the ranks of a rollout pool wait for a finished group, per call."""

@@ -41,9 +41,7 @@ from hone.trainer.ppo.source import Publisher, TrajectorySource, unique_prompts
 from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads
 from hone.types import Function
-from hone.workers.actor import ActorWorker, ReferenceWorker
-from hone.workers.critic import CriticWorker
-from hone.workers.train import TrainWorker
+from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker, TrainWorker
 
 
 class PPOTrainer:
@@ -199,7 +197,9 @@ class PPOTrainer:
             batch = self.dynamic_sampling.collect()
         else:
             self.submit(self.loader.next_batch())
-            batch = filter_batch(self.score(self.take()), self.config)
+            batch = self.score(self.take())
+            if self.plan.filters_groups:
+                batch = filter_batch(batch, self.config)
         batch.meta_info.setdefault("metrics", {}).update(self.source.pop_metrics())
         if self.plan.needs_greedy_baselines:
             self.submit(unique_prompts(batch, self.loader), greedy=True)
@@ -233,9 +233,9 @@ class PPOTrainer:
         """Computes the log-probs, values and implicit rewards that the algorithm reads."""
         plan = self.plan
         credit.write_derived_columns(batch, plan.columns)
-        if plan.needs_log_prob_pass:
+        if plan.log_prob_columns:
             with self.phase("old_log_prob"):
-                options = {"with_sum_pi_squared": plan.needs_sum_pi_squared}
+                options = {"with_sum_pi_squared": "sum_pi_squared" in plan.log_prob_columns}
                 output = self.actor.call(ActorWorker.compute_log_prob, batch, **options)
                 add_columns(batch, output, plan.log_prob_columns)
         if plan.uses_rollout_log_probs:
@@ -256,7 +256,8 @@ class PPOTrainer:
         algorithm = self.config.algorithm
         with self.timers.timer("adv"):
             step_metrics = credit.apply_kl_in_reward(batch, algorithm, self.kl_controller)
-            step_metrics |= credit.correct_for_rollout(batch, algorithm)
+            if self.plan.corrects_rollout:
+                step_metrics |= credit.correct_for_rollout(batch, algorithm.rollout_correction)
             failure_score = self.config.reward_model.reward_kwargs.failure_score
             credit.estimate_advantages(
                 batch, self.plan.estimator, whiten=algorithm.adv_norm, failure_score=failure_score
@@ -296,20 +297,21 @@ class PPOTrainer:
     def report(self, batch: DataProto) -> dict[str, float]:
         """Returns the metrics that are computed from the batch of a step."""
         data = self.config.data
+        recomputes_log_probs = "old_log_probs" in self.plan.log_prob_columns
         report = {
             "training/global_step": self.global_step,
             "training/epoch": self.loader.epoch,
-            "training/old_log_probs_recomputed": float(self.plan.needs_old_log_probs),
+            "training/old_log_probs_recomputed": float(recomputes_log_probs),
             **metrics.data_metrics(batch, data.max_prompt_length, data.max_response_length),
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
-            **(metrics.agreement_metrics(batch) if self.plan.needs_old_log_probs else {}),
+            **(metrics.agreement_metrics(batch) if recomputes_log_probs else {}),
             **metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path),
             **self.warnings.check_group_signal(batch, self.global_step),
             **self.publisher.staleness(batch),
             **traffic_metrics(self.traffic),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
-        if self.config.logs_response_metrics:
+        if self.plan.logs_response_metrics:
             with self.timers.timer("compute_additional_metrics"):
                 report |= response_metrics(batch, self.tokenizer, self.config, self.route_by_style)
         return report | scoring.pop_metrics(self.reward_fn, self.reward_model)

@@ -46,22 +46,24 @@ def planned(*overrides: str) -> Plan:
 
 
 STARTED = {
-    "ref_log_prob": "needs_reference",
-    "entropys": "needs_log_prob_pass",
-    "values": "needs_critic",
-    "old_log_probs": "needs_old_log_probs",
-    "sum_pi_squared": "needs_sum_pi_squared",
-    "reward_baselines": "needs_greedy_baselines",
+    "ref_log_prob": {"needs_reference"},
+    "entropys": {"entropys"},
+    "values": {"needs_critic"},
+    "old_log_probs": {"old_log_probs", "entropys"},
+    "sum_pi_squared": {"sum_pi_squared", "entropys"},
+    "reward_baselines": {"needs_greedy_baselines"},
 }
 
 
-@pytest.mark.parametrize("column", STARTED)
+@pytest.mark.parametrize("column", [None, *STARTED])
 def test_what_an_estimator_of_ones_own_reads_starts_its_writer_and_no_other(
-    needs: Callable[..., list[str]], column: str
+    needs: Callable[..., list[str]], column: str | None
 ) -> None:
-    started = {name for name in STARTED.values() if getattr(planned(*needs(column)), name)}
-    assert started - {"needs_log_prob_pass"} == {STARTED[column]} - {"needs_log_prob_pass"}
-    assert not any(getattr(planned(*needs()), name) for name in STARTED.values())
+    plan = planned(*needs(*([column] if column else ())))
+    switches = ("needs_reference", "needs_critic", "needs_greedy_baselines")
+    started = {name for name in switches if getattr(plan, name)}
+    expected = STARTED[column] if column else set()
+    assert started | set(plan.log_prob_columns) == expected
 
 
 def test_every_column_an_estimator_reads_is_in_the_batch_or_refused_before_models_load(
