@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.sandbox import CHECKS
 from hone.data.preprocess.programs import humaneval_tests
-from hone.rewards.ground_truth import GroundTruthError
+from hone.rewards.answers import GroundTruthError
 from hone.rewards.programs import CODE_PLACEHOLDER, Limits, SourceTest, passes
 from hone.sandbox import run_python
 

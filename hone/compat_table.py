@@ -78,8 +78,8 @@ WHOLE_MODULES: dict[str, str] = {
 """Maps each path whose names are all in one of our modules to that module."""
 
 _MANAGER_NAMES = {
-    **_map(f"{_MANAGERS}.abstract", "AbstractRewardManager"),
-    **_map(f"{_MANAGERS}.naive", "NaiveRewardManager"),
+    **_map(f"{_MANAGERS}.rule", "AbstractRewardManager"),
+    **_map(f"{_MANAGERS}.rule", "NaiveRewardManager"),
     **_map(f"{_MANAGERS}.batch", "BatchRewardManager"),
     **_map(f"{_MANAGERS}.prime", "PrimeRewardManager"),
     **_map(f"{_MANAGERS}.dapo", "DAPORewardManager"),

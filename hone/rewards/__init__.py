@@ -10,7 +10,7 @@ import importlib
 from typing import Any
 
 _EXPORTS = {
-    "AbstractRewardManager": "hone.rewards.managers.abstract",
+    "AbstractRewardManager": "hone.rewards.managers.rule",
     "RewardError": "hone.rewards.failures",
     "SetupError": "hone.rewards.failures",
     "UnknownSourceError": "hone.rewards.scores.table",

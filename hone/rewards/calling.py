@@ -10,6 +10,7 @@ the deadline. The prime manager's processes have a hard deadline.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import signal
 import sysconfig
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
@@ -51,6 +53,29 @@ OPTIONAL_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_SERVICE_ARGUMENTS, "score_o
 
 _PACKAGE_FOLDER = str(Path(__file__).parents[1])
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+_mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None)
+
+
+class counted_mishaps:
+    """Counts, by reason, the problems in a `with` block that do not stop a scorer; outer blocks add them."""
+
+    def __enter__(self) -> dict[str, int]:
+        self._outer_counts, self._counts = _mishaps.get(), dict[str, int]()
+        _mishaps.set(self._counts)
+        return self._counts
+
+    def __exit__(self, *_: object) -> None:
+        _mishaps.set(self._outer_counts)
+        for reason, count in self._counts.items():
+            count_mishap(reason, count)
+
+
+def count_mishap(reason: str, count: int = 1) -> None:
+    """Counts a problem that did not stop a scorer, such as a timeout of a symbolic comparison."""
+    counts = _mishaps.get()
+    if counts is not None:
+        counts[reason] = counts.get(reason, 0) + count
 
 
 class ScorerSignatureError(SetupError, TypeError):
@@ -97,6 +122,21 @@ def call_scorer(function: Function, arguments: Settings, options: Settings) -> A
     """Calls a scorer with the arguments that it accepts; a coroutine is run to its result."""
     result = function(**accepted_arguments(function, arguments, options))
     return run_coroutine(result) if inspect.iscoroutine(result) else result
+
+
+async def await_scorer(function: Function, arguments: Settings) -> Any:
+    """Calls a scorer and awaits its result if it is a coroutine.
+
+    A synchronous function is called in a thread, because it may block, or run an event loop of its own.
+    """
+    call = function
+    while isinstance(call, partial):
+        call = call.func
+    methods = call, getattr(type(call), "__call__", None)  # noqa: B004
+    if any(map(inspect.iscoroutinefunction, methods)):
+        return await function(**arguments)
+    result = await asyncio.to_thread(function, **arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 def accepted_arguments(function: Function, arguments: Settings, options: Settings) -> Fields:

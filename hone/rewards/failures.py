@@ -6,7 +6,6 @@ Failures are counted by reason, a short word that becomes part of a metric name.
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from hone.types import JsonObject
@@ -14,29 +13,6 @@ from hone.types import JsonObject
 POLICIES = ("raise", "score")
 NO_GROUND_TRUTH = "no_ground_truth"
 """The reason of a row without the ground truth that its rule needs."""
-
-_mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None)
-
-
-class counted_mishaps:
-    """Counts, by reason, the problems in a `with` block that do not stop a scorer; outer blocks add them."""
-
-    def __enter__(self) -> dict[str, int]:
-        self._outer_counts, self._counts = _mishaps.get(), dict[str, int]()
-        _mishaps.set(self._counts)
-        return self._counts
-
-    def __exit__(self, *_: object) -> None:
-        _mishaps.set(self._outer_counts)
-        for reason, count in self._counts.items():
-            count_mishap(reason, count)
-
-
-def count_mishap(reason: str, count: int = 1) -> None:
-    """Counts a problem that did not stop a scorer, such as a timeout of a symbolic comparison."""
-    counts = _mishaps.get()
-    if counts is not None:
-        counts[reason] = counts.get(reason, 0) + count
 
 
 class SetupError(Exception):

@@ -24,11 +24,10 @@ from hone.rewards.calling import (
 )
 from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.judge import CLASSIFIER_SETTINGS, CompletionClient, Judge
-from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.model import ModelRewardManager, ModelScorer
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.reward_loop import RateLimitedRewardManager, RewardManagerBase
-from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
 from hone.rewards.scores.table import default_compute_score, register_score
 from hone.rewards.served import ServedClassifier
 from hone.tokenizer import Tokenizer

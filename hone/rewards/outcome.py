@@ -10,11 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
-from hone.rewards.calling import call_scorer, describe, error_location, unwrap_function
-from hone.rewards.failures import Failed, Scored, SetupError, counted_mishaps
-from hone.rewards.ground_truth import INVALID_PREDICTION, to_python
+from hone.event_loop import raised_by_signal
+from hone.rewards.answers import INVALID_PREDICTION, to_python
+from hone.rewards.calling import (
+    call_scorer,
+    counted_mishaps,
+    describe,
+    error_location,
+    unwrap_function,
+)
+from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.scores import symbolic, table
 from hone.text import error_text, printable, short_repr
 from hone.types import Fields, Function, JsonObject, JsonValue, Settings
@@ -59,17 +67,19 @@ def segments_of(solution_str: str, extra_info: Settings | None) -> Segments:
 
 def score_row(compute_score: Function, row: ScorerInput, options: Settings) -> Scored | Failed:
     """Scores one row. A SetupError is raised under every failure policy."""
+    function = compute_score
+    if function is table.default_compute_score:
+        _, function = table.scorer_of(row.data_source)
     try:
         with counted_mishaps() as mishaps:
-            result = call_scorer(table.detailed_scorer(compute_score), row.arguments(), options)
+            result = call_scorer(function, row.arguments(), options)
     except SetupError:
         raise
-    except Exception as error:  # a user's scorer may raise anything; the failure policy applies
-        return exception_failure(error, compute_score)
-    outcome = read_result(result)
-    if mishaps and isinstance(outcome, Scored):
-        return Scored(outcome.score, outcome.extras, mishaps)
-    return outcome
+    except (Exception, SystemExit) as error:  # a user's scorer may raise anything
+        if isinstance(error, SystemExit) and raised_by_signal(error):
+            raise  # not the scorer ends the run, but a scheduler
+        return exception_failure(error, function)
+    return read_result(result, mishaps)
 
 
 def exception_failure(error: BaseException, compute_score: Function) -> Failed:
@@ -84,7 +94,7 @@ def exception_failure(error: BaseException, compute_score: Function) -> Failed:
     )
 
 
-def read_result(result: Any) -> Scored | Failed:
+def read_result(result: Any, mishaps: Mapping[str, int] | None = None) -> Scored | Failed:
     """Converts a scorer's result: a number, a dict with `score`, a tuple (score, …), or Failed."""
     if isinstance(result, Failed):
         return result
@@ -113,7 +123,7 @@ def read_result(result: Any) -> Scored | Failed:
         return Failed("nan", "the score is NaN")
     if math.isinf(score):
         return Failed("inf", f"the score is {score}")
-    return Scored(score, extras)
+    return Scored(score, extras, dict(mishaps or {}))
 
 
 def vote_of(pred: JsonValue) -> str | None:
@@ -129,20 +139,18 @@ def precompute_comparisons(
     This process caches the results; they are also returned per row, for another process. A user's
     score function is not called, because it may have side effects.
     """
-    if not any(_compares_expressions(compute_score, row) for row in rows):
+    function = unwrap_function(compute_score)
+    if function is table.default_compute_score:
+        entries = [table.find(row.data_source) for row in rows]
+        is_symbolic = [entry is not None and entry.symbolic for entry in entries]
+    else:
+        module = getattr(function, "__module__", None)
+        is_symbolic = [module in table.SYMBOLIC_MODULES] * len(rows)
+    if not any(is_symbolic):
         return [{} for _ in rows]
-    pairs_by_row: list[list[symbolic.Pair]] = []
-    for row in rows:
-        pairs_by_row.append([])
-        if _compares_expressions(compute_score, row):
-            with symbolic.recording_pairs() as pairs_by_row[-1]:
-                score_row(compute_score, row, options)
+    pairs_by_row: list[list[symbolic.Pair]] = [[] for _ in rows]
+    for index in compress(range(len(rows)), is_symbolic):
+        with symbolic.recording_pairs() as pairs_by_row[index]:
+            score_row(compute_score, rows[index], options)
     symbolic.compare_all(pair for row_pairs in pairs_by_row for pair in row_pairs)
     return [symbolic.cached_results(row_pairs) for row_pairs in pairs_by_row]
-
-
-def _compares_expressions(compute_score: Function, row: ScorerInput) -> bool:
-    if table.is_table_scorer(compute_score):
-        entry = table.find(row.data_source)
-        return entry is not None and entry.symbolic
-    return getattr(unwrap_function(compute_score), "__module__", None) in table.SYMBOLIC_MODULES

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from hone.config.reward import SandboxFusionConfig
-from hone.rewards import ground_truth as truth
+from hone.rewards.answers import GroundTruthError, decode_json, to_python
 from hone.rewards.failures import SetupError
 from hone.types import JsonObject, JsonValue, Settings
 
@@ -76,7 +76,7 @@ class SourceTest:
         if not marker:
             return "", self.source
         if before.rpartition("\n")[2].strip() or after.partition("\n")[0].strip():
-            raise truth.GroundTruthError(f"{CODE_PLACEHOLDER} must be on a line of its own")
+            raise GroundTruthError(f"{CODE_PLACEHOLDER} must be on a line of its own")
         return before, after
 
 
@@ -98,12 +98,12 @@ def extract_code(text: str) -> str:
 
 def read_tests(ground_truth: JsonValue, extra_info: Settings | None) -> list[Test]:
     """Returns the tests of a row: its ground truth, or `extra_info["test_cases"]`."""
-    content = truth.decode_json(truth.to_python(ground_truth))
+    content = decode_json(to_python(ground_truth))
     if not content and extra_info:
-        content = truth.decode_json(truth.to_python(extra_info.get("test_cases")))
+        content = decode_json(to_python(extra_info.get("test_cases")))
     tests = _parse_tests(content)
     if not tests:
-        raise truth.GroundTruthError(
+        raise GroundTruthError(
             "no tests: reward_model.ground_truth and extra_info.test_cases are empty. Give "
             '{"inputs": [...], "outputs": [...]}, {"functional": source}, or a list of tests.'
         )
@@ -126,7 +126,7 @@ def _parse_tests(content: JsonValue) -> list[Test]:
         elif isinstance(item, list) and len(item) == 2:
             tests.append(StdinTest(_join_lines(item[0]), _join_lines(item[1])))
         else:
-            raise truth.GroundTruthError(
+            raise GroundTruthError(
                 f"a test must be source, [input, output] or a mapping; got {item!r:.80}"
             )
     return tests
@@ -138,7 +138,7 @@ def _parse_test_mapping(content: JsonObject) -> list[Test]:
             return _parse_tests(content[key])
     inputs, outputs = content.get("inputs"), content.get("outputs")
     if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
-        raise truth.GroundTruthError(
+        raise GroundTruthError(
             "tests need 'functional', or 'inputs' and 'outputs' of equal length; got "
             f"{sorted(content)}"
         )
@@ -215,9 +215,9 @@ def _assertions_hold(code: str, test: SourceTest, limits: Limits) -> bool:
     run = judge if service is None else service.judge
     judgement = _run_in_sandbox(run, limits, program=code, tests=tests, preamble=preamble)
     if not judgement.usable:
-        raise truth.GroundTruthError(f"the tests of this row cannot run: {judgement.reason}")
+        raise GroundTruthError(f"the tests of this row cannot run: {judgement.reason}")
     if judgement.passed and not judgement.answers:
-        raise truth.GroundTruthError(
+        raise GroundTruthError(
             "the tests of this row call nothing of the program: any program would pass them"
         )
     return judgement.passed

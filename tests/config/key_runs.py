@@ -16,7 +16,7 @@ SOURCES = """
 from hone.data import AbstractDataGenerator, AbstractSampler, RLHFDataset, SFTDataset
 from hone.data.pairs import PairDataset
 from hone.data.steps import StepDataset
-from hone.rewards.managers.naive import NaiveRewardManager
+from hone.rewards.managers.rule import NaiveRewardManager
 
 
 class Own(RLHFDataset):

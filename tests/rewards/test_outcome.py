@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hone.rewards.failures import Failed, FailurePolicy, Scored, count_mishap
+from hone.rewards.calling import count_mishap
+from hone.rewards.failures import Failed, FailurePolicy, Scored
 from hone.rewards.outcome import ScorerInput, read_result, score_row
 
 ROW = ScorerInput("mine", "text", "truth", {"a": 1})

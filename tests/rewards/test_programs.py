@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hone.rewards import programs
-from hone.rewards.ground_truth import GroundTruthError
+from hone.rewards.answers import GroundTruthError
 from hone.rewards.programs import CallTest, SourceTest, StdinTest, extract_code, read_tests
 
 

@@ -5,7 +5,7 @@ The class decorator `register("name")` adds a user-defined manager to the table 
 
 from __future__ import annotations
 
-from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.registry import get_reward_manager_cls, register
+from hone.rewards.managers.rule import AbstractRewardManager
 
 __all__ = ["AbstractRewardManager", "get_reward_manager_cls", "register"]

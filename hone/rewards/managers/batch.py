@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from hone.event_loop import raised_by_signal
 from hone.rewards.calling import (
     BATCH_ARGUMENTS,
     ROW_ARGUMENTS,
     DeadlineExceeded,
     call_scorer,
     call_with_deadline,
+    counted_mishaps,
 )
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.managers.rule import RuleRewardManager
@@ -47,11 +49,15 @@ class BatchRewardManager(RuleRewardManager):
         name_pairs = zip(BATCH_ARGUMENTS, ROW_ARGUMENTS, strict=True)
         arguments = {plural: [getattr(row, name) for row in rows] for plural, name in name_pairs}
         try:
-            results = call_scorer(self.compute_score, arguments, self.options)
-            scores = list(results) if isinstance(results, Iterable) else None
+            with counted_mishaps() as mishaps:
+                results = call_scorer(self.compute_score, arguments, self.options)
+                scores = list(results) if isinstance(results, Iterable) else None
+            self.failures.update(mishaps)
         except SetupError:
             raise
-        except Exception as error:  # a user's scorer may raise anything; the failure policy applies
+        except (Exception, SystemExit) as error:  # a user's scorer may raise anything
+            if isinstance(error, SystemExit) and raised_by_signal(error):
+                raise
             return [exception_failure(error, self.compute_score)] * len(rows)
         if scores is None or len(scores) != len(rows):
             got = type(results).__name__ if scores is None else len(scores)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hone.protocol import DataProto
-from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.reading import batch_tensors
+from hone.rewards.managers.rule import AbstractRewardManager
 from hone.types import Fields
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from hone.config.reward import OverlongBufferConfig
 from hone.rewards.failures import WrongSetting
-from hone.rewards.managers.abstract import RawRewardFn
-from hone.rewards.managers.naive import NaiveRewardManager
+from hone.rewards.managers.rule import NaiveRewardManager, RawRewardFn
 from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Settings
 

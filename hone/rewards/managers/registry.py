@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 from hone.plugins import Table
 
 if TYPE_CHECKING:
-    from hone.rewards.managers.abstract import AbstractRewardManager
+    from hone.rewards.managers.rule import AbstractRewardManager
 
 _PACKAGE = "hone.rewards.managers"
 
 MANAGERS: Table[type[AbstractRewardManager]] = Table(
     "reward manager",
     {
-        "naive": f"{_PACKAGE}.naive:NaiveRewardManager",
+        "naive": f"{_PACKAGE}.rule:NaiveRewardManager",
         "batch": f"{_PACKAGE}.batch:BatchRewardManager",
         "prime": f"{_PACKAGE}.prime:PrimeRewardManager",
         "dapo": f"{_PACKAGE}.dapo:DAPORewardManager",

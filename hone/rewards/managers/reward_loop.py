@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -17,13 +16,12 @@ import torch
 from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
-from hone.rewards.calling import accepted_arguments, is_async
+from hone.rewards.calling import accepted_arguments, await_scorer, counted_mishaps, is_async
 from hone.rewards.failures import Failed, RewardError, Scored, SetupError
 from hone.rewards.managers import registry
-from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.dapo import overlong_penalty
 from hone.rewards.managers.reading import place_on_last_policy_token, read_rows, valid_response_ids
-from hone.rewards.managers.rule import extra_columns
+from hone.rewards.managers.rule import AbstractRewardManager, extra_columns
 from hone.rewards.outcome import read_result
 from hone.rewards.scores.table import default_compute_score
 from hone.text import error_text, printable
@@ -56,7 +54,6 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         self.is_async_reward_score = is_async(self.compute_score)
         self.reward_router_address = reward_router_address
         self.reward_model_tokenizer = reward_model_tokenizer
-        self.failures: Counter[str] = Counter()
         self.loop = asyncio._get_running_loop()  # `_run_all` sets the loop that scores the batch
         self.init_class(config, tokenizer)
 
@@ -123,11 +120,9 @@ class RewardManagerBase(AbstractRewardManager, ABC):
             options["reward_model_tokenizer"] = self.reward_model_tokenizer
         function: Function = self.compute_score
         arguments = accepted_arguments(function, row.arguments(), options)
-        if self.is_async_reward_score:
-            result = await function(**arguments)
-        else:
-            loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(None, lambda: function(**arguments))
+        with counted_mishaps() as mishaps:
+            result = await await_scorer(function, arguments)
+        self.failures.update(mishaps)
         outcome = read_result(result)
         if isinstance(outcome, Failed):
             raise RewardError(f"the score function returned {outcome.detail}")

@@ -1,12 +1,16 @@
-"""The base of the built-in managers: reads rows, applies the failure policy, puts scores on tokens.
+"""Reward managers by rule: their interface, the base class of the built-in ones, and the default, `naive`.
 
-A manager implements `score_rows` and may override `shape_rewards`.
+A user's manager subclasses `AbstractRewardManager` and implements `__call__`. A built-in manager
+implements `score_rows` and may override `shape_rewards`. The base class reads rows, applies the
+failure policy and puts scores on tokens.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,11 +18,28 @@ from typing import Any
 import torch
 
 from hone.config.reward import RewardKwargs
+from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
-from hone.rewards.calling import ROW_ARGUMENTS, check_signature
-from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, RewardError, Scored
-from hone.rewards.ground_truth import is_missing
-from hone.rewards.managers.abstract import AbstractRewardManager, RawRewardFn
+from hone.rewards.answers import is_missing
+from hone.rewards.calling import (
+    ROW_ARGUMENTS,
+    DeadlineExceeded,
+    accepted_arguments,
+    await_scorer,
+    call_with_deadline,
+    check_signature,
+    counted_mishaps,
+    is_async,
+    unwrap_function,
+)
+from hone.rewards.failures import (
+    NO_GROUND_TRUTH,
+    Failed,
+    FailurePolicy,
+    RewardError,
+    Scored,
+    SetupError,
+)
 from hone.rewards.managers.reading import (
     batch_tensors,
     place_on_last_policy_token,
@@ -26,14 +47,60 @@ from hone.rewards.managers.reading import (
     read_rows,
     valid_response_ids,
 )
-from hone.rewards.outcome import ScorerInput
+from hone.rewards.outcome import (
+    ScorerInput,
+    exception_failure,
+    precompute_comparisons,
+    read_result,
+    score_row,
+)
 from hone.rewards.repetition import repeatness
 from hone.rewards.scores import table
 from hone.text import printable
 from hone.tokenizer import Tokenizer
-from hone.types import Fields, JsonValue, Settings
+from hone.types import Fields, Function, JsonValue, Settings
 
 logger = logging.getLogger(__name__)
+
+
+RawRewardFn = Function
+"""`(data_source, solution_str, ground_truth, extra_info) -> float | dict | tuple`."""
+
+
+class AbstractRewardManager(ABC):
+    """Scores a batch; rewards are zero except at each row's last policy token."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        num_examine: int,
+        compute_score: RawRewardFn | None = None,
+        reward_fn_key: str = "data_source",
+        **kwargs: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score or table.default_compute_score
+        self.reward_fn_key = reward_fn_key
+
+    @abstractmethod
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
+        """Returns rewards [B, T]; with `return_dict`, `{"reward_tensor", "reward_extra_info"}`."""
+
+    @functools.cached_property  # a user's `__init__`, as verl's, may not call the one above
+    def failures(self) -> Counter[str]:
+        """The failures since the last `pop_metrics`, by reason."""
+        return Counter()
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Returns the failures since the last call, by reason, as metrics."""
+        metrics = {f"reward/failures/{name}": float(n) for name, n in sorted(self.failures.items())}
+        self.failures.clear()
+        return metrics
+
+    # Most managers hold no resources, so this is not abstract.
+    def close(self) -> None:  # noqa: B027
+        """Releases the manager's resources (processes). It may be called twice."""
 
 
 class RuleRewardManager(AbstractRewardManager):
@@ -72,9 +139,14 @@ class RuleRewardManager(AbstractRewardManager):
         self.num_skipped = 0
         self.has_warned_about_missing_truth = False
         self.is_first_batch = True
-        self.options = options
+        self.uses_table = unwrap_function(self.compute_score) is table.default_compute_score
+        """Whether rows are scored by the table of data sources (not by a user's function)."""
+        while self.uses_table and isinstance(self.compute_score, functools.partial):
+            options = {**self.compute_score.keywords, **options}
+            self.compute_score = self.compute_score.func
         if score_observations and self.uses_table:
-            self.options = {**options, "score_observations": True}
+            options["score_observations"] = True
+        self.options = options
 
     @abstractmethod
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
@@ -99,8 +171,6 @@ class RuleRewardManager(AbstractRewardManager):
         """Returns rewards [B, T] and the extra columns of a batch."""
         ids = valid_response_ids(data)
         rows = self.read_rows(data, ids)
-        if self.uses_table:
-            table.check_sources(row.data_source for row in rows)
         outcomes = self.score_checked_rows(rows)
         self._raise_if_all_failed(rows, outcomes)
         results = self._apply_policy(rows, outcomes)
@@ -153,16 +223,12 @@ class RuleRewardManager(AbstractRewardManager):
 
     def lacks_ground_truth(self, data_source: str, ground_truth: JsonValue) -> bool:
         """Returns whether a built-in rule needs a ground truth and the row has none."""
-        return self.uses_table and table.lacks_ground_truth(data_source, ground_truth)
+        entry = table.find(data_source) if self.uses_table else None
+        return entry is not None and entry.needs_ground_truth and is_missing(ground_truth)
 
     def knows(self, data_source: str) -> bool:
         """Returns whether rows of a data source have a score function."""
         return not self.uses_table or table.find(data_source) is not None
-
-    @property
-    def uses_table(self) -> bool:
-        """Whether rows are scored by the table of data sources (not by a user's function)."""
-        return table.is_table_scorer(self.compute_score)
 
     def check_scorer(self) -> None:
         """Raises ScorerSignatureError if the user's score function cannot be called."""
@@ -260,6 +326,51 @@ class RuleRewardManager(AbstractRewardManager):
             if row_counts[row.data_source] <= self.num_examine:
                 response = printable(row.solution_str)
                 logger.info(log_format, row.data_source, score, row.ground_truth, response)
+
+
+class NaiveRewardManager(RuleRewardManager):
+    """Scores row by row in this process; an async scorer runs concurrently.
+
+    The deadlines are soft (see `calling.py`). Use `prime` for a scorer that may hang in C code.
+    """
+
+    def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
+        if is_async(self.compute_score):
+            return run_coroutine(self._await_all(rows))
+        precompute_comparisons(self.compute_score, rows, self.options)  # fills a cache
+        return [self._score_one(row) for row in rows]
+
+    def _score_one(self, row: ScorerInput) -> Scored | Failed:
+        call = functools.partial(score_row, self.compute_score, row, self.options)
+        try:
+            return call_with_deadline(call, self.failure_policy.timeout_s)
+        except DeadlineExceeded:
+            return self.timeout_failure()
+
+    async def _await_all(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
+        """Awaits all rows concurrently, each with its own deadline."""
+        return list(await asyncio.gather(*map(self._await_one, rows)))
+
+    async def _await_one(self, row: ScorerInput) -> Scored | Failed:
+        function: Function = self.compute_score
+        arguments = accepted_arguments(function, row.arguments(), self.options)
+        functions = function, unwrap_function(function)
+        has_own_deadline = any(getattr(f, "has_own_deadline", False) for f in functions)
+        timeout_s = None if has_own_deadline else self.failure_policy.timeout_s
+        try:
+            with counted_mishaps() as mishaps:
+                call = asyncio.ensure_future(await_scorer(function, arguments))
+                done, _ = await asyncio.wait({call}, timeout=timeout_s)
+            if not done:
+                call.cancel()  # not awaited, because the call may ignore the cancellation
+                return self.timeout_failure()
+            if call.cancelled():
+                raise RuntimeError("the call cancelled itself (asyncio.CancelledError)")
+            return read_result(call.result(), mishaps)
+        except SetupError:
+            raise
+        except (Exception, SystemExit) as error:  # a user's scorer may raise anything
+            return exception_failure(error, function)
 
 
 def extra_columns(results: Sequence[Scored]) -> dict[str, Sequence[JsonValue]]:

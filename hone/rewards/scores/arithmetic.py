@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-from hone.rewards import ground_truth as truth
-from hone.rewards.scores.answer_tag import all_answers, last_answer
+from hone.rewards.answers import all_answers, as_integer, last_answer
 from hone.types import JsonValue
 
 _INTEGER = re.compile(r"[+-]?(?:\d{1,64}|\d{1,3}(?:,\d{3}){1,20})", re.ASCII)
@@ -41,4 +40,4 @@ def compute_score(
     answer = extract_solution(solution_str, compat=compat)
     if answer is None:
         return 0.0
-    return score if answer == truth.as_integer(ground_truth, "the number") else format_score
+    return score if answer == as_integer(ground_truth, "the number") else format_score

@@ -7,7 +7,7 @@ Assertions come from the ground truth, or from the benchmarks' fields in `extra_
 from __future__ import annotations
 
 from hone.data.preprocess.programs import humaneval_tests
-from hone.rewards import ground_truth as truth
+from hone.rewards.answers import to_python
 from hone.rewards.programs import Limits, SourceTest, extract_code, passes, read_tests
 from hone.rewards.scores.prime_code import TEST_TIMEOUT_S
 from hone.types import Fields, JsonValue, Settings
@@ -23,7 +23,7 @@ def compute_score(
 ) -> float:
     """Returns 1.0 if every assertion holds, else 0.0."""
     limits = Limits(timeout_s, memory_limit_mb, sandbox_fusion_url)
-    own_tests = truth.to_python(ground_truth)
+    own_tests = to_python(ground_truth)
     tests = read_tests(own_tests or _benchmark_assertions(extra_info or {}), extra_info)
     sources = [test.source for test in tests if isinstance(test, SourceTest)]
     combined_tests = [SourceTest("\n".join(sources))] if len(sources) > 1 else tests
@@ -33,7 +33,7 @@ def compute_score(
 
 def _benchmark_assertions(extra_info: Settings) -> list[JsonValue]:
     """Returns the assertions from the fields of MBPP and HumanEval."""
-    info: Fields = {name: truth.to_python(value) for name, value in extra_info.items()}
+    info: Fields = {name: to_python(value) for name, value in extra_info.items()}
     if info.get("test") and info.get("entry_point"):
         return [humaneval_tests(info)]
     if not info.get("test_list"):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from hone.rewards import ground_truth as truth
+from hone.rewards.answers import all_answers, as_integer, as_integers, as_mapping, last_answer
 from hone.rewards.expressions import ExpressionError, evaluate, evaluate_compat
-from hone.rewards.scores.answer_tag import all_answers, last_answer
 from hone.types import JsonValue
 
 _ASSISTANT_MARKERS = ("Assistant:", "<|im_start|>assistant")
@@ -52,9 +51,9 @@ def compute_score(
     require_all: bool = True,
 ) -> float:
     """Returns `score` for a right answer, `format_score` for another one, 0 without an answer."""
-    problem = truth.as_mapping(ground_truth, "target", "numbers")
-    target = truth.as_integer(problem["target"], "target")
-    numbers = truth.as_integers(problem["numbers"], "numbers")
+    problem = as_mapping(ground_truth, "target", "numbers")
+    target = as_integer(problem["target"], "target")
+    numbers = as_integers(problem["numbers"], "numbers")
     answer = extract_solution(
         solution_str,
         compat=compat,

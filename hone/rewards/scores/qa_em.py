@@ -11,8 +11,13 @@ import re
 import string
 from collections.abc import Callable, Iterable
 
-from hone.rewards import ground_truth as truth
-from hone.rewards.scores.answer_tag import all_answers, last_answer
+from hone.rewards.answers import (
+    all_answers,
+    decode_json,
+    ground_truth_error,
+    last_answer,
+    to_python,
+)
 from hone.types import JsonValue, Settings
 
 MAX_TAGS = 10
@@ -30,13 +35,13 @@ def normalize_answer(text: str) -> str:
 
 def golden_answers(ground_truth: JsonValue) -> list[str]:
     """Returns the reference answers of `{"target": answer or answers}`, or of the value itself."""
-    decoded = truth.decode_json(truth.to_python(ground_truth))
+    decoded = decode_json(to_python(ground_truth))
     target = decoded.get("target") if isinstance(decoded, dict) else decoded
     if isinstance(target, str):
         return [target]
     if isinstance(target, Iterable):
         return [str(item) for item in target if item is not None]
-    raise truth.ground_truth_error(
+    raise ground_truth_error(
         f"ground_truth must be {{'target': [answers]}}; got {ground_truth!r:.80}"
     )
 

@@ -17,8 +17,9 @@ from contextvars import ContextVar
 from functools import lru_cache
 
 from hone.cores import usable_cores
+from hone.rewards.calling import count_mishap
 from hone.rewards.expressions import nesting_depth
-from hone.rewards.failures import Failed, count_mishap
+from hone.rewards.failures import Failed
 from hone.rewards.pool import DeadlinePool
 
 logger = logging.getLogger(__name__)

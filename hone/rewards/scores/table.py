@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from hone.plugins import load_object, suggestion
+from hone.rewards.answers import ground_truth_error, is_missing
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
-from hone.rewards.ground_truth import ground_truth_error, is_missing
 from hone.types import Fields, Function, JsonValue, Settings
 
 _PACKAGE = "hone.rewards.scores"
@@ -137,12 +137,6 @@ def find(data_source: str) -> Entry | None:
     return None
 
 
-def lacks_ground_truth(data_source: str, ground_truth: JsonValue) -> bool:
-    """Returns whether the rule of `data_source` needs a ground truth and the row has none."""
-    entry = find(data_source)
-    return entry is not None and entry.needs_ground_truth and is_missing(ground_truth)
-
-
 @cache
 def scorer_of(data_source: str) -> tuple[Entry, Function]:
     """Returns the entry and the imported scorer, or raises UnknownSourceError."""
@@ -193,20 +187,6 @@ def compute_score_details(
     if isinstance(result, dict):
         return result
     return float(result[0]) if isinstance(result, (tuple, list)) else float(result)
-
-
-def detailed_scorer(function: Function) -> Function:
-    """Returns the function, with `compute_score_details` in place of `default_compute_score`."""
-    if isinstance(function, partial) and is_table_scorer(function):
-        return partial(detailed_scorer(function.func), *function.args, **function.keywords)
-    return compute_score_details if function is default_compute_score else function
-
-
-def is_table_scorer(function: Function) -> bool:
-    """Returns whether a score function is `default_compute_score`, with or without a partial."""
-    while isinstance(function, partial):
-        function = function.func
-    return function is default_compute_score
 
 
 def known_sources() -> dict[str, list[str]]:

@@ -31,9 +31,8 @@ from hone.data.prompts import (
 from hone.data.rows import DataError
 from hone.event_loop import run_coroutine
 from hone.plugins import PluginError, describe_error_with_location
-from hone.rewards.ground_truth import is_missing
-from hone.rewards.managers.abstract import AbstractRewardManager
-from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.answers import is_missing
+from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
 from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_write_text

@@ -35,10 +35,9 @@ from hone.protocol.rows import object_array
 from hone.rewards.calling import unwrap_function
 from hone.rewards.failures import NO_GROUND_TRUTH, RewardError
 from hone.rewards.loading import load_reward_manager
-from hone.rewards.managers.abstract import AbstractRewardManager
 from hone.rewards.managers.blank import BlankRewardManager
 from hone.rewards.managers.reading import move_to_policy_tokens
-from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
 from hone.tokenizer import Tokenizer

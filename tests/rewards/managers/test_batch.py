@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hone.protocol import DataProto
+from hone.rewards.calling import count_mishap
 from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.batch import BatchRewardManager
 
@@ -41,6 +42,16 @@ def test_a_scorer_may_be_async_and_return_an_array(tokenizer: Any, make_batch: M
 
     rewards = BatchRewardManager(tokenizer, 0, score)(make_batch(["a", "bc"]))
     assert rewards.sum(1).tolist() == [1.0, 2.0]
+
+
+def test_mishaps_of_a_batch_become_metrics(tokenizer: Any, make_batch: MakeBatch) -> None:
+    def score(solution_strs: list[str]) -> list[float]:
+        count_mishap("symbolic_timeout")
+        return [0.0] * len(solution_strs)
+
+    manager = BatchRewardManager(tokenizer, 0, score)
+    manager(make_batch(["a", "bc"]))
+    assert manager.pop_metrics() == {"reward/failures/symbolic_timeout": 1.0}
 
 
 def bad_value(solution_strs: list[str]) -> list[float]:

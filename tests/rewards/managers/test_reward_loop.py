@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 
 from hone.config import load_config
 from hone.protocol import DataProto
-from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.calling import ScorerSignatureError, count_mishap
 from hone.rewards.failures import RewardError
 from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers import reward_loop
@@ -57,6 +58,17 @@ def test_one_trajectory_is_scored_by_a_plain_and_an_async_function(
     )
     result = asyncio.run(async_manager.run_single(data))
     assert result == {"reward_score": 2.0, "reward_extra_info": {"score": 2, "right": True}}
+
+
+def test_a_plain_wrapper_of_an_async_function_works(make_batch: MakeBatch, tokenizer: Any) -> None:
+    @functools.wraps(by_length)
+    def wrapper(**arguments: Any) -> Any:
+        count_mishap("symbolic_timeout")
+        return asyncio.run(by_length(**arguments))
+
+    manager = NaiveRewardManager({}, tokenizer, wrapper)
+    assert manager(make_batch(["ab", "abc"])).sum(1).tolist() == [2.0, 3.0]
+    assert manager.pop_metrics() == {"reward/failures/symbolic_timeout": 2.0}
 
 
 def test_a_batch_has_each_score_at_the_last_token_of_the_policy(

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from hone.protocol import DataProto
-from hone.rewards.failures import Failed, counted_mishaps
+from hone.rewards.calling import counted_mishaps
+from hone.rewards.failures import Failed
 from hone.rewards.managers.batch import BatchRewardManager
-from hone.rewards.managers.naive import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
+from hone.rewards.managers.rule import NaiveRewardManager
 from hone.rewards.outcome import ScorerInput, precompute_comparisons
 from hone.rewards.scores import default_compute_score, math_reward, symbolic
 from hone.rewards.scores.symbolic import size_problem

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import os
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,10 +15,10 @@ import pytest
 import torch
 
 from hone.protocol import DataProto
-from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.calling import ScorerSignatureError, count_mishap
 from hone.rewards.failures import FailurePolicy, RewardError, WrongSetting
-from hone.rewards.managers.naive import NaiveRewardManager
-from hone.rewards.scores.table import UnknownSourceError
+from hone.rewards.managers.rule import AbstractRewardManager, NaiveRewardManager
+from hone.rewards.scores.table import UnknownSourceError, default_compute_score
 
 MakeBatch = Callable[..., DataProto]
 LENIENT = FailurePolicy("score", -1.0, 60.0)
@@ -144,7 +147,7 @@ def test_an_unknown_source_is_an_error_under_every_policy(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
-    with pytest.raises(UnknownSourceError, match=r"'mystery' \(row 1\)"):
+    with pytest.raises(UnknownSourceError, match="'mystery'"):
         manager(make_batch(["#### 1", "a"], ["openai/gsm8k", "mystery"], ["1", "1"]))
     with pytest.raises(UnknownSourceError, match="'mystery'"):
         manager.check_rows([{"data_source": "mystery"}])
@@ -200,7 +203,7 @@ def test_a_first_batch_without_a_score_is_an_error_and_a_later_one_is_counted(
     manager = NaiveRewardManager(tokenizer, 0, failing, policy=LENIENT)
     message = (
         r"none of the 2 responses of the first batch could be scored.*'custom'\): "
-        r"exception: .*failing raised ValueError: bad day at .*test_naive\.py:\d+$"
+        r"exception: .*failing raised ValueError: bad day at .*test_rule\.py:\d+$"
     )
     with pytest.raises(RewardError, match=message):
         manager(make_batch(["raise", "nan"]))
@@ -338,6 +341,78 @@ def test_an_async_scorer_that_does_not_end_or_exits_is_a_failed_score(
     rewards = manager(make_batch(["a", "swallow", "exit", "cancel", "b"]))
     assert rewards.sum(1).tolist() == [1.0, -1.0, -1.0, -1.0, 1.0]
     assert manager.failures == {"timeout": 1, "exception": 2}
+
+
+async def counts_a_mishap(solution_str: str) -> float:
+    await asyncio.sleep(0)
+    count_mishap("symbolic_timeout")
+    return 1.0
+
+
+def test_mishaps_of_async_scorers_become_metrics(tokenizer: Any, make_batch: MakeBatch) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, counts_a_mishap)
+    assert manager(make_batch(["a", "b"])).sum().item() == 2.0
+    assert manager.pop_metrics() == {"reward/failures/symbolic_timeout": 2.0}
+
+
+@pytest.mark.parametrize("runs_a_loop", [False, True])
+def test_a_plain_wrapper_of_an_async_scorer_works(
+    runs_a_loop: bool, tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    @functools.wraps(slow_judge)
+    def wrapper(**arguments: Any) -> Any:
+        coroutine = slow_judge(**arguments)
+        return asyncio.run(coroutine) if runs_a_loop else coroutine
+
+    manager = NaiveRewardManager(tokenizer, 0, wrapper, policy=LENIENT)
+    assert manager(make_batch(["a", "raise"])).sum(1).tolist() == [1.0, -1.0]
+
+
+def exits(solution_str: str) -> float:
+    if solution_str == "exit":
+        raise SystemExit(3)
+    return 1.0
+
+
+def test_a_scorer_that_exits_fails_only_its_row(tokenizer: Any, make_batch: MakeBatch) -> None:
+    manager = NaiveRewardManager(tokenizer, 0, exits, policy=LENIENT)
+    assert manager(make_batch(["a", "exit"])).sum(1).tolist() == [1.0, -1.0]
+    assert manager.failures == {"exception": 1}
+
+
+def test_a_scheduler_that_ends_the_run_does_not_wait_for_the_scorer(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    def on_term(signal_number: int, frame: Any) -> None:
+        raise SystemExit(143)
+
+    outer_handler = signal.signal(signal.SIGTERM, on_term)
+    try:
+        manager = NaiveRewardManager(tokenizer, 0, lambda solution_str: os.kill(os.getpid(), 15))
+        with pytest.raises(SystemExit, match="143"):
+            manager(make_batch(["a"]))
+    finally:
+        signal.signal(signal.SIGTERM, outer_handler)
+
+
+def test_keywords_bound_to_the_table_are_options(tokenizer: Any, make_batch: MakeBatch) -> None:
+    scorer = partial(default_compute_score, format_score=0.1, score=0.5)
+    manager = NaiveRewardManager(tokenizer, 0, scorer, score=2.0)
+    result: Any = manager(make_batch(["#### 1", "#### 2"], "gsm8k", ["1", "1"]), return_dict=True)
+    assert result["reward_extra_info"] == {"score": [2.0, 0.1], "acc": [1.0, 0.0]}
+
+
+def test_a_users_manager_need_not_call_our_init(tokenizer: Any, make_batch: MakeBatch) -> None:
+    class Mine(AbstractRewardManager):
+        def __init__(self, tokenizer: Any, num_examine: int) -> None:
+            self.tokenizer = tokenizer
+
+        def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor:
+            return torch.zeros(data.batch["responses"].shape)
+
+    manager = Mine(tokenizer, 0)
+    assert manager.pop_metrics() == {}
+    manager.close()
 
 
 def test_model_scores_are_used_only_without_ground_truths(

@@ -1,4 +1,7 @@
-"""Converts ground truths, which data files hold as scalars, dicts, arrays, or JSON text of these."""
+"""Reads the two answers that a scorer compares: a response's `<answer>…</answer>`, and a row's ground truth.
+
+Answer tags are found in linear time. A ground truth is a scalar, dict or array, or JSON text of these.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,30 @@ from hone.types import JsonObject, JsonValue
 
 INVALID_PREDICTION = "[INVALID]"
 """The `pred` of a response without an answer."""
+_OPEN, _CLOSE = "<answer>", "</answer>"
 _PYTHON_SCALARS = frozenset((int, float, str, bool, type(None)))
+
+
+def last_answer(text: str) -> str | None:
+    """Returns the content of the last closed `<answer>…</answer>` (it may span lines), or None."""
+    start = text.rfind(_OPEN, 0, max(0, text.rfind(_CLOSE)))
+    if start < 0:
+        return None
+    # A closing tag that nothing opened may follow the answer.
+    return text[start + len(_OPEN) : text.index(_CLOSE, start)].strip()
+
+
+def all_answers(text: str) -> list[str]:
+    """Returns every answer from left to right, each from an opening tag to the next closing tag."""
+    answers = []
+    start = text.find(_OPEN)
+    while start >= 0:
+        end = text.find(_CLOSE, start)
+        if end < 0:
+            break
+        answers.append(text[start + len(_OPEN) : end].strip())
+        start = text.find(_OPEN, end)
+    return answers
 
 
 class GroundTruthError(ValueError):

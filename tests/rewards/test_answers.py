@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hone.rewards.scores.answer_tag import all_answers, last_answer
+from hone.rewards.answers import all_answers, last_answer
 
 
 @pytest.mark.parametrize(
