@@ -13,8 +13,8 @@ from hone.protocol import DataProto
 from hone.rewards import compute_reward, load_reward_manager, loading
 from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.dapo import DAPORewardManager
-from hone.rewards.managers.rule import NaiveRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
+from hone.rewards.managers.rule import NaiveRewardManager
 from hone.rewards.outcome import ScorerInput
 from hone.rewards.scores import table
 
