@@ -188,7 +188,7 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     rows_per_update = [actor.sequences_per_update]
     if "values" in columns:
         rows_per_update.append(config.critic.sequences_per_update)
-    data, uses_rollout_log_probs = config.data, algorithm.rollout_correction.bypass_mode
+    uses_rollout_log_probs = algorithm.rollout_correction.bypass_mode
     return Plan(
         estimator=estimator,
         columns=columns,
@@ -200,10 +200,7 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
             columns - ({"old_log_probs"} if uses_rollout_log_probs else set()),
             records_routing=actor.router_replay.mode == "R2",
         ),
-        filters_groups=config.curriculum_learning.enable
-        or data.filter_accuracy
-        or data.filter_truncate
-        or data.oversample_factor > 1,
+        filters_groups=_filters_groups(config),
         corrects_rollout=algorithm.rollout_correction.applies_before_update,
         logs_response_metrics=config.logs_response_metrics,
         needs_reference="ref_log_prob" in columns,
@@ -211,6 +208,12 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         needs_implicit_rewards="reward/implicit" in columns,
         needs_greedy_baselines="reward_baselines" in columns,
     ), problems
+
+
+def _filters_groups(config: PPOTrainerConfig) -> bool:
+    data = config.data
+    filters_responses = data.filter_accuracy or data.filter_truncate
+    return config.curriculum_learning.enable or filters_responses or data.oversample_factor > 1
 
 
 def _log_prob_columns(columns: Set[str], *, records_routing: bool) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hone.config import PPOTrainerConfig
 from hone.controller import (
@@ -16,6 +16,8 @@ from hone.controller import (
     create_colocated_worker_cls,
 )
 from hone.controller.waiting import PhaseDeadlines, on_wait_progress
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.tokenizer import Tokenizer
 from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.threads import uses_gpu
@@ -26,8 +28,13 @@ from hone.workers.reward_model import RewardModelWorker
 from hone.workers.rollout_worker import RolloutWorker
 from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker
 
+if TYPE_CHECKING:
+    from hone.rewards.managers.model import ModelRewardManager
+
 AnyGroup: TypeAlias = WorkerGroup[Any]
 """A worker group whose class depends on the configuration or the caller."""
+RewardModel: TypeAlias = WorkerGroup[RewardModelWorker] | RuleRewardManager
+"""The workers of a reward model, or the manager of a reward model on a server."""
 GroupClass: TypeAlias = Callable[..., AnyGroup]
 """LocalWorkerGroup, RayWorkerGroup, or a class with the same constructor."""
 REWARD_WORKERS: dict[str, type] = {
@@ -160,3 +167,33 @@ def _rank_progress(description: str, ranks: int) -> Iterator[None]:
         on_wait_progress(lambda done, total: bar.update(done, total=total)),
     ):
         yield
+
+
+def get_reward_model(
+    config: PPOTrainerConfig, plan: Plan, tokenizer: Tokenizer, groups: Mapping[Role, AnyGroup]
+) -> RewardModel | None:
+    """Returns the workers of the reward model, or the manager of an external one (a server or a judge)."""
+    group = None if plan.needs_implicit_rewards else groups.get(Role.RewardModel)
+    return (
+        load_external_reward_model(config, tokenizer, group)
+        if plan.has_external_reward_model
+        else group
+    )
+
+
+def load_external_reward_model(
+    config: PPOTrainerConfig, tokenizer: Tokenizer, group: WorkerGroup[JudgeWorker] | None
+) -> ModelRewardManager:
+    """Returns the manager of a reward model on a server, or of a judge that `group` may run."""
+    from hone.models.load import load_tokenizer
+    from hone.rewards.loading import load_model_manager
+
+    model = config.reward_model
+    if model.type == "judge":
+        from hone.workers.judge import JudgeWorkerClient
+
+        completions = None if model.server.url else JudgeWorkerClient(group)
+        return load_model_manager(config, tokenizer, None, completions)
+    path, trust = model.model.path, model.model.trust_remote_code
+    model_tokenizer = load_tokenizer(path, trust_remote_code=trust) if path else None
+    return load_model_manager(config, tokenizer, model_tokenizer)

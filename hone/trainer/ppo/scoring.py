@@ -25,7 +25,6 @@ from hone.algorithms.credit import assign_credit
 from hone.columns import COLUMNS, REWARD_PREFIX, declaration, is_data_column, reward_column, write
 from hone.config import PPOTrainerConfig, replace
 from hone.config.reward import RewardModelConfig
-from hone.controller import Role, WorkerGroup
 from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError, RowStore
@@ -41,21 +40,17 @@ from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
 from hone.tokenizer import Tokenizer
-from hone.trainer.ppo.plan import Plan
-from hone.trainer.ppo.roles import AnyGroup
+from hone.trainer.ppo.roles import RewardModel
 from hone.types import Function, JsonValue, Row
 from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 MODEL_STYLE = "reward_model.style=model"
 if TYPE_CHECKING:
-    from hone.rewards.managers.model import ModelRewardManager
-    from hone.workers.judge import JudgeWorker
+    pass
 
 Extras: TypeAlias = Mapping[str, Sequence[JsonValue]]
 """Values that a score function returned next to its score, by name; one value per row."""
-RewardModel: TypeAlias = WorkerGroup[RewardModelWorker] | RuleRewardManager
-"""The workers of a reward model, or the manager of a reward model on a server."""
 FAILURE_COLUMN = "reward_failure"
 """The extra with the reason why a row could not be scored; None for a scored row."""
 NO_VAL_REWARD_FN = (
@@ -376,33 +371,3 @@ def pop_metrics(*managers: object) -> dict[str, float]:
         if hasattr(manager, "pop_metrics")
         for name, value in manager.pop_metrics().items()
     }
-
-
-def get_reward_model(
-    config: PPOTrainerConfig, plan: Plan, tokenizer: Tokenizer, groups: Mapping[Role, AnyGroup]
-) -> RewardModel | None:
-    """Returns the workers of the reward model, or the manager of an external one (a server or a judge)."""
-    group = None if plan.needs_implicit_rewards else groups.get(Role.RewardModel)
-    return (
-        load_external_reward_model(config, tokenizer, group)
-        if plan.has_external_reward_model
-        else group
-    )
-
-
-def load_external_reward_model(
-    config: PPOTrainerConfig, tokenizer: Tokenizer, group: WorkerGroup[JudgeWorker] | None
-) -> ModelRewardManager:
-    """Returns the manager of a reward model on a server, or of a judge that `group` may run."""
-    from hone.models.load import load_tokenizer
-    from hone.rewards.loading import load_model_manager
-
-    model = config.reward_model
-    if model.type == "judge":
-        from hone.workers.judge import JudgeWorkerClient
-
-        completions = None if model.server.url else JudgeWorkerClient(group)
-        return load_model_manager(config, tokenizer, None, completions)
-    path, trust = model.model.path, model.model.trust_remote_code
-    model_tokenizer = load_tokenizer(path, trust_remote_code=trust) if path else None
-    return load_model_manager(config, tokenizer, model_tokenizer)

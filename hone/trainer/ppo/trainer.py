@@ -110,7 +110,7 @@ class PPOTrainer:
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
         check_divisible(config, self.actor.data_parallel_size)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
-        self.reward_model = scoring.get_reward_model(config, self.plan, self.tokenizer, groups)
+        self.reward_model = roles.get_reward_model(config, self.plan, self.tokenizer, groups)
         self.trained_groups = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,
@@ -123,8 +123,6 @@ class PPOTrainer:
         )
         self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine)
         self.publisher.publish()
-
-    # -- the loop -----------------------------------------------------------------------------
 
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
         """Trains to the last step; `origins` maps each config key to the file or argument that set it."""
@@ -340,8 +338,6 @@ class PPOTrainer:
         self.rollout_writer.write_validation(batch, self.global_step, self.tracking)
         manager_metrics = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
         return val_metrics | {f"val-aux/{name}": value for name, value in manager_metrics.items()}
-
-    # -- state --------------------------------------------------------------------------------
 
     @contextmanager
     def checkpoint_if_due(self, stop_requested: bool) -> Iterator[bool]:
