@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from transformers import PreTrainedModel
 
@@ -19,6 +19,7 @@ from hone.data.prompts import render_prompt
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.rollout.contract import TokenOutput
+from hone.text import short_repr
 from hone.tracking import progress
 from hone.trainer.generation import build_engine, max_positions, respond, sampling_params
 from hone.trainer.job_files import GenerationError
@@ -188,10 +189,22 @@ def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]
     return isinstance(prompt, (list, tuple)) and all(isinstance(item, Mapping) for item in prompt)
 
 
+def _without_arrays(value: Any) -> Any:
+    """Converts an array or a tensor of token ids to lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns the prompts as a list; a single prompt (text, token ids or messages) becomes a list of one."""
-    prompts = getattr(prompts, "tolist", lambda: prompts)()  # an array or tensor of token ids
+    prompts = _without_arrays(prompts)
+    if isinstance(prompts, (Mapping, bytes)) or not isinstance(prompts, Iterable):
+        raise GenerationError(
+            "prompts are text, token ids, chats (lists of messages), or a list of these; got "
+            f"{short_repr(prompts)}"
+        )
+    if not isinstance(prompts, str):
+        prompts = [_without_arrays(prompt) for prompt in prompts]
     is_single = isinstance(prompts, str) or (
         bool(prompts) and (_is_token_ids(prompts) or _is_text_or_chat(prompts))
     )
-    return [prompts] if is_single else list(prompts)  # type: ignore[list-item, arg-type]
+    return [prompts] if is_single else list(prompts)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TypeAlias, Union
 
@@ -16,7 +17,7 @@ from hone.config import ComposedConfig, ConfigError
 from hone.config.apply import ExtraChecks, compose_settings
 from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import hints, leaves
-from hone.config.sources import Setting, flatten, read_config
+from hone.config.sources import Setting, flatten, read_config, read_file
 from hone.config.states import translate
 from hone.config.trees import TREES
 from hone.types import JsonValue
@@ -79,11 +80,26 @@ def _to_json(value: Value) -> JsonValue:
         return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, (list, tuple)):
-        return [_to_json(item) for item in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    return value.item() if hasattr(value, "item") else str(value)  # a NumPy scalar
+    if hasattr(value, "tolist"):  # a NumPy scalar, an array or a tensor
+        return _to_json(value.tolist())
+    if isinstance(value, (Sequence, Set)):
+        return [_to_json(item) for item in value]
+    return str(value)  # for example a torch.device
+
+
+def _read_settings(file: Path) -> list[Setting]:
+    """Returns the settings of a YAML file; the name may lack its suffix, or name a built-in config."""
+    if file.suffix in (".yaml", ".yml") and not file.is_file():
+        raise ConfigError(f"config={str(file)!r} does not exist (looked in {Path.cwd()})")
+    if file.suffix != ".yml":
+        return read_config(file.name.removesuffix(".yaml"), [file.parent], [])[1]
+    if re.search(r"^defaults\s*:", file.read_text("utf-8"), re.MULTILINE):
+        raise ConfigError(
+            f"{file} has a defaults list, which Hydra reads from .yaml files; rename it"
+        )
+    return read_file(file)
 
 
 class CallSettings:
@@ -95,8 +111,7 @@ class CallSettings:
         self.schema, self.caller, self._config = schema, caller, config
         self._settings: list[Setting] = []
         if config is not None:
-            file = Path(config).expanduser()
-            self._settings = read_config(file.stem, [file.parent], [])[1]
+            self._settings = _read_settings(Path(config).expanduser())
         self.set(settings)
 
     def set(self, values: Values) -> None:

@@ -130,8 +130,8 @@ class _Check:
     types_by_column: dict[str, Counter[str]] = field(default_factory=dict)
     """Column -> number of rows by JSON type."""
     source_counts: Counter[str] = field(default_factory=Counter)
-    rule_sources: set[str] = field(default_factory=set)
-    """Data sources with a row that needs a rule-based scorer."""
+    rule_source_counts: Counter[str] = field(default_factory=Counter)
+    """Data source -> number of rows that need a rule-based scorer."""
     lengths: list[int] = field(default_factory=list)
     score_counts: Counter[float] = field(default_factory=Counter)
     """Score of the ground truth -> number of rows."""
@@ -201,7 +201,7 @@ class _Check:
         reward = row.get("reward_model") or {}
         if reward.get("style") == "model":
             return
-        self.rule_sources.add(source)
+        self.rule_source_counts[source] += 1
         if self.score is not None:
             score = self.score(row)
             if isinstance(score, str):
@@ -248,14 +248,14 @@ class _Check:
     def errors(self, is_known_source: Callable[[str], bool] | None) -> Iterator[str]:
         for reason, count in sorted(self.bad_rows.counts.items()):
             yield f"{count:,} rows: {reason}"
-        if 0 < len(self.rows_without_truth) < sum(self.source_counts.values()):
+        if 0 < len(self.rows_without_truth) < self.rule_source_counts.total():
             yield (
                 f"{len(self.rows_without_truth):,} rows have no reward_model.ground_truth"
-                f" (rows {_format_numbers(self.rows_without_truth)}), but other rows do"
+                f" (rows {_format_numbers(self.rows_without_truth)}), but other rows of a rule do"
             )
         if is_known_source is not None:
             unknown = [
-                repr(name) for name in sorted(self.rule_sources) if not is_known_source(name)
+                repr(name) for name in sorted(self.rule_source_counts) if not is_known_source(name)
             ]
             if unknown:
                 yield (
@@ -270,11 +270,10 @@ class _Check:
             )
 
     def warnings(self) -> Iterator[str]:
-        if self.rows_without_truth and len(self.rows_without_truth) == sum(
-            self.source_counts.values()
-        ):
+        if 0 < len(self.rows_without_truth) == self.rule_source_counts.total():
+            rows = "row" if self.rule_source_counts == self.source_counts else "row of a rule"
             yield (
-                "no row has reward_model.ground_truth: only a reward model or a"
+                f"no {rows} has reward_model.ground_truth: only a reward model or a"
                 " custom_reward_function can score these rows"
             )
         if duplicates := [numbers for numbers in self.rows_by_prompt.values() if len(numbers) > 1]:

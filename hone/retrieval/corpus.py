@@ -43,6 +43,8 @@ class Corpus:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> Passage:
+        if not 0 <= index < len(self):
+            raise IndexError(f"passage {index} of {len(self)}")
         start, end = int(self._offsets[index]), int(self._offsets[index + 1])
         return _parse_passage(self._bytes[start:end], self.file, index + 1)
 

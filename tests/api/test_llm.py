@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,3 +102,19 @@ def test_a_closed_one_says_so_and_closes_again(tiny: Path) -> None:
     llm.close()
     with pytest.raises(GenerationError, match="closed"):
         llm.generate("ab")
+
+
+def test_arrays_in_a_list_are_prompts_and_a_list_of_numpy_integers_is_one(llm: hone.LLM) -> None:
+    (text,) = llm.generate("ab", max_tokens=4)
+    ids = text.prompt_token_ids
+    arrays = [np.array(ids), torch.tensor(ids)]
+    assert [r.token_ids for r in llm.generate(arrays[:1], max_tokens=4)] == [text.token_ids]  # type: ignore[arg-type]
+    assert len(llm.generate(arrays, max_tokens=4)) == 2  # type: ignore[arg-type]
+    assert llm.generate(list(np.array(ids)), max_tokens=4)[0].token_ids == text.token_ids
+
+
+def test_one_message_without_its_list_is_refused(llm: hone.LLM) -> None:
+    """Its keys, `role` and `content`, would be two prompts."""
+    for wrong in ({"role": "user", "content": "hi"}, None, 5, b"hi"):
+        with pytest.raises(GenerationError, match="lists of messages"):
+            llm.chat(wrong, max_tokens=4)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,3 +75,29 @@ def test_keywords_win_over_a_yaml_file_and_starting_values_stay_out(tmp_path: Pa
     made = call.compose(starting_values=lambda given: pytest.fail("a YAML is taken as it is"))
     rollout = made.config.actor_rollout_ref.rollout
     assert (rollout.n, rollout.temperature) == (5, 0.5)
+
+
+@pytest.mark.parametrize("name", ["mine.yml", "ppo_trainer.yml", "lr-0.5.yaml", "lr-0.5"])
+def test_a_config_file_of_any_name_is_read(tmp_path: Path, name: str) -> None:
+    suffix = "" if name.endswith("ml") else ".yaml"
+    (tmp_path / f"{name}{suffix}").write_text("trainer:\n  seed: 77\n")
+    call = CallSettings("ppo_trainer", "hone.train", {}, tmp_path / name)
+    assert call.compose().config.trainer.seed == 77
+
+
+def test_a_missing_config_file_is_not_the_built_in_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ppo_trainer.yml' does not exist"):
+        CallSettings("ppo_trainer", "hone.train", {}, tmp_path / "ppo_trainer.yml")
+    (tmp_path / "mine.yml").write_text("defaults: [ppo_trainer, _self_]\n")
+    with pytest.raises(ConfigError, match="rename it"):
+        CallSettings("ppo_trainer", "hone.train", {}, tmp_path / "mine.yml")
+
+
+@pytest.mark.parametrize(
+    "names", [np.array(["console", "file"]), {"console": 0, "file": 1}.keys(), ("console", "file")]
+)
+def test_any_collection_of_values_is_a_list(names: Any) -> None:
+    call = CallSettings("ppo_trainer", "hone.train", {"trainer.logger": names})
+    assert call.values()["trainer.logger"] == ["console", "file"]
+    steps = CallSettings("ppo_trainer", "hone.train", {"trainer.logger": range(2)})
+    assert steps.values()["trainer.logger"] == [0, 1]

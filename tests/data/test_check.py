@@ -70,6 +70,15 @@ def test_rows_for_a_reward_model_or_with_tests_need_no_ground_truth(
     assert check_file(write_jsonl(rows))[0] == 0
 
 
+def test_rows_of_a_reward_model_do_not_count_as_other_rows(write_jsonl: Callable[..., str]) -> None:
+    rows = [
+        {"prompt": "a", "reward_model": {"style": "model", "ground_truth": "x"}},
+        {"prompt": "b", "reward_model": {"style": "rule"}},
+    ]
+    status, report = check_file(write_jsonl(rows))
+    assert (status, "no row of a rule has reward_model.ground_truth" in report) == (0, True)
+
+
 def test_unknown_sources_are_errors_by_any_predicate(
     write_jsonl: Callable[..., str], make_rows: Any
 ) -> None:

@@ -52,3 +52,10 @@ def test_an_invalid_line_raises_with_its_number(tmp_path, text, message) -> None
 def test_a_missing_file_raises(tmp_path) -> None:
     with pytest.raises(CorpusError, match="is not a file"):
         open_corpus(tmp_path / "none.jsonl", tmp_path)
+
+
+def test_a_passage_outside_the_corpus_is_an_index_error(tmp_path) -> None:
+    corpus = open_corpus(write_corpus(tmp_path), tmp_path / "index")
+    for number in (-1, -4, 4):
+        with pytest.raises(IndexError, match=f"passage {number} of 4"):
+            corpus[number]

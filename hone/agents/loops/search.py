@@ -144,7 +144,14 @@ class SearchAgentLoop(AgentLoopBase):
     """The loop `search_agent`, which searches with the service of the config `retriever`."""
 
     def problems(self) -> Iterator[str]:
-        """Yields a problem if the retrieval service does not answer."""
+        """Yields a problem for a token limit below that of the tags, and if the service does not answer."""
+        limit = self.rollout_config.multi_turn.max_observation_tokens
+        tags = self.tokenizer.encode(INFORMATION_START + INFORMATION_END, add_special_tokens=False)
+        if limit is not None and limit <= len(tags):
+            yield (
+                f"actor_rollout_ref.rollout.multi_turn.max_observation_tokens={limit} leaves no token "
+                f"for passages, because <information> and </information> have {len(tags)}; raise it"
+            )
         retriever = self.config.retriever
         try:
             retrieve(

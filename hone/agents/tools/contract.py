@@ -15,6 +15,8 @@ from types import UnionType
 from typing import Any, TypeAlias
 from uuid import uuid4
 
+import numpy as np
+
 from hone.text import BadText, clean_text, clean_values, read_json, short_repr
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
@@ -242,12 +244,12 @@ class BaseTool:
 
 
 def to_tool_response(value: ToolResult) -> ToolResponse:
-    """Converts an answer to a ToolResponse: dicts, lists and tuples become JSON."""
+    """Converts an answer to a ToolResponse: dicts, lists, tuples and arrays become JSON."""
     if isinstance(value, ToolResponse):
         return value
     if isinstance(value, str):
         return ToolResponse(text=value)
-    if isinstance(value, Mapping | list | tuple):
+    if isinstance(value, Mapping | list | tuple | np.ndarray):  # `str` shortens long arrays
         return ToolResponse(text=json.dumps(clean_values(value), ensure_ascii=False))
     return ToolResponse(text="" if value is None else str(value))
 

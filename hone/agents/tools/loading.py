@@ -22,7 +22,8 @@ interaction:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeAlias
 
 from hone.agents.interactions.contract import BaseInteraction
@@ -146,12 +147,8 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
         if tool_type == "mcp":
             entry_tools = mcp_tools(cls, config, entry.get("mcp"), path)
         else:
-            try:
+            with _named_errors(entry, path):
                 entry_tools = [cls(config=config, tool_schema=_entry_schema(entry, path))]
-            except ToolError:
-                raise
-            except (TypeError, ValueError) as error:
-                raise ToolError(f"{path}, {entry['class_name']}: {error_text(error)}") from error
         for tool in entry_tools:
             if not hasattr(tool, "execute") or not getattr(tool, "name", None):
                 raise ToolError(
@@ -180,13 +177,30 @@ def initialize_interactions_from_config(
             raise ToolError(
                 f"Duplicate interaction name {name!r} found in {path}; rename one of them"
             )
-        config = {**(entry.get("config") or {}), "name": name}
+        config = {**_entry_config(entry, path), "name": name}
         is_interaction = isinstance(cls, type) and issubclass(cls, BaseInteraction)
         if not is_interaction and hasattr(cls, "reset") and hasattr(cls, "step"):
             interactions[name] = EnvironmentInteraction(cls, config)
         else:
-            interactions[name] = cls(config)
+            with _named_errors(entry, path):
+                interactions[name] = cls(config)
+            if not hasattr(interactions[name], "generate_response"):
+                raise ToolError(
+                    f"{path}: {entry['class_name']} is not an interaction; derive from "
+                    "hone.interactions.base.BaseInteraction, or define reset and step"
+                )
     return interactions
+
+
+@contextmanager
+def _named_errors(entry: Settings, path: str) -> Iterator[None]:
+    """Turns an error of a constructor, which may be user code, into a ToolError that names the entry."""
+    try:
+        yield
+    except ToolError:
+        raise
+    except Exception as error:
+        raise ToolError(f"{path}, {entry['class_name']}: {error_text(error)}") from error
 
 
 def _entry_config(entry: Settings, path: str) -> Settings:

@@ -20,6 +20,7 @@ from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.contract import (
     BaseTool,
     CallResult,
+    ToolError,
     normalize_function_tool_return,
     normalize_tool_return,
     response_text,
@@ -170,6 +171,8 @@ class ToolSession:
 
         async def execute() -> tuple[str, float, Fields]:
             response, reward, metrics = await self._execute(call)
+            if response.image or response.video:
+                raise ToolError("images and video are not supported; return text only")
             return response_text(response), reward, metrics
 
         try:

@@ -164,14 +164,20 @@ def test_a_service_that_does_not_answer_is_told_before_training(
 ) -> None:
     from hone.trainer.ppo.row_checks import AgentChecks
 
-    def problems(url: str) -> list[str]:
-        return list(AgentChecks(config(LOOP, f"retriever.url={url}"), tokenizer, {}).problems())
+    def problems(url: str, *overrides: str) -> list[str]:
+        settings = config(LOOP, f"retriever.url={url}", *overrides)
+        return list(AgentChecks(settings, tokenizer, {}).problems())
 
     assert problems(retriever.url) == []
     for url in ("http://127.0.0.1:9/retrieve", "127.0.0.1:8000/retrieve", retriever.url + "x"):
         (problem,) = problems(url)
         assert problem.startswith(f"retriever.url does not answer ({url}: ")
         assert "start `hone serve-retriever" in problem
+    limit = "actor_rollout_ref.rollout.multi_turn.max_observation_tokens"
+    num_tags = len(tokenizer.encode(INFORMATION_START + INFORMATION_END))
+    (problem,) = problems(retriever.url, f"{limit}={num_tags}")
+    assert problem.startswith(f"{limit}={num_tags} leaves no token for passages")
+    assert problems(retriever.url, f"{limit}={num_tags + 1}") == []
 
 
 @pytest.mark.parametrize(

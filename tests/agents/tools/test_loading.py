@@ -258,3 +258,27 @@ def test_a_call_of_verls_schemas_is_read_from_its_text() -> None:
 def test_the_python_tool_is_called_python_without_a_description_too(tmp_path: Path) -> None:
     path = write(tmp_path / "tools.yaml", "tools:\n - name: python\n - name: code_interpreter\n")
     assert [tool.name for tool in load_all_tools(path, None)] == ["python", "code_interpreter"]
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ("class Mine(BaseInteraction):\n    pass", "`config` is an object of settings, got 'x'"),
+        (
+            "class Mine(BaseInteraction):\n    def __init__(self, config):\n        config['key']",
+            "KeyError",
+        ),
+        ("class Mine:\n    def __init__(self, config):\n        pass", "is not an interaction"),
+    ],
+)
+def test_an_interaction_that_cannot_be_made_is_named(tmp_path: Path, body: str, error: str) -> None:
+    base = "from hone.interactions.base import BaseInteraction\n"
+    file = write(tmp_path / "mine.py", f"{base}{body}\n")
+    config = "x" if "pass" in body and "Base" in body else "{}"
+    path = write(
+        tmp_path / "i.yaml",
+        f"interaction:\n  - class_name: {file}:Mine\n    config: {config}\n",
+    )
+    with pytest.raises(ToolError, match=error) as caught:
+        initialize_interactions_from_config(path)
+    assert path in str(caught.value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hone.agents.agent_data import AgentData
@@ -300,3 +302,24 @@ def test_a_tool_may_read_the_trajectory_so_far() -> None:
         {"read": 1},
         [0.5],
     )
+
+
+def test_an_image_is_an_error_and_not_lost() -> None:
+    class Camera(Echo):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
+            return ToolResponse(text="seen", image=[{"bytes": b"png"}]), 0.5, {}
+
+    session = make_session(Camera())
+    (answer,) = asyncio.run(session.run_calls([echo("a")]))
+    assert answer.startswith("Error: echo failed: ToolError: images and video are not supported")
+    assert (session.record.failures, session.agent_data.tool_rewards) == (1, [])
+
+
+def test_an_array_is_json_and_not_shortened() -> None:
+    class Numbers(Echo):
+        async def execute(self, instance_id: str, parameters: dict[str, Any], **_: Any) -> Any:
+            return np.arange(3000)
+
+    session = make_session(Numbers(), truncate=lambda text: text)
+    (answer,) = asyncio.run(session.run_calls([echo("a")]))
+    assert json.loads(answer) == list(range(3000))
