@@ -7,9 +7,9 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.data import DataConfig
 from hone.data.files import is_non_local
@@ -28,20 +28,19 @@ from hone.data.prompts import (
     tokenise,
     truncate,
 )
-from hone.data.reading import as_data_config, rows_of, to_verl_schema
+from hone.data.reading import as_data_config, load_tool_schemas, rows_of, to_verl_schema
 from hone.data.rows import (
     BadRowPolicy,
     DataError,
     Files,
     RowStore,
-    SettingError,
     expand_files,
     positions_fingerprint,
     read_rows,
     sample_positions,
 )
 from hone.data.schema import COLUMNS, KWARGS_COLUMNS, SchemaCheck
-from hone.text import BadText, read_yaml, short_repr
+from hone.text import short_repr
 from hone.tokenizer import Processor, Tokenizer
 from hone.types import Fields, Row, Settings
 
@@ -177,14 +176,19 @@ class RLHFDataset:
         return None
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Adds rows in verl's schema; bad rows are reported like bad rows of files."""
+        """Adds rows in verl's schema; bad rows and overlong prompts are handled like those of files."""
         check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
+        where, good_rows = "a row added by on_batch_end", []
         for row in rows:
             problem = check.problem(row)
             if problem is None:
-                self.added_rows.append(dict(row))
+                good_rows.append(dict(row))
             else:
-                self.bad_rows.report(problem.reason, f"a row added by on_batch_end: {problem}")
+                self.bad_rows.report(problem.reason, f"{where}: {problem}")
+        if self.settings.filter_overlong_prompts:
+            fitting = self._fitting_prompts(good_rows, lambda _: where)
+            good_rows = [good_rows[index] for index, _ in fitting]
+        self.added_rows += good_rows
 
     def state_dict(self) -> Fields:
         return {
@@ -284,15 +288,9 @@ class RLHFDataset:
         indexed_rows = enumerate(self.store.scan((self.prompt_key, "agent_name", *loop_columns)))
         rows = (row for position, row in indexed_rows if position in position_set)
         fitting, lengths = [], []
-        for position, length in zip(positions, self._count_tokens(rows, limit), strict=True):
-            if isinstance(length, PromptTooLong) or (isinstance(length, int) and length > limit):
-                self.num_overlong_rows += 1
-            elif isinstance(length, PromptError):
-                message = f"{self.store.where(position)}: {length}"
-                self.bad_rows.report("cannot be rendered", message)
-            else:
-                fitting.append(position)
-                lengths.append(length)
+        for index, length in self._fitting_prompts(rows, lambda i: self.store.where(positions[i])):
+            fitting.append(positions[index])
+            lengths.append(length)
         if not fitting:
             raise DataError(
                 f"all {len(positions)} prompts have more than data.max_prompt_length="
@@ -303,6 +301,19 @@ class RLHFDataset:
             logger.info(message, len(positions) - len(fitting), len(positions), limit)
         self._prompt_lengths = lengths
         return fitting
+
+    def _fitting_prompts(
+        self, rows: Iterable[Row], where: Callable[[int], str]
+    ) -> Iterator[tuple[int, int]]:
+        """Yields (index, number of tokens) of the prompts that fit; counts overlong and bad prompts."""
+        limit = self.max_prompt_length
+        for index, length in enumerate(self._count_tokens(rows, limit)):
+            if isinstance(length, PromptTooLong) or (isinstance(length, int) and length > limit):
+                self.num_overlong_rows += 1
+            elif isinstance(length, PromptError):
+                self.bad_rows.report("cannot be rendered", f"{where(index)}: {length}")
+            else:
+                yield index, length
 
     def _count_tokens(
         self, rows: Iterable[Row], max_tokens: int | None
@@ -383,18 +394,3 @@ def with_typed_parts(
                 f"the prompt has {media_counts[kind]} <{kind}>, column {key!r} has {len(column)}"
             )
     return typed_messages
-
-
-def load_tool_schemas(config: DataConfig) -> list[Mapping[str, Any]] | None:
-    """Loads the tool schemas of data.tool_config_path for the chat template."""
-    path = config.tool_config_path
-    if not path:
-        return None
-    try:
-        document = read_yaml(path)
-    except BadText as error:
-        raise SettingError(str(error), path) from error
-    tools = (document.get("tools") if isinstance(document, Mapping) else None) or []
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise SettingError(f"{path} needs `tools:`, a list of objects", path)
-    return [tool["tool_schema"] for tool in tools if tool.get("tool_schema")] or None

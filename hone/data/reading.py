@@ -1,14 +1,15 @@
-"""Converts what a user passes to `RLHFDataset`: config, rows in memory, PURE's files."""
+"""Converts what a user passes to `RLHFDataset`: config, tool schemas, rows in memory, PURE's files."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hone.config.data import DataConfig
-from hone.data.rows import DataError, FileRows, RowStore
+from hone.data.rows import DataError, FileRows, RowStore, SettingError
+from hone.text import BadText, read_yaml
 from hone.types import Fields, Row, Settings
 
 if TYPE_CHECKING:
@@ -99,3 +100,18 @@ def _convert_file(file: FileRows) -> FileRows:
         columns = {"data_source": source, "reward_model": reward_model}
         rows.append({**row, PURE_PROMPT_KEY: question, **columns})
     return dataclasses.replace(file, content=rows)
+
+
+def load_tool_schemas(config: DataConfig) -> list[Mapping[str, Any]] | None:
+    """Loads the tool schemas of data.tool_config_path for the chat template."""
+    path = config.tool_config_path
+    if not path:
+        return None
+    try:
+        document = read_yaml(path)
+    except BadText as error:
+        raise SettingError(str(error), path) from error
+    tools = (document.get("tools") if isinstance(document, Mapping) else None) or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise SettingError(f"{path} needs `tools:`, a list of objects", path)
+    return [tool["tool_schema"] for tool in tools if tool.get("tool_schema")] or None

@@ -63,6 +63,16 @@ def test_a_generator_adds_rows_after_each_batch_and_resumes(
     assert any("new" in text for _, texts in expected for text in texts)
 
 
+def test_added_prompts_that_are_too_long_are_left_out_like_those_of_files(
+    tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any
+) -> None:
+    settings = config(filter_overlong_prompts=True, max_prompt_length=64)
+    data = create_rl_dataset(write_jsonl(make_rows(2)), settings, tokenizer)
+    data.append([{"prompt": "x" * 100}, {"prompt": "short"}])  # type: ignore[attr-defined]
+    assert [data[i]["raw_prompt"][0]["content"] for i in range(len(data))][2:] == ["short"]
+    assert data.num_overlong_rows == 1  # type: ignore[attr-defined]
+
+
 def test_validation_data_do_not_grow(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any, tmp_path: Path
 ) -> None:
