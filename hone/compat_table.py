@@ -45,7 +45,7 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.trainer.ppo.reward": "hone.rewards.loading",
     "hone.trainer.ppo.rollout_corr_helper": "hone.algorithms.rollout_correction",
     "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",
-    "hone.experimental.agent_loop.single_turn_agent_loop": "hone.agents.loops.single_turn",
+    "hone.experimental.agent_loop.single_turn_agent_loop": "hone.agents.contract",
     "hone.experimental.agent_loop.tool_agent_loop": "hone.agents.loops.tool",
     "hone.tools.base_tool": "hone.agents.tools.contract",
     "hone.tools.schemas": "hone.agents.tools.contract",
@@ -91,7 +91,7 @@ _LOOP_NAMES = {
     "AsyncLLMServerManager": f"{_AGENTS}:ServerManager",
     "LLMServerClient": f"{_AGENTS}:ServerManager",
     **_map("hone.rollout.contract", "TokenOutput"),
-    **_map("hone.agents.loops.single_turn", "SingleTurnAgentLoop"),
+    **_map("hone.agents.contract", "SingleTurnAgentLoop"),
     **_map("hone.agents.loops.tool", "ToolAgentLoop"),
 }
 _PARSERS = "hone.agents.parsers"

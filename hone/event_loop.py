@@ -17,7 +17,7 @@ import signal
 import threading
 from asyncio.tasks import _unregister_task
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -29,6 +29,14 @@ logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0
 """Default seconds that a cancelled task gets to clean up before it is abandoned."""
+_SUBMIT_ITERATIONS = 16
+"""Event-loop iterations (a few µs each) in which agent loops can submit their next requests.
+
+An agent loop needs 9 iterations to call a tool and submit the next request."""
+_SUBMIT_TIMEOUT_S = 5.0
+"""If an agent loop blocks the event loop for longer, decoding continues without that loop's request."""
+_POLL_S = 0.001
+"""Interval at which `wait_for_requests` checks whether the event loop has ended."""
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
@@ -39,11 +47,6 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
         return loop
-
-
-def run_in_new_loop(coroutine: Coroutine[None, None, T]) -> T:
-    """Runs the coroutine in a new event loop in this thread and returns its result."""
-    return EventLoopRun(coroutine).run()
 
 
 def call_soon_in_loop(
@@ -58,12 +61,15 @@ def call_soon_in_loop(
 
 
 def run_coroutine(coroutine: Coroutine[None, None, T]) -> T:
-    """Like `run_in_new_loop`, but also works inside a running event loop, for example in a notebook."""
+    """Runs the coroutine in a new event loop and returns its result.
+
+    The loop runs in this thread, or in another if this thread's event loop is running (a notebook's).
+    """
+    run = EventLoopRun(coroutine)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run_in_new_loop(coroutine)
-    run = EventLoopRun(coroutine)
+        return run.run()
     with ThreadPoolExecutor(max_workers=1) as executor:
         future = executor.submit(run.run)
         try:
@@ -133,6 +139,51 @@ class EventLoopRun(Generic[T]):
         if self._interrupt_count > 1:
             raise KeyboardInterrupt
         self.cancel()
+
+
+class LoopThread(EventLoopRun[T]):
+    """Runs one coroutine, and the tasks that it starts, in an event loop in a separate thread."""
+
+    def __init__(self, coroutine: Coroutine[None, None, T], on_end: Callable[[], None]) -> None:
+        super().__init__(coroutine)
+        self.outcome: Future[T] = Future()
+        self._on_end = on_end
+        self._requests_submitted = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run_in_thread, name="hone-loops", daemon=True).start()
+
+    def _run_in_thread(self) -> None:
+        try:
+            self.outcome.set_result(self.run())
+        except BaseException as error:
+            self.outcome.set_exception(error)
+        self._requests_submitted.set()
+        self._on_end()
+
+    def wait_for_requests(self) -> None:
+        """Waits until tasks that got a result of the engine have submitted their next requests."""
+        self._requests_submitted = submitted = threading.Event()
+        if not self.call_soon(_set_after_iterations, _SUBMIT_ITERATIONS, submitted):
+            return
+        polls = round(_SUBMIT_TIMEOUT_S / _POLL_S)
+        if not any(submitted.wait(_POLL_S) or self.outcome.done() for _ in range(polls)):
+            logger.warning(
+                "an agent loop has blocked its event loop for %.0f s; decoding goes on without it",
+                _SUBMIT_TIMEOUT_S,
+            )
+
+    def wait(self, seconds: float) -> bool:
+        """Waits up to `seconds` for the coroutine, and returns whether it has ended."""
+        return bool(wait([self.outcome], timeout=seconds).done)
+
+
+def _set_after_iterations(iterations: int, event: threading.Event) -> None:
+    """Sets the event after this number of iterations of the running event loop."""
+    if iterations == 0:
+        event.set()
+    else:
+        asyncio.get_running_loop().call_soon(_set_after_iterations, iterations - 1, event)
 
 
 class DaemonThreadExecutor(ThreadPoolExecutor):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hone import event_loop
-from hone.event_loop import EventLoopRun, raised_by_signal, run_coroutine, run_in_new_loop
+from hone.event_loop import EventLoopRun, raised_by_signal, run_coroutine
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def ended(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 
     def run() -> None:
         try:
-            outcome.append(run_in_new_loop(work()))
+            outcome.append(run_coroutine(work()))
         except BaseException as error:
             outcome.append(error)
 
@@ -50,9 +50,9 @@ def test_what_the_coroutine_returns_and_raises_comes_back() -> None:
     async def wrong() -> None:
         raise LookupError("own")
 
-    assert run_in_new_loop(asyncio.sleep(0, "done")) == "done"
+    assert run_coroutine(asyncio.sleep(0, "done")) == "done"
     with pytest.raises(LookupError, match="own"):
-        run_in_new_loop(wrong())
+        run_coroutine(wrong())
 
 
 def test_a_task_that_swallows_its_cancellation_is_left_behind() -> None:
@@ -80,7 +80,7 @@ async def swallows():
 async def work():
     asyncio.create_task(swallows())
     await asyncio.sleep(0)
-event_loop.run_in_new_loop(work())
+event_loop.run_coroutine(work())
 gc.collect()
 print("collected")
 """
@@ -118,11 +118,11 @@ def test_a_generator_that_does_not_close_is_left_behind() -> None:
 
 
 def test_to_thread_answers_and_raises() -> None:
-    assert run_in_new_loop(asyncio.to_thread(divmod, 7, 2)) == (3, 1)
+    assert run_coroutine(asyncio.to_thread(divmod, 7, 2)) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        run_in_new_loop(asyncio.to_thread(divmod, 7, 0))
+        run_coroutine(asyncio.to_thread(divmod, 7, 0))
     with pytest.raises(RuntimeError, match="SystemExit: 4"):
-        run_in_new_loop(asyncio.to_thread(sys.exit, 4))
+        run_coroutine(asyncio.to_thread(sys.exit, 4))
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("own")])
@@ -135,7 +135,7 @@ def test_an_exit_of_another_task_ends_only_that_task(error: BaseException) -> No
         await asyncio.sleep(0.01)
         return repr(task.exception())
 
-    assert run_in_new_loop(work()) == repr(error)
+    assert run_coroutine(work()) == repr(error)
 
 
 def test_a_callback_that_stops_the_loop_stops_nothing_else() -> None:
@@ -144,7 +144,7 @@ def test_a_callback_that_stops_the_loop_stops_nothing_else() -> None:
         await asyncio.sleep(0.01)
         return "done"
 
-    assert run_in_new_loop(work()) == "done"
+    assert run_coroutine(work()) == "done"
 
 
 def test_another_thread_may_cancel() -> None:
@@ -176,7 +176,7 @@ def test_a_ctrl_c_cancels_the_coroutine_and_is_raised() -> None:
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        run_in_new_loop(work())
+        run_coroutine(work())
     assert cleaned == ["up"]
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -190,7 +190,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_coroutine() -> None:
         await stubborn()
 
     with pytest.raises(KeyboardInterrupt):
-        run_in_new_loop(work())
+        run_coroutine(work())
 
 
 def test_a_signals_error_is_told_from_the_codes_own() -> None:

@@ -1,4 +1,4 @@
-"""The agent-loop contract: `async run(sampling_params, **row)` returns one or more outputs.
+"""The agent-loop contract, `async run(sampling_params, **row)`, and the default loop.
 
 A loop gets token ids and a client of the rollout engine; generated text is never tokenised again.
 Names and signatures are verl's. Images, video and audio are not supported.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ L = TypeVar("L", bound="type[AgentLoopBase]")
 LOOPS: Table[Callable[..., AgentLoopBase]] = Table(
     "agent loop",
     {
-        "single_turn_agent": "hone.agents.loops.single_turn:SingleTurnAgentLoop",
+        "single_turn_agent": "hone.agents.contract:SingleTurnAgentLoop",
         "tool_agent": "hone.agents.loops.tool:ToolAgentLoop",
         "search_agent": "hone.agents.loops.search:SearchAgentLoop",
         "react_agent": "hone.agents.loops.tool:ReactAgentLoop",
@@ -335,6 +336,30 @@ class AgentLoopBase(ABC):
 
         A list is one trajectory that becomes several rows of the batch, in the order of the list.
         """
+
+
+class SingleTurnAgentLoop(AgentLoopBase):
+    """The loop `single_turn_agent`, the default: one prompt and one completion."""
+
+    async def run(self, sampling_params: Fields, **kwargs: Any) -> AgentLoopOutput:
+        prompt_ids = self.prompt_ids(kwargs)
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            kwargs["trajectory_id"], prompt_ids=prompt_ids, sampling_params=sampling_params
+        )
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=output.token_ids,
+            response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs,
+            num_turns=2,  # the prompt and the completion
+            metrics=AgentLoopMetrics(
+                time.perf_counter() - started, num_preempted=output.num_preempted or 0
+            ),
+            versions=output.versions,
+            stop_reason=output.stop_reason.value,
+            routed_experts=output.routed_experts,
+        )
 
 
 def _unwrap(config: C | DictConfigWrap[C]) -> C:

@@ -68,7 +68,7 @@ def loop_arguments(config: PPOTrainerConfig, tokenizer: Tokenizer) -> Fields:
 
 
 class LoopNames:
-    """The loops of a run by name; a loop is imported at its first use.
+    """The loops of a run by name; `factory` imports a loop at its first use.
 
     A row may name only loops that the configuration allows: built-in loops, loops registered with
     `@register`, the loops of the YAML list `agent_loop_config_path`, and the default loop.
@@ -78,6 +78,7 @@ class LoopNames:
         self.default = rollout.default_loop
         self._path = rollout.agent.agent_loop_config_path
         self._factory_loaders = _read_factory_loaders(self._path) if self._path else {}
+        self._factories: dict[str, LoopFactory] = {}
         self._has_imported = False
 
     def name_of_row(self, agent_name: object) -> str:
@@ -101,6 +102,11 @@ class LoopNames:
 
     def factory(self, name: str) -> LoopFactory:
         """Returns the factory of a loop name that `name_of_row` returned."""
+        if name not in self._factories:
+            self._factories[name] = self._load_factory(name)
+        return self._factories[name]
+
+    def _load_factory(self, name: str) -> LoopFactory:
         if name in self._factory_loaders:
             return self._factory_loaders[name]()
         return LOOPS.get(name) if name == self.default else LOOPS.get_registered(name)
@@ -175,6 +181,7 @@ class TrajectoryMaker:
 
     def __post_init__(self) -> None:
         self._loop_names = LoopNames(self.config.actor_rollout_ref.rollout)
+        self._loop_names.factory(self._loop_names.default)  # imported before the first step
         self._loop_arguments = loop_arguments(self.config, self.tokenizer)
 
     def jobs(self, rows: DataProto) -> list[Job]:

@@ -214,18 +214,25 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
 
     Raises PromptTooLong if the text far exceeds `max_tokens`, before all of it is tokenised.
     """
-    if flaw := find_flaw(text, allow_nul=True):
-        raise PromptError(f"the text of the row {flaw}")
     length = MAX_CHARACTERS_PER_TOKEN * ((max_tokens or 0) + 64)
     while max_tokens is not None and length < len(text):
-        num_tokens = len(tokenizer.encode(text[:length], add_special_tokens=False))
+        num_tokens = len(_encode(text[:length], tokenizer))
         if num_tokens > 2 * max_tokens + 64:  # a word cut at the end may have more tokens
             raise PromptTooLong(
                 f"the first {length:,} of its {len(text):,} characters have {num_tokens:,} tokens, "
                 f"at most {max_tokens:,} fit"
             )
         length *= 4
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    return _encode(text, tokenizer)
+
+
+def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    except (TypeError, UnicodeError):  # for example for a lone surrogate
+        if flaw := find_flaw(text, allow_nul=True):
+            raise PromptError(f"the text of the row {flaw}") from None
+        raise
 
 
 def needs_length_check(text: str, max_tokens: int) -> bool:

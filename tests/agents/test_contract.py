@@ -1,14 +1,16 @@
-"""The engine client of a trajectory."""
+"""The engine client of a trajectory, and the default loop."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from hone.agents.contract import ServerManager
 from hone.rollout.contract import Sampling, StopReason, TokenOutput
+from hone.rollout.scripted import ScriptedRollout
 
 
 class Counting:
@@ -27,3 +29,13 @@ def test_a_response_ends_at_the_model_length(prompt: int, length: int) -> None:
     out = asyncio.run(manager.generate("a", prompt_ids=[3] * prompt, sampling_params={}))
     assert len(out.token_ids) == length
     assert out.stop_reason is StopReason.LENGTH
+
+
+def test_a_response_ends_where_the_model_length_ends(
+    runner: Callable[..., Any], rows: Any, tokenizer: Any
+) -> None:
+    engine = ScriptedRollout(["x" * 12], tokenizer=tokenizer)
+    batch = runner(engine, "actor_rollout_ref.rollout.max_model_len=17").run(rows(["1+1=23456789"]))
+    prompt = len(batch.batch["prompts"][0])
+    assert tokenizer.decode(batch.batch["responses"][0]) == "x" * (17 - prompt)
+    assert batch.non_tensor_batch["stop_reason"][0] == "length"

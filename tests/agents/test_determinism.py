@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hone.agents.runner import LoopRunner
-from hone.event_loop import run_in_new_loop
+from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
 from hone.protocol import DataProto
@@ -49,7 +49,7 @@ def run_rows(
         loop = f"actor_rollout_ref.rollout.agent.default_agent_loop='{LOOP}:TwoTurnAgentLoop'"
         lengths = ("data.max_response_length=40", "data.max_prompt_length=24")
         batch = runner(engine, loop, *lengths).run(data)
-        run_in_new_loop(engine.close())
+        run_coroutine(engine.close())
         return batch
 
     return run

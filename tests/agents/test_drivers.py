@@ -12,7 +12,7 @@ import torch
 
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
 from hone.agents.runner import FinishedGroup, LoopRunner
-from hone.event_loop import run_in_new_loop
+from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
 from hone.protocol import DataProto
@@ -71,7 +71,7 @@ def running(runner: Runner, tokenizer: Any) -> Callable[[], Any]:
         built: LoopRunner = runner(engine, *lengths)
         yield built
         built.close()
-        run_in_new_loop(engine.close())
+        run_coroutine(engine.close())
 
     return build
 

@@ -22,7 +22,7 @@ def names(config: Config, *overrides: str) -> LoopNames:
 
 def test_the_data_check_knows_every_built_in_loop() -> None:
     targets = {name: target for name, target in LOOPS.entries.items() if isinstance(target, str)}
-    built_in = {name for name, target in targets.items() if target.startswith("hone.agents.loops.")}
+    built_in = {name for name, target in targets.items() if target.startswith("hone.agents.")}
     assert built_in == set(BUILT_IN_LOOPS)
 
 
@@ -32,7 +32,7 @@ def test_a_module_of_a_configured_loop_may_register_further_names(
     """The module is imported when a row names an unknown loop, and not before."""
     (tmp_path / "own.py").write_text(
         "from hone.agents.contract import register\n"
-        "from hone.agents.loops.single_turn import SingleTurnAgentLoop\n"
+        "from hone.agents.contract import SingleTurnAgentLoop\n"
         "@register('listing_test_further')\n"
         "class Main(SingleTurnAgentLoop): pass\n"
     )

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
-from hone.agents.loops.single_turn import SingleTurnAgentLoop
+from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput, SingleTurnAgentLoop
 from hone.agents.runner import LoopRunner
 from hone.agents.trajectory import AgentLoopFailed
 from hone.event_loop import run_with_deadline
