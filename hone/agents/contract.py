@@ -202,7 +202,6 @@ class AgentLoopBase(ABC):
         self.tokenizer = tokenizer
         self.processor = processor
         self.request_id = uuid4().hex  # the loop runner replaces it by `trajectory_id`
-        self.apply_chat_template_kwargs = self.data_config.get("apply_chat_template_kwargs") or {}
         self.prompt_length: int = self.rollout_config.prompt_length
         self.response_length: int = self.rollout_config.response_length
         self.loop = asyncio.get_event_loop()
@@ -218,6 +217,11 @@ class AgentLoopBase(ABC):
     ) -> None:
         """Called for every instance; to run once per class, an override can test `_class_initialized`."""
         cls._class_initialized = True
+
+    @cached_property
+    def apply_chat_template_kwargs(self) -> Settings:
+        """The options of the chat template, from `data.apply_chat_template_kwargs`."""
+        return self.data_config.get("apply_chat_template_kwargs") or {}
 
     @cached_property
     def system_prompt(self) -> list[int]:
