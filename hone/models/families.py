@@ -126,7 +126,7 @@ def override_fields(config: PreTrainedConfig, values: Settings, path: str) -> No
             log.warning("override_config.%s=%s: hone's own attention is used", key, value)
         elif key == "rope_theta" and key in rope:
             config.rope_parameters = {**rope, key: value}
-        elif key == "rope_scaling" and "rope_theta" in rope:
+        elif key in ("rope_scaling", "rope_parameters") and "rope_theta" in rope:
             unscaled = {k: rope[k] for k in ("rope_theta", "partial_rotary_factor") if k in rope}
             scaling = dict(value or {})
             rope_type = scaling.pop("type", "default")
@@ -137,6 +137,29 @@ def override_fields(config: PreTrainedConfig, values: Settings, path: str) -> No
             raise UnsupportedModel(
                 f"override_config has {key!r}, which {type(config).__name__} of {path} does not have"
             )
+    if any(key.startswith("rope_") for key in values):
+        _check_rope(config, path)
+
+
+def _check_rope(config: PreTrainedConfig, path: str) -> None:
+    """Raises if a rotary table cannot be made from overridden parameters."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known_types = {"default", *ROPE_INIT_FUNCTIONS}
+    for rope_type in _rope_types(config):
+        if rope_type not in known_types:
+            raise UnsupportedModel(
+                f"override_config of {path} has rope_type={rope_type!r}; use one of "
+                f"{', '.join(sorted(known_types))}"
+            )
+    try:
+        config.standardize_rope_params()
+        config.validate_rope()
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"override_config of {path} has rotary parameters {config.rope_parameters} that its model "
+            f"cannot use: {error}"
+        ) from error
 
 
 def _rope_types(text_config: PreTrainedConfig) -> Iterator[str]:

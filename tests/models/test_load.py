@@ -194,12 +194,20 @@ def test_a_folder_with_nothing_but_a_gguf_file_is_refused_before_loading(folder,
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear", 10000.0),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn", 10000.0),
         ({"rope_theta": 5.0, "rope_scaling": None}, "default", 5.0),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "linear", 10000.0),
     ],
 )
 def test_overrides_may_have_the_older_names_of_rotary_positions(folder, overrides, rope, theta):
     lm = load_causal_lm(str(folder), dtype=torch.float32, override_config=overrides)
     assert lm.model.rotary_emb.rope_type == rope
     assert lm.config.rope_parameters["rope_theta"] == theta
+
+
+@pytest.mark.parametrize("scaling", [{"type": "linear"}, {"type": "bogus", "factor": 2.0}])
+def test_a_rotary_scaling_that_cannot_be_computed_is_refused(folder, scaling):
+    overrides = {"rope_scaling": scaling}
+    with pytest.raises(UnsupportedModel, match="override_config"):
+        load_causal_lm(str(folder), dtype=torch.float32, override_config=overrides)
 
 
 def test_one_scaling_for_rotary_tables_per_layer_type_is_refused(tmp_path):
