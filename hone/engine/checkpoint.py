@@ -130,6 +130,8 @@ def saved_sections(
     shapes = _saved_entry_shapes(folder)
     available = {name.partition(".")[0] for name in shapes}
     sections = available if contents is None else sections_for_contents(contents) & available
+    if "model" not in sections:
+        sections = sections - {"masters"}  # the first update would replace the model by them
     if "model" not in available and (contents is None or "model" in contents):
         raise CheckpointMissing(
             f"{folder} holds no model state (it has {', '.join(sorted(available)) or 'nothing'}): "

@@ -231,7 +231,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def optimizer_class(config: OptimConfig) -> type[torch.optim.Optimizer]:
-    """Returns the optimizer class that the config names; raises PluginError if there is none."""
+    """Returns the optimizer class that the config names; raises PluginError for one that cannot be used."""
     is_path = ":" in config.optimizer  # pkg.mod:Class ignores optimizer_impl
     path = config.optimizer if is_path else f"{config.optimizer_impl}:{config.optimizer}"
     try:
@@ -241,7 +241,24 @@ def optimizer_class(config: OptimConfig) -> type[torch.optim.Optimizer]:
             f"optim.optimizer={config.optimizer} was not found (optimizer_impl="
             f"{config.optimizer_impl}): {error}"
         ) from error
+    if problem := _settings_problem(cls, config):
+        raise PluginError(f"optim.optimizer={config.optimizer} cannot be used: {problem}")
     return cls
+
+
+def _settings_problem(cls: type[torch.optim.Optimizer], config: OptimConfig) -> str | None:
+    """Returns why the optimizer would fail at its first update or ignore a setting, or None."""
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "it computes the loss several times per update; use one without a closure"
+    overrides = config.override_optimizer_config or {}
+    if "lr" in overrides:
+        return "the schedule would replace override_optimizer_config.lr; set optim.lr"
+    parameter = inspect.signature(cls).parameters.get("betas")
+    default, betas = getattr(parameter, "default", None), overrides.get("betas", config.betas)
+    if isinstance(default, tuple) and len(betas) != len(default):
+        return f"betas={tuple(betas)} has {len(betas)} numbers; give {len(default)}"
+    return None
 
 
 def build_optimizer(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:

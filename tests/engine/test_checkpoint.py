@@ -142,6 +142,19 @@ def test_only_the_requested_parts_are_loaded(tmp_path):
     assert other.optimizer.updates == 0
 
 
+@pytest.mark.parametrize("name", ["bf16", "fp32"])
+def test_an_optimizer_without_the_model_does_not_replace_the_weights(name, tmp_path):
+    make, optim = MODELS[name]
+    engine = make_engine(make(), optim)
+    train(engine, 2)
+    engine.save(tmp_path, CONTENTS)
+    other = make_engine(make(), replace(optim, lr=0.0))
+    start = weights(other)
+    other.load(tmp_path, ["optimizer"])
+    train(other)
+    assert all(torch.equal(weights(other)[n], x) for n, x in start.items())
+
+
 def test_a_checkpoint_without_the_model_is_refused_with_a_reason(tmp_path):
     engine = make_engine(policy(), ADAM)
     train(engine)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hone.config.engine import OptimConfig
-from hone.engine.optimizer import Optimizer
+from hone.engine.optimizer import Optimizer, optimizer_class
 from hone.plugins import PluginError
 
 
@@ -200,3 +200,17 @@ def test_settings_that_the_optimizer_refuses_are_named(settings, message):
     config = OptimConfig(override_optimizer_config=settings)
     with pytest.raises(PluginError, match=rf"AdamW refuses its settings \(.*{message}"):
         make_optimizer([[1.0]], config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"optimizer": "LBFGS"}, "without a closure"),
+        ({"override_optimizer_config": {"lr": 1.0}}, "set optim.lr"),
+        ({"betas": (0.9,)}, "has 1 numbers; give 2"),
+        ({"override_optimizer_config": {"betas": [0.9, 0.95, 0.99]}}, "has 3 numbers; give 2"),
+    ],
+)
+def test_settings_that_would_fail_at_the_first_update_are_refused_before(settings, message):
+    with pytest.raises(PluginError, match=message):
+        optimizer_class(OptimConfig(**settings))
