@@ -13,17 +13,9 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.rejection import EXPONENT_BOUND, RejectionResult
-from hone.ops.masked import masked_mean, masked_sum, masked_var, zero_outside_mask
+from hone.ops.masked import masked_mean, masked_sum, masked_var
 
 Metrics = dict[str, Tensor]
-
-
-def gap_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Metrics, Metrics]:
-    """Returns (means, maxima) of the gap per token between the log-probs `trainer` and `rollout` [B, T]."""
-    mask = mask.bool()
-    gap = zero_outside_mask(trainer - rollout, mask)
-    means = {"kl": -masked_mean(gap, mask), "log_prob_abs_diff_mean": masked_mean(gap.abs(), mask)}
-    return means, {"log_prob_abs_diff_max": gap.abs().max() if gap.numel() else gap.new_zeros(())}
 
 
 def agreement_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
@@ -34,7 +26,7 @@ def agreement_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics
     log_ppl_diff = trainer_log_ppl - rollout_log_ppl  # [B]
     row_log_ratio = masked_sum(log_ratio, mask, -1)
     return {
-        "kl": gap_metrics(trainer, rollout, mask)[0]["kl"],
+        "kl": -masked_mean(log_ratio, mask),
         "k3_kl": masked_mean(_bounded_exp(log_ratio) - log_ratio - 1, mask),
         "training_ppl": masked_mean(_bounded_exp(trainer_log_ppl), row_mask),
         "training_log_ppl": masked_mean(trainer_log_ppl, row_mask),

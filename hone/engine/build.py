@@ -181,5 +181,6 @@ def build_engine(
         sharded_module=sharded_module,
         offload=offload,
     )
-    offload.start()
+    if offload is not None:
+        offload.start()
     return engine

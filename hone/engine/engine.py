@@ -53,7 +53,7 @@ class Engine(ModelState):
         sharded_module: ShardedModule | None = None,
         offload: Offload | None = None,
     ) -> None:
-        super().__init__(module, optimizer, sharded_module, offload or Offload())
+        super().__init__(module, optimizer, sharded_module, offload)
         self._train_rule = train_rule
         self._infer_rule = infer_rule
         self._response_width = response_width

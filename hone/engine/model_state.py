@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,7 @@ class ModelState:
         module: nn.Module,
         optimizer: Optimizer | None,
         sharded_module: ShardedModule | None,
-        offload: Offload,
+        offload: Offload | None,
     ) -> None:
         self.module = module
         # Offloaded shards are on another device than the one that computes.
@@ -75,6 +75,8 @@ class ModelState:
 
     def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
         """Keeps offloaded tensors on the device inside the block; nested blocks do not move them."""
+        if self.offload is None:
+            return nullcontext()
         return self.offload.on_device(optimizer=optimizer)
 
     def _adapters_disabled(self) -> AbstractContextManager[None]:
@@ -112,9 +114,8 @@ class ModelState:
             )
         with self._gathered():
             self.module.eval()
-            yield Lease(
-                self.module, self._gather_count + self._load_count + self.offload.reload_count
-            )
+            reload_count = 0 if self.offload is None else self.offload.reload_count
+            yield Lease(self.module, self._gather_count + self._load_count + reload_count)
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:

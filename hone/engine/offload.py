@@ -130,8 +130,10 @@ def build_offload(
     optimizer: Optimizer | None,
     fsdp: FSDPConfig,
     device_types: Iterable[str] | None = None,
-) -> Offload:
-    """Returns the Offload that `param_offload` and `optimizer_offload` configure."""
+) -> Offload | None:
+    """Returns the Offload that `param_offload` and `optimizer_offload` configure, or None without them."""
+    if not (fsdp.param_offload or (fsdp.optimizer_offload and optimizer is not None)):
+        return None
 
     def optimizer_state() -> Iterator[Tensor]:
         assert optimizer is not None

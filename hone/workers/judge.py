@@ -14,7 +14,7 @@ from hone.agents.loop_thread import run_with_engine
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, WorkerGroup, register
 from hone.data.chat_template import apply_template
-from hone.engine.offload import build_offload
+from hone.engine.offload import Offload, build_offload
 from hone.event_loop import run_coroutine
 from hone.models.from_config import import_external
 from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
@@ -76,7 +76,7 @@ class JudgeWorker(Worker):
             )
         )
         run_coroutine(self.engine.sleep())
-        self._offload = build_offload(policy, None, fsdp_config)
+        self._offload = build_offload(policy, None, fsdp_config) or Offload()
         self._offload.start()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hone.algorithms.advantages.estimator import needed_columns
 from hone.algorithms.aggregation import agg_loss
-from hone.algorithms.correction_metrics import gap_metrics
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import TABLE
 from hone.algorithms.policy_losses.policy_loss import PolicyLoss
@@ -19,7 +18,7 @@ from hone.columns import require
 from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.engine.contract import ObjectiveOutput, Options
-from hone.ops.masked import masked_mean
+from hone.ops.masked import masked_mean, zero_outside_mask
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask
 from hone.types import Fields, Function
 
@@ -116,9 +115,10 @@ class PolicyObjective:
             loss = loss + config.kl_loss_coef * kl
         maxima: dict[str, Tensor] = {}
         if "old_log_probs" not in names and "rollout_log_probs" in names:
-            gaps = gap_metrics(log_prob.detach(), columns["rollout_log_probs"], mask)
-            for target, gap in zip((means, maxima), gaps, strict=True):
-                target |= {f"rollout_corr/{name}": value for name, value in gap.items()}
+            gap = zero_outside_mask(log_prob.detach() - columns["rollout_log_probs"], mask)
+            means["rollout_corr/kl"] = -masked_mean(gap, mask)
+            means["rollout_corr/log_prob_abs_diff_mean"] = masked_mean(gap.abs(), mask)
+            maxima["rollout_corr/log_prob_abs_diff_max"] = gap.abs().max()
         return ObjectiveOutput(loss, shares, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:  # [B, T], [B, T] -> scalar

@@ -20,7 +20,7 @@ from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.data.prompts import as_messages
 from hone.engine.microbatch import MicroBatchRule
-from hone.engine.offload import build_offload
+from hone.engine.offload import Offload, build_offload
 from hone.models.facts import UnsupportedModel, classifier_kind
 from hone.models.from_config import import_external
 from hone.models.load import load_tokenizer, resolve_model_path, translate_load_errors
@@ -69,7 +69,7 @@ class RewardModelWorker(Worker):
         prepare_process(self.device, self.world_size, timeout_s, [model.fsdp_config])
         import_external(model.external_lib)
         self._load_model(auto_classes[self._classifier_kind])
-        self._offload = build_offload(self.model, None, model.fsdp_config)
+        self._offload = build_offload(self.model, None, model.fsdp_config) or Offload()
         self._offload.start()
         self._micro_batch_rule = MicroBatchRule(
             config.sequences_per_micro_batch(self.world_size), config.forward_max_token_len_per_gpu

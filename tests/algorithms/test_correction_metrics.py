@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hone.algorithms.correction import correct
-from hone.algorithms.correction_metrics import gap_metrics
 
 from .two_rows import MASK, OLD, ROLLOUT, options
 
@@ -153,13 +152,3 @@ def test_an_empty_mask_has_finite_metrics():
     assert (mask == 0).all()
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-def test_the_gap_of_rollout_and_trainer_by_hand():
-    mask = torch.tensor([[1, 1, 0]])
-    trainer, rollout = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
-    means, maxima = gap_metrics(trainer, rollout, mask)
-    assert means["kl"].item() == pytest.approx(0.25)
-    assert means["log_prob_abs_diff_mean"].item() == pytest.approx(0.75)
-    assert maxima["log_prob_abs_diff_max"].item() == pytest.approx(1.0)
-    assert gap_metrics(trainer[:0], rollout[:0], mask[:0])[1]["log_prob_abs_diff_max"].item() == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hone.config.engine import FSDPConfig, OptimConfig
-from hone.engine.offload import Offload, OffloadedTensors, build_offload
+from hone.engine.offload import OffloadedTensors, build_offload
 from tests.engine.batches import rows
 from tests.engine.engines import actor, make_engine, policy, weights
 from tests.engine.ranks import update
@@ -113,5 +113,6 @@ def test_an_offloaded_engine_saves_and_loads_complete_checkpoints(tmp_path):
 
 def test_without_the_keys_nothing_is_offloaded():
     engine = make_engine(policy(), ADAM)
-    assert build_offload(engine.module, engine.optimizer, FSDPConfig()) == Offload(None, None)
-    assert engine.offload == Offload(None, None)
+    assert build_offload(engine.module, engine.optimizer, FSDPConfig()) is None
+    assert build_offload(engine.module, None, FSDPConfig(optimizer_offload=True)) is None
+    assert engine.offload is None

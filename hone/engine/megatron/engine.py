@@ -62,7 +62,7 @@ class MegatronEngine(Engine):
         stage_tensors: StageTensors,
         *,
         optimizer: ShardedOptimizer | None,
-        offload: Offload,
+        offload: Offload | None,
     ) -> None:
         super().__init__(
             stage if optimizer is None else optimizer.model,
@@ -349,7 +349,8 @@ def build(spec: EngineSpec) -> MegatronEngine:
         )
     offload = build_offload(stage, optimizer, spec.fsdp)
     engine = MegatronEngine(spec, mesh, stage, stage_tensors, optimizer=optimizer, offload=offload)
-    offload.start()
+    if offload is not None:
+        offload.start()
     return engine
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hone.agents.collate import last_row_values, trajectory_indices, trajectory_totals
 from hone.algorithms.advantages.estimator import outcomes
-from hone.algorithms.correction_metrics import gap_metrics
 from hone.columns import require
 from hone.ops.masked import masked_mean, split_at_response
 from hone.protocol import DataProto
@@ -213,9 +212,10 @@ def agreement_metrics(batch: DataProto) -> dict[str, float]:
     if log_prob_gap.numel() == 0:
         return {}
     probability_gap = (trainer_log_probs.exp() - rollout_log_probs.exp())[mask].abs()
-    means, maxima = gap_metrics(trainer_log_probs, rollout_log_probs, mask)
     return {
-        **{f"rollout_corr/{name}": value.item() for name, value in (means | maxima).items()},
+        "rollout_corr/kl": -log_prob_gap.mean().item(),
+        "rollout_corr/log_prob_abs_diff_mean": log_prob_gap.abs().mean().item(),
+        "rollout_corr/log_prob_abs_diff_max": log_prob_gap.abs().max().item(),
         "rollout_corr/k3_kl": (log_prob_gap.exp() - 1 - log_prob_gap).mean().item(),
         "training/rollout_probs_diff_mean": probability_gap.mean().item(),
         "training/rollout_probs_diff_max": probability_gap.max().item(),
