@@ -136,9 +136,9 @@ def base_policy(task: Task, folder: Path, seed: int) -> Path:
     """A new policy that knows the format and is often wrong."""
     from hone.config.engine import FSDPConfig, OptimConfig
     from hone.engine.build import build_engine
-    from hone.engine.microbatch import MicroBatchRule
     from hone.models.policy import PolicyModel
     from hone.models.tiny import save_pretrained, tiny_lm
+    from hone.ops.packing import MicroBatchRule
     from hone.trainer.sft.trainer import SFTTrainer
 
     tokens = tokenizer(task.characters)

@@ -27,8 +27,8 @@ from hone.config import load_config
 from hone.engine.build import build_engine
 from hone.engine.engine import Engine
 from hone.engine.mesh import mesh_for_rank
-from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel
+from hone.ops.packing import MicroBatchRule
 from hone.workers.objectives import PolicyObjective
 
 RESULTS = Path(__file__).parent / "results"

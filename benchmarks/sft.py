@@ -25,9 +25,9 @@ import torch
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.data.sft import encode_single_turn
 from hone.engine.build import build_engine
-from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
+from hone.ops.packing import MicroBatchRule
 from hone.trainer.sft.trainer import SFTTrainer
 
 THREADS = 2

@@ -17,9 +17,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from hone.config.engine import FSDPConfig, MegatronConfig, OptimConfig
-from hone.engine.microbatch import MicroBatchRule
 from hone.models.lora import AdapterSettings
 from hone.models.policy import PolicyModel
+from hone.ops.packing import MicroBatchRule
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
 from hone.types import Settings

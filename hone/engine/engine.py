@@ -18,13 +18,12 @@ from typing_extensions import Unpack
 
 from hone.algorithms.aggregation import BatchCounts, batch_counts
 from hone.engine.contract import Objective, ObjectiveOutput, Options
-from hone.engine.microbatch import MicroBatchRule
 from hone.engine.model_state import ModelState
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
 from hone.ops.counter_rng import fold_seed
 from hone.ops.device import send
-from hone.ops.packing import PackedRows, pack_rows, shared_prompt_lengths
+from hone.ops.packing import MicroBatchRule, PackedRows, pack_rows, shared_prompt_lengths
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask, without_padding
 
 if TYPE_CHECKING:  # importing sharding.py takes seconds, and a single rank does not need it

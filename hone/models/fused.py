@@ -24,11 +24,11 @@ from hone.models.decoder_layer import (
     attention_options,
     linear_modules,
 )
+from hone.ops.attention import SegmentLayout
 from hone.ops.decoder_halves import Linear, Norm, add_gated_mlp, rotated_qkv, silu_gate
 from hone.ops.logprobs import linear_fp32
 from hone.ops.rms_norm import plain_rms_norm, rms_norm
 from hone.ops.rotary import plain_rotate, rotate
-from hone.ops.segments import SegmentLayout
 from hone.types import Function
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Micro-batches by token count, with verl's names and arguments (`verl.utils.seqlen_balancing`).
 
-The training engine does not use them; it splits mini-batches with `hone.engine.microbatch`.
+The training engine does not use them; it splits mini-batches with `hone.ops.packing`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Before attention, an all-to-all gives each rank all tokens for its share of the heads. After
 attention, another all-to-all gives each rank its own tokens with all heads. Layouts and masks are
-those of all packed tokens. In shapes, n is the number of tokens of a rank; segments.py defines the other
+those of all packed tokens. In shapes, n is the number of tokens of a rank; attention.py defines the other
 letters.
 """
 
@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.ops.attention import AttentionOptions
+from hone.ops.attention import AttentionOptions, SegmentLayout
 from hone.ops.autograd import Context
 from hone.ops.packing import PackedRows
-from hone.ops.segments import SegmentLayout
 
 
 @dataclass

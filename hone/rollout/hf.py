@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.models.attention import forward_options
 from hone.models.policy import PolicyModel
-from hone.ops.segments import SegmentLayout
+from hone.ops.attention import SegmentLayout
 from hone.rollout.contract import Traits
 from hone.rollout.event_loop_engine import EventLoopEngine
 from hone.rollout.native.sampler import SamplingRows, sample_tokens

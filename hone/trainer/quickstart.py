@@ -110,9 +110,9 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
 
     from hone.controller.threads import set_thread_count
     from hone.engine.build import build_engine
-    from hone.engine.microbatch import MicroBatchRule
     from hone.models.policy import PolicyModel
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+    from hone.ops.packing import MicroBatchRule
     from hone.trainer.sft.trainer import SFTTrainer
 
     set_thread_count(threads)

@@ -11,9 +11,9 @@ from hone.config import PPOTrainerConfig
 from hone.config.engine import FSDPConfig, MicroBatches, sequence_parallel
 from hone.controller import Worker
 from hone.engine.contract import EngineSpec, MakeMicroBatchRule
-from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import lora_adapters_or_none
 from hone.models.lora import AdapterSettings
+from hone.ops.packing import MicroBatchRule
 from hone.workers.device import pick_dtype
 
 

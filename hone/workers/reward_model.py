@@ -19,12 +19,12 @@ from hone.agents.collate import input_ids
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.data.prompts import as_messages
-from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import Offload, build_offload
 from hone.models.facts import UnsupportedModel, classifier_kind
 from hone.models.from_config import import_external
 from hone.models.load import load_tokenizer, resolve_model_path, translate_load_errors
 from hone.ops.masked import split_at_response
+from hone.ops.packing import MicroBatchRule
 from hone.protocol import DataProto
 from hone.rewards.conversation import (
     Prompt,

@@ -13,9 +13,9 @@ from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.build import build_engine
 from hone.engine.engine import Engine
 from hone.engine.mesh import mesh_for_rank
-from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel, ValueModel
 from hone.models.tiny import tiny_lm
+from hone.ops.packing import MicroBatchRule
 
 from .batches import VOCABULARY, WIDTH
 

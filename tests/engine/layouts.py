@@ -21,13 +21,12 @@ from hone.config.actor import CriticConfig
 from hone.config.engine import FSDPConfig, MegatronConfig
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
-from hone.engine.microbatch import MicroBatchRule
 from hone.engine.sharding import join_group
 from hone.models.load import load_causal_lm
 from hone.models.lora import AdapterSettings
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.ops.packing import pack_rows
+from hone.ops.packing import MicroBatchRule, pack_rows
 from hone.ops.ulysses import split_rows
 from hone.protocol import DataProto, split_padded
 from hone.workers.objectives import PolicyObjective, StepObjective, ValueObjective

@@ -22,11 +22,11 @@ from hone.config.engine import FSDPConfig, OptimConfig
 from hone.controller.worker import free_port
 from hone.engine.checkpoint import ModelMismatch
 from hone.engine.engine import Engine
-from hone.engine.microbatch import MicroBatchRule
 from hone.engine.offload import build_offload
 from hone.models.lora import wrap_lora
 from hone.models.policy import hidden_states
 from hone.models.tiny import character_tokenizer
+from hone.ops.packing import MicroBatchRule
 from hone.protocol import DataProto
 from hone.protocol.padding import split_padded
 from hone.workers.objectives import PolicyObjective, ValueObjective

@@ -14,8 +14,8 @@ from hone.algorithms.policy_losses import TABLE
 from hone.columns import MissingColumn
 from hone.config.actor import CriticConfig
 from hone.engine.engine import _dummy_row
-from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel
+from hone.ops.packing import MicroBatchRule
 from hone.protocol import PADDED_ROW, DataProto
 from hone.workers.objectives import (
     PolicyObjective,

@@ -13,7 +13,7 @@ from hone.config.actor import CriticConfig
 from hone.engine.sharding import decoder_layers, join_group
 from hone.models.policy import hidden_states
 from hone.models.tiny import tiny_lm
-from hone.ops.segments import SegmentLayout
+from hone.ops.attention import SegmentLayout
 from hone.workers.objectives import ValueObjective
 from tests.engine import ranks
 from tests.engine.batches import VOCABULARY, pack_batch, rows

@@ -9,9 +9,9 @@ import torch
 
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.build import build_engine
-from hone.engine.microbatch import MicroBatchRule
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
+from hone.ops.packing import MicroBatchRule
 from hone.workers.device import make_deterministic
 from hone.workers.objectives import PolicyObjective
 from tests.engine.batches import VOCABULARY, WIDTH, rows

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hone.ops import logprobs
-from hone.ops.attention import AttentionOptions, varlen_attention
+from hone.ops.attention import AttentionOptions, SegmentLayout, varlen_attention
 from hone.ops.logprobs import add_product, linear_fp32
-from hone.ops.segments import SegmentLayout
 from hone.ops.shared_keys import SharedKeys
 
 from .device import DEVICE, needs_gpu, needs_kernels, relative_error

@@ -19,11 +19,11 @@ from hone.config.engine import FSDPConfig
 from hone.config.model import ModelConfig
 from hone.data.files import remote_files
 from hone.engine.build import build_engine
-from hone.engine.microbatch import MicroBatchRule
 from hone.models.from_config import build_tokenizer
 from hone.models.load import load_causal_lm
 from hone.models.policy import ValueModel
 from hone.models.tiny import character_tokenizer
+from hone.ops.packing import MicroBatchRule
 from hone.tracking.manifest import MANIFEST, write_manifest
 from hone.trainer import export as module
 from hone.trainer import main_sft

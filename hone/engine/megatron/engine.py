@@ -38,9 +38,9 @@ from hone.engine.megatron.weights import StageTensors, parameters_by_hf_name
 from hone.engine.offload import Offload, build_offload
 from hone.models.policy import Model, PolicyModel, ValueModel
 from hone.models.routing import EXPERT_DTYPE, NOT_RECORDED, Routing
+from hone.ops.attention import SegmentLayout
 from hone.ops.logprobs import LogitOptions, linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
-from hone.ops.segments import SegmentLayout
 from hone.ops.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_sum_pi_squared
 from hone.protocol import DataProto
 

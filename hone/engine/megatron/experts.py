@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from hone.models.routing import replay_experts
-from hone.ops.segments import SegmentLayout
+from hone.ops.attention import SegmentLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hone.ops.attention import (
     AttentionOptions,
+    Padding,
     as_bias,
     is_visible,
     padded_attention,
@@ -18,7 +19,6 @@ from hone.ops.attention import (
     soft_cap,
     softmax_with_sinks,
 )
-from hone.ops.segments import Padding
 from hone.rollout.native.paged_cache import zeros
 
 _CAPACITY_MULTIPLE = 64
@@ -77,7 +77,7 @@ class PrefillLayout:
     def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int]) -> None:
         self._cache, self._slots = cache, torch.tensor(slots)
         # Lengths are padded, because a partly filled vector register is summed in another order.
-        self._padding = Padding.of(lengths, torch.device("cpu"), multiple=_KEY_MULTIPLE)
+        self._padding = Padding.of(lengths, multiple=_KEY_MULTIPLE)
         self._padded_length = self._padding.cells.shape[1]
         self._token_slots = self._slots.repeat_interleave(torch.tensor(lengths))  # [N]
         self.positions = self._padding.cell_indices % self._padded_length  # [N]

@@ -22,10 +22,10 @@ from hone.config.engine import FSDPConfig, MegatronConfig, OptimConfig
 from hone.controller.worker import free_port
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
-from hone.engine.microbatch import MicroBatchRule
 from hone.engine.sharding import join_group
 from hone.models.routing import NOT_RECORDED
 from hone.models.tiny import character_tokenizer, tiny_lm
+from hone.ops.packing import MicroBatchRule
 from hone.protocol import DataProto
 from hone.workers.objectives import PolicyObjective, ValueObjective
 from tests.engine.batches import WIDTH, rows
