@@ -347,15 +347,20 @@ def _load_pretrained(
     missing = sorted(report["missing_keys"])
     if new_head:
         missing = [name for name in missing if name.startswith(f"{lm.base_model_prefix}.")]
-    problem = ""
+    problems = []
     if missing:
         more = f" and {len(missing) - 1} more parameters" if missing[1:] else ""
-        problem = f"its weights lack {missing[0]}{more}"
-    for name, shape, expected_shape in sorted(report["mismatched_keys"]):
-        problem = f"{name} has shape {[*shape]}, but its config asks for {[*expected_shape]}"
-    if problem:
+        problems.append(f"its weights lack {missing[0]}{more}")
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, shape, expected_shape = mismatched[0]
+        more = f" ({len(mismatched) - 1} more shapes differ)" if mismatched[1:] else ""
+        problems.append(
+            f"{name} has shape {[*shape]}, but its config asks for {[*expected_shape]}{more}"
+        )
+    if problems:
         raise UnsupportedModel(
-            f"{path} cannot be loaded: {problem}; copy config.json and all weight files of one model"
+            f"{path} cannot be loaded: {', and '.join(problems)}; copy config.json and all weight "
+            "files of one model"
         )
     return lm
 

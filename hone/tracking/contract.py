@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +67,10 @@ class TrackerError(ValueError):
 
 
 def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
-    """Converts Python, numpy and torch scalars to numbers; other values raise TrackerError."""
+    """Converts Python, numpy and torch scalars to numbers; other values raise TrackerError.
+
+    An integer beyond the range of floats becomes an infinity, because trackers convert to float.
+    """
     return {clean_text(str(key)): _as_number(key, value) for key, value in metrics.items()}
 
 
@@ -75,7 +80,8 @@ def _as_number(key: str, value: Number | Scalar) -> Number:
         with contextlib.suppress(ValueError, TypeError, RuntimeError):  # more than one element
             number = value.item()
     if isinstance(number, int):
-        return int(number)
+        is_float = abs(number) <= sys.float_info.max
+        return int(number) if is_float else math.inf if number > 0 else -math.inf
     if isinstance(number, float):
         return float(number)
     raise TrackerError(

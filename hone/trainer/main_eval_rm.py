@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.config import ConfigError, replace
 from hone.config.sft import RMConfig
@@ -25,6 +25,9 @@ from hone.trainer.command_line import (
 )
 from hone.trainer.main_eval_prm import check_single_rank, print_table, write_json
 from hone.types import Row
+
+if TYPE_CHECKING:
+    from hone.data.pairs import PairDataset
 
 MODULE = "hone.trainer.main_eval_rm"
 
@@ -40,15 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_output_file(options.out, "--out")
     if options.folds == 1 or options.folds < 0:
         raise ConfigError(f"--folds {options.folds}: use 2 or more")
+    data = config.data
     if options.folds:
+        if data.val_max_samples > 0:
+            raise ConfigError(
+                f"data.val_max_samples={data.val_max_samples} has no effect with --folds, which tests "
+                "on every pair; data.train_max_samples limits the pairs"
+            )
         results = {"cross_validation": cross_validate(config, options.folds)}
+        # The baseline is evaluated on the pairs of all folds.
+        config = replace(config, "data.val_files", data.train_files)
+        config = replace(config, "data.val_max_samples", data.train_max_samples)
     else:
         results = {"model": evaluate_model(config)}
     if options.baseline:
-        pair_files = config.data.train_files if options.folds else config.data.val_files
-        baseline_config = replace(config, "data.val_files", pair_files)
-        baseline_config = replace(baseline_config, "model.path", options.baseline)
-        results["baseline"] = evaluate_model(baseline_config)
+        results["baseline"] = evaluate_model(replace(config, "model.path", options.baseline))
     print_table(results)
     write_json(results, options.out)
 
@@ -72,7 +81,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def evaluate_model(config: RMConfig) -> dict[str, Any]:
     """Returns the accuracy of a model over all pairs of data.val_files."""
-    from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
     from hone.trainer.ranks import Ranks
     from hone.trainer.sft.run import build_engine
@@ -80,8 +88,7 @@ def evaluate_model(config: RMConfig) -> dict[str, Any]:
     from hone.trainer.sft.trainer import SFTTrainer
 
     tokenizer, task = build_tokenizer(config.model), PairTask()
-    pairs = PairDataset(config.data.val_files, tokenizer, config.data, config.data.val_max_samples)
-    pairs.encode_all()
+    pairs = _read_pairs(config, config.data.val_files or (), config.data.val_max_samples)
     engine = build_engine(config, Ranks(), task, is_trained=False)
     pad_token_id = tokenizer.pad_token_id
     trainer = SFTTrainer(engine, pairs, pad_token_id=pad_token_id, batch_rows=1, seed=0, task=task)
@@ -94,33 +101,34 @@ def evaluate_model(config: RMConfig) -> dict[str, Any]:
 def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
     """Trains one model per fold on the other folds, and returns the accuracy over all folds.
 
-    Pairs with the same prompt are in the same fold.
+    Pairs with the same first user turn are in the same fold.
     """
-    from hone.data.pairs import PairDataset
-    from hone.models.from_config import build_tokenizer
     from hone.trainer.ranks import Ranks
     from hone.trainer.sft.run import SFTRun
     from hone.trainer.sft.tasks import PairTask
 
     run_folder = Path(config.trainer.default_local_dir).expanduser()
     check_output_folder(str(run_folder), "trainer.default_local_dir")
-    dataset = PairDataset(config.data.train_files, build_tokenizer(config.model), config.data)
+    dataset = _read_pairs(config, config.data.train_files, config.data.train_max_samples)
     good_rows = [dataset.store[position] for position in dataset.positions]
-    openings = [dataset.pair(row).first_user_turn for row in good_rows]
-    prompts = list(dict.fromkeys(openings))
-    if len(prompts) < folds:
-        raise ConfigError(f"--folds {folds}: the pairs have only {len(prompts)} different prompts")
-    random.Random(config.trainer.seed).shuffle(prompts)
-    fold_of_prompt = {prompt: i % folds for i, prompt in enumerate(prompts)}
+    row_turns = [dataset.pair(row).first_user_turn for row in good_rows]
+    first_turns = list(dict.fromkeys(row_turns))
+    if len(first_turns) < folds:
+        raise ConfigError(
+            f"--folds {folds}: the pairs have only {len(first_turns)} different first user turns"
+        )
+    random.Random(config.trainer.seed).shuffle(first_turns)
+    fold_of_turn = {turn: i % folds for i, turn in enumerate(first_turns)}
     results, total_correct = [], 0
     for fold in range(folds):
         parts: dict[str, list[Row]] = {"train": [], "test": []}
-        for row, opening in zip(good_rows, openings, strict=True):
-            parts["test" if fold_of_prompt[opening] == fold else "train"].append(row)
+        for row, turn in zip(good_rows, row_turns, strict=True):
+            parts["test" if fold_of_turn[turn] == fold else "train"].append(row)
         folder = run_folder / f"fold_{fold}"
         overrides: dict[str, Any] = {
             "trainer.default_local_dir": str(folder),
             "trainer.default_hdfs_dir": None,
+            "data.train_max_samples": -1,
         }
         for part, key in (("train", "data.train_files"), ("test", "data.val_files")):
             overrides[key] = (str(_write_jsonl(folder / f"{part}.jsonl", parts[part])),)
@@ -138,6 +146,23 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
         total_correct, sum(result["pairs"] for result in results), dict(dataset.bad_rows.counts)
     )
     return pooled_result | {"folds": {str(i): result for i, result in enumerate(results)}}
+
+
+def _read_pairs(config: RMConfig, files: Sequence[str], max_samples: int) -> PairDataset:
+    """Returns the pairs of these files, encoded, so that bad pairs are already left out."""
+    from hone.data.pairs import PairDataset
+    from hone.models.from_config import build_tokenizer
+    from hone.trainer.sft.tasks import PairTask
+
+    tokenizer = build_tokenizer(config.model)
+    pairs = PairTask().dataset(files, config.data, tokenizer, max_samples)
+    if not isinstance(pairs, PairDataset):
+        raise ConfigError(
+            f"data.custom_cls: {type(pairs).__name__} is not a subclass of PairDataset, which hone "
+            "eval-rm needs"
+        )
+    pairs.encode_all()
+    return pairs
 
 
 def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:

@@ -168,6 +168,14 @@ def test_overrides_change_the_config_and_unknown_ones_are_refused(folder):
         ({"model.norm.weight": None}, r"its weights lack model\.norm\.weight;"),
         ({"lm_head.weight": None}, r"its weights lack lm_head\.weight;"),
         ({"model.norm.weight": torch.ones(3)}, r"model\.norm\.weight has shape \[3\]"),
+        (
+            {"lm_head.weight": torch.ones(3, 3), "model.norm.weight": torch.ones(3)},
+            r"lm_head\.weight has shape \[3, 3\], but .* \(1 more shapes differ\)",
+        ),
+        (
+            {"lm_head.weight": None, "model.norm.weight": torch.ones(3)},
+            r"lack lm_head\.weight, and model\.norm\.weight has shape \[3\]",
+        ),
     ],
 )
 def test_a_parameter_that_is_not_in_the_weights_is_never_random(change, message, tmp_path):

@@ -57,6 +57,16 @@ def test_any_numbers_survive_the_round_trip_exactly(metrics: dict[str, float], s
     assert all(repr(row[key]) == repr(metrics[key]) for key in metrics)
 
 
+def test_an_integer_that_no_float_holds_does_not_end_the_run(tmp_path: Path) -> None:
+    from hone.tracking import Tracking
+
+    metrics = {"huge": 10**400, "low": -(10**5000), "exact": 2**70}
+    with Tracking("p", "e", "console", {}, tmp_path, prints_every_metric=True) as tracking:
+        tracking.log(metrics, 1)
+    row = {"huge": math.inf, "low": -math.inf, "exact": 2**70, "step": 1}
+    assert read_metrics(tmp_path) == [row]
+
+
 def test_scalars_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
     import torch
 

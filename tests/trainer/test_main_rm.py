@@ -190,6 +190,35 @@ def test_cross_validation_tests_every_pair_once_and_never_on_a_prompt_it_was_tra
         assert not parts[0] & parts[1]
 
 
+def test_cross_validation_and_its_baseline_share_their_pairs(
+    settings: list[str], tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"prompt": "2+2=", "chosen": "n" * 300, "rejected": "y"}
+    train = write_jsonl(tmp_path / "train.jsonl", [long, *ROWS, ROWS[0] | {"chosen": "n"}])
+    (tmp_path / "mine.py").write_text(
+        "from hone.data.pairs import PairDataset\n"
+        "class Mine(PairDataset):\n"
+        "    def pair(self, row):\n"
+        "        return super().pair({**row, 'prompt': row['prompt'].replace('1', '2')})\n"
+    )
+    out = tmp_path / "out.json"
+    words = ["eval-rm", "--folds", "2", "--baseline", str(model), "--out", str(out), *settings]
+    words += [f"data.train_files={train}", "data.max_length=100", "data.on_bad_row=skip"]
+    words += [f"trainer.default_local_dir={tmp_path / 'cv'}", "data.train_max_samples=12"]
+    words += [f"data.custom_cls.path={tmp_path / 'mine.py'}", "data.custom_cls.name=Mine"]
+    words += ["trainer.total_training_steps=1", "data.shuffle=false"]
+    assert cli.main(words) == 0
+    results = json.loads(out.read_text())
+    for name in ("cross_validation", "baseline"):
+        assert results[name]["pairs"] == 11
+        assert results[name]["left_out"] == {"too long": 1}
+    assert cli.main([*words, "data.val_max_samples=3"]) == 2
+    assert "no effect with --folds" in capsys.readouterr().err
+    (tmp_path / "other.py").write_text("class Mine(list):\n    def __init__(s, *a, **k): ...\n")
+    assert cli.main([*words, f"data.custom_cls.path={tmp_path / 'other.py'}"]) == 2
+    assert "not a subclass of PairDataset" in capsys.readouterr().err
+
+
 def test_a_process_reward_model_is_judged_beside_its_base(tmp_path: Path, model: Path) -> None:
     bench = [{"problem": f"{i}+1", "steps": ["a", "b", "c"], "label": i % 4 - 1} for i in range(12)]
     files = {
