@@ -347,20 +347,15 @@ def _load_pretrained(
     missing = sorted(report["missing_keys"])
     if new_head:
         missing = [name for name in missing if name.startswith(f"{lm.base_model_prefix}.")]
-    problems = []
-    if missing:
-        more = f" and {len(missing) - 1} more parameters" if missing[1:] else ""
-        problems.append(f"its weights lack {missing[0]}{more}")
-    if mismatched := sorted(report["mismatched_keys"]):
-        name, shape, expected_shape = mismatched[0]
-        more = f" ({len(mismatched) - 1} more shapes differ)" if mismatched[1:] else ""
-        problems.append(
-            f"{name} has shape {[*shape]}, but its config asks for {[*expected_shape]}{more}"
-        )
+    problems = [f"its weights lack {name}" for name in missing] + [
+        f"{name} has shape {[*shape]}, but its config asks for {[*expected_shape]}"
+        for name, shape, expected_shape in sorted(report["mismatched_keys"])
+    ]
     if problems:
+        more = f" (and {len(problems) - 1} more such problems)" if problems[1:] else ""
         raise UnsupportedModel(
-            f"{path} cannot be loaded: {', and '.join(problems)}; copy config.json and all weight "
-            "files of one model"
+            f"{path} cannot be loaded: {problems[0]}{more}; copy config.json and all weight files of "
+            "one model"
         )
     return lm
 
@@ -398,7 +393,6 @@ def eos_ids(
     ids: list[int] = []
     for source in (generation_config, model_config, tokenizer):
         value = getattr(source, "eos_token_id", None)
-        if value is None:
-            continue
-        ids += value if isinstance(value, (list, tuple)) else [value]
+        if value is not None:
+            ids += value if isinstance(value, (list, tuple)) else [value]
     return tuple(dict.fromkeys(int(v) for v in ids))
