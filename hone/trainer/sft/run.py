@@ -17,7 +17,6 @@ from hone.config.engine import sequence_parallel
 from hone.config.sft import SupervisedConfig
 from hone.controller.threads import set_thread_count
 from hone.data.encoded import EncodedDataset
-from hone.data.loader import Dataset
 from hone.data.rows import DataError
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
@@ -31,7 +30,7 @@ from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.sft.order import batches_per_epoch
-from hone.trainer.sft.tasks import SupervisedTask, Task
+from hone.trainer.sft.tasks import CustomRows, SupervisedTask, Task
 from hone.trainer.sft.trainer import SFTTrainer
 from hone.trainer.threads import resolve_threads
 from hone.workers.device import make_deterministic, pick_device, pick_dtype
@@ -81,11 +80,13 @@ class SFTRun:
             task=self._task,
         )
 
-    def _encode(self, description: str, files: tuple[str, ...], max_samples: int) -> Dataset:
+    def _encode(
+        self, description: str, files: tuple[str, ...], max_samples: int
+    ) -> EncodedDataset | CustomRows:
         """Returns the data set of the files; encodes all rows, so bad rows show before the first step."""
         dataset = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(dataset, EncodedDataset):
-            return dataset  # a user's dataset class encodes its rows itself
+            return CustomRows(dataset, self._task.columns)
         with self._progress(f"encode {description}", len(dataset)) as bar:
             dataset.encode_all(bar.advance)
         bad_rows = dataset.bad_rows
@@ -227,7 +228,7 @@ class SFTRun:
 
     def _data_fingerprint(self) -> str | None:
         """Returns the fingerprint of the data; None for a user's dataset class without one."""
-        return getattr(self.rows, "fingerprint", None)
+        return self.rows.fingerprint
 
     def _require_same_data(self, state: Mapping[str, Any], folder: Path) -> None:
         saved_fingerprint, fingerprint = state.get("data"), self._data_fingerprint()

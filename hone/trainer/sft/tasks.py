@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from hone.agents.contract import AgentLoopOutput
 from hone.data.create import create_sft_dataset, encoded_dataset_class
 from hone.data.encoded import EncodedRow
 from hone.data.loader import Dataset
-from hone.data.rows import Files
+from hone.data.rows import DataError, Files
 from hone.engine.contract import Objective
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
@@ -23,6 +24,53 @@ from hone.workers.objectives import SupervisedObjective
 
 Sums = dict[str, tuple[float, float]]
 """Validation metrics as sum and count, which add up over batches and ranks."""
+
+
+class CustomRows:
+    """The rows of a user's dataset class (`data.custom_cls`), as lists without padding.
+
+    As in verl, a row may hold tensors of equal length, with padding where `attention_mask` is 0.
+    """
+
+    def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
+        self._dataset, self._columns = dataset, columns
+        self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
+        for method in ("__len__", "__getitem__"):
+            if not hasattr(dataset, method):
+                raise DataError(f"data.custom_cls: {type(dataset).__name__} has no {method}")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> EncodedRow:
+        row = {
+            name: values.tolist() if hasattr(values, "tolist") else values
+            for name, values in self._dataset[index].items()
+        }
+        if attention_mask := row.pop("attention_mask", None):
+            row |= {
+                name: list(compress(values, attention_mask))
+                for name, values in row.items()
+                if isinstance(values, list) and len(values) == len(attention_mask)
+            }
+        if problem := self._problem(row):
+            raise DataError(
+                f"data.custom_cls: row {index} of {type(self._dataset).__name__} {problem}"
+            )
+        return row
+
+    def _problem(self, row: EncodedRow) -> str | None:
+        """Returns what is wrong with a row, or None."""
+        if missing := [name for name in self._columns if name not in row]:
+            return f"has no {' and no '.join(missing)}"
+        num_tokens, mask = len(row["input_ids"]), row.get("loss_mask")
+        if num_tokens < 2:
+            return f"has {num_tokens} tokens; at least 2 are needed"
+        if mask is not None and len(mask) != num_tokens:
+            return f"has {num_tokens} input_ids and {len(mask)} values of loss_mask"
+        if not set(mask or ()) <= {0, 1}:
+            return "has other values than 0 and 1 in loss_mask"
+        return None
 
 
 class Task(Protocol):
@@ -37,6 +85,10 @@ class Task(Protocol):
     @property
     def label_tokens(self) -> tuple[int, int] | None:
         """The tokens whose logits are the step scores of a causal process reward model."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of an encoded row that `collate` reads."""
 
     @property
     def sequences_per_row(self) -> int:
@@ -63,6 +115,7 @@ class SupervisedTask:
     head: Literal["policy"] = "policy"
     trained_part: Literal["all"] = "all"
     label_tokens = None
+    columns = ("input_ids", "loss_mask")
     sequences_per_row = 1
 
     def __init__(self) -> None:
@@ -79,11 +132,8 @@ class SupervisedTask:
         outputs = []
         for row in rows:
             ids, mask = row["input_ids"], row["loss_mask"]
-            if 1 not in mask[1:]:
-                raise ValueError(
-                    "a row has no token to learn after its first; its loss_mask is all 0"
-                )
-            start = mask.index(1, 1)
+            # A row of a user's dataset may have no such token; it then adds nothing to the loss.
+            start = mask.index(1, 1) if 1 in mask[1:] else len(ids) - 1
             outputs.append(AgentLoopOutput(ids[:start], ids[start:], mask[start:]))
         return collate_outputs(outputs, pad_token_id=pad_token_id)
 
@@ -125,6 +175,7 @@ class StepTask:
     """Trains a process reward model on labelled steps; `trained_part` selects PURE's stage."""
 
     head: Literal["steps"] = "steps"
+    columns = ("input_ids", "loss_mask", "labels", "prompt_tokens")
     sequences_per_row = 1
     label_tokens: tuple[int, int] | None = None
 
@@ -188,6 +239,7 @@ class PairTask:
     head: Literal["score"] = "score"
     trained_part: Literal["all"] = "all"
     label_tokens = None
+    columns = ("input_ids", "rejected_ids", "prompt_tokens", "margin")
     sequences_per_row = 2
 
     def __init__(self) -> None:

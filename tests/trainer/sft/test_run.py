@@ -150,3 +150,57 @@ def test_a_run_folder_below_the_home_is_there(
     main_sft.run(sft_config(settings, Path("~/run")))
     assert (tmp_path / "home/run/global_step_1").is_dir()
     assert not (tmp_path / "~").exists()
+
+
+OWN_ROWS = """
+import torch
+
+class Lists:
+    def __init__(self, files, tokenizer, config, max_samples):
+        self.tokenizer = tokenizer
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, i):
+        prompt = self.tokenizer.encode(f"{i}+1=", add_special_tokens=False)
+        answer = self.tokenizer.encode(str(i + 1), add_special_tokens=False)
+        ids = [*prompt, *answer, self.tokenizer.eos_token_id]
+        mask = [0] * len(prompt) + [i > 0] * (len(ids) - len(prompt))  # row 0 has nothing to learn
+        return {"input_ids": ids, "loss_mask": mask}
+
+class Padded(Lists):
+    def __getitem__(self, i):
+        row = super().__getitem__(i)
+        row["attention_mask"] = [1] * len(row["input_ids"])
+        padded = {k: torch.tensor([0] * (3 + i) + [int(x) for x in v]) for k, v in row.items()}
+        return padded | {"position_ids": torch.arange(len(padded["input_ids"]))}
+
+class Weights(Lists):
+    def __getitem__(self, i):
+        row = super().__getitem__(i)
+        return row | {"loss_mask": [0.5 * x for x in row["loss_mask"]]}
+
+class NoMask(Lists):
+    def __getitem__(self, i):
+        return {"input_ids": super().__getitem__(i)["input_ids"]}
+"""
+
+
+def test_a_data_set_of_ones_own_may_return_lists_or_padded_tensors(
+    train: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "own_rows.py").write_text(OWN_ROWS)
+
+    def own(name: str) -> list[float]:
+        words = [f"data.custom_cls.path={tmp_path / 'own_rows.py'}", f"data.custom_cls.name={name}"]
+        steps = ["trainer.total_training_steps=4", "data.train_batch_size=2", "data.shuffle=false"]
+        return [row["train/loss"] for row in read_metrics(train(name, *words, *steps))]
+
+    losses = own("Lists")
+    assert losses == own("Padded")
+    assert all(0 < loss < 10 for loss in losses)
+    with pytest.raises(DataError, match="row 1 of Weights has other values than 0 and 1"):
+        own("Weights")
+    with pytest.raises(DataError, match="row 0 of NoMask has no loss_mask"):
+        own("NoMask")
