@@ -20,20 +20,24 @@ _MAX_SUBSETS = 1000
 
 def best_at(values: Sequence[float], n: int) -> float:
     """Returns the expected maximum of n of the values."""
-    sorted_values = sorted(values)
-    num_subsets = math.comb(len(sorted_values), n)
-    # The i-th smallest value is the maximum of the subsets whose other n - 1 values are below it.
-    return sum(v * math.comb(i, n - 1) for i, v in enumerate(sorted_values)) / num_subsets
+    weights = _maximum_weights(len(values), n)
+    return sum(v * weight for v, weight in zip(sorted(values), weights, strict=True))
 
 
 def best_std_at(values: Sequence[float], n: int) -> float:
     """Returns the standard deviation of the maximum of n values, over all subsets."""
-    mean = best_at(values, n)
-    sorted_values, num_subsets = sorted(values), math.comb(len(values), n)
-    squared_deviations = (
-        (v - mean) ** 2 * math.comb(i, n - 1) for i, v in enumerate(sorted_values)
+    mean, weights = best_at(values, n), _maximum_weights(len(values), n)
+    return math.sqrt(
+        sum((v - mean) ** 2 * weight for v, weight in zip(sorted(values), weights, strict=True))
     )
-    return math.sqrt(sum(squared_deviations) / num_subsets)
+
+
+@lru_cache(maxsize=64)
+def _maximum_weights(num_values: int, n: int) -> list[float]:
+    """Returns the probability that the i-th smallest value is the maximum of a random subset of n."""
+    num_subsets = math.comb(num_values, n)
+    # The other n - 1 values of such a subset are below it.
+    return [math.comb(i, n - 1) / num_subsets for i in range(num_values)]
 
 
 def worst_at(values: Sequence[float], n: int) -> float:

@@ -49,7 +49,7 @@ from hone.tokenizer import Tokenizer
 from hone.tracking import progress
 from hone.tracking.console import screen, silent_bar
 from hone.trainer.interrupt import GracefulStop
-from hone.trainer.job_files import GenerationError, JobFiles
+from hone.trainer.job_files import GenerationError, JobFiles, check_is_no_input, join_results
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.threads import resolve_threads
 from hone.types import Fields, Row
@@ -182,6 +182,7 @@ class Generation:
                 f"data.output_path={data.output_path} must end in .parquet or .jsonl"
             )
         self.rows = read_rows(data.path, BadRowPolicy("raise", policy_key=None), "data.path")
+        check_is_no_input(self.output, [file.path for file in self.rows.files])
         self.num_rows = len(self.rows)
         if data.max_samples > 0:
             self.num_rows = min(self.num_rows, data.max_samples)
@@ -193,10 +194,9 @@ class Generation:
 
     def _check_columns(self) -> None:
         """Raises an error before generation if the rows have columns that parquet cannot store."""
-        new_columns = self._output_columns([])
         rows = islice(self.rows.scan(), self.num_rows)
         try:
-            as_table([{k: v for k, v in row.items() if k not in new_columns} for row in rows])
+            as_table([join_results(row, {}) for row in rows])
         except DataError as error:
             jsonl_file = self.output.with_suffix(".jsonl")
             raise DataError(
@@ -226,9 +226,8 @@ class Generation:
             stop.raise_if_requested(len(columns_by_row))
         if self.ranks.is_first:
             columns_by_row = files.finished_columns()
-            files.write(
-                [{**self.rows[index], **columns_by_row[index]} for index in range(self.num_rows)]
-            )
+            indices = range(self.num_rows)
+            files.write([join_results(self.rows[i], columns_by_row[i]) for i in indices])
         print_line(f"wrote {self.output}")
         return self.output
 

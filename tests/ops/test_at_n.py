@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from statistics import mean, pstdev
@@ -121,3 +122,11 @@ def test_reported_sizes_are_powers_of_two_and_the_whole():
     assert attempt_counts(2) == [2]
     assert attempt_counts(6) == [2, 4, 6]
     assert attempt_counts(8) == [2, 4, 8]
+
+
+def test_thousands_of_attempts_have_a_finite_best() -> None:
+    values = [0.0] * 1500 + [1.0] * 548
+    exact = 1 - math.comb(1500, 1024) / math.comb(2048, 1024)
+    assert best_at(values, 1024) == pytest.approx(exact, rel=1e-12)
+    assert best_at(values, 2) == pytest.approx(1 - 1500 * 1499 / (2048 * 2047), rel=1e-12)
+    assert worst_std_at(values, 1024) < 1e-9

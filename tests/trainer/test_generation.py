@@ -272,6 +272,25 @@ def test_an_old_column_of_responses_does_not_stand_in_the_way(
     assert all(len(row["responses"]) == 3 for row in read(generation(settings).run()))
 
 
+def test_results_of_an_earlier_generation_do_not_stand_beside_new_responses(
+    settings: list[str], tmp_path: Path
+) -> None:
+    old = {"responses": ["old"] * 3, "scores": [1.0] * 3, "log_probs": [[0.0]] * 3}
+    rows = write_jsonl(tmp_path / "scored.jsonl", [prompts(1)[0] | old, prompts(1)[0]])
+    first, second = read(generation([*settings, f"data.path={rows}"]).run())
+    assert "old" not in first["responses"]
+    for row in (first, second):
+        assert row.get("scores") is None
+        assert row.get("log_probs") is None
+
+
+def test_the_file_of_prompts_is_never_replaced(settings: list[str], tmp_path: Path) -> None:
+    for path in ("rows.jsonl", "../" + tmp_path.name + "/rows.jsonl"):
+        output = [f"data.output_path={tmp_path / path}", "data.overwrite=true"]
+        with pytest.raises(GenerationError, match=r"is one of the files of data\.path"):
+            generation([*settings, *output])
+
+
 def test_ranks_share_the_rows_and_write_what_one_rank_writes(settings: list[str]) -> None:
     expected = taken_away(generation(settings).run())
 
