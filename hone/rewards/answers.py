@@ -25,16 +25,17 @@ def last_answer(text: str) -> str | None:
     return text[start + len(_OPEN) : text.index(_CLOSE, start)].strip()
 
 
-def all_answers(text: str) -> list[str]:
+def all_answers(text: str, tag: str = "answer") -> list[str]:
     """Returns every answer from left to right, each from an opening tag to the next closing tag."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
     answers = []
-    start = text.find(_OPEN)
+    start = text.find(opening)
     while start >= 0:
-        end = text.find(_CLOSE, start)
+        end = text.find(closing, start)
         if end < 0:
             break
-        answers.append(text[start + len(_OPEN) : end].strip())
-        start = text.find(_OPEN, end)
+        answers.append(text[start + len(opening) : end].strip())
+        start = text.find(opening, end)
     return answers
 
 

@@ -73,13 +73,13 @@ def score_row(compute_score: Function, row: ScorerInput, options: Settings) -> S
     try:
         with counted_mishaps() as mishaps:
             result = call_scorer(function, row.arguments(), options)
+        return read_result(result, mishaps)
     except SetupError:
         raise
     except (Exception, SystemExit) as error:  # a user's scorer may raise anything
         if isinstance(error, SystemExit) and raised_by_signal(error):
             raise  # not the scorer ends the run, but a scheduler
         return exception_failure(error, function)
-    return read_result(result, mishaps)
 
 
 def exception_failure(error: BaseException, compute_score: Function) -> Failed:

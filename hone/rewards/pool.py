@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -23,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
 from hone.rewards.failures import Failed
+from hone.text import error_text
 from hone.types import Settings
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class _Worker:
             )
         self.connection = Connection(our_end.detach())
         with contextlib.suppress(OSError):  # `_start` handles a process that has died already
-            self.connection.send((factory, dict(keywords)))
+            self.connection.send_bytes(pickle.dumps((factory, dict(keywords))))
 
     def kill(self) -> None:
         """Kills the process and all processes of its session."""
@@ -116,28 +118,40 @@ class DeadlinePool(Generic[T]):
 
     def _call(self, arguments: Settings, timeout_s: float) -> T | Failed:
         try:
+            # Not `Connection.send`, which shares a tensor's memory only with children of multiprocessing.
+            message = pickle.dumps((dict(arguments), timeout_s))
+        except Exception as error:  # an object of the user may fail to be pickled with any error
+            return Failed("bad_row", f"cannot be sent to another process: {error_text(error)}")
+        return self._exchange(message, timeout_s)
+
+    def _exchange(self, message: bytes, timeout_s: float) -> T | Failed:
+        """Sends a job to an idle worker, or to a new one, and returns the answer."""
+        try:
             worker = self._idle_workers.pop()
         except IndexError:
             worker = self._start()
         self._drop_if_stopping(worker)
         try:
-            worker.connection.send((dict(arguments), timeout_s))
+            worker.connection.send_bytes(message)
         except OSError:  # the worker died while idle (out of memory): another gets the job
             self._drop(worker)
-            return self._call(arguments, timeout_s)
+            return self._exchange(message, timeout_s)
         try:
             if not worker.connection.poll(timeout_s):
                 self._drop(worker)
                 detail = f"no score after {timeout_s:g} s; the process was killed"
                 return Failed("timeout", detail)
-            answer: T | Failed | BaseException = worker.connection.recv()
+            content = worker.connection.recv_bytes()
         except (EOFError, OSError):
             self._drop(worker)
             return Failed(
                 "crash", f"the scoring process ended with code {worker.process.returncode}"
             )
-        except (AttributeError, ImportError, TypeError) as error:
-            answer = Failed("bad_return", f"cannot be read in the parent process: {error}")
+        answer: T | Failed | BaseException
+        try:
+            answer = pickle.loads(content)
+        except Exception as error:  # an object of the user may fail with any error
+            answer = Failed("bad_return", f"cannot be read in the parent: {error_text(error)}")
         self._idle_workers.append(worker)
         if isinstance(answer, BaseException):
             raise answer
@@ -153,9 +167,9 @@ class DeadlinePool(Generic[T]):
             self._workers.add(worker)
             self._drop_if_stopping(worker)
             try:
-                answer = (
-                    worker.connection.recv() if worker.connection.poll(START_TIMEOUT_S) else None
-                )
+                answer = None
+                if worker.connection.poll(START_TIMEOUT_S):
+                    answer = pickle.loads(worker.connection.recv_bytes())
             except (EOFError, OSError):
                 self._drop(worker)
                 code = worker.process.returncode

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pickle
 import signal
 import sys
 from multiprocessing.connection import Connection
 
 from hone.rewards.failures import Failed, SetupError
+from hone.text import error_text
 from hone.types import Fields, Function
 
 GRACE_S = 10.0
@@ -23,25 +25,34 @@ GRACE_S = 10.0
 
 def serve(connection: Connection) -> None:
     """Answers each `(arguments, timeout_s)` message with the return value of the callable."""
-    factory, keywords = connection.recv()
+    factory, keywords = pickle.loads(connection.recv_bytes())
     module, _, name = factory.partition(":")
     try:
         function: Function = getattr(importlib.import_module(module), name)(**keywords)
     except Exception as error:  # the parent must see why its scorer does not load
-        connection.send(Failed("start", f"{type(error).__name__}: {error}"))
+        _send(connection, Failed("start", error_text(error)))
         return
-    connection.send("ready")
+    _send(connection, "ready")
     while True:
-        arguments, timeout_s = connection.recv()
+        message = connection.recv_bytes()
+        try:
+            arguments, timeout_s = pickle.loads(message)
+        except Exception as error:  # an object of the user may fail with any error
+            _send(connection, Failed("bad_row", f"cannot be read here: {error_text(error)}"))
+            continue
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
         answer = _call(function, arguments)
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        try:
-            connection.send(answer)
-        except OSError:
-            raise  # the parent has ended
-        except Exception as error:  # a user's object may fail to be pickled with any error
-            connection.send(Failed("bad_return", f"cannot be sent between processes: {error}"))
+        _send(connection, answer)
+
+
+def _send(connection: Connection, answer: object) -> None:
+    try:
+        message = pickle.dumps(answer)
+    except Exception as error:  # an object of the user may fail to be pickled with any error
+        detail = f"cannot be sent between processes: {error_text(error)}"
+        message = pickle.dumps(Failed("bad_return", detail))
+    connection.send_bytes(message)
 
 
 def _call(function: Function, arguments: Fields) -> object:
@@ -51,7 +62,7 @@ def _call(function: Function, arguments: Fields) -> object:
     except SetupError as error:
         return error
     except Exception as error:  # user code may raise anything; the parent applies the policy
-        return Failed("exception", f"{type(error).__name__}: {error}")
+        return Failed("exception", error_text(error))
 
 
 def _ignore_sigterm() -> None:

@@ -129,3 +129,12 @@ def test_the_message_of_an_exception_has_no_control_characters_and_may_itself_fa
     assert isinstance(silent, Failed)
     assert "ValueError: cannot read \\x1b[2J ?" in failed.detail
     assert "Mute" in silent.detail
+
+
+def test_extras_that_are_nested_too_deeply_fail_the_row() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    outcome = score_row(lambda solution_str: {"score": 1.0, "deep": deep}, ROW, {})
+    assert isinstance(outcome, Failed)
+    assert "RecursionError" in outcome.detail

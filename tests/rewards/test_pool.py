@@ -57,7 +57,15 @@ def make(base=0):
             return lambda: None
         if action == "refusing":
             return Refusing()
+        if action == "unreadable":
+            return Unreadable()
     return work
+
+class Unreadable:
+    def __setstate__(self, state):
+        raise ValueError("not to be read")
+    def __getstate__(self):
+        return {"x": 1}
 
 class Refusing:
     def __reduce__(self):
@@ -174,6 +182,45 @@ def test_a_failed_call_is_a_failure_and_does_not_end_the_pool(
     assert "code 7" in crash.detail
     assert unsendable.reason == refusing.reason == "bad_return"
     assert result == 5
+
+
+class Unreadable:
+    """Can be pickled, but neither process can read it."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("not to be read")
+
+    def __getstate__(self) -> Any:
+        return {"x": 1}
+
+
+class Unsendable:
+    def __reduce__(self) -> Any:
+        raise OSError("a closed file")
+
+
+def test_a_row_that_cannot_be_sent_fails_alone(make_pool: Callable[..., DeadlinePool]) -> None:
+    pool = make_pool(size=1)
+    [pid] = pool.run([{"action": "pid"}], 60)
+    values = [Unsendable(), lambda: None, Unreadable()]
+    jobs = [{"action": "add", "value": value} for value in values]
+    *failures, result, new_pid = pool.run([*jobs, add(5), {"action": "pid"}], 60)
+    assert [failed.reason for failed in failures] == ["bad_row"] * 3
+    assert "OSError: a closed file" in failures[0].detail
+    assert (result, new_pid) == (5, pid)
+
+
+def test_a_tensor_is_sent_without_shared_memory(make_pool: Callable[..., DeadlinePool]) -> None:
+    import torch
+
+    [total] = make_pool().run([{"action": "add", "value": torch.ones(2)}], 60)
+    assert total.tolist() == [1.0, 1.0]
+
+
+def test_an_answer_that_cannot_be_read_fails_alone(make_pool: Callable[..., DeadlinePool]) -> None:
+    failed, result = make_pool().run([{"action": "unreadable"}, add(5)], 60)
+    assert (failed.reason, result) == ("bad_return", 5)
+    assert "not to be read" in failed.detail
 
 
 def test_a_worker_that_died_while_idle_is_replaced(make_pool: Callable[..., DeadlinePool]) -> None:

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 MAX_CHARS = 2000
 """Longer answers are not normalized, because no real answer is that long."""
+_BRACE = re.compile(r"[{}]")
 
 
 def last_boxed_only_string(string: str) -> str | None:
@@ -26,13 +27,10 @@ def last_boxed_only_string(string: str) -> str | None:
         has_space = string[start:body_start].endswith(" ")
         return string[start : body_start + word.end()] if has_space and word else None
     depth = 0
-    for index in range(body_start, len(string)):
-        if string[index] == "{":
-            depth += 1
-        elif string[index] == "}":
-            depth -= 1
-            if depth == 0:
-                return string[start : index + 1]
+    for brace in _BRACE.finditer(string, body_start):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return string[start : brace.end()]
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from hone.rewards.answers import all_answers
 from hone.rewards.outcome import POLICY, Segments, segments_of
 from hone.rewards.scores.qa_em import em_check, extract_solution, golden_answers, normalize_answer
 from hone.types import JsonValue, Settings
@@ -56,10 +57,14 @@ def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
 
 
 def _strip_special_tokens(text: str) -> str:
-    text = text.rstrip()
-    while (token := _TRAILING_SPECIAL_TOKEN.search(text, max(0, len(text) - 44))) is not None:
-        text = text[: token.start()].rstrip()
-    return text
+    end = len(text)
+    while True:
+        while end and text[end - 1].isspace():
+            end -= 1
+        token = _TRAILING_SPECIAL_TOKEN.search(text, max(0, end - 44), end)
+        if token is None:
+            return text[:end]
+        end = token.start()
 
 
 def _check_blocks(text: str) -> tuple[bool, str]:
@@ -87,8 +92,7 @@ def _check_blocks(text: str) -> tuple[bool, str]:
 
 def extract_information_blocks(text: str) -> list[str]:
     """Returns the `<information>` blocks of a whole transcript, also those that the model wrote."""
-    blocks = re.findall(r"<information>(.*?)</information>", text, re.DOTALL)
-    return [block.strip() for block in blocks]
+    return all_answers(text, "information")
 
 
 def observed_passages(segments: Segments) -> list[str]:

@@ -48,6 +48,13 @@ PIECES = [
 TRUTH: dict[str, Any] = {"target": 24, "numbers": [2, 3, 4]}
 
 
+@pytest.mark.timeout(20)
+def test_the_format_score_takes_linear_time() -> None:
+    formats = {"structure_format_score": 0.1, "score_observations": True}
+    for piece in ("<information>", "<|a|>"):
+        qa_em_format.compute_score(piece * 400_000, {"target": ["a"]}, **formats)
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", PIECES)
 def test_no_rule_is_slow_on_repeated_pieces(piece: str) -> None:
