@@ -141,15 +141,12 @@ class DeadlinePool(Generic[T]):
                 self._drop(worker)
                 detail = f"no score after {timeout_s:g} s; the process was killed"
                 return Failed("timeout", detail)
-            content = worker.connection.recv_bytes()
+            answer: T | Failed | BaseException = worker.connection.recv()
         except (EOFError, OSError):
             self._drop(worker)
             return Failed(
                 "crash", f"the scoring process ended with code {worker.process.returncode}"
             )
-        answer: T | Failed | BaseException
-        try:
-            answer = pickle.loads(content)
         except Exception as error:  # an object of the user may fail with any error
             answer = Failed("bad_return", f"cannot be read in the parent: {error_text(error)}")
         self._idle_workers.append(worker)
@@ -169,7 +166,7 @@ class DeadlinePool(Generic[T]):
             try:
                 answer = None
                 if worker.connection.poll(START_TIMEOUT_S):
-                    answer = pickle.loads(worker.connection.recv_bytes())
+                    answer = worker.connection.recv()
             except (EOFError, OSError):
                 self._drop(worker)
                 code = worker.process.returncode

@@ -25,7 +25,7 @@ GRACE_S = 10.0
 
 def serve(connection: Connection) -> None:
     """Answers each `(arguments, timeout_s)` message with the return value of the callable."""
-    factory, keywords = pickle.loads(connection.recv_bytes())
+    factory, keywords = connection.recv()
     module, _, name = factory.partition(":")
     try:
         function: Function = getattr(importlib.import_module(module), name)(**keywords)
@@ -34,9 +34,10 @@ def serve(connection: Connection) -> None:
         return
     _send(connection, "ready")
     while True:
-        message = connection.recv_bytes()
         try:
-            arguments, timeout_s = pickle.loads(message)
+            arguments, timeout_s = connection.recv()
+        except (EOFError, OSError):
+            raise  # the parent has ended
         except Exception as error:  # an object of the user may fail with any error
             _send(connection, Failed("bad_row", f"cannot be read here: {error_text(error)}"))
             continue
