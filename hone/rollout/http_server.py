@@ -190,8 +190,9 @@ class HttpServer:
                 continue
             num_checked += 1
             expected = tensor[:_NUM_CHECKED_ROWS].float().flatten()
-            # A server with several replicas returns the rows of each.
-            values = torch.tensor(rows).flatten()[: len(expected)]
+            with self.wrap_parse_errors(rows):
+                # A server with several replicas returns the rows of each.
+                values = torch.tensor(rows).flatten()[: len(expected)]
             if values.shape != expected.shape or not torch.allclose(
                 values.float(), expected, rtol=2e-2, atol=1e-6
             ):
@@ -264,7 +265,7 @@ class HttpServer:
 
     async def _send_request(self, method: str, path: str, body: Settings | None) -> tuple[int, str]:
         async with self.session().request(method, self.url + path, json=body) as response:
-            return response.status, await response.text()
+            return response.status, await response.text(errors="replace")
 
     async def events(self, path: str, body: Settings) -> AsyncGenerator[Event, None]:
         """Yields the JSON objects of a stream of `data:` lines, until `[DONE]`."""
@@ -281,7 +282,7 @@ class HttpServer:
                 self.url + path, json=body, timeout=client_timeout
             ) as response:
                 if response.status != 200:
-                    text = await response.text()
+                    text = await response.text(errors="replace")
                     if response.status < 500:
                         raise RolloutError(
                             f"{self.safe_url}{path} refused a request ({response.status}): {shorten(text)}"
@@ -292,7 +293,10 @@ class HttpServer:
                     data = await _wait_for(timeout_s, response.content.readany())
                     timeout_s = self.timeouts.call_timeout_s
                     if not data:
-                        raise ServerLost(self, "ended a stream without [DONE]")
+                        rest = shorten(partial_line.decode(errors="replace"))  # an error's message
+                        raise ServerLost(
+                            self, f"ended a stream without [DONE]{rest and f', after {rest}'}"
+                        )
                     *lines, partial_line = (partial_line + data).split(b"\n")
                     for line in lines:
                         text = line.decode(errors="replace").strip()
@@ -312,7 +316,7 @@ class HttpServer:
             raise ServerLost(self, f"sent a line that is not JSON: {shorten(text)}") from None
         if not isinstance(event, dict):
             raise ServerLost(self, f"sent a line that is not an object: {shorten(text)}")
-        if "error" in event:
+        if event.get("error") is not None:
             raise ServerLost(self, f"reported an error in a stream: {shorten(str(event['error']))}")
         return event
 

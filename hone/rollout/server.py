@@ -198,11 +198,6 @@ class ServerRollout(RemoteEngine):
 
     async def _republish(self, server: HttpServer) -> None:
         """Publishes the current weights to a server again."""
-        if self._folder.current_checkpoint is None:
-            raise RolloutError(
-                f"{server.safe_url} has lost its weights, and the engine has no copy; set "
-                "rollout.server.keep_weights=true"
-            )
         log.info("%s gets the weights of version %d again", server.safe_url, self.version)
         assert self._expected_version is not None
         await self._publish_folder(server, self._expected_version)
@@ -265,7 +260,8 @@ class ServerRollout(RemoteEngine):
     async def _broadcast(self, bucket: Mapping[str, Tensor]) -> None:
         """Broadcasts a bucket in the group of this update; after an error, `commit` publishes the folder."""
         assert self._make_group is not None
-        if self._stale_servers:
+        if self._stale_servers:  # a server that restarted has left the group
+            self._stale_servers |= set(self._servers)
             return
         try:
             if self._group is None:
@@ -325,7 +321,11 @@ class ServerRollout(RemoteEngine):
         server.expected_version, server.healthy = version, True
 
     async def _publish_folder(self, server: HttpServer, version: str) -> None:
-        assert self._folder.current_checkpoint is not None
+        if self._folder.current_checkpoint is None:
+            raise RolloutError(
+                f"{server.safe_url} has lost its weights, and the engine has no copy; set "
+                "rollout.server.keep_weights=true"
+            )
         if self._sends_tensors:
             for shard in self._folder.shards():
                 await server.send_tensors(shard)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import fcntl
 import io
 import json
 import pickle
@@ -13,7 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError
+from hone.rollout.owned_folder import OwnedFolder
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
 Weights = Iterable[tuple[str, Tensor]]
-_SHARED_MEMORY = Path("/dev/shm")
 _FOLDER_PREFIX = "hone-server-weights-"
 
 
@@ -35,19 +33,15 @@ class WeightFolder:
     """A folder with two Hugging Face checkpoints: the last complete weights and the current update."""
 
     def __init__(self, parent: str | None, model_path: str) -> None:
-        """Opens `parent`, a folder that trainer and servers share; None creates a folder in shared memory."""
-        self._is_temporary = parent is None
+        """Creates a folder in `parent`, which trainer and servers share; None is shared memory."""
         if parent is None:
-            has_memory_folder = _SHARED_MEMORY.is_dir()
-            parent_folder = _SHARED_MEMORY if has_memory_folder else Path(tempfile.gettempdir())
-            _delete_abandoned_folders(parent_folder)
-            # Until the folder is locked, the dot hides it from `_delete_abandoned_folders`.
-            hidden_folder = Path(tempfile.mkdtemp(prefix=f".{_FOLDER_PREFIX}", dir=parent_folder))
-            self._lock_file = _lock_folder(hidden_folder)
-            self.root = hidden_folder.rename(parent_folder / hidden_folder.name[1:])
+            self._folder = OwnedFolder(_FOLDER_PREFIX)
         else:
-            self.root = Path(parent).expanduser().absolute()
-            self.root.mkdir(parents=True, exist_ok=True)
+            parent_folder = Path(parent).expanduser().absolute()
+            parent_folder.mkdir(parents=True, exist_ok=True)
+            self._folder = OwnedFolder(_FOLDER_PREFIX, parent_folder)
+            self._folder.path.chmod(0o755)  # the servers may run as another user
+        self.root = self._folder.path
         self._model_folder = Path(model_path)
         self.current_checkpoint: Path | None = None
         self._update_checkpoint: Path | None = None
@@ -115,13 +109,7 @@ class WeightFolder:
                 yield name, tensors.get_tensor(name)
 
     def close(self) -> None:
-        if self._is_temporary:
-            shutil.rmtree(self.root, ignore_errors=True)
-            self._lock_file.close()
-        else:
-            for folder in (self.current_checkpoint, self._update_checkpoint):
-                if folder is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
+        self._folder.close()
 
 
 class AdapterFolder(WeightFolder):
@@ -196,21 +184,3 @@ def checkpoint_tensors(lm: PreTrainedModel, bucket: Mapping[str, Tensor]) -> dic
 
     tensors: dict[str, Tensor] = revert_weight_conversion(lm, dict(bucket))
     return tensors
-
-
-def _lock_folder(folder: Path) -> IO[bytes]:
-    """Locks a folder until the returned file is closed; raises OSError if it is already locked."""
-    file = (folder / "lock").open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
-    return file
-
-
-def _delete_abandoned_folders(parent: Path) -> None:
-    """Deletes the folders of killed processes, which are no longer locked."""
-    for folder in parent.glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError), _lock_folder(folder):
-            shutil.rmtree(folder, ignore_errors=True)

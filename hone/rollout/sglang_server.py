@@ -270,4 +270,5 @@ class SGLangServer(HttpServer):
         status, text = await self._request(
             "POST", "/get_weights_by_name", {"name": name, "truncate_size": num_rows}
         )
-        return json.loads(text) if status == 200 else None
+        with self.wrap_parse_errors(text):
+            return json.loads(text) if status == 200 else None

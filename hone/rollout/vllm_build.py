@@ -142,11 +142,12 @@ def make_launch_arguments(
     devices = _visible_devices(spec.device, num_gpus, index) if on_gpu else None
     if devices is not None and len(devices) < num_gpus:
         log.info(
-            "vLLM runs on %d device(s), fewer than rollout.tensor_model_parallel_size=%d times "
-            "pipeline_model_parallel_size=%d",
+            "vLLM runs on one device: it can use %d, and rollout.tensor_model_parallel_size=%d times "
+            "pipeline_model_parallel_size=%d needs %d",
             len(devices),
             tensor_parallel_size,
             pipeline_parallel_size,
+            num_gpus,
         )
         num_gpus = tensor_parallel_size = pipeline_parallel_size = 1
         devices = devices[:1]

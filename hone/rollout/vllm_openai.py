@@ -142,7 +142,9 @@ class VLLMServer(HttpServer):
             await self.call("/resume", {})
 
     async def weight_version(self) -> str | None:
-        version = (await self.call("/weight_info", get=True))["weight_version"]
+        response = await self.call("/weight_info", get=True)
+        with self.wrap_parse_errors(response):
+            version = response["weight_version"]
         return None if version is None else str(version)
 
     def check_updates_supported(self) -> None:
@@ -162,6 +164,6 @@ class VLLMServer(HttpServer):
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         )
         response = await self.call("/reset_prefix_cache?reset_running_requests=true", {})
-        if not response or not response.get("success", True):
+        if not isinstance(response, dict) or not response.get("success", True):
             raise RolloutError(f"{self.safe_url} did not drop its KV cache: {response}")
         await self.call("/update_weight_version", {"new_version": version})

@@ -17,13 +17,13 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 from hone.rollout.contract import RolloutError
+from hone.rollout.owned_folder import OwnedFolder
 from hone.rollout.requests import Chunk, ConnectionLost
 from hone.types import Fields
 
@@ -80,7 +80,7 @@ class EngineProcess:
         self.stale = False
         """Whether the weights of the process are not the current ones."""
         self._child: subprocess.Popen[bytes] | None = None
-        self._folder: Path | None = None
+        self._folder: OwnedFolder | None = None
         self._calls: dict[int, asyncio.Future[object]] = {}
         self._call_ids = count()
         self._streams: dict[str, asyncio.Queue[Chunk | Exception]] = {}
@@ -131,20 +131,20 @@ class EngineProcess:
     async def _spawn(self) -> None:
         if self._closed:
             raise EngineDied(f"{self._name} was closed")
-        shared_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self._folder = Path(tempfile.mkdtemp(prefix="hone-vllm-", dir=shared_memory))
+        self._folder = OwnedFolder("hone-vllm-")
+        folder = self._folder.path
         source_folder = Path(__file__).parent
         for source, copy in _COPIED_FILES.items():
-            shutil.copyfile(source_folder / source, self._folder / copy)
+            shutil.copyfile(source_folder / source, folder / copy)
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
         # PYTHONPATH is for this interpreter, which may find vLLM by it; another has its own packages.
         own_path = self._launch.python == sys.executable and os.environ.get("PYTHONPATH")
-        python_path = f"{self._folder}{os.pathsep}{own_path}" if own_path else str(self._folder)
+        python_path = f"{folder}{os.pathsep}{own_path}" if own_path else str(folder)
         environment |= self._launch.environment | {"PYTHONPATH": python_path}
         parent_socket, child_socket = socket.socketpair()
-        with (self._folder / "log").open("wb") as log_file, child_socket:
+        with (folder / "log").open("wb") as log_file, child_socket:
             self._child = subprocess.Popen(
-                [self._launch.python, str(self._folder / "server.py"), str(child_socket.fileno())],
+                [self._launch.python, str(folder / "server.py"), str(child_socket.fileno())],
                 pass_fds=[child_socket.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
@@ -294,13 +294,13 @@ class EngineProcess:
                 log.error("%s (pid %d) does not end after SIGKILL", self._name, self.pid)
             self._child = None
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
     def _last_log_line(self) -> str:
         """Returns the last log line that begins with an exception, or else the last line."""
         assert self._folder is not None
         try:
-            text = (self._folder / "log").read_text(errors="replace")
+            text = (self._folder.path / "log").read_text(errors="replace")
         except OSError:
             return "its log was deleted"
         lines = [line.strip() for line in text.splitlines() if line.strip()]

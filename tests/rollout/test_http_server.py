@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.http_server import Timeouts
+from hone.rollout.http_server import Event, ServerLost, Timeouts
 from hone.rollout.server_weights import WeightFolder
 from hone.rollout.sglang_server import SGLangServer
+from hone.rollout.vllm_openai import VLLMServer
 
 from .contract_server import ContractServer
 from .models import policy
@@ -193,3 +195,68 @@ def test_a_cancellation_is_never_lost_to_an_answer_that_comes_at_the_same_time()
             await job
 
     asyncio.run(scenario())
+
+
+def outcomes_of(answer: web.Response) -> tuple[object, object]:
+    """What a call and a stream come to where every path has this answer."""
+
+    async def outcome(work: Any) -> object:
+        try:
+            return await work
+        except (RolloutError, ServerLost) as error:
+            return error
+
+    async def scenario() -> tuple[object, object]:
+        async def handle(request: web.Request) -> web.Response:
+            return web.Response(body=answer.body, status=answer.status, headers=answer.headers)
+
+        async def events() -> list[Event]:
+            return [event async for event in server.events("/v1/completions", {})]
+
+        web_server = web.Server(handle)
+        listener = await asyncio.get_running_loop().create_server(web_server, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        server = VLLMServer(f"http://127.0.0.1:{port}", Timeouts(5.0, 5.0))
+        try:
+            return await outcome(server.weight_version()), await outcome(events())
+        finally:
+            await server.close()
+            await web_server.shutdown(1.0)
+            listener.close()
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("status", [200, 400, 500])
+@pytest.mark.parametrize("body", [b"\xff", b"<html>", b"{}", b"[]", b"null", b""])
+def test_an_answer_of_any_form_is_an_error_of_the_server(status: int, body: bytes) -> None:
+    """Other errors would end the engine and all of its requests."""
+    answers = outcomes_of(web.Response(body=body, status=status, content_type="text/plain"))
+    assert all(isinstance(answer, RolloutError | ServerLost) for answer in answers)
+
+
+def test_an_error_with_status_200_is_quoted() -> None:
+    _, streamed = outcomes_of(web.Response(text='{"message": "the model is overloaded"}'))
+    assert "the model is overloaded" in str(streamed)
+
+
+def test_an_event_whose_error_is_null_has_no_error() -> None:
+    text = 'data: {"error": null, "choices": []}\n\ndata: [DONE]\n\n'
+    assert outcomes_of(web.Response(text=text))[1] == [{"error": None, "choices": []}]
+
+
+def test_a_weight_that_cannot_be_read_is_an_error_of_the_server() -> None:
+    class Garbles(SGLangServer):
+        async def weight_version(self) -> str:
+            return "v"
+
+        async def _request(self, *arguments: object) -> tuple[int, str]:
+            return 200, "<html>"
+
+    class Folder:
+        def sample_weights(self, count: int) -> list[tuple[str, torch.Tensor]]:
+            return [("weight", torch.ones(2))]
+
+    folder: Any = Folder()
+    with pytest.raises(RolloutError, match="cannot read"):
+        asyncio.run(Garbles("http://gpu", Timeouts(1.0, 1.0)).check_weights("v", folder))

@@ -460,6 +460,38 @@ def test_an_update_after_a_failed_broadcast_opens_a_new_group(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_after_a_server_left_a_broadcast_no_server_serves_half_of_it(
+    keep_weights: bool, servers: list[ContractServer]
+) -> None:
+    class Group:
+        async def open(self) -> None: ...
+
+        async def send(self, bucket: object) -> None: ...
+
+        async def close(self) -> None: ...
+
+    async def scenario() -> None:
+        make_group: Any = Group
+        options = {"make_group": make_group, "keep_weights": keep_weights}
+        async with open_engine(servers, 2, **options) as engine:
+            await engine.begin_update()
+            engine._stale_servers.add(engine._servers[0])
+            await engine.load(policy(seed=1).lm.named_parameters())
+            if not keep_weights:
+                with pytest.raises(RolloutError, match="keep_weights=true"):
+                    await engine.commit(1)
+                return
+            await engine.commit(1)
+            for server in servers:
+                weights = server.policy.lm.state_dict()
+                assert all(
+                    torch.equal(weights[n], p) for n, p in policy(seed=1).lm.named_parameters()
+                )
+
+    asyncio.run(scenario())
+
+
 def test_numbers_of_numpy_and_torch_are_sent_as_numbers(servers: list[ContractServer]) -> None:
     """An agent loop may compute them; the in-process engines accept them."""
 

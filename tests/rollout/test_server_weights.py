@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hone.models.tiny import save_pretrained
-from hone.rollout import server_weights
 from hone.rollout.server_weights import (
     WeightFolder,
     meta_parameters,
@@ -89,22 +86,11 @@ def test_the_models_parameters_come_from_its_config_alone(tmp_path: Path) -> Non
     assert shapes == {n: p.shape for n, p in lm.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.slow
-def test_the_folder_of_a_killed_process_is_deleted_and_that_of_a_living_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server_weights, "_SHARED_MEMORY", tmp_path)
-    code = (
-        "import os, pathlib, sys; from hone.rollout import server_weights as s;"
-        "s._SHARED_MEMORY = pathlib.Path(sys.argv[1]); f = s.WeightFolder(None, '.');"
-        "f.begin(); os.kill(os.getpid(), 9)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    (left,) = tmp_path.iterdir()
-    living = server_weights.WeightFolder(None, ".")
-    assert not left.exists()
-    another = server_weights.WeightFolder(None, ".")
-    assert set(tmp_path.iterdir()) == {living.root, another.root}
-    living.close()
-    another.close()
-    assert list(tmp_path.iterdir()) == []
+def test_the_folder_of_a_killed_run_is_deleted_from_the_shared_folder(tmp_path: Path) -> None:
+    """Models are large, and a folder on a file server outlives its run."""
+    left = WeightFolder(str(tmp_path), "no-model")
+    left.begin()
+    left._folder._lock_file.close()  # type: ignore[union-attr] # as the end of the process does
+    next_run = WeightFolder(str(tmp_path), "no-model")
+    assert list(tmp_path.iterdir()) == [next_run.root]
+    assert next_run.root.stat().st_mode & 0o777 == 0o755

@@ -67,7 +67,10 @@ def test_engine_kwargs_are_passed_on(arguments: Any) -> None:
             arguments(f"+engine_kwargs.vllm.{name}")
 
 
-def test_an_engine_gets_its_own_gpus(arguments: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_gets_its_own_gpus(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setattr("hone.rollout.vllm_build.resolve_model_path", lambda path: path)
     two = ("tensor_model_parallel_size=2",)
@@ -75,9 +78,12 @@ def test_an_engine_gets_its_own_gpus(arguments: Any, monkeypatch: pytest.MonkeyP
         started = make_launch_arguments(spec_of(*two, device="cuda:0"), None, number)
         assert started.environment["CUDA_VISIBLE_DEVICES"] == devices
         assert started.llm_arguments["tensor_parallel_size"] == 2
-    alone = make_launch_arguments(spec_of(*two, device="cuda:3"), None, 0)  # one GPU is left
-    assert alone.environment["CUDA_VISIBLE_DEVICES"] == "7"
-    assert alone.llm_arguments["tensor_parallel_size"] == 1
+    four, first = ("tensor_model_parallel_size=4",), {3: "7", 2: "6", 1: "5"}
+    for device, gpu in first.items():  # one, two or three GPUs are left for four
+        alone = make_launch_arguments(spec_of(*four, device=f"cuda:{device}"), None, 0)
+        assert alone.environment["CUDA_VISIBLE_DEVICES"] == gpu
+        assert alone.llm_arguments["tensor_parallel_size"] == 1
+    assert caplog.text.count("vLLM runs on one device") == 3
 
 
 def test_the_users_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:

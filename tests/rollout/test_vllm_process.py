@@ -160,7 +160,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path, end: signal.Signals | No
         "async def main():\n"
         f"    process = EngineProcess(LaunchArguments({fake_python(tmp_path)!r}, {{'model': 'm'}}))\n"
         "    await process.start()\n"
-        "    print(process.pid, process._folder, flush=True)\n"
+        "    print(process.pid, process._folder.path, flush=True)\n"
         f"    await asyncio.sleep({0 if end is None else 1000})\n"
         "asyncio.run(main())\n"
     )
