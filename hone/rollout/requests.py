@@ -166,13 +166,19 @@ class RequestRules:
 
     def _ends_with_stop(self, request: Request) -> bool:
         """Whether the newest token completes a stop string, which may start several tokens earlier."""
-        # Each token has at least one byte, so `stop_bytes` tokens contain the stop string. 8 more tokens
-        # complete a character of which the tail would have only the last bytes.
-        stop_bytes = max(len(s.encode()) for s in request.sampling.stop)
         assert self.tokenizer is not None, "check() refuses stop strings without a tokenizer"
-        tail = self.tokenizer.decode(
-            request.token_ids[-(stop_bytes + 8) :], clean_up_tokenization_spaces=False
-        )
+        # Each token has at least one byte, so `stop_bytes` tokens contain the stop string. Of the 8 tokens
+        # before them, decoding may drop a leading space.
+        stop_bytes = max(len(s.encode()) for s in request.sampling.stop)
+        begin, tail = max(0, len(request.token_ids) - stop_bytes - 8), ""
+        # If the tail begins within a character, some tokenizers decode no byte token up to the next word
+        # token; a character has at most 4 bytes.
+        for start in range(begin, max(begin - 4, -1), -1):
+            tail = self.tokenizer.decode(
+                request.token_ids[start:], clean_up_tokenization_spaces=False
+            )
+            if not tail.startswith("\N{REPLACEMENT CHARACTER}"):
+                break
         return any(s in tail for s in request.sampling.stop)
 
 

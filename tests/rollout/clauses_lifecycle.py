@@ -6,7 +6,13 @@ import asyncio
 
 import pytest
 
-from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
+from hone.rollout.contract import (
+    RolloutEngine,
+    RolloutError,
+    Sampling,
+    StopReason,
+    TokenOutput,
+)
 
 from .engine_contract import Factory, ask, ask_all, clause, driving, play
 from .models import EOS, POSITIONS, TOKENIZER, VOCABULARY, policy, prompts
@@ -103,6 +109,21 @@ def sleep_gives_memory_back_and_waking_restores(factory: Factory) -> None:
         assert factory.held_bytes(engine) == 0
         play(engine.wake_up())
         assert ask(engine, PROMPT, sampling).token_ids == before.token_ids
+
+
+@clause()
+def a_cancelled_request_does_not_keep_an_engine_awake(factory: Factory) -> None:
+    async def cancel_and_sleep(engine: RolloutEngine) -> None:
+        job = asyncio.create_task(engine.generate(PROMPT, LONG, "cancelled"))
+        await asyncio.sleep(0.01)
+        job.cancel()
+        await asyncio.wait([job])
+        await engine.sleep()
+        await engine.wake_up()
+
+    with factory.engine(policy(), driven=False) as engine:
+        play(cancel_and_sleep(engine))
+        assert len(ask(engine, PROMPT, Sampling(3, 1.0, 0, ignore_eos=True))) == 3
 
 
 @clause()

@@ -24,6 +24,24 @@ def request_with(tokens: list[int], **options: Any) -> Request:
     return Request([1], sampling, "r", token_ids=tokens)
 
 
+class ByteFallbackTokenizer:
+    """As SentencePiece decodes: bytes in a row are characters together, or none of them is."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\N{REPLACEMENT CHARACTER}" * len(ids)
+
+
+@pytest.mark.parametrize("text", ["語" * n + "x" * m for n in range(1, 5) for m in range(3)])
+def test_a_stop_string_after_characters_of_several_bytes_is_found(text: str) -> None:
+    rules = RequestRules(frozenset(), ByteFallbackTokenizer())
+    tokens = list((text + "\n").encode())
+    assert rules.stop_reason(request_with(tokens, stop=("\n",))) is StopReason.STOP
+    assert rules.stop_reason(request_with(tokens[:-1], stop=("\n",))) is None
+
+
 def test_a_stop_string_of_many_bytes_is_found() -> None:
     rules = RequestRules(frozenset(), ByteTokenizer())
     stop = "答案是四十二吗"

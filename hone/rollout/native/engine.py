@@ -152,6 +152,8 @@ class NativeRollout(RequestEngine):
     async def sleep(self) -> None:
         with self._between_steps(), self._condition:
             self._raise_if_stopped()
+            if not self._open_requests():  # only cancelled requests are left
+                self._remove_pending(self._abort_running())
             if self._core.busy or self._arrivals:
                 raise RolloutError("sleep() was called while requests run; abort them first")
             self._core.free_cache()
