@@ -118,7 +118,8 @@ class SharedMemorySender:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.settimeout(timeout_s)
         path = self._folder / "socket"
-        self._listener.bind(str(path))
+        with _short_path(path) as short_path:
+            self._listener.bind(short_path)
         self._listener.listen(num_receivers)
         self._secret = secrets.token_hex(16)
         transport = "cuda_ipc" if device.type == "cuda" else "memory_file"
@@ -211,7 +212,8 @@ def receive_buckets(
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(timeout_s)
         try:
-            client.connect(address.endpoint)
+            with _short_path(Path(address.endpoint)) as path:
+                client.connect(path)
         except OSError as error:
             raise WeightStreamBroken(
                 f"weights: cannot connect to the trainer's socket {address.endpoint} ({error}); if "
@@ -242,6 +244,16 @@ def receive_buckets(
             num_buckets += 1
             yield slices, data
         connection.send(b"ack")
+
+
+@contextlib.contextmanager
+def _short_path(path: Path) -> Iterator[str]:
+    """Yields another path of a socket: a socket's path has at most 107 bytes, and TMPDIR may be long."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def _open_cuda_handle(handle: _CudaHandle) -> Tensor:

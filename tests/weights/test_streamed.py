@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +167,17 @@ def test_a_closed_sender_leaves_no_files(tmp_path, monkeypatch):
     with pytest.raises(WeightStreamBroken):
         send(sender, weights().items(), 300)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_for_temporary_files_may_have_a_long_path(tmp_path, monkeypatch):
+    """The path of a Unix socket may not; jobs of a cluster have long paths."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 100)))
+    Path(tempfile.tempdir).mkdir()
+    sender = open_test_sender("memory_file", 1)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(lambda: dict(receive(sender.address, 0, CPU, 20.0)))
+        send(sender, weights().items(), 1000)
+        assert equal(received.result(), weights())
 
 
 def test_an_unreachable_socket_raises_with_the_backend_to_use():
