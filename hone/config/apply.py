@@ -33,7 +33,9 @@ from hone.config.states import lines_per_sentence, new_name, rule_of, rules_of, 
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 
-_SUGGESTED_KEY = re.compile(r"Did you mean '([^']+)'")
+_KEY_IN_TEXT = re.compile(r"[\w.]+(?==)")
+_NAME = re.compile(r"\w+")
+_SUGGESTED_KEY = re.compile(r"(\S+) has no key .* Did you mean '([^']+)'")
 
 ExtraChecks = Callable[[Config, dict[str, str]], tuple[list[str], list[str]]]
 """Takes a config and the origins of the keys that were set, and returns problems and notes."""
@@ -98,9 +100,15 @@ class _Composition:
 
     def add_problems(self, sentences: Iterable[str]) -> None:
         """Adds problems that concern several keys, unless one of these keys already has a problem."""
-        suggested_keys = {key for text in self.problems for key in _SUGGESTED_KEY.findall(text)}
-        reported_keys = self.invalid_keys | suggested_keys
-        self.problems += [s for s in sentences if not any(f"{key}=" in s for key in reported_keys)]
+        reported_keys = set(self.invalid_keys)
+        for block, key in _SUGGESTED_KEY.findall("\n".join(self.problems)):
+            reported_keys |= {
+                key,
+                f"{block}.{key}",
+            }  # a suggestion is a full key, or a name in the block
+        # A sentence may omit the first names of a key, as in `rollout.n=1`.
+        endings = {key[match.start() :] for key in reported_keys for match in _NAME.finditer(key)}
+        self.problems += [s for s in sentences if endings.isdisjoint(_KEY_IN_TEXT.findall(s))]
 
     def write_settings(self, settings: Sequence[Setting]) -> dict[str, Setting]:
         """Writes the settings over the defaults, and returns those whose key has no field.

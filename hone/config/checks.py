@@ -128,17 +128,13 @@ def _changes(tree: str, config: Config) -> Iterator[Change]:
         sequences = 2 if isinstance(config, RMConfig) else 1  # a pair stays in one micro-batch
         longest = -(-sequences * config.data.max_length // sequence_parallel(config, config.engine))
         if config.data.max_token_len_per_gpu < longest:
-            length_text = f"{'2 times ' * (sequences - 1)}data.max_length={config.data.max_length}"
-            yield (
-                "data.max_token_len_per_gpu",
-                longest,
-                f"a rank's budget must hold {length_text} tokens",
-            )
+            subject = "pair" if sequences == 2 else "sequence"
+            yield "data.max_token_len_per_gpu", longest, _budget_note(f"longest {subject}", longest)
     if not isinstance(config, PPOTrainerConfig):
         return
     for key, minimum in _min_token_budgets(config).items():
         if get(config, key) < minimum:
-            yield key, minimum, f"a rank's budget must hold the longest row, so it is {minimum}"
+            yield key, minimum, _budget_note("longest row", minimum)
     for key in leaves(PPOTrainerConfig) if config.world_size == 1 else ():
         has_own_pool = key.startswith("reward_model.") and config.reward_pool
         if _PARALLEL_SIZE_KEY.fullmatch(key) and (get(config, key) or 1) > 1 and not has_own_pool:
@@ -148,6 +144,10 @@ def _changes(tree: str, config: Config) -> Iterator[Change]:
     if name in actor and name not in ref:
         why = "the reference computes the logits of its routers as the actor does"
         yield f"{_REF}.megatron.override_transformer_config", {**ref, name: actor[name]}, why
+
+
+def _budget_note(subject: str, tokens: int) -> str:
+    return f"a rank's budget must hold its part of the {subject}, so it is {tokens}"
 
 
 def _min_token_budgets(config: PPOTrainerConfig) -> dict[str, int]:
@@ -288,7 +288,8 @@ def _unknown_name_problems(tree: str, config: Config) -> Iterator[str]:
 
 def _shard_problems(config: PPOTrainerConfig) -> Iterator[str]:
     for role, block in ((_ACTOR, _ACTOR), (_REF, _REF), (_CRITIC, "critic.model")):
-        if get(config, f"{role}.strategy") == "megatron":
+        strategy: str = get(config, f"{role}.strategy")
+        if strategy == "megatron" or ":" in strategy:  # these engines do not use fsdp_config
             continue
         key = f"{block}.fsdp_config.fsdp_size"
         size: int = get(config, key)

@@ -268,6 +268,8 @@ def _resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
         return [_resolve_value(item, values, depth) for item in value]
     if not isinstance(value, str) or "${" not in value:
         return value
+    if "\\${" in value:  # an escaped reference is text
+        raise _NeedsOmegaConf
     if depth > _MAX_REFERENCE_CHAIN:
         raise ConfigError(f"the reference {value} leads back to itself")
 

@@ -64,6 +64,10 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
                 f"to run once per value ({COMMAND_LINE})"
             )
         key, added = str(parsed.key_or_group), text.startswith("+")
+        if parsed.package is not None:
+            raise ConfigError(
+                f"{text!r} names the package of a key; write {key}=VALUE ({COMMAND_LINE})"
+            )
         if parsed.is_delete():
             settings.append(Setting(key, None, COMMAND_LINE, delete=True))
         else:
@@ -244,9 +248,16 @@ def _defaults_list(
         raise ConfigError(
             f"{name}.yaml is not valid YAML: {' '.join(str(error).split())}"
         ) from None
-    except HydraException as error:
+    except (HydraException, ValueError) as error:  # ValueError: a group's option that is no name
         reason = " ".join(str(error).split())
         raise ConfigError(f"the defaults list of {name}.yaml does not resolve: {reason}") from None
+    for override in result.config_overrides:
+        group = str(override.key_or_group)
+        if group != "hydra.searchpath":
+            key = group.replace("/", ".")
+            raise ConfigError(
+                f"there is no config group '{group}'; a key has dots: {key} ({COMMAND_LINE})"
+            )
     return [
         (default.config_path, default.package or "")
         for default in result.defaults

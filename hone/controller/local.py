@@ -82,6 +82,10 @@ class WorkerHost:
         result = method(*args, **kwargs)
         if inspect.iscoroutine(result):
             result = self._run_coroutine(result)
+        if inspect.isgenerator(result) or inspect.isasyncgen(result):
+            raise TypeError(
+                f"{call.method!r} returned a generator, which stays in its process; return a list"
+            )
         is_tensordict = is_tensordict_batch(result)
         if not is_tensordict and not isinstance(result, DataProto):
             return result

@@ -6,11 +6,12 @@ restarted; the run resumes from its checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ except ImportError as error:
         "trainer.controller=ray needs Ray, which is not installed: pip install 'hone-rl[ray]', "
         "or use trainer.controller=local"
     ) from error
+from ray import cloudpickle
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -41,6 +43,7 @@ from hone.controller.worker import LOOPBACK, Placement, free_port
 from hone.controller.worker_group import Call, Executor, W, WorkerGroup
 from hone.logging_level import level_variables
 from hone.protocol import DataProto
+from hone.text import error_text
 from hone.types import Settings
 
 T = TypeVar("T")
@@ -93,11 +96,13 @@ class _WorkerActor:
     def build(self, cls_with_init: ClassWithInitArgs, placement: Placement, threads: int) -> None:
         """Creates the workers of this rank."""
         os.environ.update(placement.environment())
-        self._host = WorkerHost(cls_with_init, placement, threads)
+        with picklable_errors():
+            self._host = WorkerHost(cls_with_init, placement, threads)
 
     def call(self, call: Call) -> Any:
         assert self._host is not None, "build must be called before call"
-        result = self._host.call(call)
+        with picklable_errors():
+            result = self._host.call(call)
         return (
             TensorDictPayload(DataProto.from_tensordict(result))
             if is_tensordict_batch(result)
@@ -107,6 +112,19 @@ class _WorkerActor:
     def close(self) -> None:
         if self._host is not None:
             self._host.close()
+
+
+@contextlib.contextmanager
+def picklable_errors() -> Iterator[None]:
+    """Raises a RuntimeError for an exception that cannot be unpickled; Ray would report a dead worker."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            cloudpickle.loads(cloudpickle.dumps(error))
+        except Exception:  # the `__init__` or `__reduce__` of a user's exception may raise anything
+            raise RuntimeError(error_text(error)) from error
+        raise
 
 
 def _exit_with_raylet() -> None:
@@ -211,7 +229,14 @@ class RayExecutor(Executor[ray.ObjectRef]):
     def submit(self, rank: int, call: Call) -> ray.ObjectRef:
         if not self._actors:
             raise RuntimeError(f"worker group {self.name!r} was shut down; create a new one")
-        return self._actors[rank].call.remote(call)
+        try:
+            return self._actors[rank].call.remote(call)
+        except TypeError as error:
+            for name, value in (*enumerate(call.args), *call.kwargs.items()):
+                _check_picklable(
+                    f"argument {name!r} of {call.role or self.name}.{call.method}", value, error
+                )
+            raise
 
     def resolver(self, role: str, method: str) -> RefWait:
         deadlines = self._deadlines
@@ -264,6 +289,15 @@ class RayWorkerGroup(WorkerGroup[W]):
             threads,
         )
         super().__init__(executor, ray_cls_with_init, name)
+
+
+def _check_picklable(subject: str, value: T, error: TypeError) -> None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as reason:
+        raise TypeError(
+            f"{subject} cannot be sent to another process: {reason}; create it in the worker"
+        ) from error
 
 
 def ray_task(function: Callable[P, T]) -> Any:

@@ -7,6 +7,7 @@ declared in hone.columns; this module does not depend on Ray.
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,11 +169,10 @@ class DataProto:
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, list | tuple | np.ndarray | torch.Tensor) and np.ndim(item) > 0:
             return self.select_idxs(item)
-        if isinstance(item, bool | np.bool_) or not isinstance(
-            item, int | np.integer | torch.Tensor | np.ndarray
-        ):
+        is_bool = isinstance(item, bool) or getattr(item, "dtype", None) in (np.bool_, torch.bool)
+        if is_bool or not hasattr(item, "__index__"):
             raise TypeError(f"a batch is indexed by row, not by {type(item).__name__} {item!r}")
-        row = int(item)
+        row = operator.index(item)
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} is out of range: the batch has {len(self)} rows")
         return DataProtoItem(
@@ -204,8 +204,12 @@ class DataProto:
         if self.column_names() and len(value) != len(self):
             raise ProtocolError(f"column {name!r} has {len(value)} rows; the batch has {len(self)}")
         if isinstance(value, np.ndarray):
+            if self.batch is not None and name in self.batch.keys():  # noqa: SIM118
+                del self.batch[name]
             self.non_tensor_batch[name] = value
-        elif self.batch is None:
+            return
+        self.non_tensor_batch.pop(name, None)
+        if self.batch is None:
             self.batch = TensorDict({name: value}, batch_size=[len(value)])
         else:
             self.batch[name] = value

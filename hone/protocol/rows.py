@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -118,7 +118,8 @@ def cat_rows(values: list[Column]) -> Column:
     """Concatenates one column of several batches along dim 0."""
     first = values[0]
     if isinstance(first, np.ndarray):
-        if len({value.shape[1:] for value in values}) > 1 and first.dtype == object:
+        has_objects = any(value.dtype == object for value in values)
+        if has_objects and len({value.shape[1:] for value in values}) > 1:
             # In some batches, lists of equal length became a 2-d array; all arrays must be 1-d.
             values = [object_array(value.tolist()) for value in values]
         return np.concatenate(values, axis=0)
@@ -157,7 +158,7 @@ def join_meta_info(infos: list[Fields]) -> Fields:
     for number, info in enumerate(infos):
         for key, value in info.items():
             if key == "metrics":
-                metrics.extend(value if isinstance(value, list) else [value])
+                metrics.extend(value if isinstance(value, list) else [value or {}])
             elif key not in merged:
                 merged[key] = value
             elif not deeply_equal(merged[key], value):
@@ -323,19 +324,15 @@ def deeply_equal(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = Non
         return _same_tensor(a, b)
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return False
-    if is_tensor_collection(a) or is_tensor_collection(b):
-        if isinstance(a, NonTensorData | NonTensorStack):
-            return type(a) is type(b) and deeply_equal(a.tolist(), b.tolist())
-        return (
-            is_tensor_collection(a) and is_tensor_collection(b) and deeply_equal(dict(a), dict(b))
-        )
     in_progress.add(pair)
     try:
+        if is_tensor_collection(a) or is_tensor_collection(b):
+            return _same_collection(a, b, in_progress)
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
             return _same_array(a, b, in_progress)
         if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
             return False
-        if isinstance(a, dict) and isinstance(b, dict):
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
             return a.keys() == b.keys() and all(
                 deeply_equal(a[key], b[key], in_progress) for key in a
             )
@@ -364,6 +361,17 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype.is_floating_point or a.dtype.is_complex:
         return bool(((a == b) | (a.isnan() & b.isnan())).all())
     return torch.equal(a, b)
+
+
+def _same_collection(a: Any, b: Any, in_progress: set[tuple[int, int]]) -> bool:
+    """Whether two TensorDicts, or two non-tensor entries of TensorDicts, are deeply equal."""
+    if isinstance(a, NonTensorData | NonTensorStack) or isinstance(
+        b, NonTensorData | NonTensorStack
+    ):
+        return type(a) is type(b) and deeply_equal(a.tolist(), b.tolist(), in_progress)
+    if not (is_tensor_collection(a) and is_tensor_collection(b)):
+        return False
+    return a.batch_size == b.batch_size and deeply_equal(dict(a), dict(b), in_progress)
 
 
 def _same_array(a: np.ndarray, b: np.ndarray, in_progress: set[tuple[int, int]]) -> bool:

@@ -55,7 +55,7 @@ def pop_columns(
     for source, keys in zip(
         (data.batch, data.non_tensor_batch, data.meta_info), names, strict=True
     ):
-        for key in keys:
+        for key in set(keys):
             del source[key]
     if popped.batch is not None and not len(popped.batch.keys()) and popped.non_tensor_batch:
         popped.batch = None
@@ -71,9 +71,11 @@ def rename_columns(
     if len(old) != len(new):
         raise ProtocolError(f"cannot rename {old} to {new}: the lists differ in length")
     check_columns_exist(old, data.batch.keys() if data.batch is not None else (), "tensor columns")
-    for old_name, new_name in zip(old, new, strict=True):
-        if old_name != new_name:
-            data.batch.rename_key_(old_name, new_name)
+    if len(set(old)) < len(old) or len(set(new)) < len(new):
+        raise ProtocolError(f"cannot rename {old} to {new}: a name occurs twice")
+    columns = [data.batch.pop(name) for name in old]
+    for name, column in zip(new, columns, strict=True):
+        data.batch[name] = column
     return data
 
 

@@ -392,7 +392,7 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
         ["data.max_response_length=20000", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"],
         f"{ACTOR}.ppo_max_token_len_per_gpu",
         20512,
-        "must hold the longest row, so it is 20512",
+        "must hold its part of the longest row, so it is 20512",
     ),
     (
         [
@@ -406,7 +406,7 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
         ],
         "reward_model.forward_max_token_len_per_gpu",
         10257,  # half of a row that ends with a padding token
-        "must hold the longest row, so it is 10257",
+        "must hold its part of the longest row, so it is 10257",
     ),
     (
         [
@@ -419,7 +419,7 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
         ],
         "reward_model.forward_max_token_len_per_gpu",
         6000,
-        "must hold the longest row, so it is 6000",
+        "must hold its part of the longest row, so it is 6000",
     ),
     ([f"{ACTOR}.rollout_n=5", f"{ROLLOUT}.n=4"], f"{ACTOR}.rollout_n", 4, "n=4 responses"),
     (
@@ -463,6 +463,25 @@ def test_verls_names_of_the_plain_manager_and_keys_of_its_reward_server_compose(
     composed = compose(["reward.reward_manager.name=gdpo", "reward_model.inference.name=vllm"])
     assert composed.config.reward_manager.name == "naive"
     assert composed.notes == ()
+
+
+@pytest.mark.parametrize("role", [ACTOR, "actor_rollout_ref.ref", "critic"])
+def test_the_shards_of_a_custom_engine_are_its_own(role: str) -> None:
+    block = "critic.model" if role == "critic" else role
+    load_config(
+        [
+            f"{role}.strategy=my.module:Engine",
+            f"{block}.fsdp_config.fsdp_size=3",
+            "actor_rollout_ref.ref.fsdp_config.fsdp_size=-1",
+            "trainer.n_gpus_per_node=4",
+        ]
+        if role == ACTOR
+        else [
+            f"{role}.strategy=my.module:Engine",
+            f"{block}.fsdp_config.fsdp_size=3",
+            "trainer.n_gpus_per_node=4",
+        ]
+    )
 
 
 def test_a_default_budget_grows_with_the_rows_and_needs_no_note() -> None:

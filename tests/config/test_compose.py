@@ -110,6 +110,12 @@ def test_a_defect_that_only_follows_from_another_is_not_told_beside_it(
     assert "\n" not in error(overrides)
 
 
+def test_a_defect_hides_no_problem_of_another_key_with_the_same_ending() -> None:
+    problems = error(["critic.stratgy=fsdp2", "actor_rollout_ref.actor.strategy=nosuch"])
+    assert "Did you mean 'strategy'?" in problems
+    assert "actor_rollout_ref.actor.strategy=nosuch is unknown" in problems
+
+
 @pytest.mark.parametrize(
     ("override", "suggestion"),
     [
@@ -496,6 +502,25 @@ def test_the_choice_of_another_engine_is_its_strategy() -> None:
     assert strategies("critic=veomni_critic") == {critic: "veomni"}
     assert strategies(name="ppo_megatron_trainer") == {actor: "megatron", critic: "megatron"}
     assert strategies("engine=megatron", name="sft_trainer") == {"engine.strategy": "megatron"}
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "trainer/total_epochs=3",
+            "no config group 'trainer/total_epochs'; a key has dots: trainer.total_epochs",
+        ),
+        (
+            "trainer.total_epochs@x=3",
+            "names the package of a key; write trainer.total_epochs=VALUE",
+        ),
+        ("data@data=1", "must be a string or a list"),
+    ],
+)
+def test_a_key_that_is_written_like_a_group_is_not_ignored(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        compose([override])
 
 
 def test_a_choice_that_does_not_exist_names_those_that_do() -> None:

@@ -47,6 +47,11 @@ def test_a_reference_to_nothing_is_explained() -> None:
         load_config(["data.seed=${nowhere.seed}"])
 
 
+def test_an_escaped_reference_is_text() -> None:
+    config = load_config(["trainer.project_name=a\\${data.train_batch_size}"])
+    assert config.trainer.project_name == "a${data.train_batch_size}"
+
+
 def test_a_circle_is_explained() -> None:
     with pytest.raises(ConfigError, match="leads back to itself"):
         load_config(["data.seed=${trainer.seed}", "trainer.seed=${data.seed}"])

@@ -51,7 +51,11 @@ def test_the_budget_of_a_supervised_run_follows_its_longest_row() -> None:
     small = ["data.max_length=100", "data.max_token_len_per_gpu=64"]
     composed = compose(small, config_name="sft_trainer")
     assert composed.config.data.max_token_len_per_gpu == 100
-    assert "must hold data.max_length=100 tokens" in composed.notes[0]
+    assert "its part of the longest sequence, so it is 100" in composed.notes[0]
+    split = [*small, "ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2"]
+    composed = compose([*split, "data.train_batch_size=8"], config_name="rm_trainer")
+    assert composed.config.data.max_token_len_per_gpu == 100
+    assert "its part of the longest pair, so it is 100" in composed.notes[0]
 
 
 def test_a_supervised_run_says_that_fsdp2_takes_the_place_of_megatron() -> None:

@@ -226,3 +226,15 @@ class TestPaddedResults:
         kept = drop_padded_rows(result, [empty])
         assert len(kept) == 0
         assert kept.meta_info == {"t": 2}
+
+
+class Counter(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def numbers(self):  # type: ignore[no-untyped-def]
+        yield from range(3)
+
+
+def test_a_generator_is_refused_as_a_result_because_ray_would_send_its_first_value() -> None:
+    group = LocalWorkerGroup(ResourcePool([1]), ClassWithInitArgs(Counter))
+    with pytest.raises(TypeError, match="'numbers' returned a generator"):
+        group.numbers()

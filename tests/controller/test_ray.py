@@ -244,6 +244,43 @@ def test_failures_survive_pickling() -> None:
     assert pickle.loads(pickle.dumps(died)).process.rank == 3
 
 
+class TwoPartError(Exception):
+    """Pickle calls `__init__` with one argument, and fails."""
+
+    def __init__(self, part: str, reason: str) -> None:
+        super().__init__(f"{part}: {reason}")
+
+
+def test_an_error_that_cannot_be_unpickled_is_one_of_the_worker_and_no_death() -> None:
+    from hone.controller.ray import picklable_errors
+
+    with pytest.raises(RuntimeError, match="TwoPartError: parser: no answer"), picklable_errors():
+        raise TwoPartError("parser", "no answer")
+    with pytest.raises(KeyError, match="plain"), picklable_errors():
+        raise KeyError("plain")
+
+
+class Talker(Worker):
+    def __init__(self, _: float) -> None: ...
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self, value: Any = None) -> None:
+        raise TwoPartError("parser", "no answer")
+
+
+@pytest.mark.slow
+def test_what_cannot_be_sent_is_named_and_the_worker_lives_on() -> None:
+    group = make_group(1, Talker)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="TwoPartError: parser: no answer"):
+            group.fail()
+    with pytest.raises(
+        TypeError, match=r"argument 'value' of toy\.fail cannot be sent .*'_thread\.lock'"
+    ):
+        group.fail(value=threading.Lock())
+    group.shutdown()
+
+
 def _alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:

@@ -190,8 +190,11 @@ class TestLooking:
     def test_a_name_is_no_row(self) -> None:
         with pytest.raises(TypeError, match="not by str 'x'"):
             rows(3)["x"]
-        with pytest.raises(TypeError, match="bool"):
-            rows(3)[True]
+        for index in (True, torch.tensor(True), np.array(True)):
+            with pytest.raises(TypeError, match="indexed by row"):
+                rows(3)[index]
+        with pytest.raises(TypeError, match="integer"):
+            rows(3)[torch.tensor(1.7)]
 
     @pytest.mark.parametrize(
         "index",
@@ -319,6 +322,23 @@ class TestColumns:
             data.rename(["m", "z"], ["a"])
         with pytest.raises(KeyError, match="gone"):
             data.rename("gone", "a")
+        with pytest.raises(ValueError, match="a name occurs twice"):
+            data.rename(["m", "z"], ["a", "a"])
+
+    def test_rename_swaps_two_columns(self) -> None:
+        data = rows(2)
+        n, x = data.column("n"), data.column("x")
+        data.rename(["n", "x"], ["x", "n"])
+        assert torch.equal(data.column("x"), n)
+        assert torch.equal(data.column("n"), x)
+
+    def test_a_column_of_the_other_kind_is_replaced(self) -> None:
+        data = rows(2)
+        names = data.column_names()
+        data.set_column("x", np.array(["p", "q"]))
+        data.set_column("uid", torch.arange(2))
+        assert sorted(data.column_names()) == sorted(names)
+        assert (data.column("x").tolist(), data.column("uid").tolist()) == (["p", "q"], [0, 1])
 
     def test_columns_can_be_set_read_and_dropped(self) -> None:
         data = DataProto()
@@ -423,6 +443,15 @@ class TestCuttingAndJoining:
         second.meta_info["t"] = 9
         with pytest.raises(ValueError, match=r"meta_info\['t'\] is 1 .* and 9"):
             DataProto.concat([first, second])
+
+    def test_concat_takes_metrics_that_are_none_and_lists_of_two_shapes(self) -> None:
+        batches = [
+            DataProto(None, {"u": np.array([[1, 2], [3, 4]])}, {"metrics": None}),
+            DataProto(None, {"u": object_array([[5]])}, {"metrics": {"a": 1}}),
+        ]
+        joined = DataProto.concat(batches)
+        assert joined.column("u").tolist() == [[1, 2], [3, 4], [5]]
+        assert joined.meta_info == {"metrics": {"a": [1]}}
 
     def test_concat_names_the_column_that_does_not_fit(self) -> None:
         with pytest.raises(ValueError, match=r"'x' of shapes \[\(2, 2\), \(2, 3\)\]"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import NonTensorData, TensorDict
 
 from hone.protocol import deeply_equal, union_numpy_dict, union_tensor_dict
 
@@ -46,6 +48,7 @@ def test_a_copy_is_the_same(value: Any) -> None:
         (torch.zeros(2), np.zeros(2)),
         (torch.tensor([math.nan]), torch.tensor([1.0])),
         ("1", 1),
+        (TensorDict({}, batch_size=[1]), TensorDict({}, batch_size=[2])),
     ],
 )
 def test_what_differs_is_not_the_same(first: Any, second: Any) -> None:
@@ -63,6 +66,23 @@ def test_a_structure_may_contain_itself() -> None:
     three.append(three)
     assert deeply_equal(one, two)
     assert not deeply_equal(one, three)
+
+
+def test_a_tensordict_may_contain_itself() -> None:
+    def cycle(number: int) -> dict[str, Any]:
+        value: dict[str, Any] = {"number": number}
+        value["batch"] = TensorDict({"x": torch.zeros(1)}, batch_size=[1])
+        value["batch"]["own"] = NonTensorData(value)
+        return value
+
+    assert deeply_equal(cycle(1), cycle(1))
+    assert not deeply_equal(cycle(1), cycle(2))
+
+
+def test_a_mapping_of_tensors_is_compared_entry_by_entry() -> None:
+    one, two = (UserDict(pixels=torch.zeros(2)) for _ in range(2))
+    assert deeply_equal(one, two)
+    assert not deeply_equal(one, UserDict(pixels=torch.ones(2)))
 
 
 def test_nan_in_tensors_and_arrays_equals_nan() -> None:
