@@ -11,7 +11,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
 import torch
@@ -170,7 +170,7 @@ class DataProto:
         if isinstance(item, list | tuple | np.ndarray | torch.Tensor) and np.ndim(item) > 0:
             return self.select_idxs(item)
         is_bool = isinstance(item, bool) or getattr(item, "dtype", None) in (np.bool_, torch.bool)
-        if is_bool or not hasattr(item, "__index__"):
+        if is_bool or not isinstance(item, SupportsIndex):
             raise TypeError(f"a batch is indexed by row, not by {type(item).__name__} {item!r}")
         row = operator.index(item)
         if not -len(self) <= row < len(self):
