@@ -7,7 +7,7 @@ that a loop returns in a list is one row, and the rows of a trajectory are adjac
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Sized
+from collections.abc import Collection, Sequence, Sized
 from itertools import chain
 from typing import Any
 
@@ -21,7 +21,7 @@ from hone.agents.trajectory import BadTrajectory
 from hone.columns import reward_column, write
 from hone.ops.masked import last_true_index
 from hone.protocol import DataProto
-from hone.protocol.rows import fill_object_columns, object_array
+from hone.protocol.rows import object_array
 
 LOOP_SCORE_COLUMN = reward_column("agent")
 """The column of the score that a loop returned, on the last policy token."""
@@ -259,6 +259,21 @@ def _pad(batch: DataProto, prompt_width: int, response_width: int) -> DataProto:
         else:
             tensors[name] = F.pad(values, (0, right_padding))
     return DataProto.from_dict(tensors, batch.non_tensor_batch, dict(batch.meta_info))
+
+
+def fill_object_columns(
+    data: Sequence[DataProto], skip_columns: Collection[str] = ()
+) -> list[DataProto]:
+    """Fills with None the object columns that a batch lacks, except the columns in `skip_columns`."""
+    names = dict.fromkeys(name for batch in data for name in batch.non_tensor_batch)
+    result = []
+    for batch in data:
+        missing = [n for n in names if n not in batch.non_tensor_batch and n not in skip_columns]
+        arrays = batch.non_tensor_batch | {
+            name: np.full(len(batch), None, dtype=object) for name in missing
+        }
+        result.append(type(batch)(batch.batch, arrays, batch.meta_info))
+    return result
 
 
 def repeat_rows_per_output(rows: DataProto, output_rows: Sequence[int]) -> DataProto:

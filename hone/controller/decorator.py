@@ -166,7 +166,8 @@ def dispatch_nd_compute_dataproto(
     def split(value: _T) -> list[_T | Batch]:
         parts: Sequence[Batch]
         if isinstance(value, DataProto):
-            parts = split_padded(value, mesh.dp_size)
+            # A single slot also gets a batch of its own, because the worker may change its columns.
+            parts = split_padded(value, mesh.dp_size) if mesh.dp_size > 1 else [value.select()]
         elif is_tensordict_batch(value):
             batch = DataProto.from_tensordict(value)
             parts = [TensorDictPayload(part) for part in split_padded(batch, mesh.dp_size)]

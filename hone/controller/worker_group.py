@@ -185,8 +185,11 @@ class WorkerGroup(Generic[W]):
             collect = _first_result
         elif mode.collects_per_slot:
             collect = functools.partial(_collect_slots, collect, self.mesh(DEFAULT_MESH))
-        future = self._future(collect, handles, name)
-        return future.get() if spec.blocking else future
+        collect = self._count_results(name, collect)
+        resolve = self._executor.resolver(self.name, name)
+        if spec.blocking:
+            return collect(resolve(handles))
+        return DataProtoFuture(collect, handles, resolve=resolve)
 
     def _submit(self, rank: int, call: Call) -> Any:
         """Counts the payload bytes of a call and starts it."""
@@ -194,10 +197,9 @@ class WorkerGroup(Generic[W]):
         self.traffic[f"{self.name}/{call.method}"] += sum(map(payload_bytes, arguments))
         return self._executor.submit(rank, call)
 
-    def _future(self, collect: Function, handles: list[Any], method: str) -> DataProtoFuture:
-        key = f"{self.name}/{method}"
-        collect = functools.partial(count_and_collect, self.traffic, key, collect)
-        return DataProtoFuture(collect, handles, resolve=self._executor.resolver(self.name, method))
+    def _count_results(self, method: str, collect: Function) -> Function:
+        """Returns a function that counts the payload bytes of the results before it collects them."""
+        return functools.partial(count_and_collect, self.traffic, f"{self.name}/{method}", collect)
 
     def call_all(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -244,7 +246,9 @@ class WorkerGroup(Generic[W]):
         kwargs: Settings,
     ) -> DataProtoFuture:
         call = Call(self._role, method, args, kwargs)
-        return self._future(collect, [self._submit(rank, call) for rank in ranks], method)
+        handles = [self._submit(rank, call) for rank in ranks]
+        resolve = self._executor.resolver(self.name, method)
+        return DataProtoFuture(self._count_results(method, collect), handles, resolve=resolve)
 
     def spawn(self, prefix_set: Iterable[str | Role]) -> dict[str, WorkerGroup[Any]]:
         """Returns a group for each of these colocated roles, on the same processes."""

@@ -17,6 +17,7 @@ from hone.protocol.padding import (
     unpad_dataproto,
     without_padding,
 )
+from hone.protocol.reshaping import fold_batch_dim, unfold_batch_dim
 from hone.protocol.rows import (
     ProtocolError,
     deeply_equal,
@@ -24,7 +25,6 @@ from hone.protocol.rows import (
     union_numpy_dict,
     union_tensor_dict,
 )
-from hone.protocol.selection import fold_batch_dim, unfold_batch_dim
 from hone.protocol.tensordicts import BatchData
 from hone.protocol.wire import (
     deserialize_single_tensor,

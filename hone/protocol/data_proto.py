@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hone.protocol import selection
+from hone.protocol import reshaping
 from hone.protocol.padding import AUTO_PADDING_KEY, append_copies, padding_enabled
 from hone.protocol.rows import (
     Index,
@@ -25,8 +25,8 @@ from hone.protocol.rows import (
     build_tensordict,
     column_array,
     concat_batches,
-    iterate_epochs,
     row_indices,
+    select_columns,
     take_batch,
     union_dicts,
     union_numpy_dict,
@@ -223,19 +223,19 @@ class DataProto:
         elif self.non_tensor_batch.pop(name, None) is None:
             raise KeyError(f"batch has no column {name!r} to drop; it has {self.column_names()}")
 
-    get_data_info = selection.describe
+    get_data_info = reshaping.describe
 
     def print_size(self, prefix: str = "") -> str:
         """Logs and returns the memory use of tensors and object columns."""
-        text = f"{prefix} {selection.describe_memory(self)}".strip()
+        text = f"{prefix} {reshaping.describe_memory(self)}".strip()
         logger.info(text)
         return text
 
     # -- columns ----------------------------------------------------------------------------
 
-    select = selection.select_columns
-    pop = selection.pop_columns
-    rename = selection.rename_columns
+    select = select_columns
+    pop = reshaping.pop_columns
+    rename = reshaping.rename_columns
 
     def union(self, other: DataProto) -> DataProto:
         """Adds the columns and metadata of `other` to this batch; shared entries must be equal."""
@@ -328,15 +328,15 @@ class DataProto:
         dataloader_kwargs: Settings | None = None,
     ) -> Iterator[DataProto]:
         """Yields mini-batches for `epochs` passes; `dataloader_kwargs` may set `shuffle`."""
-        return iterate_epochs(
+        return reshaping.iterate_epochs(
             len(self), mini_batch_size, epochs, seed, self.select_idxs, dataloader_kwargs or {}
         )
 
     # -- shapes -----------------------------------------------------------------------------
 
-    unfold_column_chunks = selection.unfold_column_chunks
-    fold_batch_dim = selection.fold_batch_dim
-    unfold_batch_dim = selection.unfold_batch_dim
+    unfold_column_chunks = reshaping.unfold_column_chunks
+    fold_batch_dim = reshaping.fold_batch_dim
+    unfold_batch_dim = reshaping.unfold_batch_dim
 
     # -- padding ----------------------------------------------------------------------------
 

@@ -1,27 +1,28 @@
-"""Operations on the rows of columns (dense and jagged tensors, numpy arrays), and deep equality.
+"""Operations on columns (dense and jagged tensors, numpy arrays) and their rows, and deep equality.
 
-`DataProto` selects, concatenates, merges and compares rows with these functions.
+`DataProto` selects, concatenates, merges and compares columns and rows with these functions.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, is_tensor_collection
-from torch.utils.data import DataLoader
 
-from hone.types import Fields, JsonValue, Settings
+from hone.types import Fields, JsonValue
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
 T = TypeVar("T")
 Column = TypeVar("Column", torch.Tensor, np.ndarray)
+Names: TypeAlias = Sequence[str] | None
 Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
 """Row indices or a boolean mask."""
 _TYPES_WITH_NAN = (float, complex, np.inexact, np.datetime64, np.timedelta64)
@@ -98,6 +99,44 @@ def _empty_jagged_tensor(column: torch.Tensor) -> torch.Tensor:
         offsets=column.offsets()[:1],  # type: ignore[attr-defined]
         jagged_dim=ragged_idx,
     )
+
+
+def select_columns(
+    data: DataProto,
+    batch_keys: Names = None,
+    non_tensor_batch_keys: Names = None,
+    meta_info_keys: Names = None,
+    deepcopy: bool = False,
+) -> DataProto:
+    """Returns a batch with only these columns and metadata; None selects all of that kind."""
+    batch = data.batch
+    if batch is not None:
+        names = list(batch.keys()) if batch_keys is None else list(batch_keys)
+        check_columns_exist(names, batch.keys(), "tensor columns")
+        batch = TensorDict({name: batch[name] for name in names}, batch_size=batch.batch_size)
+    elif batch_keys:
+        check_columns_exist(batch_keys, (), "tensor columns")
+    arrays = pick_entries(data.non_tensor_batch, non_tensor_batch_keys, "object columns")
+    info = pick_entries(data.meta_info, meta_info_keys, "meta_info")
+    if deepcopy:
+        batch = batch.clone() if batch is not None else None
+        arrays, info = copy.deepcopy(arrays), copy.deepcopy(info)
+    return type(data)(batch, arrays, info)
+
+
+def check_columns_exist(names: Sequence[str], available: Collection[str], kind: str) -> None:
+    """Raises a KeyError if names are missing; the error lists the available names."""
+    missing = [name for name in names if name not in available]
+    if missing:
+        raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(available)}")
+
+
+def pick_entries(source: dict[str, T], keys: Sequence[str] | None, kind: str) -> dict[str, T]:
+    """Returns the entries of a dict with these keys; None selects all."""
+    if keys is None:
+        return dict(source)
+    check_columns_exist(keys, source, kind)
+    return {key: source[key] for key in keys}
 
 
 def take_batch(data: DataProto, index: Index) -> DataProto:
@@ -190,48 +229,6 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
     tensors = cat_columns([dict(td.items()) for td in tensordicts], "tensor columns")
     size = (sum(len(batch) for batch in data), *tensordicts[0].batch_size[1:])
     return batch_class(TensorDict(tensors, batch_size=size), arrays, info)
-
-
-def fill_object_columns(
-    data: Sequence[DataProto], skip_columns: Collection[str] = ()
-) -> list[DataProto]:
-    """Fills with None the object columns that a batch lacks, except the columns in `skip_columns`."""
-    names = dict.fromkeys(name for batch in data for name in batch.non_tensor_batch)
-    result = []
-    for batch in data:
-        missing = [n for n in names if n not in batch.non_tensor_batch and n not in skip_columns]
-        arrays = batch.non_tensor_batch | {
-            name: np.full(len(batch), None, dtype=object) for name in missing
-        }
-        result.append(type(batch)(batch.batch, arrays, batch.meta_info))
-    return result
-
-
-def iterate_epochs(
-    num_rows: int,
-    mini_batch_size: int,
-    epochs: int,
-    seed: int | None,
-    select_rows: Callable[[Sequence[int]], T],
-    dataloader_kwargs: Settings,
-) -> Iterator[T]:
-    """Yields the mini-batches of `epochs` passes, built from row indices by `select_rows`."""
-    if mini_batch_size < 1 or num_rows % mini_batch_size:
-        raise ProtocolError(
-            f"mini_batch_size={mini_batch_size} does not divide a batch of {num_rows} rows"
-        )
-    generator = None
-    if seed is not None:
-        generator = torch.Generator()
-        generator.manual_seed(seed)
-    loader: DataLoader[T] = DataLoader(
-        dataset=range(num_rows),  # type: ignore[arg-type]
-        batch_size=mini_batch_size,
-        collate_fn=select_rows,
-        generator=generator,
-        **dataloader_kwargs,
-    )
-    return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
 
 def build_tensordict(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> TensorDict:

@@ -17,13 +17,13 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from hone.protocol.padding import padding_size, unpadded_size
+from hone.protocol.reshaping import iterate_epochs
 from hone.protocol.rows import (
     ProtocolError,
     build_jagged_tensor,
     cat_columns,
     cat_rows,
     deeply_equal,
-    iterate_epochs,
     row_indices,
     take_rows,
     union_tensor_dict,

@@ -13,7 +13,12 @@ from typing import TypedDict
 import numpy as np
 import torch
 
-from hone.agents.collate import TRAJECTORY_ROW, collate_outputs, repeat_rows_per_output
+from hone.agents.collate import (
+    TRAJECTORY_ROW,
+    collate_outputs,
+    fill_object_columns,
+    repeat_rows_per_output,
+)
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.agents.trajectory import loop_metrics
 from hone.columns import write
@@ -23,7 +28,6 @@ from hone.controller.decorator import DEFAULT_MESH
 from hone.data.loader import PromptLoader
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
-from hone.protocol.rows import fill_object_columns
 from hone.trainer.ppo.metrics import mean_max_min, mean_over_ranks
 from hone.types import Settings
 from hone.weights.streamed import choose_transport

@@ -1,46 +1,29 @@
-"""The methods of DataProto that select columns, reshape the batch and describe it."""
+"""The methods of DataProto that remove or rename columns, reshape, iterate over or describe a batch."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
-from hone.protocol.rows import ProtocolError, take_rows
+from hone.protocol.rows import (
+    Names,
+    ProtocolError,
+    check_columns_exist,
+    select_columns,
+    take_rows,
+)
+from hone.types import Settings
 
 if TYPE_CHECKING:
     from hone.protocol.data_proto import DataProto
 
-Names = Sequence[str] | None
 T = TypeVar("T")
 Column = TypeVar("Column", torch.Tensor, np.ndarray)
-
-
-def select_columns(
-    data: DataProto,
-    batch_keys: Names = None,
-    non_tensor_batch_keys: Names = None,
-    meta_info_keys: Names = None,
-    deepcopy: bool = False,
-) -> DataProto:
-    """Returns a batch with only these columns and metadata; None selects all of that kind."""
-    batch = data.batch
-    if batch is not None:
-        names = list(batch.keys()) if batch_keys is None else list(batch_keys)
-        check_columns_exist(names, batch.keys(), "tensor columns")
-        batch = TensorDict({name: batch[name] for name in names}, batch_size=batch.batch_size)
-    elif batch_keys:
-        check_columns_exist(batch_keys, (), "tensor columns")
-    arrays = pick_entries(data.non_tensor_batch, non_tensor_batch_keys, "object columns")
-    info = pick_entries(data.meta_info, meta_info_keys, "meta_info")
-    if deepcopy:
-        batch = batch.clone() if batch is not None else None
-        arrays, info = copy.deepcopy(arrays), copy.deepcopy(info)
-    return type(data)(batch, arrays, info)
 
 
 def pop_columns(
@@ -77,21 +60,6 @@ def rename_columns(
     for name, column in zip(new, columns, strict=True):
         data.batch[name] = column
     return data
-
-
-def check_columns_exist(names: Sequence[str], available: Collection[str], kind: str) -> None:
-    """Raises a KeyError if names are missing; the error lists the available names."""
-    missing = [name for name in names if name not in available]
-    if missing:
-        raise KeyError(f"batch has no {missing} among its {kind}; it has {sorted(available)}")
-
-
-def pick_entries(source: dict[str, T], keys: Sequence[str] | None, kind: str) -> dict[str, T]:
-    """Returns the entries of a dict with these keys; None selects all."""
-    if keys is None:
-        return dict(source)
-    check_columns_exist(keys, source, kind)
-    return {key: source[key] for key in keys}
 
 
 def unfold_column_chunks(
@@ -158,6 +126,33 @@ def _reshape_batch_dims(data: DataProto, num_dims: int, size: tuple[int, ...]) -
         batch = TensorDict({k: reshape(v) for k, v in batch.items()}, batch_size=batch_size)
     arrays = {name: reshape(array) for name, array in data.non_tensor_batch.items()}
     return type(data)(batch, arrays, dict(data.meta_info))
+
+
+def iterate_epochs(
+    num_rows: int,
+    mini_batch_size: int,
+    epochs: int,
+    seed: int | None,
+    select_rows: Callable[[Sequence[int]], T],
+    dataloader_kwargs: Settings,
+) -> Iterator[T]:
+    """Yields the mini-batches of `epochs` passes, built from row indices by `select_rows`."""
+    if mini_batch_size < 1 or num_rows % mini_batch_size:
+        raise ProtocolError(
+            f"mini_batch_size={mini_batch_size} does not divide a batch of {num_rows} rows"
+        )
+    generator = None
+    if seed is not None:
+        generator = torch.Generator()
+        generator.manual_seed(seed)
+    loader: DataLoader[T] = DataLoader(
+        dataset=range(num_rows),  # type: ignore[arg-type]
+        batch_size=mini_batch_size,
+        collate_fn=select_rows,
+        generator=generator,
+        **dataloader_kwargs,
+    )
+    return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
 
 def describe(data: DataProto) -> str:
