@@ -177,8 +177,11 @@ def read_config(
 def _require_built_in(
     name: str, folders: Sequence[str | Path], search_folders: Sequence[Path]
 ) -> None:
-    """Raises ConfigError unless the name is a built-in config. A built-in name allows a missing
+    """Raises ConfigError unless the name is a built-in config and no .yml file has it. A built-in name allows a missing
     relative folder: Hydra would look next to the program, where verl has its configs."""
+    for search_folder in search_folders:
+        if (file := search_folder / f"{name}.yml").is_file():
+            raise ConfigError(f"{file} is not read, because Hydra reads .yaml files; rename it")
     for folder, search_folder in zip(folders, search_folders, strict=True):
         may_be_missing = not Path(folder).is_absolute() or search_folder.parts[-2:] == (
             "trainer",
@@ -251,6 +254,8 @@ def _defaults_list(
     except (HydraException, ValueError) as error:  # ValueError: a group's option that is no name
         reason = " ".join(str(error).split())
         raise ConfigError(f"the defaults list of {name}.yaml does not resolve: {reason}") from None
+    except RecursionError:
+        raise ConfigError(f"the defaults list of {name}.yaml leads back to {name}.yaml") from None
     for override in result.config_overrides:
         group = str(override.key_or_group)
         if group != "hydra.searchpath":

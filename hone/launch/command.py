@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shlex
@@ -17,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeAlias
 
+from hone.compat_programs import PROGRAMS
 from hone.config.errors import ConfigError
 from hone.launch.cluster import LaunchPlan, run
 from hone.launch.node import CLUSTER_FILE, FOLLOWERS_FILE, HEAD_FOLDER, launch_folder
@@ -26,7 +28,7 @@ from hone.tracking.console import screen
 from hone.types import Fields
 
 _Launchers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-_TRAINING_MODULES = ("hone.trainer.main_ppo", "verl.trainer.main_ppo")
+_TRAINING_PROGRAM = "hone.trainer.main_ppo"
 _NODE_OPTIONS = ("setup", "python", "folder", "start_timeout")
 NETWORK_WARNING = (
     "Ray listens on every network interface of the nodes and requires a token. Close the ports of the "
@@ -171,14 +173,21 @@ def _host_names(options: argparse.Namespace) -> tuple[str, ...]:
 def _add_cluster_size(command: Sequence[str], nodes: int, gpus: int | None) -> list[str]:
     """Appends the size of the cluster to a training command that does not set it."""
     arguments = list(command)
-    runs_module = arguments[1:3] in [["-m", module] for module in _TRAINING_MODULES]
-    if arguments[:2] != ["hone", "train"] and not runs_module:
+    if not any(_is_training_program(*pair) for pair in itertools.pairwise(arguments)):
         return arguments
     sizes = {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": gpus or None}
     keys = {argument.lstrip("+").partition("=")[0] for argument in arguments}
     return arguments + [
         f"{key}={size}" for key, size in sizes.items() if size is not None and key not in keys
     ]
+
+
+def _is_training_program(first: str, second: str) -> bool:
+    """Whether two arguments are `hone train` or `-m MODULE` of an RL program, by hone's or verl's path."""
+    if first == "-m":
+        module = "hone." + second.removeprefix("hone.").removeprefix("verl.")
+        return PROGRAMS.get(module, module).partition(" ")[0] == _TRAINING_PROGRAM
+    return first in ("hone", "hone.cli") and second == "train"
 
 
 def _write_job_file(

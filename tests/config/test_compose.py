@@ -402,6 +402,18 @@ def test_a_defaults_list_may_name_the_users_own_files_and_verls_groups(
     assert composed.origins["trainer.total_epochs"] == "base.yaml"
 
 
+def test_a_defaults_list_that_leads_back_to_its_file_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [mine]\n")
+    with pytest.raises(ConfigError, match=r"leads back to mine\.yaml"):
+        compose(config_name="mine", config_path=tmp_path)
+
+
+def test_a_yml_file_is_not_replaced_by_the_built_in_config_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "ppo_trainer.yml").write_text("data: {seed: 3}\n")
+    with pytest.raises(ConfigError, match=r"ppo_trainer\.yml is not read, .* rename it"):
+        compose(config_name="ppo_trainer.yml", config_path=tmp_path)
+
+
 def test_a_missing_file_of_a_defaults_list_is_explained(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, other, _self_]\n")
     text = error([], config_name="mine", config_path=str(tmp_path))

@@ -91,7 +91,18 @@ def test_a_training_command_gets_the_size_of_the_cluster_unless_it_sets_it() -> 
         *module,
         "trainer.nnodes=1",
     ]
-    for command in (["python", "x.py", "train"], ["python", "-m"]):
+    for module_name in (
+        "verl.trainer.main_ppo",
+        "recipe.dapo.main_dapo",
+        "hone.recipe.prime.main_prime",
+    ):
+        command = ["env", "A=1", "python3", "-u", "-m", module_name]
+        assert _add_cluster_size(command, 2, 8) == [*command, *sizes]
+    for command in (
+        ["python", "x.py", "train"],
+        ["python", "-m"],
+        ["python", "-m", "recipe.spin.main_spin"],
+    ):
         assert _add_cluster_size(command, 2, 8) == command
 
 
