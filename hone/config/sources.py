@@ -177,8 +177,8 @@ def read_config(
 def _require_built_in(
     name: str, folders: Sequence[str | Path], search_folders: Sequence[Path]
 ) -> None:
-    """Raises ConfigError unless the name is a built-in config and no .yml file has it. A built-in name allows a missing
-    relative folder: Hydra would look next to the program, where verl has its configs."""
+    """Raises ConfigError unless the name is a built-in config and no .yml file has it. A built-in name
+    allows a missing relative folder: Hydra would look next to the program, where verl has its configs."""
     for search_folder in search_folders:
         if (file := search_folder / f"{name}.yml").is_file():
             raise ConfigError(f"{file} is not read, because Hydra reads .yaml files; rename it")
