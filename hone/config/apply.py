@@ -192,6 +192,7 @@ class _Composition:
         converted: dict[str, Value] = {}
         type_problems: dict[str, str] = {}
         range_problems: dict[str, str] = {}
+        following_keys: set[str] = set()  # unset keys that refer to a value out of range
         for key, leaf in leaves(self.root).items():
             origin = self.origins.get(key, "default")
             self.values[key] = value = self._replace_value(key)
@@ -203,16 +204,21 @@ class _Composition:
                 expected = describe_type(leaf.hint)
                 type_problems[key] = f"{subject} is {type_words}; expected {expected} ({origin})"
                 continue
-            is_set_number = key in self.origins and isinstance(value, int | float)
-            if is_set_number and leaf.bounds is not None and not leaf.bounds.holds(value):
+            is_number = isinstance(value, int | float)
+            if not is_number or leaf.bounds is None or leaf.bounds.holds(value):
+                continue
+            if key in self.origins:
                 advice = f"is out of range; use {leaf.bounds}"
                 range_problems[key] = f"{key}={show_value(value)} {advice} ({origin})"
+            else:
+                following_keys.add(key)
         problems_of_set_keys = [text for key, text in type_problems.items() if key in self.origins]
         self.problems += [
             *(problems_of_set_keys or type_problems.values()),
             *range_problems.values(),
         ]
         self.invalid_keys = {*type_problems, *range_problems}
+        self.invalid_keys |= following_keys if range_problems else set()
         defaults = {key: _defaults(self.root)[key] for key in self.invalid_keys}
         return _build_block(self.root, converted | defaults)
 

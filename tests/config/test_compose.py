@@ -110,6 +110,11 @@ def test_a_defect_that_only_follows_from_another_is_not_told_beside_it(
     assert "\n" not in error(overrides)
 
 
+def test_keys_that_follow_a_value_out_of_range_are_not_checked_with_it() -> None:
+    size = "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=0"
+    assert error([size]) == f"{size} is out of range; use 1 or more (command line)"
+
+
 def test_a_defect_hides_no_problem_of_another_key_with_the_same_ending() -> None:
     problems = error(["critic.stratgy=fsdp2", "actor_rollout_ref.actor.strategy=nosuch"])
     assert "Did you mean 'strategy'?" in problems
