@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -18,7 +19,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeAlias
 
-from hone.compat_programs import PROGRAMS
 from hone.config.errors import ConfigError
 from hone.launch.cluster import LaunchPlan, run
 from hone.launch.node import CLUSTER_FILE, FOLLOWERS_FILE, HEAD_FOLDER, launch_folder
@@ -28,7 +28,8 @@ from hone.tracking.console import screen
 from hone.types import Fields
 
 _Launchers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-_TRAINING_PROGRAM = "hone.trainer.main_ppo"
+_TRAINING_MODULE = re.compile(r"(hone|verl|recipe)\..*\bmain_(ppo|ppo_format|dapo|entropy|prime)")
+"""The modules of RL programs, by hone's or verl's path."""
 _NODE_OPTIONS = ("setup", "python", "folder", "start_timeout")
 NETWORK_WARNING = (
     "Ray listens on every network interface of the nodes and requires a token. Close the ports of the "
@@ -183,10 +184,9 @@ def _add_cluster_size(command: Sequence[str], nodes: int, gpus: int | None) -> l
 
 
 def _is_training_program(first: str, second: str) -> bool:
-    """Whether two arguments are `hone train` or `-m MODULE` of an RL program, by hone's or verl's path."""
+    """Whether two arguments are `hone train` or `-m MODULE` of an RL program."""
     if first == "-m":
-        module = "hone." + second.removeprefix("hone.").removeprefix("verl.")
-        return PROGRAMS.get(module, module).partition(" ")[0] == _TRAINING_PROGRAM
+        return _TRAINING_MODULE.fullmatch(second) is not None
     return first in ("hone", "hone.cli") and second == "train"
 
 
