@@ -119,6 +119,19 @@ def test_without_saved_masters_they_start_from_the_loaded_weights(tmp_path):
     assert other.optimizer.updates == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_optimizer_alone_keeps_the_weights_of_this_runs_model(tmp_path, dtype):
+    engine = make_engine(policy(dtype=dtype), ADAM)
+    train(engine, 3)
+    engine.save(tmp_path, CONTENTS)
+    other = make_engine(policy(seed=9, dtype=dtype), ADAM)
+    before = {n: x.float() for n, x in weights(other).items()}
+    other.load(tmp_path, ("optimizer",))
+    train(other)
+    largest = max((x.float() - before[n]).abs().max() for n, x in weights(other).items())
+    assert 0 < largest < 5 * ADAM.lr
+
+
 def test_saving_does_not_change_the_engine(tmp_path):
     undisturbed, saved = make_engine(policy(), ADAM), make_engine(policy(), ADAM)
     saved.save(tmp_path, CONTENTS)

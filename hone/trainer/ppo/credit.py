@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hone.agents.collate import (
     DERIVED_COLUMNS,
+    is_last_row,
     last_row_values,
     trajectory_indices,
     trajectory_totals,
@@ -52,7 +53,8 @@ def penalize_kl(
         coefficient,
         kl_penalty,
     )
-    controller.update(current_kl=float(current_kl), n_steps=len(batch))
+    num_trajectories = int(is_last_row(batch).sum())
+    controller.update(current_kl=float(current_kl), n_steps=num_trajectories)
     return rewards, {
         "actor/reward_kl_penalty": float(current_kl),
         "actor/reward_kl_penalty_coeff": coefficient,
@@ -100,9 +102,10 @@ def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tu
     )
     advantages, returns = estimator(trajectories)
     for name, values in (("advantages", advantages), ("returns", returns)):
-        if tuple(values.shape) != tuple(mask.shape):
+        shape = tuple(getattr(values, "shape", ()))
+        if shape != tuple(mask.shape):
             raise PluginError(
-                f"the estimator returned {name} of shape {tuple(values.shape)} for a response mask of "
+                f"the estimator returned {name} of shape {shape} for a response mask of "
                 f"{tuple(mask.shape)}; give one number per token, 0 outside the mask"
             )
     return advantages, returns

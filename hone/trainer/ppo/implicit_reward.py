@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.agents.collate import trajectory_indices, trajectory_totals
+from hone.agents.collate import is_last_row, trajectory_indices, trajectory_totals
 from hone.algorithms.implicit_reward import implicit_rewards, ranking_accuracy
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig
@@ -47,13 +47,18 @@ def train_implicit_reward_model(
         norm=settings.prime_norm,
     )
     write(batch, "reward/implicit", rewards)
-    logits = beta * log_ratios.sum(-1)
-    pair_accuracy, sign_accuracy = ranking_accuracy(logits, labels, uid)
+    total_ratios, total_rewards = (
+        trajectory_totals(batch, per_token.sum(-1)) for per_token in (log_ratios, rewards)
+    )
+    is_last = is_last_row(batch)
+    pair_accuracy, sign_accuracy = ranking_accuracy(
+        beta * total_ratios, labels[torch.from_numpy(is_last)], uid[is_last]
+    )
     batch.meta_info.setdefault("metrics", {}).update(
         mean_over_ranks(output.meta_info["metrics"])
         | {
-            "reward_model/reward": float(rewards.sum(-1).mean()),
-            "reward_model/raw_reward": float(log_ratios.sum(-1).mean()),
+            "reward_model/reward": float(total_rewards.mean()),
+            "reward_model/raw_reward": float(total_ratios.mean()),
             "reward_model/dpo_acc": pair_accuracy,
             "reward_model/dpo_acc_abs": sign_accuracy,
         }

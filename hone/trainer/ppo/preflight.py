@@ -35,8 +35,8 @@ from hone.trainer.ppo.preview import ResourceEstimate, preview_lines
 from hone.trainer.ppo.remote_checkpoints import check_store
 from hone.trainer.ppo.roles import load_external_reward_model
 from hone.trainer.ppo.row_checks import AgentChecks, PromptLengths, measure_prompts, try_scorers
-from hone.trainer.ppo.scoring import load_validation_manager
 from hone.trainer.ppo.trainer import PPOTrainer
+from hone.trainer.ppo.validation import load_validation_manager
 from hone.types import Function, Settings
 
 TRAIN_KEY, VALIDATION_KEY = "data.train_files", "data.val_files"

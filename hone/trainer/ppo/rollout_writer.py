@@ -11,6 +11,7 @@ import copy
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from hone.config import ConfigError
 from hone.config.trainer import TrainerConfig
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
@@ -26,6 +27,12 @@ class RolloutWriter:
         self._run, self._trainer, self._tokenizer = run, trainer, tokenizer
         self._all_steps_folder = trainer.rollout_data_dir
         self._folder = Path(trainer.rollout_data_dir or run.rollouts).expanduser()
+        self._validation_folder = Path(trainer.validation_data_dir or run.validation).expanduser()
+        if self._folder.absolute() == self._validation_folder.absolute():
+            raise ConfigError(
+                f"trainer.rollout_data_dir and trainer.validation_data_dir are both {self._folder}, where "
+                "their files step_N.parquet would replace each other; use two folders"
+            )
         self._thread_tokenizer: Tokenizer | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
         self._pending_write: Future[None] | None = None
@@ -46,8 +53,7 @@ class RolloutWriter:
 
     def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
         """Writes the file of a validation, and logs some rows to trackers that show tables."""
-        file, folder = self._run.validation_file(step), self._trainer.validation_data_dir
-        file = Path(folder).expanduser() / file.name if folder else file
+        file = self._validation_folder / self._run.validation_file(step).name
         write_rollouts(file, batch, self._tokenizer, step=step)
         self._log_samples("val", batch, step, tracking, self._trainer.log_val_generations)
 

@@ -5,8 +5,9 @@ Extras that a scorer returns next to its score become columns, and replace data 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from hone.agents.contract import LOOPS
 from hone.agents.trajectory import LoopNames
 from hone.algorithms.credit import assign_credit
 from hone.columns import COLUMNS, REWARD_PREFIX, declaration, is_data_column, reward_column, write
-from hone.config import PPOTrainerConfig, replace
+from hone.config import PPOTrainerConfig
 from hone.config.reward import RewardModelConfig
 from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset
 from hone.data.loader import Dataset
@@ -31,23 +32,19 @@ from hone.data.rows import DataError, RowStore
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.rewards.calling import unwrap_function
+from hone.rewards.calling import accepted_names, unwrap_function
 from hone.rewards.failures import NO_GROUND_TRUTH, RewardError
-from hone.rewards.loading import load_reward_manager
-from hone.rewards.managers.blank import BlankRewardManager
 from hone.rewards.managers.reading import move_to_policy_tokens
-from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
+from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rollout.build import ENGINES
-from hone.tokenizer import Tokenizer
+from hone.text import short_repr
 from hone.trainer.ppo.roles import RewardModel
 from hone.types import Function, JsonValue, Row
 from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 MODEL_STYLE = "reward_model.style=model"
-if TYPE_CHECKING:
-    pass
 
 Extras: TypeAlias = Mapping[str, Sequence[JsonValue]]
 """Values that a score function returned next to its score, by name; one value per row."""
@@ -176,26 +173,6 @@ def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | Non
     return bool(model.route_by_style)
 
 
-def load_validation_manager(
-    config: PPOTrainerConfig,
-    tokenizer: Tokenizer,
-    dataset: Dataset | None,
-    compute_score: Function | None = None,
-) -> AbstractRewardManager:
-    """Returns the manager of validation; as in PURE, `prime` replaces `blank` if all rows have a rule."""
-    manager = load_reward_manager(config, tokenizer, 1, compute_score=compute_score)
-    if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
-        return manager
-    prime_config = replace(config, "reward_manager.name", "prime")
-    prime_manager = load_reward_manager(prime_config, tokenizer, 1, compute_score=compute_score)
-    try:
-        default_loop = config.actor_rollout_ref.rollout.default_loop
-        check_sources(prime_manager, dataset, default_loop, has_model=True)
-    except UnknownSourceError:
-        return manager
-    return prime_manager
-
-
 def _score_parts(
     batch: DataProto,
     reward_fn: Function,
@@ -254,13 +231,41 @@ def _score_rows(batch: DataProto, mask: np.ndarray, reward_fn: Function) -> tupl
     if not mask.any() and len(batch):
         return torch.zeros(batch.batch["responses"].shape), {}
     selected_batch = batch if mask.all() else batch[mask]
-    result = reward_fn(selected_batch, return_dict=True)
+    rewards, row_extras = _call_manager(reward_fn, selected_batch)
     extras: dict[str, list[JsonValue]] = {}
-    for name, values in result.get("reward_extra_info", {}).items():
+    for name, values in row_extras.items():
         row_values = iter(values)
         extras[name] = [next(row_values) if is_selected else None for is_selected in mask]
-    rewards = move_to_policy_tokens(selected_batch, result["reward_tensor"])
-    return _expand_rows(rewards, mask), extras
+    return _expand_rows(move_to_policy_tokens(selected_batch, rewards), mask), extras
+
+
+def _call_manager(reward_fn: Function, batch: DataProto) -> tuple[Tensor, Extras]:
+    """Returns rewards [B, T] and extras; a manager of TinyZero's form takes the batch and returns rewards."""
+    call = reward_fn if inspect.isroutine(reward_fn) else type(reward_fn).__call__
+    names, shape = accepted_names(call), tuple(batch.batch["responses"].shape)
+    options = {"return_dict": True} if names is None or "return_dict" in names else {}
+    result = reward_fn(batch, **options)
+    if not isinstance(result, Mapping):
+        result = {"reward_tensor": result}
+    rewards, extras = result.get("reward_tensor"), result.get("reward_extra_info") or {}
+    manager = f"the reward manager {getattr(reward_fn, '__name__', type(reward_fn).__name__)}"
+    if not isinstance(rewards, Tensor) or tuple(rewards.shape) != shape:
+        returned = f"{type(rewards).__name__} of shape {tuple(getattr(rewards, 'shape', ()))}"
+        raise RewardError(
+            f"{manager} returned a {returned} as rewards; return a tensor of shape {shape}"
+        )
+    if not rewards.isfinite().all():
+        row = int((~rewards.isfinite()).any(-1).nonzero()[0])
+        raise RewardError(
+            f"{manager} returned a reward for row {row} that is not finite; return a number for every row"
+        )
+    for name, values in extras.items():
+        if not isinstance(values, Sized) or isinstance(values, str) or len(values) != len(batch):
+            raise RewardError(
+                f"{manager} returned {short_repr(values)} as reward_extra_info[{name!r}]; return one value "
+                f"for each of the {len(batch)} rows"
+            )
+    return rewards.detach().float().cpu(), extras
 
 
 def _expand_rows(scores: Tensor, mask: np.ndarray) -> Tensor:

@@ -219,7 +219,7 @@ class Publisher:
         self._actor, self._rollout = actor, rollout
         self.weight_path = rollout.call(RolloutWorker.weight_path)
         self.published = 0
-        """How often weights were published; staleness counts publications."""
+        """How often new weights were published; staleness counts these publications."""
         self._publish_number_of_version: dict[int, int] = {}
         self._published_before_update = 0
         self._transport = ""
@@ -248,8 +248,9 @@ class Publisher:
             num_bytes = sum(rollout.call_all(RolloutWorker.announce_weights, version))
             rollout.traffic["weights"] += num_bytes
         self._published_before_update = self.published
-        self.published += 1
-        self._publish_number_of_version[version] = self.published
+        if version not in self._publish_number_of_version:  # not all updates were skipped
+            self.published += 1
+            self._publish_number_of_version[version] = self.published
         return {"perf/weight_bytes": float(num_bytes)}
 
     def staleness(self, batch: DataProto) -> dict[str, float]:

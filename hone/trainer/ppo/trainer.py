@@ -38,7 +38,7 @@ from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.source import Publisher, TrajectorySource, unique_prompts
-from hone.trainer.ppo.validation import run_validation
+from hone.trainer.ppo.validation import load_validation_manager, run_validation
 from hone.trainer.threads import resolve_threads
 from hone.types import Function
 from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker, TrainWorker
@@ -77,7 +77,7 @@ class PPOTrainer:
         scheduled_config = set_schedule_lengths(config, self.total_steps)
         self.config, _ = resolve_threads(scheduled_config, trainer.n_gpus_per_node)
         self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
-        self.val_reward_fn = val_reward_fn or scoring.load_validation_manager(
+        self.val_reward_fn = val_reward_fn or load_validation_manager(
             config, tokenizer, self.val_dataset
         )
         scoring.check_rows(self.reward_fn, self.train_dataset, config)

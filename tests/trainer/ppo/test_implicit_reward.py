@@ -99,6 +99,8 @@ def test_every_rank_updates_with_its_part_of_each_mini_batch(task: Task) -> None
     expected = [i / 5 for i in range(6)]  # divided by the largest return
     rewards = batch.batch["reward/implicit"][:, 0].tolist()
     assert rewards == pytest.approx(expected, rel=1e-4)
+    totals = [2 * (0 + 1), 2 * 2, 2 * (3 + 4), 2 * 5]
+    assert batch.meta_info["metrics"]["reward_model/raw_reward"] == pytest.approx(sum(totals) / 4)
 
 
 def test_outcomes_outside_0_to_1_are_refused(train: Callable[..., Run], task: Task) -> None:

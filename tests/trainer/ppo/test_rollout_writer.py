@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from hone.config import ConfigError
 from hone.config.trainer import TrainerConfig
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
@@ -131,3 +132,10 @@ def test_a_file_that_cannot_be_written_stops_the_run_at_the_next_one(tmp_path: P
     with pytest.raises(KeyError, match="the cause"), rollouts:
         raise KeyError("the cause")  # the file's failure does not hide it
     rollouts.close()
+
+
+def test_one_folder_for_training_and_validation_is_refused(tmp_path: Path) -> None:
+    """Their files of a step have the same name."""
+    folder = str(tmp_path / "dump")
+    with pytest.raises(ConfigError, match=r"are both .*dump, where .* use two folders"):
+        writer(tmp_path, rollout_data_dir=folder, validation_data_dir=f"{folder}/")

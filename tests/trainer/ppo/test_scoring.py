@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -536,3 +537,45 @@ def test_a_judge_of_our_own_engine_that_gives_no_grade_is_counted(
     assert graded
     assert all((sum(row["reward/model"]) > 0) <= (row["judge_votes"] > 0) for row in graded)
     assert run.steps[0]["reward/model_failures/unparsed"] > 0
+
+
+def two_rows() -> DataProto:
+    return DataProto.from_dict(
+        {"responses": torch.zeros(2, 3), "response_mask": torch.ones(2, 3)}, {"uid": np.arange(2)}
+    )
+
+
+class TinyZerosManager:
+    """Takes the batch alone, and returns the rewards alone."""
+
+    def __call__(self, data: DataProto) -> torch.Tensor:
+        rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float64)
+        rewards[:, -1] = torch.arange(len(data))
+        return rewards
+
+
+def test_a_manager_that_returns_rewards_alone_scores() -> None:
+    scored = score(two_rows(), TinyZerosManager(), None, RewardModelConfig())
+    assert scored.batch["token_level_scores"].tolist() == [[0, 0, 0], [0, 0, 1]]
+    assert scored.batch["token_level_scores"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("result", "problem"),
+    [
+        (None, r"a NoneType of shape \(\) as rewards; return a tensor of shape \(2, 3\)"),
+        (torch.zeros(2), r"a Tensor of shape \(2,\) as rewards"),
+        (torch.tensor([[0.0] * 3, [0, torch.nan, 0]]), "reward for row 1 that is not finite"),
+        (
+            {"reward_tensor": torch.zeros(2, 3), "reward_extra_info": {"a": [1]}},
+            r"\[1\] as reward_extra_info\['a'\]; return one value for each of the 2 rows",
+        ),
+        ({"reward_tensor": torch.zeros(2, 3), "reward_extra_info": {"a": 0.5}}, "one value"),
+    ],
+)
+def test_what_a_manager_of_ones_own_returns_wrongly_is_named(result: Any, problem: str) -> None:
+    def manager(data: DataProto, return_dict: bool = False) -> Any:
+        return result
+
+    with pytest.raises(RewardError, match=f"the reward manager manager .*{problem}"):
+        score(two_rows(), manager, None, RewardModelConfig())

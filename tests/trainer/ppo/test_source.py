@@ -136,6 +136,18 @@ def test_staleness_counts_publishes_between_a_trajectory_s_tokens_and_the_update
     assert metrics["training/off_policy/trajectory_spans/mean"] == pytest.approx(0.5)
 
 
+def test_a_step_whose_updates_were_all_skipped_publishes_no_new_weights() -> None:
+    actor, rollout = Group(version=0), Group(weight_path="shared", announce_weights=0)
+    publisher = Publisher(cast(Any, actor), cast(Any, rollout), CheckpointEngineConfig())
+    batch = DataProto.from_dict({}, {"versions": object_array([[0, 0]])})
+    publisher.publish()
+    for version in (0, 0, 1):
+        actor.answers["version"] = version
+        publisher.publish()
+        staleness = publisher.staleness(batch)
+        assert staleness["training/off_policy/trajectory_staleness/max"] == 0
+
+
 def test_a_synchronous_run_is_never_stale(train: Callable[..., Run]) -> None:
     run = train("trainer.total_training_steps=2")
     assert run.series("training/off_policy/trajectory_staleness/max") == [0.0, 0.0]

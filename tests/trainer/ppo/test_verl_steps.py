@@ -10,12 +10,13 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from hone.agents.collate import TRAJECTORY_ROW
 from hone.algorithms.core_algos import AdvantageEstimator
 from hone.algorithms.kl import AdaptiveKLController, FixedKLController
 from hone.config import ConfigError
 from hone.config.algorithm import AlgorithmConfig
 from hone.data.samplers import AbstractSampler
-from hone.protocol import DataProto
+from hone.protocol import DataProto, object_array
 from hone.trainer.ppo.verl_steps import (
     TaskRunner,
     apply_kl_penalty,
@@ -61,6 +62,18 @@ def test_the_kl_leaves_the_reward_and_moves_the_controller() -> None:
     adaptive = AdaptiveKLController(0.5, target_kl=0.1, horizon=10)
     apply_kl_penalty(data, adaptive)
     assert adaptive.value == pytest.approx(0.5 * (1 + 0.2 * 1 / 10))
+
+
+def test_the_horizon_of_the_kl_coefficient_counts_trajectories() -> None:
+    """Three rows of two trajectories."""
+    ones = torch.ones(3, 2)
+    tensors = dict.fromkeys(("token_level_scores", "old_log_probs", "response_mask"), ones)
+    rows = DataProto.from_dict(
+        tensors | {"ref_log_prob": ones - 1}, {TRAJECTORY_ROW: object_array([None, 1, None])}
+    )
+    adaptive = AdaptiveKLController(0.5, target_kl=0.1, horizon=10)
+    apply_kl_penalty(rows, adaptive)
+    assert adaptive.value == pytest.approx(0.5 * (1 + 0.2 * 2 / 10))
 
 
 def test_advantages_by_enum_and_by_name() -> None:
