@@ -339,11 +339,10 @@ def _report(options: Options, rest: list[str]) -> None:
     from hone.config import ConfigError
     from hone.tracking.report import write_report
 
-    if Path(options.out).is_dir():
-        raise ConfigError(
-            f"--out {options.out} is a folder; name the file, as in {Path(options.out) / 'report.html'}"
-        )
-    print_text(f"wrote {write_report(options.runs, options.out)}")
+    out = Path(options.out).expanduser()
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name the file, as in {out / 'report.html'}")
+    print_text(f"wrote {write_report([Path(run).expanduser() for run in options.runs], out)}")
 
 
 def _wandb_workspace(options: Options, rest: list[str]) -> None:

@@ -79,6 +79,8 @@ NOWHERE = ["data.path=/nowhere.parquet"]
             "model.path=no/folder: there is no model",
         ),
         (["report", "/nowhere"], "/nowhere"),
+        (["train", "--dry_run"], "there is no option --dry_run. Did you mean '--dry-run'?"),
+        (["sft", "--config-pat=x"], "Did you mean '--config-path'?"),
         (["report", "/nowhere", "--out", "."], "--out . is a folder; name the file"),
         (["config", "explain", "algorithm.adv_estmator"], "Did you mean"),
         (["data", "prepare", "gsm"], "Did you mean"),

@@ -138,7 +138,9 @@ def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[in
         return sum(s.key in leaves(tree.root) for s in translate(settings, [], tree.name))
 
     if file.suffix not in (".yaml", ".yml"):
-        return 1, f"{file} is no YAML file\n"
+        return 1, (
+            f"{file} is no YAML file; `hone train --dry-run key=value …` checks the overrides of a run\n"
+        )
     try:
         schema, settings = read_config(file.stem, [file.parent], [])
         schema = schema or BUILT_IN_TREES.get(file.stem)

@@ -255,7 +255,7 @@ def read_file(
     import pyarrow as pa
 
     path = os.path.expanduser(os.fspath(path))
-    if not path.endswith(SUFFIXES):
+    if not path.endswith(SUFFIXES) and not os.path.isdir(path):
         raise DataError(f"{path}: unknown kind of data file; use one of {', '.join(SUFFIXES)}")
     if not os.path.isfile(path):
         reason = "is a folder, name its files" if os.path.isdir(path) else "does not exist"

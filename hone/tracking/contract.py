@@ -48,6 +48,8 @@ class Tracker:
 
     stops_run_on_failure = False
     """Whether a failed write stops the run; otherwise failures are only counted."""
+    package: str | None = None
+    """The optional package that the tracker imports; `check_trackers` looks for it before a run starts."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run

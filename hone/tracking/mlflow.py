@@ -18,6 +18,8 @@ MAX_PARAM_CHARACTERS = 500
 
 
 class MlflowTracker(Tracker):
+    package = "mlflow"
+
     def __init__(self, run: RunInfo) -> None:
         super().__init__(run)
         self.mlflow = import_optional("mlflow", "mlflow")

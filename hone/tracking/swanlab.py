@@ -12,6 +12,8 @@ from hone.types import Row
 
 
 class SwanlabTracker(Tracker):
+    package = "swanlab"
+
     def __init__(self, run: RunInfo) -> None:
         super().__init__(run)
         self.swanlab = import_optional("swanlab", "swanlab")

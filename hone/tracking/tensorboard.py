@@ -13,6 +13,8 @@ from hone.types import Row
 
 
 class TensorboardTracker(Tracker):
+    package = "tensorboard"
+
     def __init__(self, run: RunInfo) -> None:
         super().__init__(run)
         folder = os.environ.get("TENSORBOARD_DIR") or (run.folder and run.folder / "tensorboard")

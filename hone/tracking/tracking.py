@@ -9,7 +9,15 @@ from functools import partial
 from pathlib import Path
 
 from hone.plugins import Table
-from hone.tracking.contract import Number, RunInfo, Scalar, Tracker, TrackerError, as_numbers
+from hone.tracking.contract import (
+    Number,
+    RunInfo,
+    Scalar,
+    Tracker,
+    TrackerError,
+    as_numbers,
+    import_optional,
+)
 from hone.tracking.run_folder import RunFolder
 from hone.tracking.storage import storage_errno
 from hone.types import JsonValue, Row, Settings
@@ -34,6 +42,13 @@ def _tracker_names(backend: str | Sequence[str]) -> list[str]:
     """Returns the names as a list; `file` is verl's name for `jsonl`."""
     names = [backend] if isinstance(backend, str) else backend
     return ["jsonl" if name == "file" else name for name in names]
+
+
+def check_trackers(backend: str | Sequence[str]) -> None:
+    """Raises an error for a tracker that cannot be imported, or whose package is not installed."""
+    for name in _tracker_names(backend):
+        if package := getattr(TRACKERS.get(name), "package", None):
+            import_optional(package, name)
 
 
 class Tracking:

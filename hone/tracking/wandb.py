@@ -10,6 +10,8 @@ from hone.types import Row
 
 
 class WandbTracker(Tracker):
+    package = "wandb"
+
     def __init__(self, run: RunInfo) -> None:
         super().__init__(run)
         self.wandb = import_optional("wandb", "wandb")

@@ -21,7 +21,7 @@ from hone.config import ComposedConfig, compose
 from hone.config.apply import ExtraChecks
 from hone.config.block import Block
 from hone.config.convert import show_value
-from hone.config.errors import ConfigError, nearest
+from hone.config.errors import ConfigError, did_you_mean, nearest
 from hone.config.generation import GenerationConfig
 from hone.config.keys import get, leaves, suggested_keys
 from hone.config.sources import Setting
@@ -46,6 +46,7 @@ USER_ERROR_EXIT_CODE = 2
 STARTING_VALUES_ORIGIN = "hone train"
 """The origin label of values from starting_values.py."""
 ERROR_LOG = "error.log"
+DRY_RUN = "--dry-run"
 _last_composed: ComposedConfig | None = None
 """The last configuration of this process, used to name the key that caused an error."""
 
@@ -147,11 +148,21 @@ def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Name
     parser.add_argument(
         "--info", "-i", action="store_true", help="print the keys that are set, and where"
     )
+    # The programs remove these two options before they call `compose_arguments`.
+    if program in ("hone train", "main_ppo"):
+        parser.add_argument(
+            DRY_RUN, action="store_true", help="check the run, print what it would do, and stop"
+        )
+    if program == "hone generate":
+        parser.add_argument("--search", metavar="URL", help="let the model search this service")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = ["--info" if text.startswith("--info=") else text for text in arguments]
     for text in arguments:
         option, _, value = text.partition("=")
-        if text.startswith("--") and option not in parser._option_string_actions:
+        options = parser._option_string_actions
+        if text.startswith("--") and option not in options:
+            if similar := nearest(option, [name for name in options if name.startswith("--")], 0.8):
+                raise ConfigError(f"there is no option {option}.{did_you_mean(similar)}")
             raise ConfigError(_unknown_option_message(option, value or "VALUE", schema))
     return parser.parse_intermixed_args(arguments)
 
@@ -206,7 +217,7 @@ def print_starting_values_and_notes(composed: ComposedConfig) -> None:
         screen().line(
             "starting values for this data, model and device (set a key to change its value):"
         )
-        for part in (settings[:half], settings[half:]):
+        for part in filter(None, (settings[:half], settings[half:])):
             screen().line("  " + " ".join(part))
     if composed.notes:
         screen().line("set, but without effect here:")

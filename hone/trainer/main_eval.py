@@ -141,7 +141,8 @@ def print_tables(result: Evaluation, config: EvaluationConfig, title: str) -> No
     print_line = screen().line
     for name, source in result.sources.items():
         heading = f"{title}: {name} ({source.rows} rows, {source.responses} responses)"
-        table = Table("metric", "value", f"{config.metrics.confidence:.0%} interval", title=heading)
+        print_line(heading)  # a title would be wrapped to the width of the table
+        table = Table("metric", "value", f"{config.metrics.confidence:.0%} interval")
         for metric, estimate in source.metrics.items():
             interval = (
                 NO_INTERVAL

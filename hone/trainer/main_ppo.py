@@ -12,6 +12,7 @@ from hone.config import PPOTrainerConfig, replace
 from hone.config.trainer import GlobalProfilerConfig
 from hone.tracking.console import progress, screen
 from hone.trainer.command_line import (
+    DRY_RUN,
     check_plan,
     compose_arguments,
     lock_run_folder,
@@ -22,7 +23,6 @@ from hone.trainer.command_line import (
 from hone.trainer.interrupt import runs_command_line_program
 from hone.types import Function
 
-DRY_RUN = "--dry-run"
 NSYS_SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
 """The environment variable that nsys sets for the programs it runs."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hone.config import compose
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking.console import screen
 from hone.trainer import main_ppo
-from hone.trainer.command_line import print_starting_values_and_notes
+from hone.trainer.command_line import STARTING_VALUES_ORIGIN, print_starting_values_and_notes
 from hone.trainer.starting_values import LEARNING_RATES, starting_values
 
 
@@ -92,6 +93,20 @@ def test_three_lines_say_what_was_chosen(
     screen.cache_clear()
     assert output.startswith("starting values for this data, model and device")
     assert "actor_rollout_ref.rollout.n=8" in output
+
+
+def test_a_single_starting_value_is_one_line(
+    settings_of_task: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    composed = compose([f"{key}={value}" for key, value in settings_of_task.items()])
+    origins = {"data.train_batch_size": STARTING_VALUES_ORIGIN}
+    screen.cache_clear()
+    print_starting_values_and_notes(replace(composed, origins=origins, notes=()))
+    output = capsys.readouterr().out
+    screen.cache_clear()
+    assert output.splitlines()[1:] == [
+        f"  data.train_batch_size={composed.config.data.train_batch_size}"
+    ]
 
 
 def test_main_ppo_keeps_the_defaults_of_verl(

@@ -124,7 +124,7 @@ class SandboxFusionTool(CodeInterpreterTool):
         if not url or language != "python":
             raise ToolError(
                 "SandboxFusionTool runs python in the service at sandbox_fusion_url, got "
-                f"{language!r} and {url!r}; `hone sandbox serve` starts a service"
+                f"{language!r} and {url!r}; `python -m hone.sandbox.server` starts a service"
             )
         self._memory_mb = config.get("memory_limit_mb", 1024)
         self._service = SandboxService(

@@ -28,6 +28,7 @@ from hone.rewards.managers.rule import AbstractRewardManager
 from hone.rewards.trial import Verdict
 from hone.tokenizer import Tokenizer
 from hone.tracking import progress
+from hone.tracking.tracking import check_trackers
 from hone.trainer.command_line import check_output_folder, user_error_message
 from hone.trainer.ppo.earlier_run import EarlierRun
 from hone.trainer.ppo.plan import Plan
@@ -98,6 +99,7 @@ class _Preflight:
         folder, model = config.trainer.default_local_dir, config.actor_rollout_ref.model
         attempt(lambda: check_output_folder(folder, "trainer.default_local_dir"))
         attempt(lambda: check_store(config.trainer.default_hdfs_dir))
+        attempt(lambda: check_trackers(config.trainer.logger))
         tokenizer_config = replace(model, trust_remote_code=config.data.trust_remote_code)
         tokenizer = attempt(lambda: build_tokenizer(tokenizer_config))
         plan = attempt(lambda: Plan.of(config))

@@ -92,12 +92,14 @@ def preview_lines(
     updates_per_step = (
         -(-prompts_per_step // policy.actor.ppo_mini_batch_size) * policy.actor.ppo_epochs
     )
+    updates = f"{updates_per_step} update{'s' * (updates_per_step > 1)} per step"
     yield (
         f"{trainer.total_steps:,} steps of {prompts_per_step} prompts × {policy.rollout.n} responses, "
-        f"{updates_per_step} updates per step, in {trainer_config.default_local_dir}"
+        f"{updates}, in {trainer_config.default_local_dir}"
     )
     roles = ", ".join(str(role) for role in trainer.roles)
-    yield f"roles: {roles}; {config.world_size} process(es), device {trainer_config.device}"
+    processes = f"{config.world_size} process{'es' * (config.world_size > 1)}"
+    yield f"roles: {roles}; {processes}, device {trainer_config.device}"
     if facts.parameters:
         yield (
             f"about {estimate.memory_bytes / GIB:.2f} GiB per process for weights, gradients and "

@@ -26,6 +26,7 @@ from hone.ops.packing import MicroBatchRule
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import Bar, screen, silent_bar
 from hone.tracking.lock import lock_folder
+from hone.tracking.tracking import check_trackers
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
@@ -57,6 +58,8 @@ class SFTRun:
         set_thread_count(threads)
         if config.engine.strategy in ("fsdp", "fsdp2"):
             optimizer_class(config.optim)  # a wrong name is refused before the rows are encoded
+        if ranks.is_first:
+            check_trackers(config.trainer.logger)
         data, trainer = config.data, config.trainer
         self.tokenizer = build_tokenizer(config.model)
         self.rows = self._encode("train rows", data.train_files, data.train_max_samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hone.config import ConfigError
 from hone.models.families import UnsupportedModel
 from hone.models.tiny import tiny_lm
 from hone.plugins import PluginError
+from hone.tracking import TrackerError
 
 from ..runs import Task
 from .dry_runs import MULTI_TURN, TOOL_LOOP, dry_run, no_models, problems_of  # noqa: F401
@@ -46,6 +48,14 @@ def test_an_unknown_optimizer_is_refused_before_a_model_loads(
     overrides = ("algorithm.adv_estimator=gae", f"{role}.optim.optimizer=AdmW")
     with pytest.raises(PluginError, match=r"AdmW was not found \(optimizer_impl=torch\.optim\)"):
         dry_run(task, tmp_path / "run", *overrides)
+
+
+def test_a_tracker_without_its_package_is_refused_before_a_model_loads(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(TrackerError, match=r"pip install 'hone-rl\[wandb\]'"):
+        dry_run(task, tmp_path / "run", "trainer.logger=[console,wandb]")
 
 
 def test_positions_that_the_user_raises_count(task: Task, tmp_path: Path) -> None:

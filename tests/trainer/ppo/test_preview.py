@@ -23,7 +23,7 @@ def test_a_dry_run_says_what_would_run_and_leaves_no_folder(
     output = capsys.readouterr().out
     assert "by grpo, 2 responses per prompt" in output
     assert "data.train_files: 24 prompts of" in output
-    assert "2 steps of 4 prompts × 2 responses, 1 updates per step" in output
+    assert "2 steps of 4 prompts × 2 responses, 1 update per step" in output
     assert "GiB per process" in output
     assert not (tmp_path / "run").exists()
 
