@@ -106,8 +106,9 @@ class VerlLoader(Loader):
             )
         elif path in PROGRAMS:
             module, *arguments = PROGRAMS[path].split()
+            # For a module without a file, runpy sets sys.argv[0] to None.
             text = (
-                f"import runpy, sys\nsys.argv[1:1] = {arguments!r}\n"
+                f"import runpy, sys\nsys.argv[:1] = {[module, *arguments]!r}\n"
                 f"runpy.run_module({module!r}, run_name='__main__')\n"
             )
         else:

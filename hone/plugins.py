@@ -205,7 +205,8 @@ def load_module(path: str) -> ModuleType:
     if file.suffix != ".py" and not file.is_file():
         return _import(path)
     if not file.is_file():
-        raise MissingFile(f"no such file: {path!r} (looked in {Path.cwd()}); check the path")
+        place = "" if file.is_absolute() else f" (looked in {Path.cwd()})"
+        raise MissingFile(f"no such file: {str(file)!r}{place}; check the path")
     return _load_file(file.resolve())
 
 

@@ -133,6 +133,11 @@ def _reject_duplicate_keys(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     return values
 
 
+def start_folder(path: Path) -> str:
+    """Returns ` (looked in FOLDER)` for a relative path, and nothing for an absolute one."""
+    return "" if path.is_absolute() else f" (looked in {Path.cwd()})"
+
+
 def read_yaml(path: str) -> Any:
     """Reads a YAML file of the configuration; raises BadText with the file and the reason."""
     import yaml
@@ -141,7 +146,7 @@ def read_yaml(path: str) -> Any:
 
     file = Path(path).expanduser()
     if not file.is_file():
-        raise BadText(f"{path} does not exist (looked in {Path.cwd()})")
+        raise BadText(f"{file} does not exist{start_folder(file)}")
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     except RecursionError:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import pickle
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -216,6 +217,19 @@ def test_a_program_that_is_not_there_says_so_in_a_sentence(path: str) -> None:
     assert code == 2
     assert "not supported; " in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["hone.trainer.sft_trainer", "recipe.dapo.main_dapo"])
+def test_a_program_has_a_name_in_its_arguments(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run writes this name into the lock of its folder; runpy sets None for a module without a file."""
+    program: list[str] = []
+    monkeypatch.setattr(runpy, "run_module", lambda name, **_: program.append(name))
+    monkeypatch.setattr(sys, "argv", [None, "trainer.seed=3"])
+    spec = importlib.util.find_spec(path)
+    assert spec is not None
+    exec(spec.loader.get_code(path), {})
+    assert sys.argv[0] == program[0]
+    assert sys.argv[-1] == "trainer.seed=3"
 
 
 @pytest.mark.slow

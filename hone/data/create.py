@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from hone.config.data import DataConfig, RowsConfig
@@ -72,6 +73,8 @@ def create_run_dataset(
     try:
         return create_rl_dataset(files, config, tokenizer, processor, False, max_samples)
     except DataError as error:
+        if not any(os.path.expanduser(file) in str(error) for file in files):
+            raise  # the error has another cause, such as a missing list of tools
         raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 
 

@@ -42,6 +42,7 @@ RENAMED_CASES: dict[str, Any] = {
     "algorithm.gt_coef": 1.5,
     "algorithm.dpo_coef": 0.5,
     "reward_model.batch_size": 64,
+    "reward_model.sandbox_fusion_url": "http://localhost:8080/run_code",
     "ray_init.timeline_json_file": "timeline.json",
     f"{MODEL}.lora.merge": True,
     f"{MODEL}.lora.rank": 8,
@@ -190,6 +191,7 @@ BESIDE_OTHERS = (
     f"{ACTOR}.lora.enable",
     "algorithm.kl_penalty",
     "algorithm.rollout_is",
+    f"{ACTOR}.tis_imp_ratio_cap",
     "data.max_start_length",
     "data.max_prompt_length",
     "data.max_response_length",
@@ -444,6 +446,16 @@ def test_the_importance_weights_of_verl_0_6_0_are_those_of_the_correction(
 ) -> None:
     config = load({f"algorithm.{name}": value for name, value in settings.items()}).config
     correction = config.algorithm.rollout_correction
+    assert (correction.rollout_is, correction.rollout_is_threshold) == (level, threshold)
+
+
+@pytest.mark.parametrize(
+    ("cap", "level", "threshold"), [(2, "token", 2), (1.5, "token", 1.5), (-1, None, 2)]
+)
+def test_the_cap_of_importance_weights_in_verl_0_5_is_a_token_correction(
+    cap: float, level: str | None, threshold: float
+) -> None:
+    correction = load({f"{ACTOR}.tis_imp_ratio_cap": cap}).config.algorithm.rollout_correction
     assert (correction.rollout_is, correction.rollout_is_threshold) == (level, threshold)
 
 
