@@ -221,9 +221,10 @@ class _RunScorer:
         files, parts, needs_prompt = file_names(data), self._parts, reads_prompt(self._parts)
         default_source = parts[0].name if len(parts) == 1 else "python"
         if files is not None and not needs_prompt:
-            first_row = next(read_rows(files, BadRowPolicy("skip"), "data").scan())
-            if "reward_model" in first_row:
-                self._build_function(first_row.get("extra_info") or ())
+            store = read_rows(files, BadRowPolicy("skip"), "data")
+            if "reward_model" in next(store.scan()):
+                extra_infos = (row.get("extra_info") or () for row in store.scan(["extra_info"]))
+                self._build_function(set().union(*extra_infos))
                 return files
         user_rows = as_rows(data)
         if not parts and any("data_source" not in row for row in user_rows):

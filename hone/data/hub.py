@@ -41,7 +41,8 @@ def as_hf_dataset(rows: list[Row]) -> Any:
         import datasets
     except ImportError:
         return rows
-    return datasets.Dataset.from_list(rows)
+    names = dict.fromkeys(name for row in rows for name in row)  # `from_list` reads the first row's
+    return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
 
 
 def _encode_images(value: _T) -> _T | Row | list[Any]:

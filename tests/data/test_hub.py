@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hone.data.hub import hub_splits
+from hone.data.hub import as_hf_dataset, hub_splits
 from hone.data.prepare import prepare
 from hone.data.rows import DataError
 
@@ -59,3 +59,12 @@ def test_a_hub_that_cannot_be_reached_is_explained(monkeypatch: pytest.MonkeyPat
         DataError, match=r"a/b could not be read from the Hub: no route.*source_dir"
     ):
         hub_splits("a/b", None)
+
+
+def test_a_column_that_the_first_row_lacks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = SimpleNamespace(
+        from_dict=dict, from_list=lambda rows: {n: [r.get(n) for r in rows] for n in rows[0]}
+    )
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=dataset))
+    rows = [{"prompt": "a"}, {"prompt": "b", "tools_kwargs": {"x": {}}}]
+    assert as_hf_dataset(rows) == {"prompt": ["a", "b"], "tools_kwargs": [None, {"x": {}}]}
