@@ -142,6 +142,8 @@ def _find_fault(template: str, variables: Mapping[str, Any]) -> str | None:
         return _timeout_fault()
     if status == template_trial.TOO_LARGE:
         return _size_fault()
+    if -status in (signal.SIGINT, signal.SIGTERM):  # a signal to all processes of this program
+        return None
     return f"crashes Python (signal {-status})" if status < 0 else None
 
 

@@ -129,11 +129,14 @@ def _choices(argument: str, override: Override) -> Iterable[str]:
     from hydra.errors import HydraException
 
     try:
-        return list(override.sweep_string_iterator())
+        values = list(override.sweep_string_iterator())
     except HydraException:
         raise ConfigError(
             f"{argument!r} does not list its values; write key=a,b or key=range(1,4)"
         ) from None
+    if len(set(values)) < len(values):  # both runs would write to one folder
+        raise ConfigError(f"{argument!r} lists a value twice")
+    return values
 
 
 def _output_paths(

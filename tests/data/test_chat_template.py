@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hone.data import chat_template
+from hone.data import chat_template, template_trial
 from hone.data.chat_template import BrokenTemplate
 from hone.data.check import check_file
 from hone.data.dataset import RLHFDataset
@@ -100,3 +101,17 @@ def test_a_template_that_cannot_be_tried_is_still_rendered(monkeypatch: pytest.M
     monkeypatch.setattr(chat_template, "_template_faults", {})
     monkeypatch.setattr("sys.executable", "/no/such/python")
     assert render_prompt(MESSAGES, build_tokenizer(CHATML))
+
+
+def test_a_trial_that_a_signal_to_the_whole_program_ends_finds_no_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for number, fault in ((2, None), (15, None), (11, "crashes Python (signal 11)")):
+        script = tmp_path / f"trial_{number}.py"
+        script.write_text(
+            "import os, signal\n"
+            f"signal.signal({number}, signal.SIG_DFL)\n"
+            f"os.kill(os.getpid(), {number})\n"
+        )
+        monkeypatch.setattr(template_trial, "__file__", str(script))
+        assert chat_template._find_fault("{{ messages }}", {"messages": MESSAGES}) == fault

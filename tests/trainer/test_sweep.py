@@ -137,6 +137,7 @@ def test_flags_of_the_program_reach_every_run(runs: list[list[str]]) -> None:
     [
         ("optim.lr=interval(0,1)", "does not list its values"),
         ("optim.lr=glob(*)", "does not list its values"),
+        ("optim.lr=1,2,1", "lists a value twice"),
         ("--out=x", "-m does not work with --out"),
     ],
 )
