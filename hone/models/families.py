@@ -124,6 +124,12 @@ def override_fields(config: PreTrainedConfig, values: Settings, path: str) -> No
         rope = getattr(config, "rope_parameters", None) or {}
         if key == "attn_implementation":
             log.warning("override_config.%s=%s: hone's own attention is used", key, value)
+        elif "drop" in key and isinstance(value, float | int):  # load.py disables all dropout
+            if value:
+                raise UnsupportedModel(
+                    f"override_config.{key}={value}: models train without dropout, with which the trained "
+                    "policy would not be that of the rollout; set it to 0"
+                )
         elif key == "rope_theta" and key in rope:
             config.rope_parameters = {**rope, key: value}
         elif key in ("rope_scaling", "rope_parameters") and "rope_theta" in rope:

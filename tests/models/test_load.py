@@ -211,6 +211,12 @@ def test_overrides_may_have_the_older_names_of_rotary_positions(folder, override
     assert lm.config.rope_parameters["rope_theta"] == theta
 
 
+def test_an_override_with_dropout_is_refused_and_one_without_is_not(folder):
+    load_causal_lm(str(folder), dtype=torch.float32, override_config={"embd_pdrop": 0.0})
+    with pytest.raises(UnsupportedModel, match="attention_dropout=0.1"):
+        load_causal_lm(str(folder), dtype=torch.float32, override_config={"attention_dropout": 0.1})
+
+
 @pytest.mark.parametrize("scaling", [{"type": "linear"}, {"type": "bogus", "factor": 2.0}])
 def test_a_rotary_scaling_that_cannot_be_computed_is_refused(folder, scaling):
     overrides = {"rope_scaling": scaling}
