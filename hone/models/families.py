@@ -124,7 +124,9 @@ def override_fields(config: PreTrainedConfig, values: Settings, path: str) -> No
         rope = getattr(config, "rope_parameters", None) or {}
         if key == "attn_implementation":
             log.warning("override_config.%s=%s: hone's own attention is used", key, value)
-        elif "drop" in key and isinstance(value, float | int):  # load.py disables all dropout
+        elif key in ("dtype", "torch_dtype"):
+            log.warning("override_config.%s=%s: fsdp_config.model_dtype is used", key, value)
+        elif "drop" in key and isinstance(value, float | int):
             if value:
                 raise UnsupportedModel(
                     f"override_config.{key}={value}: models train without dropout, with which the trained "
@@ -166,6 +168,17 @@ def _check_rope(config: PreTrainedConfig, path: str) -> None:
             f"override_config of {path} has rotary parameters {config.rope_parameters} that its model "
             f"cannot use: {error}"
         ) from error
+
+
+def disable_dropout(config: PreTrainedConfig) -> None:
+    """Disables dropout and router noise, which would make rollout and training different policies."""
+    from transformers import PreTrainedConfig
+
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            disable_dropout(value)
+        elif ("drop" in name or "jitter" in name) and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def _rope_types(text_config: PreTrainedConfig) -> Iterator[str]:

@@ -25,6 +25,7 @@ from hone.models.families import (
     UnsupportedModel,
     check_config_supported,
     check_family_supported,
+    disable_dropout,
     logit_softcap_and_scale,
     override_fields,
 )
@@ -58,18 +59,20 @@ class ModelNotFound(ValueError):
 
 @contextmanager
 def translate_load_errors(path: str, folder: str) -> Iterator[None]:
-    """Converts errors of transformers (ValueError, OSError without errno) into hone's errors."""
-    from huggingface_hub.errors import HFValidationError
+    """Converts errors of transformers (wrong values, missing packages, OSError without errno) into hone's."""
+    from huggingface_hub.errors import HFValidationError, StrictDataclassError
     from safetensors import SafetensorError
 
     try:
         yield
+    except UnsupportedModel:
+        raise
     except SafetensorError as error:
         name = _damaged_file_name(Path(folder))
         raise UnsupportedModel(
             f"{path} cannot be loaded: {name} is truncated or damaged ({error}); write or copy it again"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         first_line, _, _ = str(error).strip().partition("\n")
@@ -314,9 +317,10 @@ def load_step_classifier(
 def _model_config(path: str, options: LoadOptions) -> PreTrainedConfig:
     device = options.get("device")
     config = load_config(path, device=device)
-    override_fields(config, options.get("override_config") or {}, path)
+    with translate_load_errors(path, resolve_model_path(path)):
+        override_fields(config, options.get("override_config") or {}, path)
     check_config_supported(config, path, device=device)
-    _disable_dropout(config)
+    disable_dropout(config)
     return config
 
 
@@ -342,6 +346,12 @@ def _load_pretrained(
             attn_implementation=attention.NAME,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # transformers' own error does not name the tensor
+        )
+    if getattr(lm, "is_quantized", False):
+        method = lm.config.quantization_config.quant_method
+        raise UnsupportedModel(
+            f"{path} has quantized weights ({method}), which cannot be trained; name the model without "
+            "quantization"
         )
     # transformers initializes missing parameters at random and only logs them.
     missing = sorted(report["missing_keys"])
@@ -371,17 +381,6 @@ def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedC
         check_family_supported(family, path, device=device)
     with translate_load_errors(path, folder):
         return AutoConfig.from_pretrained(folder)
-
-
-def _disable_dropout(config: PreTrainedConfig) -> None:
-    """Disables dropout and router noise, which would make rollout and training different policies."""
-    from transformers import PreTrainedConfig
-
-    for name, value in list(vars(config).items()):
-        if isinstance(value, PreTrainedConfig):
-            _disable_dropout(value)
-        elif ("drop" in name or "jitter" in name) and isinstance(value, float):
-            setattr(config, name, 0.0)
 
 
 def eos_ids(

@@ -15,7 +15,13 @@ from benchmarks.families import table
 from benchmarks.families.__main__ import GOOD, family_names
 from benchmarks.families.measure import CPU_BOUND, GRADIENT_BOUND, examine, measure
 from hone.models import families
-from hone.models.families import FAMILIES, UnsupportedModel, key_shape, logit_softcap_and_scale
+from hone.models.families import (
+    FAMILIES,
+    UnsupportedModel,
+    disable_dropout,
+    key_shape,
+    logit_softcap_and_scale,
+)
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
@@ -155,3 +161,9 @@ def test_keys_whose_shape_differs_from_the_config_are_refused_by_the_cache() -> 
     cache.check_shape(good, good)
     with pytest.raises(RolloutError, match=r"head_dim\) \(4, 8\).*config says \(2, 8\)"):
         cache.check_shape(wrong, wrong)
+
+
+def test_dropout_fields_of_any_name_are_disabled():
+    config = AutoConfig.for_model("starcoder2", residual_dropout=0.3, embedding_dropout=0.2)
+    disable_dropout(config)
+    assert config.residual_dropout == config.embedding_dropout == config.attention_dropout == 0.0
