@@ -133,7 +133,7 @@ class CriticConfig(UpdateConfig):
 
     enable: bool | None = None
     """Build the critic; null builds it when the estimator reads values."""
-    forward_micro_batch_size: int | None = None
+    forward_micro_batch_size: Count | None = None
     """Sequences in one value pass over all ranks; prefer `forward_micro_batch_size_per_gpu`."""
     forward_micro_batch_size_per_gpu: Count | None = follows("critic.ppo_micro_batch_size_per_gpu")
     """Sequences in one value pass on one rank; follows `ppo_micro_batch_size_per_gpu`."""

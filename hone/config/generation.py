@@ -6,7 +6,7 @@ from typing import Literal
 
 from hone.config.block import SchemaBlock, block
 from hone.config.model import ModelSourceConfig
-from hone.config.ranges import Count, Positive, PositiveShare
+from hone.config.ranges import Count, CountOrAll, Positive, PositiveShare
 from hone.config.reward import CustomRewardFunctionConfig, SandboxConfig
 from hone.config.rollout import RolloutEngineConfig, SearchServiceConfig
 from hone.config.trainer import RunTree
@@ -30,7 +30,7 @@ class GenerationDataConfig(SchemaBlock):
     """Replace a file that another job wrote; a finished file of the same job is never replaced."""
     batch_size: Count = 128
     """Concurrent prompts; a row is saved as soon as its last response ends."""
-    max_samples: int = -1
+    max_samples: CountOrAll = -1
     """Number of rows to use; -1 uses all."""
     apply_chat_template_kwargs: Settings = block(dict)
     """Additional arguments of the chat template."""

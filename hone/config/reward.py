@@ -60,7 +60,7 @@ class OverlongBufferConfig(SchemaBlock):
 
     enable: bool = False
     """Apply the penalty."""
-    len: int = 0
+    len: CountOrZero = 0
     """Number of tokens before the length limit in which the penalty grows from 0 to `penalty_factor`."""
     penalty_factor: float = 1.0
     """Penalty at the length limit."""
@@ -72,7 +72,7 @@ class RewardKwargs(SchemaBlock):
     """Settings of the managers."""
 
     overlong_buffer_cfg: OverlongBufferConfig = block(OverlongBufferConfig)
-    max_resp_len: int | None = None
+    max_resp_len: Count | None = None
     """Response limit of the overlong penalty; null uses `data.max_response_length`."""
     num_processes: Count | None = None
     """prime: scoring processes; null uses the number of cores."""
@@ -191,7 +191,7 @@ class RewardModelConfig(MicroBatches):
     """Maximum prompt plus response for the reward model; longer rows are truncated from the left."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
     """Form micro-batches by token budget; follows the critic."""
-    forward_max_token_len_per_gpu: int = follows("critic.forward_max_token_len_per_gpu")
+    forward_max_token_len_per_gpu: Count = follows("critic.forward_max_token_len_per_gpu")
     """Token budget of one forward on one rank; follows the critic."""
     ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES_SIZE_KEY}")
     """Ranks that split each sequence, for prm and prime; their number multiplies the token budget."""

@@ -64,11 +64,11 @@ class MultiTurnConfig(SchemaBlock):
     the model reads an error message."""
     trajectory_timeout_s: Positive | None = None
     """Seconds after which a trajectory ends with its current turn; null is no limit."""
-    max_tool_response_length: int = 256
+    max_tool_response_length: CountOrZero = 256
     """Maximum tool answer in characters, as in verl; longer answers are truncated."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """The part that truncation drops, as in verl 0.9; middle keeps both ends."""
-    max_observation_tokens: int | None = None
+    max_observation_tokens: CountOrZero | None = None
     """Maximum tool answer in tokens; null applies only the character limit."""
     interaction_config_path: str | None = None
     """YAML file that lists the interactions (simulated users)."""
@@ -109,7 +109,7 @@ class CheckpointEngineConfig(SchemaBlock):
 
     backend: str = "naive"
     """Transfer to a separate rollout pool: memory_file, cuda_ipc (one node), gloo, nccl; naive chooses."""
-    update_weights_bucket_megabytes: int = 2048
+    update_weights_bucket_megabytes: Count = 2048
     """Megabytes per transfer."""
 
     @property
@@ -206,7 +206,7 @@ class RolloutEngineConfig(SamplingConfig):
     """Disable CUDA graphs, for debugging."""
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     """Batch sizes to capture as CUDA graphs; null chooses them automatically."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Count = 8192
     """Maximum tokens of a prefill batch."""
     max_model_len: Count | None = None
     """Maximum prompt plus response in tokens; a response ends there. null is the sum of both limits."""
@@ -252,9 +252,9 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     multi_turn: MultiTurnConfig = block(MultiTurnConfig)
     agent: AgentConfig = block(AgentConfig)
     checkpoint_engine: CheckpointEngineConfig = block(CheckpointEngineConfig)
-    nnodes: int = 0
+    nnodes: CountOrZero = 0
     """Nodes of a separate rollout pool; 0 uses the trainer's nodes."""
-    n_gpus_per_node: int = follows("trainer.n_gpus_per_node")
+    n_gpus_per_node: CountOrZero = follows("trainer.n_gpus_per_node")
     """Devices per node of the rollout pool."""
     profiler: ProfilerConfig = block_following_actor(
         ProfilerConfig, "profiler", "enable", "all_ranks", "ranks"

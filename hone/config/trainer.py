@@ -132,7 +132,7 @@ class TrainerConfig(TrainingRunConfig):
     """Number of checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: Count | None = None
     """Checkpoints to keep; a checkpoint holds actor and critic, so the smaller limit applies."""
-    ray_wait_register_center_timeout: int = 300
+    ray_wait_register_center_timeout: Count = 300
     """Seconds that a worker group may take to start."""
     liveness_deadline_s: Positive = 20.0
     """Seconds until a stopped worker process, or an unresponsive Ray node or control plane, ends the run."""
@@ -166,9 +166,9 @@ class GlobalProfilerConfig(SchemaBlock):
 class RayInitConfig(SchemaBlock):
     """Arguments of ray.init."""
 
-    num_cpus: int | None = None
+    num_cpus: CountOrZero | None = None
     """CPUs Ray may use; null is all."""
-    num_gpus: int | None = None
+    num_gpus: CountOrZero | None = None
     """GPUs Ray may use; null is all."""
     address: str | None = None
     """Address of a Ray cluster; null joins RAY_ADDRESS or a local cluster, or starts one."""

@@ -195,3 +195,18 @@ def test_importing_alone_does_not_load_hydra() -> None:
 def test_the_root_class_is_what_load_config_returns() -> None:
     config: Any = load_config()
     assert isinstance(config, PPOTrainerConfig)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "checkpoint_engine.update_weights_bucket_megabytes=0",
+        "max_num_batched_tokens=0",
+        "multi_turn.max_observation_tokens=-1",
+        "multi_turn.max_tool_response_length=-1",
+        "nnodes=-1",
+    ],
+)
+def test_a_number_that_would_hang_or_be_misread_is_out_of_range(override: str) -> None:
+    with pytest.raises(ConfigError, match="is out of range; use"):
+        load_config([f"actor_rollout_ref.rollout.{override}"])
