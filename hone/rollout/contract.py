@@ -51,6 +51,8 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
         integers = {"max_tokens": self.max_tokens, "seed": self.seed, "top_k": self.top_k}
         integers |= {f"stop_token_ids[{i}]": token for i, token in enumerate(self.stop_token_ids)}
         for name, value in integers.items():
@@ -76,14 +78,14 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k, top-p or min-p applies; greedy requests ignore them."""
+        """Whether top-k, top-p or min-p excludes tokens; greedy requests ignore these parameters."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @staticmethod
     def from_mapping(params: Settings, *, max_tokens: int, seed: int) -> Sampling:
-        """Converts an agent loop's `sampling_params`; they may lower `max_tokens` and replace `seed`.
+        """Converts an agent loop's `sampling_params`, which may lower `max_tokens` and replace `seed`.
 
-        `logprobs` and `repetition_penalty=1` are accepted and have no effect. Unknown names raise.
+        `logprobs` and `repetition_penalty=1` are accepted and have no effect. An unknown name raises.
         """
         field_names = Sampling.__dataclass_fields__
         values: Fields = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
@@ -98,9 +100,7 @@ class Sampling:
                 )
             if value is None:
                 continue
-            if name == "stop":
-                value = (value,) if isinstance(value, str) else tuple(value)
-            values[name] = tuple(value) if name == "stop_token_ids" else value
+            values[name] = value
         if values.get("top_k") == 0:
             values["top_k"] = -1
         values["max_tokens"] = min(values["max_tokens"], max_tokens)
@@ -149,16 +149,16 @@ OnTokens = Callable[[TokenDelta], None]
 
 @dataclass(frozen=True)
 class Traits:
-    """The capabilities of an engine; the contract tests of missing capabilities are skipped."""
+    """The capabilities of an engine; tests/rollout/engine_contract.py skips the tests of missing ones."""
 
     uses_training_module: bool
     """The engine decodes with the module of `RolloutSpec.load_policy`, which may be the training module.
-    Other engines have separate weights and receive new ones through `load`."""
+    Other engines have weights of their own and receive new weights through `load`."""
     honors_seeds: bool = True
     """The same request with the same seed gets the same tokens."""
     samples_by_position: bool = True
-    """The random number of a token depends only on (seed, absolute position): a request that is issued again
-    with its tokens as part of the prompt continues as if it had not been interrupted."""
+    """The random number of a token depends only on (seed, absolute position). So a request that is issued
+    again, with its tokens as part of the prompt, continues as if it had not been interrupted."""
     batch_invariant: bool = True
     """A request gets the same tokens alone and in any batch."""
     untruncated_log_probs: bool = True
@@ -166,7 +166,7 @@ class Traits:
     pause_keeps_requests: bool = True
     """`pause(keep=True)` keeps running requests."""
     multi_modal: bool = False
-    adapters: bool = False
+    loads_adapters: bool = False
     """`load` accepts LoRA tensors without the base weights; other engines need merged weights."""
 
 
@@ -193,13 +193,13 @@ class RolloutSpec:
     world_size: int = 1
     """Number of rollout workers in the run; each has an engine."""
     current_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
-    """Returns the published weights, for an engine with separate weights that must load them again; None
-    if they are not in this process."""
+    """Returns the published weights, for an engine with weights of its own that must load them again; None
+    if the published weights are not in this process."""
     peers: Peers | None = None
     """The tensor-parallel group of the native engine, if there is one. In a group, `load_policy` returns a
     module without weights, and all ranks call `current_weights` together."""
-    adapters: bool = False
-    """Whether the policy has LoRA adapters, which an engine may load without the base weights."""
+    has_adapters: bool = False
+    """Whether the policy has LoRA adapters and the engine may load them without the base weights."""
 
 
 @runtime_checkable
@@ -237,22 +237,22 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None: ...
 
     async def begin_update(self) -> None:
-        """Starts loading new weights; raises if requests run.
+        """Prepares to load new weights; raises if requests run.
 
-        Until `commit`, new requests wait if the engine is paused, and raise otherwise.
+        Until `commit`, a new request waits if the engine is paused, and raises otherwise.
         """
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Loads some of the new weights by Hugging Face name; may be called repeatedly."""
 
     async def commit(self, version: int) -> None:
-        """Ends the update and sets the version; without a preceding `load`, only the version changes."""
+        """Ends the weight update and sets the version; without a `load`, only the version changes."""
 
     async def sleep(self) -> None:
         """Frees the memory that only generation needs."""
 
     async def wake_up(self) -> None:
-        """Prepares to decode after `sleep`, or after the parameters of a shared module have moved."""
+        """Prepares to decode after `sleep`, or after the parameters of the training module have moved."""
 
     async def close(self) -> None:
         """Ends every request; later requests raise."""
@@ -265,8 +265,8 @@ class DrivenEngine(Protocol):
     def drive(self, until: Callable[[], bool]) -> None:
         """Decodes in this thread until `until()` is true or the engine fails or is closed.
 
-        `until` is called at the start, after requests finish, and after `notify`. While `until` runs, no
-        lock is held and nothing decodes, so it may wait for event loops that submit requests.
+        The engine calls `until` at the start, after requests finish, and after `notify`, and holds no lock
+        meanwhile. So `until` may wait for event loops that submit requests.
         """
 
     def notify(self) -> None:

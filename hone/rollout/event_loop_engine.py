@@ -1,4 +1,4 @@
-"""The base class of engines that decode in the caller's event loop: HFRollout and ScriptedRollout."""
+"""The base class of `HFRollout` and `ScriptedRollout`, which decode in the event loop of the caller."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class EventLoopEngine(RequestEngine):
                 self._deferred.pop(id(request), None)
 
     async def _wait_until_running(self, request: Request) -> bool:
-        """Waits while the engine is paused; returns whether the request still runs."""
+        """Waits while the engine is paused; returns False if the request has ended."""
         while True:
             with self._state_lock:
                 self._raise_if_failed()

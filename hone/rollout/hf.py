@@ -25,7 +25,7 @@ class HFRollout(EventLoopEngine):
     """A `RolloutEngine` that decodes in the event loop, one token at a time."""
 
     name = "hf"
-    traits = Traits(uses_training_module=True, adapters=True)
+    traits = Traits(uses_training_module=True, loads_adapters=True)
 
     def __init__(
         self, policy: PolicyModel, *, eos_ids: Sequence[int], tokenizer: Tokenizer | None

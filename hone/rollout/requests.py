@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ConnectionLost(Exception):
-    """A stream was interrupted, or a server did not answer; the request may be issued again."""
+    """A connection broke off, or a server did not answer; the request may be issued again."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Request:
     cancelled: bool = False
     """Whether the caller has cancelled the request, which then ends at its next token."""
     future: asyncio.Future[TokenOutput] | None = None
-    """The future that the caller awaits, if the engine decodes in another thread."""
+    """The future that the caller awaits; None if the engine decodes in the caller's event loop."""
     on_tokens: OnTokens | None = None
     num_streamed: int = 0
     """Number of tokens that were passed to `on_tokens`."""
@@ -80,7 +80,7 @@ class Request:
         self.versions.append(version)
 
     def stream(self) -> None:
-        """Passes new tokens to `on_tokens`; call it only in the event loop of the request."""
+        """Passes new tokens to `on_tokens`; must run in the event loop of the request."""
         begin, end = self.num_streamed, len(self.versions)  # `append` writes the version last
         if self.on_tokens is not None and begin < end:
             self.num_streamed = end
@@ -130,7 +130,7 @@ class RequestRules:
         )
 
     def check(self, request: Request) -> None:
-        """Raises for an invalid request, which would make other requests fail."""
+        """Raises for an invalid request, because in the engine it would make other requests fail."""
         request_id, prompt = request.request_id, request.prompt_ids
         if not prompt:
             raise RolloutError(f"request {request_id} has an empty prompt")
@@ -206,7 +206,7 @@ def check_text_only(request_id: str, media: Settings | None, engine_name: str) -
 
 
 class RequestEngine:
-    """The base class of all engines, with their common state and the validation of requests."""
+    """The base class of hone's engines, with their common state and the validation of requests."""
 
     name: str
 

@@ -11,9 +11,9 @@ from hone.rollout.requests import Request
 _PREFIX_TOKENS = 256
 """Requests with equal prefixes go to the same target; a prefix has at most this many prompt tokens."""
 _MAX_IMBALANCE = 8
-"""A request leaves its prefix's target if that has over this many requests more than another."""
+"""A request goes to the least loaded target if its prefix's target has more than this many requests more."""
 _MAX_KEYS = 8192
-"""Maximum number of recent trajectories and prefixes whose target is remembered."""
+"""Maximum number of trajectories and prefixes whose last target is stored."""
 
 
 class Target(Protocol):
@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Target)
 
 
 class Router(Generic[T]):
-    """Routes requests of recent trajectories and prefixes to the target whose KV cache has their tokens."""
+    """Routes a request to the target whose KV cache probably has the first tokens of its prompt."""
 
     def __init__(
         self, targets: Sequence[T], is_healthy: Callable[[T], bool] = lambda target: True
@@ -39,9 +39,9 @@ class Router(Generic[T]):
     def route(self, request: Request) -> T:
         """Returns the target of a request.
 
-        A request of a known trajectory goes to the trajectory's target. Another request with a known prefix
-        goes to the prefix's target, unless that target is overloaded. All others go to the target with the
-        fewest streams; of equal targets, to the one with the fewest requests so far.
+        A request of a known trajectory goes to the trajectory's target. Else a request with a known prefix
+        goes to the prefix's target, unless that target is overloaded. Else a request goes to the target with
+        the fewest open requests, and among these to the target that has got the fewest requests so far.
         """
         healthy_targets = [t for t in self._targets if self._is_healthy(t)] or self._targets
         least_loaded = min(

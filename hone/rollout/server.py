@@ -76,7 +76,7 @@ class ServerRollout(RemoteEngine):
         self._wake_lock = asyncio.Lock()
         self._route = Router(self._servers, lambda server: server.healthy).route
         self._warnings: set[str] = set()
-        self.traits = Traits(uses_training_module=False, adapters=adapters)
+        self.traits = Traits(uses_training_module=False, loads_adapters=adapters)
         super().__init__(rules)
 
     async def start(self) -> None:
@@ -340,7 +340,11 @@ class ServerRollout(RemoteEngine):
         if any(server.released_tags or not server.can_release_memory for server in self._servers):
             return
         tags = ["kv_cache"]
-        if self._expected_version and self._folder.current_checkpoint and not self.traits.adapters:
+        if (
+            self._expected_version
+            and self._folder.current_checkpoint
+            and not self.traits.loads_adapters
+        ):
             tags.append("weights")
         await self._for_each_server(lambda server: self._release_memory(server, tags))
 

@@ -25,7 +25,7 @@ from hone.rollout.server_weights import (
 from hone.rollout.sglang_adapters import (
     all_servers_accept,
     lora_server_arguments,
-    publishable_peft_model,
+    peft_model_for_adapters,
 )
 from hone.rollout.sglang_process import LaunchedSGLang, command_and_environment
 from hone.rollout.sglang_server import SGLangServer
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running SGLang servers, or starts one."""
-    server_config, lm = spec.config.server, publishable_peft_model(spec)
+    server_config, lm = spec.config.server, peft_model_for_adapters(spec)
     timeouts = Timeouts(server_config.max_start_wait_time, server_config.timeout)
     if server_config.urls:
 

@@ -22,11 +22,11 @@ _ACCEPTED_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 """The modules that every SGLang server accepts in `--lora-target-modules`."""
 
 
-def publishable_peft_model(spec: RolloutSpec) -> PeftModel | None:
+def peft_model_for_adapters(spec: RolloutSpec) -> PeftModel | None:
     """Returns the policy's PEFT model if SGLang can load its adapter from a folder, else None."""
     config = spec.config
     num_replicas = config.engine_kwargs.sglang.get("dp_size", config.data_parallel_size)
-    if not spec.adapters or config.server.weights != "disk" or num_replicas > 1:
+    if not spec.has_adapters or config.server.weights != "disk" or num_replicas > 1:
         return None
     lm: PeftModel = spec.load_policy().lm
     adapter = lm.peft_config[lm.active_adapter]

@@ -48,7 +48,7 @@ class AdapterVLLM(VLLMRollout):
     ) -> None:
         parameters = {name: tensor.to("meta") for name, tensor in adapter_weights(lm)}
         super().__init__(processes, rules, parameters, bucket_bytes=0, device=device)
-        self.traits = replace(self.traits, adapters=True)
+        self.traits = replace(self.traits, loads_adapters=True)
         self._folder = AdapterFolder(None, lm)
 
     async def _load(self, weights: Weights) -> None:

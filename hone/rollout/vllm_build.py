@@ -74,11 +74,11 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
     model_type, has_experts = model_config.model_type, routing_shape(model_config) is not None
     if has_experts and receives_weights(spec) and model_type not in UPDATABLE_MODEL_TYPES:
         raise RolloutError(
-            f"{spec.model_path} is a {model_type}; of mixtures of experts, rollout.name=vllm loads new "
-            f"weights only into {', '.join(sorted(UPDATABLE_MODEL_TYPES))}; use rollout.name=native"
+            f"{spec.model_path} is a mixture of experts of the type {model_type}; rollout.name=vllm can load "
+            f"new weights only into {', '.join(sorted(UPDATABLE_MODEL_TYPES))}; use rollout.name=native"
         )
     rules = RequestRules.of(model_config, spec.eos_ids, spec.tokenizer)
-    lm = None if has_experts else _publishable_peft_model(spec)
+    lm = None if has_experts else _peft_model_for_adapters(spec)
     lora_arguments = (lora_engine_arguments(lm) if lm is not None else None) or {}
     launches = [
         make_launch_arguments(spec, rules.max_positions, i, lora_arguments)
@@ -108,18 +108,18 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
 async def _start(engine: VLLMRollout, spec: RolloutSpec) -> None:
     """Starts the processes and loads the current weights, which may differ from the model's files."""
     await engine.start()
-    if spec.current_weights is not None and not engine.traits.adapters:
+    if spec.current_weights is not None and not engine.traits.loads_adapters:
         await engine.begin_update()
         await engine.load(spec.current_weights())
         await engine.commit(0)
 
 
-def _publishable_peft_model(spec: RolloutSpec) -> Any:
+def _peft_model_for_adapters(spec: RolloutSpec) -> Any:
     """Returns the policy's PEFT model if vLLM should load only its adapter, else None.
 
-    Even with an adapter, the result is None in two cases. If vLLM frees its weights on a GPU that it shares
-    with the actor, it needs all weights when it wakes up, and merged weights decode faster. If vLLM has
-    workers on other machines, these cannot read the adapter's folder on this machine.
+    Even if the policy has an adapter, there are two cases for None. If vLLM frees its weights on a GPU that
+    it shares with the actor, it needs all weights when it wakes up, and merged weights decode faster. If vLLM
+    has workers on other machines, these workers cannot read the adapter's folder on this machine.
     """
     config = spec.config
     if config.vllm.weights == "distributed":
@@ -127,7 +127,7 @@ def _publishable_peft_model(spec: RolloutSpec) -> Any:
     shares_gpu = spec.device.type == "cuda" and spec.current_weights is not None
     if shares_gpu and isinstance(config, RolloutConfig) and config.free_cache_engine:
         return None
-    return spec.load_policy().lm if spec.adapters else None
+    return spec.load_policy().lm if spec.has_adapters else None
 
 
 def make_launch_arguments(

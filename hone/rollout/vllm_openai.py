@@ -1,7 +1,7 @@
 """The client of a running vLLM OpenAI server.
 
-The server loads new weights from a checkpoint folder that client and server can read. These updates need the
-development routes (VLLM_SERVER_DEV_MODE=1 in the server's environment); without them, it only generates.
+The server loads new weights from a checkpoint folder that client and server can read. For that it needs its
+development routes (VLLM_SERVER_DEV_MODE=1 in its environment); without these routes it only generates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class VLLMServer(HttpServer):
     tied_embeddings: bool = False
     """Whether input and output embeddings are tied."""
     has_dev_routes: bool = False
-    """Whether the server has the development routes, which updates need."""
+    """Whether the server has the development routes, which weight updates need."""
     device_type: str = ""
 
     kind = "vLLM"
@@ -114,8 +114,8 @@ class VLLMServer(HttpServer):
         ids = choice.get("token_ids")
         if ids is None:
             raise RolloutError(
-                f"{self.safe_url}/v1/completions sent no token_ids (return_token_ids); it needs vLLM 0.10.2 "
-                "or later"
+                f"{self.safe_url}/v1/completions sent no token_ids (return_token_ids): the server needs vLLM "
+                "0.10.2 or later"
             )
         log_probs = (choice.get("logprobs") or {}).get("token_logprobs")
         if ids and log_probs is None:

@@ -107,7 +107,7 @@ class RolloutWorker(Worker):
                 current_weights=self.actor.engine.named_hf_weights
                 if self.actor is not None and self.world_size == 1
                 else None,
-                adapters=config.model.uses_lora and not config.rollout.merge_lora,
+                has_adapters=config.model.uses_lora and not config.rollout.merge_lora,
             )
             self.engine = build_rollout(
                 self._tensor_parallel_spec(spec, model_spec)
@@ -247,7 +247,7 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def takes_adapters(self) -> bool:
         """Whether the engine accepts LoRA tensors without the base weights."""
-        return self.engine.traits.adapters
+        return self.engine.traits.loads_adapters
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def location(self) -> Location:
@@ -272,7 +272,7 @@ class RolloutWorker(Worker):
 
         with self.actor.engine.on_device():
             engine = self.actor.engine
-            adapters_only = self.engine.traits.adapters and engine.facts.has_adapters
+            adapters_only = self.engine.traits.loads_adapters and engine.facts.has_adapters
             weights = engine.named_adapter_weights() if adapters_only else engine.named_hf_weights()
             run_coroutine(self._update(record_sizes(weights), version))
         return sum(sizes)

@@ -43,6 +43,13 @@ def test_names_of_other_engines_are_understood() -> None:
     assert sampling == Sampling(5, 1.0, 4, stop=("x",))
 
 
+def test_one_stop_string_is_not_its_characters() -> None:
+    assert Sampling(5, 1.0, 4, stop="end").stop == ("end",)  # type: ignore[arg-type]
+    params = {"stop": ["a", "b"], "stop_token_ids": [1, 2]}
+    sampling = Sampling.from_mapping(params, max_tokens=9, seed=4)
+    assert (sampling.stop, sampling.stop_token_ids) == (("a", "b"), (1, 2))
+
+
 def test_a_request_never_asks_for_more_than_its_limit() -> None:
     assert Sampling.from_mapping({"max_tokens": 50}, max_tokens=9, seed=0).max_tokens == 9
 

@@ -133,7 +133,7 @@ def lora_engine(lm: Any, folder: Path, *servers: ContractServer, world_size: int
             config=config,
             model_path=str(folder),
             load_policy=lambda: PolicyModel(lm),
-            adapters=True,
+            has_adapters=True,
             world_size=world_size,
         )
     )
@@ -145,7 +145,7 @@ def test_an_adapter_is_published_alone_and_given_again_to_a_server_that_restarts
     servers.append(ContractServer(policy()))
     servers[0].lora = True
     engine = lora_engine(adapted, tmp_path, servers[0])
-    assert engine.traits.adapters
+    assert engine.traits.loads_adapters
 
     async def scenario() -> None:
         for version in (1, 2):
@@ -169,7 +169,7 @@ def test_an_adapter_is_published_alone_and_given_again_to_a_server_that_restarts
     asyncio.run(scenario())
     assert "/update_weights_from_disk" not in servers[0].calls
     following = lora_engine(adapted, tmp_path, servers[0])
-    assert following.traits.adapters, "its base is that of the files"
+    assert following.traits.loads_adapters, "its base is that of the files"
     asyncio.run(following.close())
 
 
@@ -200,7 +200,7 @@ def test_a_server_that_cannot_take_the_adapter_gets_merged_weights(
     with caplog.at_level("INFO"):
         engine = lora_engine(adapted, tmp_path, *servers, world_size=2)
     assert words in caplog.text
-    assert not engine.traits.adapters
+    assert not engine.traits.loads_adapters
     asyncio.run(engine.close())
 
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from hone.config import load_config
 from hone.models.policy import PolicyModel
-from hone.rollout.sglang_adapters import lora_server_arguments, publishable_peft_model
+from hone.rollout.sglang_adapters import lora_server_arguments, peft_model_for_adapters
 from hone.rollout.sglang_process import command_and_environment
 
 from .fake_sglang.sglang.launch_server import parser
@@ -42,8 +42,8 @@ def test_an_adapter_goes_alone_only_if_sglang_applies_it_as_it_is(
     settings: dict[str, Any], is_alone: bool
 ) -> None:
     lm = peft_model(**settings)
-    spec = replace(spec_of("hf"), adapters=True, load_policy=lambda: PolicyModel(lm))
-    assert publishable_peft_model(spec) is (lm if is_alone else None)
+    spec = replace(spec_of("hf"), has_adapters=True, load_policy=lambda: PolicyModel(lm))
+    assert peft_model_for_adapters(spec) is (lm if is_alone else None)
 
 
 @pytest.mark.parametrize("word", ["data_parallel_size=2", "engine_kwargs.sglang.dp_size=2"])
@@ -51,8 +51,10 @@ def test_replicas_get_merged_weights(word: str) -> None:
     """SGLang loads no adapters with more than one."""
     lm = peft_model()
     config = load_config([f"actor_rollout_ref.rollout.{word}"]).actor_rollout_ref.rollout
-    spec = replace(spec_of("hf"), adapters=True, load_policy=lambda: PolicyModel(lm), config=config)
-    assert publishable_peft_model(spec) is None
+    spec = replace(
+        spec_of("hf"), has_adapters=True, load_policy=lambda: PolicyModel(lm), config=config
+    )
+    assert peft_model_for_adapters(spec) is None
 
 
 def test_a_launched_server_is_told_of_the_adapter_by_names_that_it_knows() -> None:

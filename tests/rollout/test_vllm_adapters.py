@@ -50,7 +50,7 @@ def test_an_adapter_is_published_alone_and_restored_after_a_death(tmp_path: Path
     async def work() -> None:
         await engine.start()
         folder = engine._folder.root
-        assert engine.traits.adapters
+        assert engine.traits.loads_adapters
         for version, shift in enumerate((4, 9), 1):
             await engine.begin_update()
             await engine.load(adapter(shift))

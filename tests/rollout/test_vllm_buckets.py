@@ -111,7 +111,7 @@ def test_updates_of_other_mixtures_are_refused_before_vllm_starts(
 ) -> None:
     monkeypatch.setattr("hone.rollout.vllm_build.has_vllm", lambda python: True)
     with pytest.raises(
-        RolloutError, match=r"is a qwen2_moe; of mixtures of experts, .* into qwen3_moe;"
+        RolloutError, match=r"mixture of experts of the type qwen2_moe; .* only into qwen3_moe;"
     ):
         build_vllm(spec_of(tmp_path, mixture(0, "qwen2_moe"), "python"))
 

@@ -64,23 +64,24 @@ class Core(Protocol):
 class NativeRollout(RequestEngine):
     """A `RolloutEngine` over a core; the thread that calls `drive` decodes.
 
-    `_pending` has every request from arrival to result, so `_fail` reaches requests in every phase.
+    `_pending` has every request from its arrival to its result, so `_fail` ends requests in every phase.
     """
 
     name = "native"
-    traits = Traits(uses_training_module=True, adapters=True)
+    traits = Traits(uses_training_module=True, loads_adapters=True)
 
     def __init__(self, core: Core) -> None:
         super().__init__(core.rules)
         self._core = core
         self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        """Requests of each event loop's current iteration; only the loop's thread accesses them."""
+        """Requests that each event loop has submitted in its current iteration; only its thread uses it."""
         self._arrivals: list[Request] = []  # submitted, not yet in the core
         self._deferred: list[Request] = []  # submitted while paused
         # Guards every attribute except the core and `_submitted`.
         self._condition = threading.Condition()
-        self._submit_lock, self._step_lock = threading.Lock(), threading.Lock()
+        # `drive` holds `_step_lock` for one step, and before each step waits until `_control_lock` is free.
+        self._control_lock, self._step_lock = threading.Lock(), threading.Lock()
         self._is_driven = False
         self._notified = False
         self._num_in_core = 0
@@ -133,7 +134,7 @@ class NativeRollout(RequestEngine):
     async def begin_update(self) -> None:
         with self._between_steps(), self._condition:
             self._raise_if_stopped()
-            self._update.begin(0 if self._paused else len(self._open_requests()))
+            self._update.begin(0 if self._paused else len(self._awaited_requests()))
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         with self._between_steps():
@@ -152,7 +153,7 @@ class NativeRollout(RequestEngine):
     async def sleep(self) -> None:
         with self._between_steps(), self._condition:
             self._raise_if_stopped()
-            if not self._open_requests():  # only cancelled requests are left
+            if not self._awaited_requests():  # only cancelled requests are left
                 self._remove_pending(self._abort_running())
             if self._core.busy or self._arrivals:
                 raise RolloutError("sleep() was called while requests run; abort them first")
@@ -160,7 +161,7 @@ class NativeRollout(RequestEngine):
             self._core.invalidate()
 
     async def wake_up(self) -> None:
-        """Drops what was computed from the weights, which may have changed."""
+        """Drops everything that was computed from the weights, because they may have changed."""
         with self._between_steps():
             self._raise_if_stopped()
             self._core.invalidate()
@@ -185,7 +186,7 @@ class NativeRollout(RequestEngine):
         finally:
             with self._between_steps(), self._condition:
                 self._is_driven = False
-                if not self._stopped and not self._open_requests():  # every event loop is closed
+                if not self._stopped and not self._awaited_requests():  # every event loop is closed
                     self._abort_requests(None)
                     self._pending, self._streaming = {}, {}
 
@@ -194,12 +195,15 @@ class NativeRollout(RequestEngine):
             self._notified = True
             self._condition.notify()
 
-    def _open_requests(self) -> list[Request]:
-        """Returns pending requests whose event loop is open."""
+    def _awaited_requests(self) -> list[Request]:
+        """Returns pending requests whose event loop is open, so that a caller may await them."""
         return [r for r in self._pending.values() if not r.awaited_future.get_loop().is_closed()]
 
     def _abort_requests(self, request_ids: Collection[str] | None) -> list[Request]:
-        """Aborts running, arriving and deferred requests; marks the others, which `_flush_submitted` ends."""
+        """Aborts running, arriving and deferred requests.
+
+        A request that is still in `_submitted` is only marked: `_flush_submitted` ends it.
+        """
         aborted = self._abort_running(request_ids)
         aborted += select(self._deferred, request_ids)
         for request in select(self._pending.values(), request_ids):
@@ -224,7 +228,7 @@ class NativeRollout(RequestEngine):
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
         """Holds the driving thread between two steps while the block runs."""
-        with self._submit_lock, self._step_lock:
+        with self._control_lock, self._step_lock:
             yield
 
     def _flush_submitted(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -246,7 +250,7 @@ class NativeRollout(RequestEngine):
         """Decodes until a request finishes or `notify` is called."""
         try:
             while self._wait_for_work():
-                with self._submit_lock:  # calls that wait in `_between_steps` go first
+                with self._control_lock:  # a call that waits in `_between_steps` goes first
                     pass
                 with self._step_lock:
                     finished = self._step()
@@ -289,7 +293,7 @@ class NativeRollout(RequestEngine):
     def _must_yield(self) -> bool:
         """Whether the core should end its step soon, because a request or a caller waits."""
         waiting = self._arrivals or self._closed or self._notified or self._streaming
-        return bool(waiting or self._submit_lock.locked())
+        return bool(waiting or self._control_lock.locked())
 
     def _post_new_tokens(self) -> None:
         """Passes new tokens to the event loops of streaming requests."""
@@ -300,7 +304,7 @@ class NativeRollout(RequestEngine):
                 call_soon_in_loop(request.awaited_future.get_loop(), _stream_tokens, request)
 
     def _deliver(self, finished: list[Request]) -> None:
-        """Posts the results; removes requests whose event loop is closed, as nothing awaits them."""
+        """Posts the results; removes requests whose event loop is closed, because nothing awaits them."""
         self._remove_pending(_post_results(finished))
 
     def _remove_pending(self, requests: list[Request]) -> None:

@@ -15,7 +15,6 @@ from hone.rollout.native.engine import Core
 from hone.rollout.native.peers import Command
 from hone.rollout.native.sharded_policy import ShardedPolicy
 from hone.rollout.requests import Request
-from hone.types import Settings
 
 SHARDED_TRAITS = Traits(uses_training_module=False)
 
@@ -41,7 +40,7 @@ class Replica:
         """Executes a command and returns the numbers of the requests that have finished."""
         kind, core = command["do"], self.core
         if kind == "add":
-            number, sampling = command["number"], _to_sampling(command["sampling"])
+            number, sampling = command["number"], Sampling(**command["sampling"])
             self.add(number, Request(command["prompt"], sampling, str(number)))
         elif kind == "step":
             return self._step(command["cancelled"], command["checksum"])
@@ -73,8 +72,3 @@ class Replica:
         for number in numbers:
             del self.requests[number]
         return numbers
-
-
-def _to_sampling(arguments: Settings) -> Sampling:
-    tuples = {name: tuple(arguments[name]) for name in ("stop", "stop_token_ids")}
-    return Sampling(**{**arguments, **tuples})

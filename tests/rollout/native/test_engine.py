@@ -305,7 +305,7 @@ def test_chunks_that_follow_each_other_end_for_a_call_or_a_request(caller: str) 
             chunks += 1
             if chunks == 2:
                 in_progress.set()
-                while not (engine._submit_lock.locked() or engine._arrivals):  # type: ignore[attr-defined]
+                while not (engine._control_lock.locked() or engine._arrivals):  # type: ignore[attr-defined]
                     time.sleep(0.001)
             decode(steps)
 

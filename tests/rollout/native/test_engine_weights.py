@@ -118,7 +118,7 @@ def test_adapters_alone_are_loaded_over_the_base(factory: Factory) -> None:
                     parameter.normal_(generator=torch.Generator().manual_seed(seed), std=0.3)
         return model.eval()
 
-    assert factory.engine_traits.adapters
+    assert factory.engine_traits.loads_adapters
     rows, samplings = prompts(3, seed=2), [sampling(12, i) for i in range(3)]
     new = adapted(2)
     with factory.engine(adapted(1)) as engine:

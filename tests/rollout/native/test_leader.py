@@ -66,7 +66,7 @@ def test_a_refused_update_is_told_between_two_steps(monkeypatch: pytest.MonkeyPa
         "send",
         lambda command: told.append((command["refused"], leader._step_lock.locked())),
     )
-    monkeypatch.setattr(leader, "_open_requests", lambda: ["a request"])
+    monkeypatch.setattr(leader, "_awaited_requests", lambda: ["a request"])
     with pytest.raises(RolloutError, match="begin_update while 1 requests run"):
         asyncio.run(leader.begin_update())
     ((refusal, between_steps),) = told
