@@ -348,10 +348,8 @@ def _load_pretrained(
             ignore_mismatched_sizes=True,  # transformers' own error does not name the tensor
         )
     if getattr(lm, "is_quantized", False):
-        method = lm.config.quantization_config.quant_method
         raise UnsupportedModel(
-            f"{path} has quantized weights ({method}), which cannot be trained; name the model without "
-            "quantization"
+            f"{path} has quantized weights, which cannot be trained; name the unquantized model"
         )
     # transformers initializes missing parameters at random and only logs them.
     missing = sorted(report["missing_keys"])

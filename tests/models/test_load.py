@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForCausalLM
 
 from hone.models import attention
 from hone.models.facts import check_model
@@ -218,9 +217,7 @@ def test_a_value_of_another_type_is_refused_by_name(folder):
 
 def test_quantized_weights_are_refused(folder, monkeypatch):
     monkeypatch.setattr(Qwen2ForCausalLM, "is_quantized", True, raising=False)
-    quantization = QuantizationConfigMixin("gptq")
-    monkeypatch.setattr(Qwen2Config, "quantization_config", quantization, raising=False)
-    with pytest.raises(UnsupportedModel, match=r"quantized weights \(gptq\)"):
+    with pytest.raises(UnsupportedModel, match="quantized weights"):
         load_causal_lm(str(folder), dtype=torch.float32)
 
 
