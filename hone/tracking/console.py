@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
+import os
 import threading
 import time
 from collections import deque
@@ -91,9 +93,17 @@ class Screen:
         with self._lock:  # another thread may end the live region
             if self._live is not None:
                 self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-            else:
+                return
+            try:
                 self.console.file.write(text + "\n")
                 self.console.file.flush()
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.EIO):
+                    raise
+                # The reader has gone, as `head` does after its lines. The run needs no reader: its later
+                # output, and what Python flushes at exit, goes to the null device.
+                with open(os.devnull, "w") as null_device:
+                    os.dup2(null_device.fileno(), self.console.file.fileno())
 
     def print(self, *renderables: RenderableType) -> None:
         """Writes tables, panels and text, above the live region if any."""

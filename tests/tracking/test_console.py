@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import threading
 
@@ -255,3 +256,12 @@ def test_any_text_is_printed_without_control_codes(encoding: str) -> None:
     assert "\x1b" not in text
     assert text.startswith("a\\ud800\\x00\\x1b[2J ")
     assert "c\\udfff\\x1b[H" in text
+
+
+def test_a_run_outlives_the_reader_of_its_lines() -> None:
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe:
+        screen = Screen(Console(file=pipe))
+        os.close(reader)
+        screen.line("step 1")
+        screen.line("step 2")
