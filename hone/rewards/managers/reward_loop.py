@@ -6,10 +6,13 @@ A user's manager subclasses `RewardManagerBase` and implements `async run_single
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,7 +20,7 @@ from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
 from hone.rewards.calling import accepted_arguments, await_scorer, counted_mishaps, is_async
-from hone.rewards.failures import Failed, RewardError, Scored, SetupError
+from hone.rewards.failures import Failed, RewardError, Scored, SetupError, WrongSetting
 from hone.rewards.managers import registry
 from hone.rewards.managers.dapo import overlong_penalty
 from hone.rewards.managers.reading import place_on_last_policy_token, read_rows, valid_response_ids
@@ -180,57 +183,71 @@ class AsyncTokenBucket:
         self.last_update = now
 
 
+class CallLimits:
+    """Limits concurrent calls, and calls and tokens per minute; the counts outlive an event loop."""
+
+    def __init__(
+        self,
+        max_concurrent: int = 1,
+        max_rpm: float | None = None,
+        max_tpm: float | None = None,
+        estimated_tokens_per_request: int = DEFAULT_TOKENS_PER_REQUEST,
+    ) -> None:
+        for name, limit in (
+            ("max_concurrent", max_concurrent),
+            ("max_rpm", max_rpm),
+            ("max_tpm", max_tpm),
+        ):
+            if limit is not None and not limit > 0:
+                raise WrongSetting(f"{name}={limit} of the reward settings must be positive")
+        self.requests = None if max_rpm is None else AsyncTokenBucket(max_rpm / 60.0)
+        self.tokens = None if max_tpm is None else AsyncTokenBucket(max_tpm / 60.0)
+        self._max_concurrent = max_concurrent
+        self._tokens_per_request = estimated_tokens_per_request
+        # A semaphore can be awaited only in the event loop that used it first.
+        self._semaphores: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
+        self._semaphores = WeakKeyDictionary()
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Waits until a call is within all limits; the block makes the call."""
+        if self.requests is not None:
+            await self.requests.acquire(1.0)
+        if self.tokens is not None:
+            await self.tokens.acquire(self._tokens_per_request)
+        loop = asyncio.get_running_loop()
+        async with self._semaphores.setdefault(loop, asyncio.Semaphore(self._max_concurrent)):
+            yield
+
+
+@functools.cache
+def shared_limits(cls: type, **settings: float) -> CallLimits:
+    """Returns the limits that all managers of a class with these settings share."""
+    return CallLimits(**settings)  # type: ignore[arg-type]
+
+
 class RateLimitedRewardManager(RewardManagerBase):
     """For score functions that call a service: limits concurrent calls and calls per minute.
 
     Settings of the `reward` (or `reward_model`) block: `max_concurrent`, `max_rpm`, `max_tpm` with
-    `estimated_tokens_per_request`, `timeout`. All instances share the limits of the class. A failed
-    or late call scores `failure_score` (default 0), with `error` or `timeout` in its extra
-    information, unless `on_failure` is raise.
+    `estimated_tokens_per_request`, `timeout`. Managers with equal settings, such as those of training
+    and validation, share the limits. A failed or late call scores `failure_score` (default 0), with
+    `error` or `timeout` in its extra information, unless `on_failure` is raise.
     """
 
-    _limit_settings: ClassVar[Fields] = {}
-    _max_concurrent: ClassVar[int] = 1
-    _semaphore: ClassVar[asyncio.Semaphore | None] = None
-    _semaphore_loop: ClassVar[asyncio.AbstractEventLoop | None] = None
-    _rpm_limiter: ClassVar[AsyncTokenBucket | None] = None
-    _tpm_limiter: ClassVar[AsyncTokenBucket | None] = None
-    _estimated_tokens_per_request: ClassVar[int] = DEFAULT_TOKENS_PER_REQUEST
+    def __init__(self, config: Settings, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        names = ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request")
+        settings = _limits(config)
+        limits = {name: settings[name] for name in names if settings.get(name) is not None}
+        self.limits = shared_limits(type(self), **limits)
 
     @property
     def timeout(self) -> float:
         return _limits(self.config).get("timeout", DEFAULT_TIMEOUT_S)
 
-    @classmethod
-    def init_class(cls, config: Settings, tokenizer: Tokenizer) -> None:
-        names = ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request")
-        limits = {n: v for n, v in _limits(config).items() if n in names and v is not None}
-        if cls._class_initialized and limits == cls._limit_settings:
-            return
-        super().init_class(config, tokenizer)
-        cls._limit_settings = limits
-        rpm, tpm = (limits.get(name) for name in ("max_rpm", "max_tpm"))
-        cls._max_concurrent = limits.get("max_concurrent", 1)
-        cls._semaphore = None
-        cls._rpm_limiter = None if rpm is None else AsyncTokenBucket(rpm / 60.0)
-        cls._tpm_limiter = None if tpm is None else AsyncTokenBucket(tpm / 60.0)
-        tokens = limits.get("estimated_tokens_per_request", DEFAULT_TOKENS_PER_REQUEST)
-        cls._estimated_tokens_per_request = tokens
-
-    def _current_semaphore(self) -> asyncio.Semaphore:
-        """Returns the semaphore of the running event loop; another loop's cannot be awaited."""
-        cls, loop = type(self), asyncio.get_running_loop()
-        if cls._semaphore is None or cls._semaphore_loop is not loop:
-            cls._semaphore = asyncio.Semaphore(cls._max_concurrent)
-            cls._semaphore_loop = loop
-        return cls._semaphore
-
     async def run_single(self, data: DataProto) -> Fields:
-        if self._rpm_limiter is not None:
-            await self._rpm_limiter.acquire(1.0)
-        if self._tpm_limiter is not None:
-            await self._tpm_limiter.acquire(self._estimated_tokens_per_request)
-        async with self._current_semaphore():
+        async with self.limits.slot():
             try:
                 score, extra, _ = await asyncio.wait_for(self._score(data), self.timeout)
                 return _result_dict(score, extra)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from hone.config import load_config
 from hone.protocol import DataProto
 from hone.rewards.calling import ScorerSignatureError, count_mishap
-from hone.rewards.failures import RewardError
+from hone.rewards.failures import RewardError, WrongSetting
 from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers import reward_loop
 from hone.rewards.managers.reward_loop import (
@@ -25,12 +25,6 @@ from hone.rewards.managers.reward_loop import (
 )
 
 MakeBatch = Callable[..., DataProto]
-
-
-@pytest.fixture(autouse=True)
-def reset_limits() -> Iterator[None]:
-    yield
-    RateLimitedRewardManager._class_initialized = False
 
 
 async def by_length(solution_str: str, ground_truth: Any, **kwargs: Any) -> dict[str, Any]:
@@ -126,16 +120,17 @@ def test_concurrent_calls_are_limited(make_batch: MakeBatch, tokenizer: Any) -> 
     assert max_running == 2
 
 
-def test_limits_of_a_later_run_in_the_same_process_count(
-    make_batch: MakeBatch, tokenizer: Any
-) -> None:
+def test_managers_with_equal_limits_share_them_and_others_do_not(tokenizer: Any) -> None:
     def manager(**limits: int) -> RateLimitedRewardManager:
         return RateLimitedRewardManager({"reward_model": limits}, tokenizer, by_length)
 
-    bucket = manager(max_rpm=60)._rpm_limiter
-    assert manager(max_rpm=60)._rpm_limiter is bucket  # training and validation share it
-    assert manager(max_rpm=120)._rpm_limiter.rate_limit == 2.0  # type: ignore[union-attr]
-    assert manager()._rpm_limiter is None
+    first = manager(max_rpm=60)
+    assert manager(max_rpm=60).limits is first.limits  # training and validation share them
+    assert manager(max_rpm=120).limits.requests.rate_limit == 2.0  # type: ignore[union-attr]
+    assert first.limits.requests.rate_limit == 1.0  # type: ignore[union-attr]
+    assert manager().limits.requests is None
+    with pytest.raises(WrongSetting, match="max_concurrent=0"):  # no call would ever start
+        manager(max_concurrent=0)
 
 
 def test_a_late_or_failing_call_scores_0_and_is_counted(
