@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import torch
 
 from hone.config.generation import EvaluationConfig
+from hone.config.keys import replace
 from hone.config.reward import RewardKwargs, RewardModelConfig
 from hone.config.trees import PPOTrainerConfig
 from hone.plugins import PluginError, load_extern_object, load_object
@@ -50,7 +51,8 @@ def load_reward_manager(
     """Returns the reward manager that the config selects.
 
     `compute_score` replaces the configured score function. `reward_kwargs` override
-    keys of `reward_model.reward_kwargs`; other names are arguments of the manager, or of the scorer.
+    keys of `reward_model.reward_kwargs`. Names that this block does not declare are arguments of the
+    manager, or if its `__init__` has no such argument, of the scorer that a rule manager calls.
     """
     reward_model = config.reward_model
     for source, target in reward_model.scores.items():
@@ -61,19 +63,24 @@ def load_reward_manager(
         _warn_about_observations()
     cls = _manager_class(config)
     scorer = compute_score or get_custom_reward_fn(config)
-    if issubclass(cls, RewardManagerBase):
-        return _reward_loop_manager(cls, config, tokenizer, scorer)
     overrides = {name: reward_kwargs.pop(name) for name in _KWARGS_FIELDS & {*reward_kwargs}}
-    kwargs = reward_model.reward_kwargs
-    if overrides:
-        kwargs = dataclasses.replace(kwargs, **overrides)
-    settings = {**_manager_settings(config, kwargs), **reward_kwargs}
+    kwargs = dataclasses.replace(reward_model.reward_kwargs, **overrides)
+    kwargs = dataclasses.replace(kwargs, extra={**kwargs.extra, **reward_kwargs})
+    if issubclass(cls, RewardManagerBase):
+        if kwargs != reward_model.reward_kwargs:
+            config = replace(config, "reward_model.reward_kwargs", kwargs)
+        return _reward_loop_manager(cls, config, tokenizer, scorer)
+    settings = _manager_settings(config, kwargs)
     is_rule_manager = issubclass(cls, RuleRewardManager)
-    accepted_settings = (
-        init_parameter_names(cls) | {*reward_kwargs} if is_rule_manager else accepted_names(cls)
-    )
+    accepted_settings = init_parameter_names(cls) if is_rule_manager else accepted_names(cls)
     if accepted_settings is not None:
         settings = {name: settings[name] for name in settings if name in accepted_settings}
+        if not is_rule_manager and (unknown := sorted({*kwargs.extra} - accepted_settings)):
+            raise WrongSetting(
+                f"reward manager {cls.__name__} takes no argument {', '.join(unknown)}; check "
+                "reward_model.reward_kwargs"
+            )
+    settings |= kwargs.extra
     if is_rule_manager:
         settings = {**_score_options(config, scorer), "policy": _failure_policy(kwargs), **settings}
         # With type=prime, every row needs a ground truth: its reward model is trained on the rule's score.
@@ -218,9 +225,9 @@ def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
 
 
 def _manager_settings(config: PPOTrainerConfig, kwargs: RewardKwargs) -> Fields:
-    """Returns the manager's settings without the failure policy; null becomes a default."""
+    """Returns the settings that a manager may declare as arguments; null becomes a default."""
     reward_model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
-    settings = {name: getattr(kwargs, name) for name in _KWARGS_FIELDS - _POLICY_FIELDS}
+    settings = {name: getattr(kwargs, name) for name in _KWARGS_FIELDS - {"extra"}}
     settings["score_observations"] = reward_model.score_observations
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length

@@ -11,7 +11,8 @@ from hone.config import load_config
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.rewards import compute_reward, load_reward_manager, loading
-from hone.rewards.failures import FailurePolicy
+from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.managers.dapo import DAPORewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.managers.rule import NaiveRewardManager
@@ -206,6 +207,37 @@ def test_a_users_manager_is_loaded_from_its_file_with_the_arguments_it_accepts(
     assert manager.limit == 33
     assert manager.reward_fn_key == "kind"
     assert manager.pop_metrics() == {}
+
+
+def test_a_users_manager_gets_its_own_reward_kwargs_as_in_verl(
+    load: Callable[..., Any], scorer_file: Callable[[str], str]
+) -> None:
+    own = MANAGER.replace("max_resp_len=None", "weight=0, timeout_s=0").replace(
+        "self.limit = max_resp_len", "self.limit = weight, timeout_s"
+    )
+    settings = [
+        "reward_manager.source=importlib",
+        f"reward_manager.module.path={scorer_file(own)}",
+        "reward_manager.module.name=Mine",
+        "reward_model.reward_kwargs.timeout_s=7",
+    ]
+    assert load(*settings, "reward_model.reward_kwargs.weight=5").limit == (5, 7)
+    assert load(*settings, weight=6).limit == (6, 7)
+    with pytest.raises(WrongSetting, match="Mine takes no argument wieght"):
+        load(*settings, "reward_model.reward_kwargs.wieght=5")
+
+
+def test_reward_kwargs_that_nothing_reads_are_an_error(
+    load: Callable[..., Any], make_batch: MakeBatch
+) -> None:
+    unknown = "reward_model.reward_kwargs.weight=60"
+    with pytest.raises(ScorerSignatureError, match="weight"):
+        load(unknown)(make_batch(["#### 1"], "openai/gsm8k", ["2"]))
+    with pytest.raises(WrongSetting, match="has no setting reward_kwargs.weight"):
+        load(unknown, "reward_model.reward_manager=rate_limited")
+    manager = load("reward_model.reward_manager=rate_limited", max_rpm=60, failure_score=-1)
+    assert manager.limits.requests.rate_limit == 1.0
+    assert manager.config.reward_model.reward_kwargs.failure_score == -1
 
 
 def test_keyword_arguments_override_the_config_and_reach_the_scorer(

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hone.config.errors import did_you_mean, nearest
 from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
@@ -33,6 +34,7 @@ from hone.types import Fields, Function, Settings
 
 logger = logging.getLogger(__name__)
 
+_LIMITS = ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request")
 DEFAULT_TIMEOUT_S = 300.0
 DEFAULT_TOKENS_PER_REQUEST = 2000
 """The tokens that `max_tpm` counts per call if `estimated_tokens_per_request` is not set."""
@@ -237,10 +239,13 @@ class RateLimitedRewardManager(RewardManagerBase):
 
     def __init__(self, config: Settings, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        names = ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request")
         settings = _limits(config)
-        limits = {name: settings[name] for name in names if settings.get(name) is not None}
+        limits = {name: settings[name] for name in _LIMITS if settings.get(name) is not None}
         self.limits = shared_limits(type(self), **limits)
+        for name in _reward_kwargs(config).get("extra") or {}:
+            if name not in (*_LIMITS, "timeout") and type(self) is RateLimitedRewardManager:
+                hint = did_you_mean(nearest(name, (*_LIMITS, "timeout")))
+                raise WrongSetting(f"rate_limited has no setting reward_kwargs.{name}.{hint}")
 
     @property
     def timeout(self) -> float:
