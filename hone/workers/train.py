@@ -40,6 +40,8 @@ class TrainWorker(Worker):
     """A worker with one training engine: the actor, critic, reference or a reward model."""
 
     engine: TrainEngine
+    _rows_per_update: int
+    """The number of rows in a mini-batch, over all ranks; roles that are trained set it."""
 
     def __init__(self, config: Block) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class TrainWorker(Worker):
         """
         return minibatches(
             data,
-            rows_per_update=config.sequences_per_update,
+            rows_per_update=self._rows_per_update,
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
             num_step_rows=num_step_rows,
@@ -165,6 +167,8 @@ class ActorWorker(TrainWorker):
         self.tokenizer = build_tokenizer(config.model)
         fsdp_configs = (config.actor.fsdp_config, config.ref.fsdp_config)
         self.build_engine(config.actor.strategy, actor_spec, *fsdp_configs)
+        self._rows_per_update = config.actor.sequences_per_update
+        self._objective = self._policy_objective(None)
         self._roofline = Roofline.for_device(self.engine.facts, self.engine.device)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -204,9 +208,8 @@ class ActorWorker(TrainWorker):
     ) -> DataProto:
         """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
         config = self.config.actor_rollout_ref.actor
-        correction = self.config.algorithm.rollout_correction
-        objective = PolicyObjective(
-            config, temperature=self.temperature(temperature), correction=correction
+        objective = (
+            self._objective if temperature is None else self._policy_objective(temperature)
         )
         updates = []
         start_time = time.perf_counter()
@@ -216,6 +219,13 @@ class ActorWorker(TrainWorker):
         metrics = self.end_updates("actor", updates)
         metrics |= self._device_metrics(data, time.perf_counter() - start_time)
         return DataProto(meta_info={"metrics": metrics})
+
+    def _policy_objective(self, temperature: float | None) -> PolicyObjective:
+        return PolicyObjective(
+            self.config.actor_rollout_ref.actor,
+            temperature=self.temperature(temperature),
+            correction=self.config.algorithm.rollout_correction,
+        )
 
     def _device_metrics(self, data: DataProto, seconds: float) -> dict[str, float]:
         """Returns the MFU of the updates and the peak memory."""
@@ -271,6 +281,7 @@ class CriticWorker(TrainWorker):
         config = self.config.critic
         import_external(config.model.external_lib)
         self.build_engine(config.strategy, critic_spec, config.model.fsdp_config)
+        self._rows_per_update = config.sequences_per_update
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -41,22 +41,36 @@ def balance(
         update_numbers = step_rows // min(rows_per_update)
         sorted_rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
         return batch.select_idxs(torch.cat([sorted_rows[rank::ranks] for rank in range(ranks)])), {}
-    block_rows = math.gcd(len(batch), *rows_per_update)
+    rank_rows = _equal_parts(lengths, ranks, rows_per_update, by_length)
+    metrics = _length_metrics(lengths, rank_rows)
+    return batch.select_idxs(torch.tensor([row for rows in rank_rows for row in rows])), metrics
+
+
+def _equal_parts(
+    lengths: torch.Tensor, ranks: int, rows_per_update: Sequence[int], by_length: bool
+) -> list[list[int]]:
+    """Returns the rows of each rank: the same number for every rank, from each mini-batch."""
+    block_rows = math.gcd(len(lengths), *rows_per_update)
     rank_rows: list[list[int]] = [[] for _ in range(ranks)]
-    for block in torch.arange(len(batch)).split(
-        block_rows if block_rows % ranks == 0 else len(batch)
+    for block in torch.arange(len(lengths)).split(
+        block_rows if block_rows % ranks == 0 else len(lengths)
     ):
         parts = _partition(lengths[block], ranks, by_length)
         for row_list, part in zip(rank_rows, parts, strict=True):
             row_list += block[part].tolist()
-    order = [row for row_list in rank_rows for row in row_list]
-    rows_per_rank = len(batch) // ranks
+    return rank_rows
+
+
+def _length_metrics(lengths: torch.Tensor, rank_rows: list[list[int]]) -> dict[str, float]:
+    """Returns the tokens per rank of `rank_rows`, and those without a reordering."""
+    ranks = len(rank_rows)
+    rows_per_rank = len(lengths) // ranks
     contiguous_parts = [range(i * rows_per_rank, (i + 1) * rows_per_rank) for i in range(ranks)]
     tokens_before, tokens_after = (
         [float(lengths[list(part_rows)].sum()) for part_rows in parts]
         for parts in (contiguous_parts, rank_rows)
     )
-    metrics = {
+    return {
         "global_seqlen/min": min(tokens_before),
         "global_seqlen/max": max(tokens_before),
         "global_seqlen/minmax_diff": max(tokens_before) - min(tokens_before),
@@ -64,7 +78,6 @@ def balance(
         "global_seqlen/balanced_max": max(tokens_after),
         "global_seqlen/mean": lengths.sum().item() / ranks,
     }
-    return batch.select_idxs(torch.tensor(order)), metrics
 
 
 def _partition(lengths: torch.Tensor, ranks: int, by_length: bool) -> list[list[int]]:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from hone.agents.contract import AgentLoopBase, ServerManager
@@ -315,8 +315,10 @@ class PromptLengths:
 def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> PromptLengths:
     """Measures the length of every prompt; the result is cached on disk."""
     cache_file = _cache_file(dataset)
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return PromptLengths(**json.loads(cache_file.read_text()))
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        cached = json.loads(cache_file.read_text())
+        # The file may have moved, so the cache has the position of the longest prompt.
+        return PromptLengths(**cached["lengths"], where=dataset.where(cached["longest_position"]))
     max_length = dataset.settings.max_prompt_length
     lengths: list[int] = []
     for index, length in enumerate(dataset.prompt_lengths()):
@@ -328,12 +330,17 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
         if index % PROMPTS_PER_PROGRESS_UPDATE == PROMPTS_PER_PROGRESS_UPDATE - 1:
             advance(PROMPTS_PER_PROGRESS_UPDATE)
     longest = max(lengths)
-    too_long = sum(length > max_length for length in lengths)
-    where = dataset.where(lengths.index(longest))
-    summary = PromptLengths(len(lengths), min(lengths), longest, too_long, where)
+    longest_position = lengths.index(longest)
+    summary = {
+        "rows": len(lengths),
+        "shortest": min(lengths),
+        "longest": longest,
+        "too_long": sum(length > max_length for length in lengths),
+    }
     with contextlib.suppress(OSError):  # without the cache the next run is only slower
-        atomic_write_text(cache_file, json.dumps(asdict(summary)))
-    return summary
+        cached = {"lengths": summary, "longest_position": longest_position}
+        atomic_write_text(cache_file, json.dumps(cached))
+    return PromptLengths(**summary, where=dataset.where(longest_position))
 
 
 def _added_text(dataset: RLHFDataset) -> str:

@@ -81,6 +81,12 @@ def test_prompts_are_measured_once_per_data_set(
     assert lengths == [6]
     dry_run(task, tmp_path / "run", data, "data.max_prompt_length=15")
     assert lengths == [6, 6]
+    moved = data.rename(tmp_path / "moved.jsonl")
+    (problem,) = problems_of(task, tmp_path / "run", moved, "data.max_prompt_length=3")
+    assert "moved.jsonl, row" in problem
+    again = moved.rename(tmp_path / "again.jsonl")
+    (problem,) = problems_of(task, tmp_path / "run", again, "data.max_prompt_length=3")
+    assert "again.jsonl, row" in problem
 
 
 def scorer(folder: Path, body: str) -> str:
