@@ -208,9 +208,7 @@ class ActorWorker(TrainWorker):
     ) -> DataProto:
         """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
         config = self.config.actor_rollout_ref.actor
-        objective = (
-            self._objective if temperature is None else self._policy_objective(temperature)
-        )
+        objective = self._objective if temperature is None else self._policy_objective(temperature)
         updates = []
         start_time = time.perf_counter()
         with self.engine.on_device(optimizer=True):

@@ -81,12 +81,11 @@ def test_prompts_are_measured_once_per_data_set(
     assert lengths == [6]
     dry_run(task, tmp_path / "run", data, "data.max_prompt_length=15")
     assert lengths == [6, 6]
-    moved = data.rename(tmp_path / "moved.jsonl")
-    (problem,) = problems_of(task, tmp_path / "run", moved, "data.max_prompt_length=3")
-    assert "moved.jsonl, row" in problem
-    again = moved.rename(tmp_path / "again.jsonl")
-    (problem,) = problems_of(task, tmp_path / "run", again, "data.max_prompt_length=3")
-    assert "again.jsonl, row" in problem
+    for name in ("rows.jsonl", "copy.jsonl"):  # the message names the file of this run
+        data = write_rows(tmp_path / name, ability=str(tmp_path))
+        (problem,) = problems_of(task, tmp_path / "run", data, "data.max_prompt_length=3")
+        assert f"{name}, row 0" in problem
+    assert len(lengths) == 3
 
 
 def scorer(folder: Path, body: str) -> str:
