@@ -7,7 +7,7 @@ other rows of the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -293,6 +293,9 @@ def _problems(output: AgentLoopOutput, row: Row, vocab_size: int | None) -> Iter
             yield f"{field} from {low} to {high}; the model knows {valid_ids}"
     if (experts := output.routed_experts) is not None and experts.dim() != 3:
         yield f"routed_experts of shape {tuple(experts.shape)}; give [tokens, layers, k], or None"
+    for name, media in (output.multi_modal_data or {}).items():
+        if media is not None and not (isinstance(media, Sized) and len(media) == 0):
+            yield f"{name} in multi_modal_data; images, video and audio are not supported"
     if output.reward_score is not None and not _is_finite(output.reward_score):
         yield (
             f"reward_score={output.reward_score!r}; give a finite number, or None in every loop "

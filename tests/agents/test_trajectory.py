@@ -143,3 +143,10 @@ def test_one_stop_string_is_not_a_list_of_its_characters(
     rollout = load_config([f"actor_rollout_ref.rollout.stop={setting}"]).actor_rollout_ref.rollout
     assert default_sampling(rollout)["stop"] == stops
     assert validation_sampling(rollout)["stop"] == stops
+
+
+@pytest.mark.parametrize("media", [[b"png"], object(), np.zeros(2)])
+def test_images_that_no_forward_pass_would_see_are_refused(media: Any) -> None:
+    with pytest.raises(BadTrajectory, match="images in multi_modal_data; images, video and audio"):
+        check(multi_modal_data={"images": media, "videos": None})
+    check(multi_modal_data={"images": None, "videos": []})
