@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hone.retrieval.contract import Hit, Progress
-from hone.retrieval.corpus import Corpus
+from hone.retrieval.corpus import Corpus, CorpusError
 
 
 class BM25Index:
@@ -47,6 +47,8 @@ def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> None:
             progress("reading passages", count, len(corpus))
     progress("splitting into words", 0, len(corpus))
     words = bm25s.tokenize(texts, show_progress=False)
+    if not any(words.ids):
+        raise CorpusError(f"no passage of {corpus.file} has a word; stop words do not count")
     progress("counting words", 0, len(corpus))
     index = bm25s.BM25(dtype=str(np.dtype(np.float32)))
     index.index(words, show_progress=False)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from hone.data.rows import file_fingerprint
 from hone.retrieval.contract import Index, Progress
 from hone.retrieval.corpus import Corpus, CorpusError, open_corpus
 from hone.tracking.atomic import atomic_write_text
@@ -110,16 +111,17 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
     """
     folder = options.folder or options.corpus.with_name(f"{options.corpus.name}.index")
     corpus = open_corpus(options.corpus, folder)
-    fingerprint = json.dumps(_fingerprint(options, corpus), indent=1) + "\n"
     fingerprint_file = folder / f"{options.index}.json"
 
     def build_unless_current(build: Callable[[], None]) -> None:
-        if fingerprint_file.exists() and fingerprint_file.read_text() == fingerprint:
+        properties = _index_properties(options, corpus)
+        if _is_current(fingerprint_file, properties, corpus.file):
             return
         with lock_folder(folder):  # of two servers, one builds
             fingerprint_file.unlink(missing_ok=True)  # a failed build must leave no fingerprint
+            properties["content"] = file_fingerprint(str(corpus.file))
             build()
-            atomic_write_text(fingerprint_file, fingerprint)
+            atomic_write_text(fingerprint_file, json.dumps(properties, indent=1) + "\n")
 
     if options.index == "bm25":
         from hone.retrieval.bm25 import build_bm25, open_bm25
@@ -137,7 +139,19 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
     return corpus, open_dense(file, encoder, len(corpus))
 
 
-def _fingerprint(options: IndexOptions, corpus: Corpus) -> dict[str, str]:
+def _is_current(fingerprint_file: Path, properties: dict[str, str], corpus_file: Path) -> bool:
+    """Returns whether an index with these properties exists; a newer corpus must have its content."""
+    if not fingerprint_file.exists():
+        return False
+    recorded = json.loads(fingerprint_file.read_text())
+    content = recorded.pop("content", None)
+    if recorded != properties:
+        return False
+    is_older = corpus_file.stat().st_mtime <= fingerprint_file.stat().st_mtime
+    return is_older or content == file_fingerprint(str(corpus_file))
+
+
+def _index_properties(options: IndexOptions, corpus: Corpus) -> dict[str, str]:
     """Returns the properties of the corpus and the encoder that an index depends on."""
     size = corpus.file.stat().st_size
     properties = {"passages": str(len(corpus)), "bytes": str(size), "index": options.index}

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hone.retrieval.bm25 import build_bm25, open_bm25
-from hone.retrieval.corpus import open_corpus
+from hone.retrieval.corpus import CorpusError, open_corpus
 from tests.retrieval.passages import no_progress, write_corpus
 
 
@@ -45,3 +45,10 @@ def test_scores_follow_lucenes_formula(index) -> None:
     idf = math.log(1 + (4 - 1 + 0.5) / (1 + 0.5))
     norm = 1.5 * (1 - 0.75 + 0.75 * lengths[1] / (sum(lengths) / 4))
     assert hit.score == pytest.approx(idf * 1 / (1 + norm), rel=0.02)
+
+
+def test_a_corpus_without_words_is_an_error_of_the_corpus(tmp_path) -> None:
+    (tmp_path / "c.jsonl").write_text('{"contents": "the the"}\n{"contents": ""}\n')
+    corpus = open_corpus(tmp_path / "c.jsonl", tmp_path / "index")
+    with pytest.raises(CorpusError, match=r"no passage of .*c.jsonl has a word"):
+        build_bm25(corpus, tmp_path / "index" / "bm25", no_progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import socket
 from dataclasses import asdict, replace
 
@@ -46,6 +47,19 @@ def test_an_index_is_built_again_only_for_a_changed_corpus(tmp_path, encoder, in
     corpus, _ = open_index(options, progress)
     assert activities
     assert len(corpus) == 5
+
+
+def test_a_corpus_of_the_same_size_with_other_words_is_indexed_again(tmp_path) -> None:
+    file, activities = tmp_path / "corpus.jsonl", []
+    texts = ['{"contents": "owl"}\n', '{"contents": "cat"}\n']
+    for turn, lines in enumerate((texts, texts[::-1], texts[::-1])):
+        file.write_text("".join(lines))
+        os.utime(file, (time.time() + 60 * turn,) * 2)  # newer than the index
+        corpus, index = open_index(IndexOptions(file), lambda *report: activities.append(report))
+        [hits] = index.search(["owl"], 1)
+        assert corpus[hits[0].number].contents == "owl"
+        assert bool(activities) == (turn < 2)  # only newer, the file keeps its index
+        activities.clear()
 
 
 def test_an_interrupted_build_is_not_used_for_the_earlier_corpus(tmp_path, monkeypatch) -> None:
