@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import socket
+import time
 from dataclasses import asdict, replace
 
 import pytest
