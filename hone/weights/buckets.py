@@ -1,4 +1,4 @@
-"""Packs named tensors into buckets of bytes and unpacks them; a large tensor spans several buckets."""
+"""Packs named tensors into buckets of bytes, and unpacks buckets; a large tensor spans several buckets."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A range of a tensor's bytes, and its location in a bucket."""
+    """A range of a tensor's bytes, and where these bytes are in a bucket."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     tensor_offset: int
-    """Offset of the piece in the tensor, in bytes."""
+    """Offset of the slice in the tensor, in bytes."""
     size: int
     """Number of bytes."""
     bucket_offset: int
-    """Offset of the piece in the bucket, in bytes."""
+    """Offset of the slice in the bucket, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,20 @@ class Bucket:
 
     slices: tuple[TensorSlice, ...]
     payloads: tuple[Tensor, ...]
-    """The bytes of each piece, a uint8 tensor [size]."""
+    """The bytes of each slice, a uint8 tensor [size]."""
 
     @property
     def size(self) -> int:
-        """Number of bytes, with alignment."""
+        """Number of bytes, with the gaps that align the slices."""
         last = self.slices[-1]
         return last.bucket_offset + last.size
 
     def write_to(self, buffer: Tensor) -> None:
         """Copies the bytes into `buffer`, a uint8 tensor of at least `size` bytes."""
-        for piece, payload in zip(self.slices, self.payloads, strict=True):
-            buffer[piece.bucket_offset : piece.bucket_offset + piece.size].copy_(payload)
+        for tensor_slice, payload in zip(self.slices, self.payloads, strict=True):
+            buffer[
+                tensor_slice.bucket_offset : tensor_slice.bucket_offset + tensor_slice.size
+            ].copy_(payload)
 
 
 def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
@@ -56,7 +58,7 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
     for name, tensor in weights:
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         tensor_offset = 0
-        # An empty tensor has one piece of 0 bytes.
+        # An empty tensor has one slice of 0 bytes.
         while tensor_offset < len(data) or (tensor_offset == 0 and len(data) == 0):
             if used_bytes >= bucket_bytes:
                 yield Bucket(tuple(slices), tuple(payloads))
@@ -77,30 +79,34 @@ def unpack_buckets(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, tensor) from buckets.
 
-    Each bucket is a pair of its slices and its bytes, a uint8 tensor of at least `Bucket.size` bytes.
+    Each bucket is a pair: its slices, and its bytes as a uint8 tensor of at least `Bucket.size` bytes.
     """
     incomplete_tensor: Tensor | None = None
     for slices, data in buckets:
-        for piece in slices:
-            dtype = getattr(torch, piece.dtype)
-            payload = data[piece.bucket_offset : piece.bucket_offset + piece.size]
-            nbytes = torch.Size(piece.shape).numel() * dtype.itemsize
-            if piece.size == nbytes:
-                yield piece.name, payload.view(dtype).reshape(piece.shape)
+        for tensor_slice in slices:
+            dtype = getattr(torch, tensor_slice.dtype)
+            payload = data[
+                tensor_slice.bucket_offset : tensor_slice.bucket_offset + tensor_slice.size
+            ]
+            nbytes = torch.Size(tensor_slice.shape).numel() * dtype.itemsize
+            if tensor_slice.size == nbytes:
+                yield tensor_slice.name, payload.view(dtype).reshape(tensor_slice.shape)
                 continue
-            if piece.tensor_offset == 0:
+            if tensor_slice.tensor_offset == 0:
                 incomplete_tensor = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
-            assert incomplete_tensor is not None, f"the first piece of {piece.name} is missing"
-            end = piece.tensor_offset + piece.size
-            incomplete_tensor[piece.tensor_offset : end].copy_(payload)
+            assert incomplete_tensor is not None, (
+                f"the first slice of {tensor_slice.name} is missing"
+            )
+            end = tensor_slice.tensor_offset + tensor_slice.size
+            incomplete_tensor[tensor_slice.tensor_offset : end].copy_(payload)
             if end == nbytes:
-                yield piece.name, incomplete_tensor.view(dtype).reshape(piece.shape)
+                yield tensor_slice.name, incomplete_tensor.view(dtype).reshape(tensor_slice.shape)
                 incomplete_tensor = None
 
 
 def serialize_slices(slices: Sequence[TensorSlice]) -> bytes:
     """Encodes slices as JSON."""
-    return json.dumps([asdict(piece) for piece in slices]).encode()
+    return json.dumps([asdict(tensor_slice) for tensor_slice in slices]).encode()
 
 
 def deserialize_slices(message: bytes) -> tuple[TensorSlice, ...]:

@@ -1,6 +1,6 @@
 """Broadcasts weights with gloo (CPU) or NCCL (GPU). Rank 0 sends; rollout worker i has rank i + 1.
 
-Each stream creates its own process group, independent of those of the trainer and the rollout workers.
+Each stream creates a process group of its own, apart from the groups of trainer and rollout workers.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class BroadcastSender:
         total_bytes = 0
         for bucket in buckets:
             self._broadcast(bucket)
-            total_bytes += sum(piece.size for piece in bucket.slices)
+            total_bytes += sum(tensor_slice.size for tensor_slice in bucket.slices)
         with _wrap_errors():
-            # Sizes of 0 end the stream.
+            # A header of 0 bytes ends the stream.
             self._group.broadcast(torch.tensor([0, 0], device=self._device), 0).wait()
-            # Every receiver must be done before the group is destroyed.
+            # Every receiver must have received this before the group is destroyed.
             for rank in range(1, self._num_receivers + 1):
                 self._store.wait([_done_key(self.address, rank)], self._timeout)
         return total_bytes

@@ -14,7 +14,7 @@ class StreamAddress:
     endpoint: str
     """The path of a Unix socket, or host:port."""
     secret: str
-    """The secret by which the sender recognizes its receivers."""
+    """The secret that a receiver must send, so that the sender accepts it."""
     num_receivers: int
 
 

@@ -1,4 +1,4 @@
-"""Sends buckets through shared memory, synchronized over a Unix socket.
+"""Sends buckets through shared memory; messages over a Unix socket say when a bucket can be read.
 
 The socket is in a folder that only the sender's user can access. Over the socket, each receiver gets the
 memory: a memory file (by file descriptor, so that no file name outlives the processes) or GPU memory (by
@@ -42,7 +42,7 @@ class _Connection:
 
     socket: socket.socket
     peer: str
-    """The name of the other process in error messages."""
+    """What error messages call the other process."""
 
     def send(self, message: bytes) -> None:
         with self._wrap_errors():
@@ -99,7 +99,7 @@ class _CudaHandle(TypedDict):
 
 
 class _Handshake(TypedDict):
-    """The first message of a sender."""
+    """The first message of the sender to a receiver."""
 
     bucket_bytes: int
     cuda: NotRequired[_CudaHandle]
@@ -134,14 +134,14 @@ class SharedMemorySender:
         try:
             self._accept_receivers(handshake, descriptor)
             for num_buckets, bucket in enumerate(buckets, 1):
-                if num_buckets > _NUM_BUFFERS:  # all receivers must have read this buffer
+                if num_buckets > _NUM_BUFFERS:  # all receivers must have read this buffer's bucket
                     self._wait_for_acks()
                 start = (num_buckets - 1) % _NUM_BUFFERS * self._bucket_bytes
                 bucket.write_to(memory[start : start + self._bucket_bytes])
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
                 self._send_to_receivers(serialize_slices(bucket.slices))
-                total_bytes += sum(piece.size for piece in bucket.slices)
+                total_bytes += sum(tensor_slice.size for tensor_slice in bucket.slices)
             for _ in range(min(num_buckets, _NUM_BUFFERS)):
                 self._wait_for_acks()
             self._send_to_receivers(_END_MESSAGE)
@@ -257,7 +257,7 @@ def _short_path(path: Path) -> Iterator[str]:
 
 
 def _open_cuda_handle(handle: _CudaHandle) -> Tensor:
-    torch.cuda.init()  # torch opens the handle in this process's CUDA context, which must exist
+    torch.cuda.init()  # torch opens the handle in the CUDA context of this process, which must exist
     parts = [
         base64.b64decode(part["bytes"]) if isinstance(part, dict) else part
         for part in handle["parts"]

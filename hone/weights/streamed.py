@@ -41,7 +41,7 @@ class Location:
     """The machine and device of a process, which determine the transport."""
 
     machine: str
-    """An id that is equal for processes that share temporary files and memory."""
+    """An id that two processes share if they have the same memory and the same folder for temporary files."""
     device: str
     """cpu, or the UUID of the GPU, because its index may differ between processes."""
     host: str
@@ -58,7 +58,7 @@ class Location:
 
 
 def choose_transport(trainer: Location, rollouts: Sequence[Location], backend: str) -> str:
-    """Returns the transport of `checkpoint_engine.backend`; `naive` chooses by machine and device."""
+    """Returns the transport that `checkpoint_engine.backend` names; `naive` chooses by machine and device."""
     if backend in TRANSPORTS:
         return backend
     same_machine = all(rollout.machine == trainer.machine for rollout in rollouts)
