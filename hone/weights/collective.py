@@ -98,7 +98,8 @@ def _done_key(address: StreamAddress, rank: int) -> str:
 
 def _open_store(host: str, timeout: timedelta) -> TCPStore:
     """Opens a store on a free port of `host`; torch's default listens on every interface."""
-    listener = socket.create_server((host, 0))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
     port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
         host,

@@ -169,6 +169,23 @@ def test_a_closed_sender_leaves_no_files(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_a_broadcast_works_between_ipv6_addresses():
+    sender = open_sender("gloo", 1, bucket_bytes=1000, device=CPU, host="::1", timeout_s=20.0)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(lambda: dict(receive(sender.address, 0, CPU, 20.0)))
+        send(sender, weights().items(), 1000)
+        assert equal(received.result(), weights())
+
+
 def test_the_folder_for_temporary_files_may_have_a_long_path(tmp_path, monkeypatch):
     """The path of a Unix socket may not; jobs of a cluster have long paths."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 100)))
