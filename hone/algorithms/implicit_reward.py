@@ -1,7 +1,7 @@
 """PRIME (2502.01456): process rewards from a language model that is trained on outcomes alone.
 
-The log-ratio of a token is log π_reward − log π_reference; β times the
-response's sum is the logit that the answer is correct.
+The log-ratio of a token is log π_reward − log π_reference; β times the sum over a response is the logit of
+the probability that its answer is correct.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ class EngineSpec:
     """
 
     head: Literal["policy", "value", "steps", "score"]
-    """The head decides what `infer` returns: policy log_probs (and entropy, sum_pi_squared on request),
-    value values, steps the scores of a two-label token classifier, score those of a sequence classifier."""
+    """Decides what `infer` returns. policy: log_probs, on request entropy and sum_pi_squared; value: values;
+    steps: scores of a token classifier with two labels; score: scores of a sequence classifier."""
     model_path: str
     device: torch.device
     dtype: torch.dtype

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # importing sharding.py takes seconds, and a single rank does
 
 
 MicroBatchResult = tuple[ObjectiveOutput, float]
-"""The terms of one micro-batch and its share of the mini-batch's loss tokens."""
+"""The objective's output for one micro-batch, and the share of the loss tokens that the micro-batch has."""
 _INPUTS = ("prompts", "responses", "attention_mask", "response_mask", "routed_experts")
 """The columns from which rows are packed."""
 
@@ -77,12 +77,14 @@ class Engine(ModelState):
                     weight = float(objective.mask(micro_batch).sum()) / max(counts.tokens, 1.0)
                     outputs = self._forward(micro_batch, objective.options)
                     inputs = select_columns(micro_batch, objective_columns)
-                    terms = objective(outputs, move_to_device(inputs, self.device))
+                    objective_output = objective(outputs, move_to_device(inputs, self.device))
                     # FSDP averages gradients over data × sequence, but the shares must be summed.
-                    (terms.loss * self._num_gradient_ranks).backward()
+                    (objective_output.loss * self._num_gradient_ranks).backward()
                     self.optimizer.accumulate_gradients()
-                    results.append((replace(terms, loss=terms.loss.detach()), weight))
-                    del outputs, terms  # free the graph before the next forward
+                    results.append(
+                        (replace(objective_output, loss=objective_output.loss.detach()), weight)
+                    )
+                    del outputs, objective_output  # free the graph before the next forward
             if self._routing is not None:
                 self._routing.replay = None  # the rollout engine may use the same module
             return self._end_update(results)
@@ -140,12 +142,12 @@ class Engine(ModelState):
         # Values are read after all micro-batches: each read synchronizes host and GPU.
         totals: dict[str, float] = {}
         maxima: dict[str, float] = {}
-        for terms, weight in results:
-            for name, value in terms.maxima.items():
+        for objective_output, weight in results:
+            for name, value in objective_output.maxima.items():
                 maxima[name] = max(maxima.get(name, float("-inf")), float(value))
-            for name, share in terms.sums.items():
+            for name, share in objective_output.sums.items():
                 totals[name] = totals.get(name, 0.0) + float(share)
-            for name, mean in terms.means.items():
+            for name, mean in objective_output.means.items():
                 totals[name] = totals.get(name, 0.0) + float(mean) * weight
         totals = self._reduce_over_slots(totals, dist.ReduceOp.SUM)
         maxima = self._reduce_over_slots(maxima, dist.ReduceOp.MAX)

@@ -31,7 +31,7 @@ class OffloadedTensors:
     ) -> None:
         self._list_tensors = list_tensors
         self._device_types = frozenset(ACCELERATORS if device_types is None else device_types)
-        self._present_depth = 0
+        self._block_depth = 0
         self.reload_count = 0
         """Number of moves back to the device; each may change the addresses."""
         self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
@@ -42,14 +42,14 @@ class OffloadedTensors:
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Keeps the tensors on the device inside the block; the outermost block moves them."""
-        if self._present_depth == 0:
+        if self._block_depth == 0:
             self.to_device()
-        self._present_depth += 1
+        self._block_depth += 1
         try:
             yield
         finally:
-            self._present_depth -= 1
-            if self._present_depth == 0:
+            self._block_depth -= 1
+            if self._block_depth == 0:
                 self.to_host()
 
     @torch.no_grad()

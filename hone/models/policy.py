@@ -1,7 +1,7 @@
 """The models that the engine trains: decoders that map packed rows to one value per response token.
 
 `PolicyModel` returns log-probabilities (and entropies), `ValueModel` the value before each token, and
-`ScoreModel` the score of a reward model. Their forwards hold no padding and no full logits.
+`ScoreModel` the score of a reward model. Their forward passes hold no padding and no full logits.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class PolicyModel(DecoderModel):
         with_routing: bool = False,
     ) -> dict[str, Tensor]:
         if self.routing is not None:
-            recorded = self.routing.start(packed.experts, record=with_routing)
+            experts_by_layer = self.routing.start(packed.experts, record=with_routing)
         hidden = self._hidden_states(packed).index_select(0, packed.source)
         head = self.lm.get_output_embeddings()
         options: LogitOptions = {
@@ -149,7 +149,7 @@ class PolicyModel(DecoderModel):
             sum_pi_squared = linear_sum_pi_squared(hidden.detach(), head.weight.detach(), **options)
             out["sum_pi_squared"] = packed.unpack(sum_pi_squared)
         if self.routing is not None:
-            out |= self.routing.outputs(packed, recorded)
+            out |= self.routing.outputs(packed, experts_by_layer)
         return out
 
     def _hidden_states(self, packed: PackedRows) -> Tensor:

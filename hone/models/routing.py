@@ -77,11 +77,11 @@ class Routing:
         the backward pass.
         """
         self.replay, self._agreement = replay, {}
-        recorded: dict[int, Tensor] = {}
-        self.record = recorded.__setitem__ if record else None
-        return recorded
+        experts_by_layer: dict[int, Tensor] = {}
+        self.record = experts_by_layer.__setitem__ if record else None
+        return experts_by_layer
 
-    def outputs(self, packed: PackedRows, recorded: dict[int, Tensor]) -> dict[str, Tensor]:
+    def outputs(self, packed: PackedRows, experts_by_layer: dict[int, Tensor]) -> dict[str, Tensor]:
         """Returns the outputs of a forward.
 
         A replay gives `routing_agreement` [B, T], the share of replayed experts that the router would have
@@ -93,7 +93,9 @@ class Routing:
             out["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
         if self.record is not None:
             self.record = None
-            experts = torch.stack([recorded[i] for i in range(self.layers)], 1).to(EXPERT_DTYPE)
+            experts = torch.stack([experts_by_layer[i] for i in range(self.layers)], 1).to(
+                EXPERT_DTYPE
+            )
             out["routed_experts"] = packed.padded(experts, NOT_RECORDED)
         if not torch.is_grad_enabled():
             self.replay = None  # no backward pass follows
@@ -159,7 +161,6 @@ def expert_load_metrics(routed_experts: Tensor, mask: Tensor, experts: int) -> d
     """Returns the load balance of the experts per layer, over the tokens in the mask [B, S].
 
     `routed_experts` holds the experts [B, S, layers, k] of each token; `experts` is the number of experts.
-
     `max_load` is the load of the busiest expert divided by the mean load; `entropy` is the entropy of the
     loads divided by its maximum.
     """

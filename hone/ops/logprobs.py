@@ -240,10 +240,10 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:  # [..., d], [V, d] -> [..
     """Returns x · Wᵀ in float32; gradients are computed in the dtype of x, as in F.linear."""
     if not x.is_cuda:
         return F.linear(x, weight).float()
-    return _WideLinear.apply(x, weight)
+    return _LinearFp32.apply(x, weight)
 
 
-class _WideLinear(torch.autograd.Function):
+class _LinearFp32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])

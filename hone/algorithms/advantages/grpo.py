@@ -24,7 +24,7 @@ class GRPO(OutcomeEstimator):
     norm_adv_by_std_in_grpo: bool
     epsilon: float = EPS
 
-    groups = "compared"  # responses to one prompt are compared
+    groups = "compared"  # a group of one keeps its raw score
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         divide_by_std = self.norm_adv_by_std_in_grpo
@@ -35,7 +35,7 @@ class GRPO(OutcomeEstimator):
 class DrGRPO(OutcomeEstimator):
     """A = R − mean_g: GRPO without the bias towards easy and hard prompts."""
 
-    groups = "compared"  # responses to one prompt are compared
+    groups = "compared"  # a group of one keeps its raw score
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         return group_relative_scores(outcome.groups, outcome.scores, divide_by_std=False)

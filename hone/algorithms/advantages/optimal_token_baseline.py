@@ -40,7 +40,7 @@ class OptimalTokenBaseline(Estimator):
     epsilon: float = EPS
 
     uses = ("rollout_is_weights",)
-    groups = "compared"  # responses to one prompt are compared
+    groups = "compared"  # a group of one keeps its raw return
 
     @property
     def requires(self) -> tuple[str, ...]:

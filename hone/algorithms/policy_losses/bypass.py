@@ -1,8 +1,8 @@
 """Losses that use the rollout's log-probs as the old log-probs.
 
 Old log-probs are not recomputed; importance weights and rejection compare the current log-probs with the
-rollout's. Rejected tokens stay in the denominator, so the loss does not
-depend on the split into micro-batches.
+rollout's. Rejected tokens stay in the denominator, so the loss does not depend on the split into
+micro-batches.
 """
 
 from __future__ import annotations

@@ -101,15 +101,17 @@ class MegatronEngine(Engine):
                 weight = float(objective.mask(micro_batch).sum()) / max(counts.tokens, 1.0)
                 outputs = self._compute_outputs(hidden, packed, params, objective.options)
                 inputs = select_columns(micro_batch, objective_columns)
-                terms = objective(outputs, move_to_device(inputs, self.device))
-                results.append((replace(terms, loss=terms.loss.detach()), weight))
-                return terms.loss
+                objective_output = objective(outputs, move_to_device(inputs, self.device))
+                results.append(
+                    (replace(objective_output, loss=objective_output.loss.detach()), weight)
+                )
+                return objective_output.loss
 
             micro_batches = [part for _, part in self._micro_batches(batch, self._train_rule)]
             with batch_counts(counts):
                 self._run_pipeline(micro_batches, compute_loss, forward_only=False)
             results = self._broadcast_from_last_stage(
-                [(_to_host(terms), weight) for terms, weight in results]
+                [(_to_host(objective_output), weight) for objective_output, weight in results]
             )
             return self._end_update(results)
 
@@ -234,7 +236,7 @@ class MegatronEngine(Engine):
         weight, start = self._head_shard()
         group = self._stage_tensors.groups.tensor
         is_split = group.size() > 1
-        rule: LogitOptions = {
+        logit_options: LogitOptions = {
             "temperature": temperature,
             "bias": None,
             "softcap": None,
@@ -248,10 +250,12 @@ class MegatronEngine(Engine):
                 start=start,
                 group=group,
                 with_entropy=with_entropy,
-                **rule,
+                **logit_options,
             )
             if is_split
-            else linear_log_probs(hidden, weight, packed.target, with_entropy=with_entropy, **rule)
+            else linear_log_probs(
+                hidden, weight, packed.target, with_entropy=with_entropy, **logit_options
+            )
         )
         out = {"log_probs": packed.unpack(log_probs)}
         if with_entropy:
@@ -259,9 +263,9 @@ class MegatronEngine(Engine):
         if with_sum_pi_squared:
             inputs = (hidden.detach(), weight.detach())
             sum_pi_squared = (
-                vocab_parallel_sum_pi_squared(*inputs, group=group, **rule)
+                vocab_parallel_sum_pi_squared(*inputs, group=group, **logit_options)
                 if is_split
-                else linear_sum_pi_squared(*inputs, **rule)
+                else linear_sum_pi_squared(*inputs, **logit_options)
             )
             out["sum_pi_squared"] = packed.unpack(sum_pi_squared)
         return out
@@ -317,11 +321,11 @@ class MegatronEngine(Engine):
         self._load_count += 1
 
 
-def _to_host(terms: ObjectiveOutput) -> ObjectiveOutput:
-    """Returns the terms with detached copies of their tensors on the host."""
-    metrics = (terms.sums, terms.means, terms.maxima)
+def _to_host(objective_output: ObjectiveOutput) -> ObjectiveOutput:
+    """Returns the output with its tensors copied to the host, without gradient."""
+    metrics = (objective_output.sums, objective_output.means, objective_output.maxima)
     copies = ({n: torch.as_tensor(x).detach().cpu() for n, x in m.items()} for m in metrics)
-    return ObjectiveOutput(terms.loss.cpu(), *copies)
+    return ObjectiveOutput(objective_output.loss.cpu(), *copies)
 
 
 def build(spec: EngineSpec) -> MegatronEngine:
