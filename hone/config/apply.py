@@ -28,7 +28,7 @@ from hone.config.convert import (
 )
 from hone.config.errors import ConfigError
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
-from hone.config.sources import COMMAND_LINE, GROUPS, Setting
+from hone.config.sources import COMMAND_LINE, GROUPS, NAME_DOT, Setting
 from hone.config.states import lines_per_sentence, new_name, rule_of, rules_of, translate
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
@@ -118,6 +118,7 @@ class _Composition:
         """
         root, tree = self.root, self.schema.name
         settings_without_field: dict[str, Setting] = {}
+        settings = [_split_names(root, setting) for setting in settings]
         unknown = (s for s in settings if not s.delete and owner_of(root, s.key) is None)
         self.values |= {setting.key: setting.value for setting in unknown}
         for translated in translate(settings, self.problems, tree):
@@ -159,7 +160,10 @@ class _Composition:
             mapping = self.values[owner]
             if mapping is not None and not isinstance(mapping, dict):
                 return f"{owner} is a value, it has no key '{nested_key.split('.')[0]}'"
-            self.values[owner] = _set_nested(mapping, nested_key.split("."), setting)
+            try:
+                self.values[owner] = _set_nested(mapping, nested_key.split("."), setting)
+            except KeyError:
+                return f"{owner} has no key '{nested_key}' to remove"
         else:
             self.values[owner] = value
         return None
@@ -239,13 +243,24 @@ class _Composition:
         return value
 
 
+def _split_names(root: type, setting: Setting) -> Setting:
+    """Returns the setting with a key in which only names inside a leaf contain NAME_DOT."""
+    key = setting.key.replace(NAME_DOT, ".")
+    owner = owner_of(root, key)
+    if owner is not None and owner not in blocks(root):
+        key = owner + setting.key[len(owner) :]
+    return dataclasses.replace(setting, key=key)
+
+
 def _set_nested(node: JsonValue, names: Sequence[str], setting: Setting) -> JsonObject:
-    """Returns a copy of a mapping with a setting written at a nested key."""
+    """Returns a copy of a mapping with a setting written at a nested key, or with the key deleted."""
     name, *rest = names
+    name = name.replace(NAME_DOT, ".")
     copy = dict(node) if isinstance(node, dict) else {}
-    copy[name] = _set_nested(copy.get(name), rest, setting) if rest else setting.value
     if setting.delete and not rest:
         del copy[name]
+    else:
+        copy[name] = _set_nested(copy.get(name), rest, setting) if rest else setting.value
     return copy
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 COMMAND_LINE = "command line"
+NAME_DOT = "\u2024"
+"""Stands in a dotted key for a dot inside one name, such as a data source `math.v2`."""
 MISSING = "???"
 """OmegaConf's marker of a mandatory value; a key with this value keeps the default of the schema."""
 
@@ -115,7 +117,8 @@ def flatten(value: JsonValue, key: str, origin: str) -> Iterator[Setting]:
     """Yields one setting per leaf of a nested value; an empty mapping is a leaf."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
-            yield from flatten(item, f"{key}.{name}" if key else str(name), origin)
+            inner_key = f"{key}.{str(name).replace('.', NAME_DOT)}" if key else str(name)
+            yield from flatten(item, inner_key, origin)
     elif key and value != MISSING:
         yield Setting(key, value, origin)
 

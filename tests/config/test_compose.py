@@ -165,6 +165,23 @@ def test_free_mappings_take_any_key_and_lose_it_again() -> None:
     assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
 
 
+def test_a_name_that_a_mapping_lacks_cannot_be_removed_from_it() -> None:
+    block = "actor_rollout_ref.model.override_config"
+    assert f"{block} has no key 'nope' to remove" in error([f"~{block}.nope"])
+    assert f"{block} has no key 'a.nope' to remove" in error([f"+{block}.a.b=1", f"~{block}.a.nope"])
+
+
+def test_a_name_inside_a_mapping_may_have_dots(tmp_path: Path) -> None:
+    override = "reward_model.scores={math.v2:'f.py:score'}"
+    assert load_config([override]).reward_model.scores == {"math.v2": "f.py:score"}
+    (tmp_path / "mine.yaml").write_text(
+        "reward_model: {scores: {math.v2: a, math.v3: b}}\ntrainer: {alarms.window: 3}\n"
+    )
+    config = load_config([override], config_name="mine", config_path=tmp_path)
+    assert config.reward_model.scores == {"math.v2": "f.py:score", "math.v3": "b"}
+    assert config.trainer.alarms.window == 3
+
+
 def test_a_mapping_where_null_was_the_default_can_be_filled() -> None:
     config = load_config(["actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-8"])
     assert config.actor_rollout_ref.actor.optim.override_optimizer_config == {"eps": 1e-8}
