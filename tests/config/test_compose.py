@@ -168,7 +168,9 @@ def test_free_mappings_take_any_key_and_lose_it_again() -> None:
 def test_a_name_that_a_mapping_lacks_cannot_be_removed_from_it() -> None:
     block = "actor_rollout_ref.model.override_config"
     assert f"{block} has no key 'nope' to remove" in error([f"~{block}.nope"])
-    assert f"{block} has no key 'a.nope' to remove" in error([f"+{block}.a.b=1", f"~{block}.a.nope"])
+    assert f"{block} has no key 'a.nope' to remove" in error(
+        [f"+{block}.a.b=1", f"~{block}.a.nope"]
+    )
 
 
 def test_a_name_inside_a_mapping_may_have_dots(tmp_path: Path) -> None:
