@@ -243,12 +243,14 @@ def check_output_folder(path: str, key: str) -> None:
     _check_writable(folder, f"{key}={path}")
 
 
-def check_output_file(path: str, key: str) -> None:
-    """Raises an error unless results can be written to this file, which may be new."""
+def check_output_file(path: str, key: str, inputs: Sequence[str] = ()) -> None:
+    """Raises an error unless results can be written to this file, which may be new but no input."""
     _check_local(path, key)
     file = Path(path).expanduser().absolute()
     if file.is_dir():
         raise ConfigError(f"{key}={path} is a folder; name a file in it")
+    if file.is_file() and any(file.samefile(name) for name in inputs):
+        raise ConfigError(f"{key}={path} would replace a file of data.path; name another file")
     _check_writable(file.parent, f"{key}={path}")
 
 

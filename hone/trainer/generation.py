@@ -48,8 +48,9 @@ from hone.rollout.contract import (
 from hone.tokenizer import Tokenizer
 from hone.tracking import progress
 from hone.tracking.console import screen, silent_bar
+from hone.trainer.command_line import check_output_file
 from hone.trainer.interrupt import GracefulStop
-from hone.trainer.job_files import GenerationError, JobFiles, check_is_no_input, join_results
+from hone.trainer.job_files import GenerationError, JobFiles, join_results
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.threads import resolve_threads
 from hone.types import Fields, Row
@@ -182,7 +183,8 @@ class Generation:
                 f"data.output_path={data.output_path} must end in .parquet or .jsonl"
             )
         self.rows = read_rows(data.path, BadRowPolicy("raise", policy_key=None), "data.path")
-        check_is_no_input(self.output, [file.path for file in self.rows.files])
+        inputs = [file.path for file in self.rows.files]
+        check_output_file(data.output_path, "data.output_path", inputs)
         self.num_rows = len(self.rows)
         if data.max_samples > 0:
             self.num_rows = min(self.num_rows, data.max_samples)

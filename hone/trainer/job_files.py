@@ -27,14 +27,6 @@ class GenerationError(ValueError):
     """Raised when generation cannot run as configured."""
 
 
-def check_is_no_input(output: Path, input_files: Sequence[str]) -> None:
-    """Raises an error if the output would replace one of the files of prompts."""
-    if output.is_file() and any(output.samefile(file) for file in input_files):
-        raise GenerationError(
-            f"data.output_path={output} is one of the files of data.path; name another file"
-        )
-
-
 def join_results(row: Row, columns: Row) -> Row:
     """Returns a row with new result columns; results of an earlier generation are dropped."""
     has_results = "responses" in row

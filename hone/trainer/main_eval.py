@@ -69,12 +69,16 @@ def run(
     config: EvaluationConfig, title: str = "scores", compute_score: Function | None = None
 ) -> Evaluation:
     """Scores responses as configured, or with `compute_score`; prints tables and writes the output files."""
+    from hone.data.rows import expand_files
     from hone.trainer.evaluation import evaluate
 
     output = config.output
     for name in ("json_path", "plot_path", "scores_path"):
         if path := output[name]:
-            check_output_file(path, f"output.{name}")
+            inputs = [] if name == "scores_path" else expand_files(config.data.path, "data.path")
+            check_output_file(path, f"output.{name}", inputs)
+    if Path(output.scores_path or "").suffix not in ("", ".parquet"):
+        raise ConfigError(f"output.scores_path={output.scores_path} must end in .parquet")
     result = evaluate(config, compute_score)
     print_tables(result, config, title)
     if output.json_path:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError, load_config, replace
 from hone.config.generation import EvaluationMetricsConfig
 from hone.data.rows import DataError
 from hone.rewards.calling import ScorerSignatureError
@@ -350,6 +350,25 @@ def test_the_results_are_written_as_asked(tmp_path: Path) -> None:
     }
     assert outputs["plot_path"].read_bytes()[:4] == b"\x89PNG"
     assert outputs["scores_path"].is_file()
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "problem"),
+    [
+        ("json_path", "responses.jsonl", "would replace a file of data.path"),
+        ("scores_path", "scores.jsonl", "must end in .parquet"),
+    ],
+)
+def test_results_replace_no_responses_and_have_the_suffix_of_their_format(
+    key: str, name: str, problem: str, tmp_path: Path
+) -> None:
+    config = evaluation(tmp_path, responses(2, 1, 2))
+    file = Path(config.data.path[0] if isinstance(config.data.path, tuple) else config.data.path)
+    before = file.read_bytes()
+    path = file if problem.startswith("would") else tmp_path / name
+    with pytest.raises(ConfigError, match=problem):
+        main_eval.run(replace(config, f"output.{key}", str(path)))
+    assert file.read_bytes() == before
 
 
 def test_scores_that_could_not_be_written_stop_before_scoring(tmp_path: Path) -> None:

@@ -287,7 +287,7 @@ def test_results_of_an_earlier_generation_do_not_stand_beside_new_responses(
 def test_the_file_of_prompts_is_never_replaced(settings: list[str], tmp_path: Path) -> None:
     for path in ("rows.jsonl", "../" + tmp_path.name + "/rows.jsonl"):
         output = [f"data.output_path={tmp_path / path}", "data.overwrite=true"]
-        with pytest.raises(GenerationError, match=r"is one of the files of data\.path"):
+        with pytest.raises(ConfigError, match=r"would replace a file of data\.path"):
             generation([*settings, *output])
 
 

@@ -51,8 +51,6 @@ PPO_KEYS = (
     *(f"data.{name}" for name in ("truncation", "prompt_format", "apply_chat_template_kwargs")),
 )
 """Keys and blocks whose changes are printed when a run resumes."""
-SFT_KEYS = ("optim", "data.train_batch_size", "data.max_length", "data.truncation", "trainer.seed")
-"""The same for SFT."""
 _USER_NAMED_KEYS = (
     "custom_reward_function.reward_kwargs.",
     "data.apply_chat_template_kwargs.",

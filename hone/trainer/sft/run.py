@@ -40,6 +40,19 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
+_RESUME_KEYS = (
+    *("optim", "engine.dtype", "trainer.seed"),
+    *(f"model.{name}" for name in ("override_config", "lora_alpha", "lora_dropout")),
+    *(f"data.{name}" for name in ("train_batch_size", "max_length", "truncation", "custom_cls")),
+    *(f"data.{name}" for name in ("chat_template", "apply_chat_template_kwargs", "prompt_format")),
+    *(f"data.{name}" for name in ("prompt_key", "prompt_dict_keys", "multiturn")),
+    *(f"data.{name}" for name in ("response_key", "response_dict_keys")),
+    *(f"data.{name}" for name in ("chosen_key", "rejected_key", "margin_key")),
+    *(f"data.{name}" for name in ("format", "completions_key", "labels_key", "neutral_label")),
+    *("data.step_separator", "data.ignore_input_ids_mismatch", "model.custom_chat_template"),
+)
+"""Keys and blocks whose changes are printed when a run resumes: these change what a row teaches."""
+
 
 class SFTRun:
     """One run of `hone sft`, `hone train-prm` or `hone train-rm`: the loop with files and trackers."""
@@ -253,7 +266,7 @@ class SFTRun:
             )
         old_config = RunFolder(folder.parent).read_config_or_empty()
         for change in checkpoint.changed_settings(
-            old_config, config_to_dict(self.config), checkpoint.SFT_KEYS
+            old_config, config_to_dict(self.config), _RESUME_KEYS
         ):
             screen().line(f"from {folder.name} on: {change}")
 

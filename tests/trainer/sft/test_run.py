@@ -54,6 +54,18 @@ def test_other_data_cannot_resume_and_the_folder_to_change_is_named(
         train("run")
 
 
+def test_a_resumed_run_names_every_change_of_what_its_rows_teach(
+    train: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train("run", "model.lora_rank=1")
+    template = "data.chat_template='{{ messages[0].content }}'"
+    changes = [template, "data.prompt_format=raw", "model.lora_alpha=3"]
+    train("run", "model.lora_rank=1", "trainer.total_training_steps=2", *changes)
+    output = capsys.readouterr().out
+    for change in ("data.chat_template=", "data.prompt_format=raw", "model.lora_alpha=3"):
+        assert f"from global_step_1 on: {change}" in output
+
+
 def test_an_unknown_optimizer_is_refused_before_rows_and_model_are_read(
     train: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
