@@ -41,14 +41,15 @@ def find_parents(proc: Path = Path("/proc/self")) -> tuple[ParentCgroups | None,
     except OSError as error:
         return None, f"cgroups cannot be read: {error}"
     reasons = []
-    for parents in (_find_v1(memberships, mounts), _find_v2(memberships, mounts)):
-        if not parents.directories:
-            continue
+    for version, find in ((1, _find_v1), (2, _find_v2)):
         try:
-            Cgroup.create(parents, f"{_PREFIX}{os.getpid()}-try", 64 << 20, 8).remove()
-            return parents, f"v{parents.version}: " + ", ".join(sorted(parents.directories))
+            parents = find(memberships, mounts)
+            if parents.directories:
+                Cgroup.create(parents, f"{_PREFIX}{os.getpid()}-try", 64 << 20, 8).remove()
+                return parents, f"v{version}: " + ", ".join(sorted(parents.directories))
         except OSError as error:
-            reasons.append(f"v{parents.version} cgroups cannot be created: {error.strerror}")
+            path = f" ({error.filename})" if error.filename else ""
+            reasons.append(f"v{version} cgroups cannot be created: {error.strerror}{path}")
     return None, "; ".join(reasons) or "no memory or pids controller is mounted"
 
 
@@ -65,20 +66,22 @@ def _find_v1(memberships: list[str], mounts: list[str]) -> ParentCgroups:
 
 
 def _find_v2(memberships: list[str], mounts: list[str]) -> ParentCgroups:
-    """Enables the memory and pids controllers for child cgroups and returns our own cgroup."""
+    """Enables the memory and pids controllers for child cgroups and returns our own cgroup.
+
+    Raises OSError without permission, or if our own cgroup has processes: version 2 then allows it no
+    controllers for children.
+    """
     own_path = next((line.split(":", 2)[2] for line in memberships if line.startswith("0::")), "/")
     for mount_point, filesystem, _ in map(_parse_mount, mounts):
         if filesystem == "cgroup2":
             directory = _own_directory(mount_point, own_path)
             control = Path(directory, "cgroup.subtree_control")
-            # No permission, or this cgroup has processes: v2 then allows it no controllers for children.
-            with contextlib.suppress(OSError):
-                available = Path(directory, "cgroup.controllers").read_text().split()
-                names = [name for name in ("memory", "pids") if name in available]
-                enabled = control.read_text().split()
-                if missing := [f"+{name}" for name in names if name not in enabled]:
-                    control.write_text(" ".join(missing))
-                return ParentCgroups(2, dict.fromkeys(names, directory))
+            available = Path(directory, "cgroup.controllers").read_text().split()
+            names = [name for name in ("memory", "pids") if name in available]
+            enabled = control.read_text().split()
+            if missing := [f"+{name}" for name in names if name not in enabled]:
+                control.write_text(" ".join(missing))
+            return ParentCgroups(2, dict.fromkeys(names, directory))
     return ParentCgroups(2, {})
 
 

@@ -141,7 +141,8 @@ def _to_result(answer: Fields, output_bytes: int) -> SandboxResult:
         raise SandboxServiceError(
             f"sandbox service: the answer has neither run_result nor compile_result: {answer}"
         )
-    stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
+    texts = (str(result.get(name) or "") for name in ("stdout", "stderr"))
+    stdout, stderr = (text.encode(errors="replace") for text in texts)
     return_code = result.get("return_code")
     if result.get("status") == "TimeLimitExceeded":
         status = Status.TIMEOUT
@@ -149,14 +150,14 @@ def _to_result(answer: Fields, output_bytes: int) -> SandboxResult:
         status = Status.OUTPUT
     elif result.get("status") == "Finished" and return_code == 0:
         status = Status.OK
-    elif stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
+    elif stderr.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError"):
         status = Status.MEMORY
     else:
         status = Status.ERROR
     return SandboxResult(
         status=status,
         exit_code=None if status is Status.TIMEOUT else return_code,
-        stdout=stdout[:output_bytes],
-        stderr=stderr[: max(0, output_bytes - len(stdout))],
+        stdout=stdout[:output_bytes].decode(errors="replace"),
+        stderr=stderr[: max(0, output_bytes - len(stdout))].decode(errors="replace"),
         wall_s=float(result.get("execution_time") or 0.0),
     )

@@ -71,6 +71,15 @@ def test_missing_cgroups_are_reported_and_not_an_error(tmp_path: Path) -> None:
     assert cgroups.find_parents(proc) == (None, "no memory or pids controller is mounted")
 
 
+def test_the_reason_why_version_2_gives_no_cgroup_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("memory pids\n")
+    proc = fake_proc(tmp_path, "0::/\n", "cgroup2", tmp_path, "rw")
+    parents, reason = cgroups.find_parents(proc)
+    assert parents is None
+    assert reason.startswith("v2 cgroups cannot be created: No such file")
+    assert "cgroup.subtree_control" in reason
+
+
 def test_only_cgroups_of_dead_processes_are_stale(tmp_path: Path) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()

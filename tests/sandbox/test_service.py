@@ -88,6 +88,15 @@ def test_a_service_with_one_box_is_refused_for_assertions() -> None:
             client(url).judge("", "", preamble="", timeout_s=1.0, memory_mb=64)
 
 
+def test_output_is_limited_in_bytes_as_in_a_box() -> None:
+    result = {"status": "Finished", "return_code": 0, "stdout": "é" * 600_000, "stderr": ""}
+    answer = json.dumps({"status": "Success", "run_result": result}).encode()
+    with fake_service(lambda _: (200, answer)) as url:
+        result_of_run = client(url).run_python("x", timeout_s=3.0)
+    assert result_of_run.status is Status.OUTPUT
+    assert len(result_of_run.stdout.encode()) == 1 << 20
+
+
 def test_the_request_has_the_fields_of_sandbox_fusion() -> None:
     requests: list[dict[str, Any]] = []
 
