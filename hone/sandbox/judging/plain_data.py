@@ -7,6 +7,8 @@ built-in types, instances of shared classes or proxies; anything else raises Mal
 from __future__ import annotations
 
 import collections
+import datetime
+import enum
 import io
 import json
 import marshal
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from types import MemberDescriptorType
 from typing import Any, NoReturn, TypeAlias
 
 Value: TypeAlias = Any
@@ -28,6 +31,7 @@ _SCALAR_TYPES = frozenset({type(None), bool, int, float, str, bytes, complex})
 _PICKLED_TYPES = (
     *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict),
     *(Decimal, Fraction, range, complex, bytearray, type(...)),
+    *(datetime.date, datetime.time, datetime.datetime, datetime.timedelta, datetime.timezone),
 )
 _PARSE_ERRORS = (
     *(ValueError, TypeError, ArithmeticError, LookupError, AttributeError),
@@ -74,6 +78,8 @@ class AnswerReader:
         self._tags: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
             **_TAGS,
             "o": ([int, str], self._get_object),
+            "m": (list, self._get_member),
+            "n": ([str, list], self._get_named_tuple),
             "h": (int, lambda number: make_proxy("handle", _non_negative(number))),
             "g": (int, lambda number: make_proxy("iterator", _non_negative(number))),
             "e": (
@@ -110,15 +116,54 @@ class AnswerReader:
             self._objects[number] = object.__new__(self._shared_classes[name])
         return self._objects[number]
 
+    def _get_member(self, content: list[Value]) -> Value:
+        """Returns a member of an enumeration of the preamble."""
+        name, value = content
+        shared_class = self._shared_classes[_check_shape(name, str)]
+        if not issubclass(shared_class, enum.Enum):
+            raise MalformedAnswer("an enumeration was expected")
+        return shared_class(value)
+
+    def _get_named_tuple(self, content: list[Value]) -> Value:
+        name, items = content
+        shared_class: Value = self._shared_classes[name]
+        if not issubclass(shared_class, tuple) or len(items) != len(shared_class._fields):
+            raise MalformedAnswer("a named tuple was expected")
+        return tuple.__new__(shared_class, items)
+
     @staticmethod
     def _set_attributes(instance: Value, attributes: dict[Value, Value]) -> None:
         """Replaces all attributes; raises MalformedAnswer if one would shadow a method."""
-        for name in attributes:
+        slots = slots_of(instance)
+        for name in attributes.keys() - slots.keys():
             member = getattr(type(instance), _check_shape(name, str), None)
             if callable(member) or hasattr(type(member), "__get__") or name.startswith("__"):
                 raise MalformedAnswer(f"attribute {name!r} would replace a method")
-        instance.__dict__.clear()
-        instance.__dict__.update(attributes)
+        for name, slot in slots.items():
+            if name in attributes:
+                slot.__set__(instance, attributes.pop(name))
+            elif hasattr(instance, name):
+                slot.__delete__(instance)
+        if attributes or hasattr(instance, "__dict__"):
+            instance.__dict__.clear()
+            instance.__dict__.update(attributes)
+
+
+def slots_of(instance: Value) -> dict[str, MemberDescriptorType]:
+    """Returns the slots of an object by name."""
+    members = [item for base in type(instance).__mro__ for item in vars(base).items()]
+    return {
+        name: slot
+        for name, slot in members
+        if isinstance(slot, MemberDescriptorType) and not name.startswith("__")
+    }
+
+
+def _attributes(instance: Value) -> dict[str, Value]:
+    slots = {
+        name: getattr(instance, name) for name in slots_of(instance) if hasattr(instance, name)
+    }
+    return {**slots, **getattr(instance, "__dict__", {})}
 
 
 def _check_shape(value: Value, shape: Shape) -> Value:
@@ -154,6 +199,24 @@ def _parse_deque(content: list[Value]) -> Value:
     return collections.deque(_check_shape(items, list), max_length)
 
 
+def _parse_time(content: list[Value]) -> datetime.time:
+    *parts, offset = content
+    hour, minute, second, microsecond = _check_shape(parts, [int] * 4)
+    return datetime.time(hour, minute, second, microsecond, _time_zone(offset))
+
+
+def _parse_datetime(content: list[Value]) -> datetime.datetime:
+    *parts, offset = content
+    return datetime.datetime(*_check_shape(parts, [int] * 7)).replace(tzinfo=_time_zone(offset))
+
+
+def _time_zone(offset: Value) -> datetime.timezone | None:
+    """Returns the zone of an offset from UTC; None of a time without a zone."""
+    if offset is None:
+        return None
+    return datetime.timezone(_check_shape(offset, datetime.timedelta))
+
+
 _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
     "i": (str, _parse_large_integer),
     "t": (list, tuple),
@@ -174,6 +237,10 @@ _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
     "N": (str, lambda text: Decimal(text[:_MAX_DIGITS])),
     "F": ([int, int], lambda parts: Fraction(*parts)),
     "M": (list, lambda parts: Match(*parts)),
+    "Y": ([int, int, int], lambda parts: datetime.date(*parts)),
+    "H": (list, _parse_time),
+    "T": (list, _parse_datetime),
+    "U": ([int, int, int], lambda parts: datetime.timedelta(*parts)),
     "-": (type(None), lambda _: ABSENT),
     ".": (type(None), lambda _: ...),
 }
@@ -208,7 +275,7 @@ class RequestWriter(pickle.Pickler):
             pass  # a value contains itself, or is too deep for marshal
         self.dump(request)
         for instance in self.shared_objects:  # dump() may append
-            self.dump(instance.__dict__)
+            self.dump(_attributes(instance))
         return b"p" + self._buffer.getvalue()
 
     def reducer_override(self, value: Value) -> Value:
@@ -220,6 +287,10 @@ class RequestWriter(pickle.Pickler):
         if value_type in _PICKLED_TYPES or is_pickled_type or value is resolve:
             return NotImplemented
         if self._shared_classes.get(value_type.__name__) is value_type:
+            if isinstance(value, enum.Enum):
+                return resolve, ("member", (value_type.__name__, value.value))
+            if isinstance(value, tuple):
+                return resolve, ("named tuple", (value_type.__name__, [*value]))
             self.shared_objects.append(value)
             return resolve, ("object", value_type.__name__)
         if callable(value):

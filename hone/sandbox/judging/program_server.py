@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hone.sandbox.judging.plain_data import Value
 
 _SCALAR_TYPES = frozenset({type(None), bool, int, float, str})
+_SlotType = type(type(lambda: None).__dict__["__globals__"])  # types.MemberDescriptorType
 _LARGE_INT = 1 << 4096  # larger integers are sent as hexadecimal text
 _SERVER_FRAMES = 64  # stack frames of this file, added to the program's recursion limit
 # An instance of a subclass is sent as its base type.
@@ -32,6 +33,23 @@ _TO_BASE_TYPE: dict[type, Callable[[Value], Value]] = {
 def _flatten_items(value: dict[Value, Value]) -> list[Value]:
     """Returns [key, value, key, value, …]."""
     return [part for pair in value.items() for part in pair]
+
+
+def _clock(value: Value) -> list[int]:
+    """Returns the time of day of a `time` or `datetime`."""
+    return [value.hour, value.minute, value.second, value.microsecond]
+
+
+def _attributes(value: Value) -> dict[str, Value]:
+    """Returns the attributes of an object, also those in slots."""
+    slots = [
+        name
+        for base in type(value).__mro__
+        for name, member in vars(base).items()
+        if type(member) is _SlotType and not name.startswith("__")
+    ]
+    named = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**named, **getattr(value, "__dict__", {})}
 
 
 _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] = {
@@ -54,6 +72,16 @@ _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] =
     ("decimal", "Decimal"): ("N", str),
     ("fractions", "Fraction"): ("F", lambda value: [value.numerator, value.denominator]),
     ("re", "Match"): ("M", lambda value: [value.group(), *value.span()]),
+    ("datetime", "date"): ("Y", lambda value: [value.year, value.month, value.day]),
+    ("datetime", "time"): ("H", lambda value: [*_clock(value), value.utcoffset()]),
+    ("datetime", "datetime"): (
+        "T",
+        lambda value: [value.year, value.month, value.day, *_clock(value), value.utcoffset()],
+    ),
+    ("datetime", "timedelta"): (
+        "U",
+        lambda value: [value.days, value.seconds, value.microseconds],
+    ),
 }
 """Type → its tag, and a function that turns a value into plain data.
 
@@ -85,7 +113,7 @@ class Request:
         fields = unpickler.load()
         for instance in self.shared_objects:  # load() may append
             for name, value in unpickler.load().items():
-                setattr(instance, name, value)
+                object.__setattr__(instance, name, value)  # also of a frozen dataclass
         return fields
 
     def _resolve(self, kind: str, key: Value) -> Value:
@@ -94,6 +122,12 @@ class Request:
             return self._session.handles[key]
         if kind == "callback":
             return self._session.make_callback(key)
+        if kind == "member":
+            name, value = key
+            return self._session.scope[name](value)
+        if kind == "named tuple":
+            name, items = key
+            return tuple.__new__(self._session.scope[name], items)
         shared_class = self._session.scope[key]
         self.shared_objects.append(shared_class.__new__(shared_class))
         return self.shared_objects[-1]
@@ -244,15 +278,23 @@ class Encoder:
             return {tag: self.encode(to_plain(value))}
         if value is Absent:
             return {"-": None}
-        if value_type.__name__ in self._session.shared_classes and hasattr(value, "__dict__"):
-            number = self._numbers.setdefault(id(value), len(self._shared_objects))
-            if number == len(self._shared_objects):
-                self._shared_objects.append(value)
-            return {"o": [number, value_type.__name__]}
+        if value_type.__name__ in self._session.shared_classes:
+            if hasattr(value_type, "__members__"):
+                return {"m": [value_type.__name__, self.encode(value.value)]}
+            if hasattr(value_type, "_fields"):
+                return {"n": [value_type.__name__, self.encode([*value])]}
+            if not isinstance(value, tuple(_TO_BASE_TYPE)):
+                return self._add_shared_object(value)
         for base, convert in _TO_BASE_TYPE.items():
             if isinstance(value, base):
                 return self.encode(convert(value))
         return self._add_handle(value, value_type)
+
+    def _add_shared_object(self, value: Value) -> Value:
+        number = self._numbers.setdefault(id(value), len(self._shared_objects))
+        if number == len(self._shared_objects):
+            self._shared_objects.append(value)
+        return {"o": [number, type(value).__name__]}
 
     def _add_handle(self, value: Value, value_type: type) -> Value:
         self._session.handles.append(value)
@@ -269,7 +311,7 @@ class Encoder:
         states = []
         for number, value in enumerate(self._shared_objects):  # encode() may append
             states.append(
-                [number, type(value).__name__, self.encode(_flatten_items(value.__dict__))]
+                [number, type(value).__name__, self.encode(_flatten_items(_attributes(value)))]
             )
         return states
 

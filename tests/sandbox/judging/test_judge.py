@@ -120,6 +120,14 @@ PASSING_CASES = {
         "LIMIT = {'a': 1}\ndef f(): LIMIT['a'] += 1",
         "f()\nassert LIMIT == {'a': 2}",
     ),
+    "dates and times": (
+        "import datetime as d\ndef f(x, y): return [x, x - y, d.timedelta(2), d.time(1, 2)]",
+        "import datetime as d\nx, y = d.datetime(2020, 2, 1, 12), d.timedelta(1)\n"
+        "assert f(x, y) == [x, x - y, d.timedelta(2), d.time(1, 2)]\n"
+        "assert f(d.date(2020, 3, 1), y)[1] == d.date(2020, 2, 29)\n"
+        "z = x.replace(tzinfo=d.timezone(d.timedelta(hours=-5)))\n"
+        "assert f(z, y)[0] == z and f(z, y)[0].utcoffset() == d.timedelta(hours=-5)",
+    ),
     "standard input is empty": (
         "import sys\ntext = sys.stdin.read()\ndef f(): return text",
         "assert f() == ''",
@@ -146,6 +154,63 @@ def test_objects_of_preamble_classes_keep_their_structure_and_changes() -> None:
     tests += "long = None\nfor i in range(5000): long = Node(i, long)\nassert f(long).next.next.val == 4998\n"
     judgement = judge(program, tests, preamble=NODE)
     assert judgement.passed, judgement.reason
+
+
+KINDS = """
+from dataclasses import dataclass
+from enum import Enum, Flag
+from typing import NamedTuple
+
+class Color(Enum):
+    RED = 1
+    BLUE = "b"
+
+class Access(Flag):
+    READ = 1
+    WRITE = 2
+
+class Pair(NamedTuple):
+    x: int
+    y: int
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    x: int
+    y: list
+
+class Slots:
+    __slots__ = ("x", "y")
+
+class Words(list):
+    pass
+"""
+PREAMBLE_CASES = {
+    "members of an enumeration": (
+        "def f(c): return [c, {Color.BLUE: 1}, Access.READ | Access.WRITE]",
+        "assert f(Color.RED) == [Color.RED, {Color.BLUE: 1}, Access.READ | Access.WRITE]",
+    ),
+    "named tuples": (
+        "def f(p): return Pair(p.y, [p.x])",
+        "assert f(Pair(1, 2)) == Pair(2, [1]) and f(Pair(1, 2)).y == [1]",
+    ),
+    "frozen data classes with slots": (
+        "def f(p): return Point(p.x + 1, p.y)",
+        "assert f(Point(1, [3])) == Point(2, [3])",
+    ),
+    "slots that the program changes": (
+        "def f(s):\n    s.y = s.x\n    del s.x\n    return 1",
+        "s = Slots()\ns.x = 4\nassert f(s) == 1 and s.y == 4 and not hasattr(s, 'x')",
+    ),
+    "subclasses of built-in types": ("def f(): return Words('ab')", "assert f() == ['a', 'b']"),
+}
+
+
+@pytest.mark.parametrize("name", PREAMBLE_CASES)
+def test_values_of_preamble_classes_arrive_unchanged(name: str) -> None:
+    program, tests = PREAMBLE_CASES[name]
+    judgement = judge(program, tests, preamble=KINDS)
+    assert judgement.passed, judgement.reason
+    assert judgement.answers > 0
 
 
 FAILING_CASES = {
