@@ -1,1 +1,1 @@
-"""Rollout engines, which generate token ids from token ids behind one contract."""
+"""Rollout engines: each generates response token ids from prompt token ids; all have one contract."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hone.tokenizer import Tokenizer
 
 _MIN_TEMPERATURE = 1e-5
-"""The lowest positive temperature; below it, logits / temperature may overflow."""
+"""The lowest positive temperature; with a lower one, logits / temperature may overflow."""
 
 
 class StopReason(str, Enum):
@@ -114,14 +114,14 @@ class TokenOutput:
     token_ids: list[int]
     log_probs: list[float] = field(default_factory=list)
     """log p of each token under softmax(logits / temperature), before top-k, top-p and min-p, as the
-    trainer computes it. For greedy requests, the temperature counts as 1."""
+    trainer computes log-probs. For greedy requests, the temperature counts as 1."""
     versions: list[int] = field(default_factory=list)
     """The weight version that sampled each token."""
     stop_reason: StopReason = StopReason.STOP
     num_preempted: int | None = None
     """Number of preemptions of the request; None if the engine does not report them."""
     cached_tokens: int | None = None
-    """Number of prompt tokens that hit the prefix cache; None if the engine does not report it."""
+    """Number of prompt tokens that hit the prefix cache; None if the engine does not report the number."""
     routed_experts: Tensor | None = None
     """The experts [tokens, layers, k] of the prompt and of all response tokens but the last; None without
     `rollout.enable_rollout_routing_replay`."""
@@ -136,7 +136,7 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class TokenDelta:
-    """The tokens of a request that were sampled since its last delta."""
+    """The tokens that were sampled since the last delta of the same request."""
 
     token_ids: list[int]
     log_probs: list[float]

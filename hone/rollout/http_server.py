@@ -62,7 +62,7 @@ class Timeouts:
     """The timeouts of one server."""
 
     start_timeout_s: float
-    """The longest wait until the server is healthy, at the start and after it was lost."""
+    """The longest wait until the server is healthy, at the start and after the connection was lost."""
     call_timeout_s: float
     """The longest wait until a call returns, and between two chunks of a stream."""
 
@@ -130,7 +130,7 @@ class HttpServer:
         raise NotImplementedError
 
     async def verify_version(self) -> None:
-        """Raises ServerLost if the server was restarted or updated while it was idle."""
+        """Raises ServerLost if the server was restarted, or got other weights, while it was idle."""
         async with self.verify_lock:
             if self.version_verified or self.expected_version is None:
                 return
@@ -160,7 +160,7 @@ class HttpServer:
         """Raises if the server cannot load new weights."""
 
     async def load_folder(self, folder: str, version: str) -> None:
-        """Makes the server load a checkpoint folder, drop its KV cache and report `version`."""
+        """Makes the server load a checkpoint folder, drop the KV cache and report `version`."""
         raise NotImplementedError
 
     async def send_tensors(self, bucket: Mapping[str, Tensor]) -> None:
@@ -168,7 +168,7 @@ class HttpServer:
         raise NotImplementedError
 
     async def end_update(self, version: str) -> None:
-        """Ends an update after `send_tensors`: the server drops its KV cache and reports `version`."""
+        """Ends an update after `send_tensors`: the server drops the KV cache and reports `version`."""
         raise NotImplementedError
 
     async def read_weight(self, name: str, num_rows: int) -> Any:
@@ -176,7 +176,7 @@ class HttpServer:
         return None
 
     async def check_weights(self, version: str, folder: WeightFolder | None) -> None:
-        """Raises if the server reports another version, or other values for some of the weights."""
+        """Raises if the server does not report this version, or returns other values for some weights."""
         if (reported_version := await self.weight_version()) != version:
             raise RolloutError(
                 f"{self.safe_url} acknowledged weights {version!r}, but has {reported_version!r}"
@@ -322,7 +322,7 @@ class HttpServer:
 
     @contextmanager
     def wrap_parse_errors(self, response: object) -> Iterator[None]:
-        """Raises the errors of reading a malformed response as RolloutError, which fails only one request."""
+        """Turns errors of reading a malformed response into RolloutError, which fails only one request."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -350,7 +350,7 @@ class HttpServer:
         )
 
     def restart_if_ended(self) -> None:
-        """Restarts the server's process if hone started it and it has ended; raises if that fails."""
+        """Restarts a server process that hone started and that has ended; raises if the restart fails."""
 
     async def detect_log_prob_mode(self) -> None:
         """Detects how the server computes log-probs, from single tokens with different parameters."""
@@ -378,7 +378,7 @@ async def _wait_for(timeout_s: float, coroutine: Coroutine[None, None, T]) -> T:
 
 
 def shorten(text: str) -> str:
-    """Returns text on one line, cut to the length that an error message may quote."""
+    """Returns text on one line, shortened to the length that an error message may quote."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " …"
 

@@ -14,12 +14,12 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class OwnedFolder:
-    """A folder that its process has locked, so that other processes know that it is in use."""
+    """A folder with a lock, by which other processes see that the process that created it still runs."""
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
-        """Creates the folder in `parent`, by default in shared memory; deletes those of killed processes.
+        """Creates the folder in `parent`, by default in shared memory; deletes folders of killed processes.
 
-        `parent` may be on a file server. Only folders of this machine are deleted there, because some file
+        `parent` may be on a file server. Folders of other machines are never deleted, because some file
         servers do not share locks between machines.
         """
         if parent is None:
@@ -43,7 +43,7 @@ class OwnedFolder:
 
 
 def _lock(folder: Path) -> IO[bytes]:
-    """Locks a folder until the returned file is closed; raises OSError if it is already locked."""
+    """Locks a folder until the returned file is closed; raises OSError if another process has locked it."""
     file = (folder / "lock").open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

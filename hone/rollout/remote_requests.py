@@ -76,11 +76,11 @@ class RemoteEngine(RequestEngine):
     # -- implemented by subclasses --------------------------------------------------------------
 
     def _remote_stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Yields the next tokens or raises ConnectionLost; closing it ends the request on the server."""
+        """Yields the next tokens or raises ConnectionLost; `aclose` ends the request on the server."""
         raise NotImplementedError
 
     async def _remote_recover(self, error: ConnectionLost) -> None:
-        """Waits until the server has recovered with the current weights; raises if it does not."""
+        """Waits until the server has recovered with the current weights; raises if it does not recover."""
 
     async def _remote_pause(self) -> None:
         """Stops decoding on the server, after every stream has ended."""
@@ -137,7 +137,7 @@ class RemoteEngine(RequestEngine):
             raise
 
     async def _serve(self, request: Request) -> None:
-        """Streams a request until it ends, with a new stream after each interruption; sets its future."""
+        """Streams a request until it ends, over several streams if one breaks off; sets its future."""
         try:
             with self._register(request) as entry:
                 while request.stop_reason is None:
@@ -163,7 +163,7 @@ class RemoteEngine(RequestEngine):
             del self._running[id(entry)]
 
     async def _run_stream(self, entry: RunningRequest) -> None:
-        """Runs one stream until it ends or is cancelled; recovers if the connection was lost."""
+        """Runs one stream until it ends or is cancelled; after a lost connection, waits for the recovery."""
         num_tokens = len(entry.request.token_ids)
         error = await self._run_task(entry, self._stream_tokens(entry.request))
         if isinstance(error, ConnectionLost):
@@ -237,7 +237,7 @@ class RemoteEngine(RequestEngine):
         return replace(sampling, max_tokens=sampling.max_tokens - num_tokens, seed=seed)
 
     def _append(self, request: Request, chunk: Chunk) -> None:
-        """Appends the tokens of a chunk until one ends the response; raises for invalid values."""
+        """Appends the tokens of a chunk up to the token that ends the response; raises for invalid values."""
         request_id, vocab_size = request.request_id, self._rules.vocab_size
         if len(chunk.token_ids) != len(chunk.log_probs):
             raise RolloutError(
@@ -360,7 +360,7 @@ class RemoteEngine(RequestEngine):
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _close(self) -> None:
-        self._closed = True  # this may run before `close` sets it
+        self._closed = True  # `_close` may run before `close` sets this
         await self._abort(None, include_deferred=True)
         self._not_paused.set()
         while self._running:

@@ -11,7 +11,7 @@ from hone.rollout.requests import Request
 _PREFIX_TOKENS = 256
 """Requests with equal prefixes go to the same target; a prefix has at most this many prompt tokens."""
 _MAX_IMBALANCE = 8
-"""A request goes to the least loaded target if its prefix's target has more than this many requests more."""
+"""If the target of a prefix has over this many more requests than the least loaded one, it is overloaded."""
 _MAX_KEYS = 8192
 """Maximum number of trajectories and prefixes whose last target is stored."""
 
@@ -47,7 +47,7 @@ class Router(Generic[T]):
         least_loaded = min(
             healthy_targets, key=lambda t: (t.num_open_requests, self._num_routed[id(t)])
         )
-        # All requests of a trajectory have its id.
+        # All requests of a trajectory have the same id.
         trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX_TOKENS])
         target = self.target_by_key.get(trajectory)
         if target not in healthy_targets:

@@ -53,9 +53,9 @@ class ServerRollout(RemoteEngine):
     ) -> None:
         """Servers get weights in requests (`send_tensors`), by broadcast (`make_group`), or from the folder.
 
-        `parameters` has the parameters of the model, or those of its LoRA adapter with `adapters`;
+        `parameters` has the parameters of the model, or with `adapters` the parameters of its LoRA adapter;
         `to_checkpoint` gives tensors their names in a checkpoint. With `keep_weights`, the folder has a copy
-        of the last weights, from which a server that was lost is recovered.
+        of the last weights, which a server gets again after it was lost.
         """
         self.name = servers[0].kind
         self.retries = max_attempts
@@ -119,7 +119,7 @@ class ServerRollout(RemoteEngine):
             log.warning("%s: %s (see docs/engines.md)", self.name, text)
 
     def check_training_log_probs(self, sampling: Sampling) -> None:
-        """Raises if a server's log-probs with these parameters are not those that training needs."""
+        """Raises if training cannot use the log-probs that a server reports with these parameters."""
         for server in self._servers:
             if not server.log_prob_mode.after_temperature and sampling.temperature not in (0, 1):
                 raise RolloutError(
@@ -213,7 +213,7 @@ class ServerRollout(RemoteEngine):
     async def _for_each_server(
         self, call: Callable[[HttpServer], Coroutine[None, None, None]]
     ) -> None:
-        """Calls a function for every server; if a server is lost, repeats its call after the recovery."""
+        """Calls a function for every server; if a server is lost, calls it again after the recovery."""
 
         async def call_with_recovery(server: HttpServer) -> None:
             try:
@@ -305,7 +305,7 @@ class ServerRollout(RemoteEngine):
             await self._restore_weights()
 
     async def _publish(self, server: HttpServer, version: str) -> None:
-        """Ends the update of one server; if the server is lost meanwhile, sends it all weights again."""
+        """Ends the update of one server; a server that is lost meanwhile gets all weights again."""
         try:
             if (self._sends_tensors or self._make_group) and server not in self._stale_servers:
                 await server.end_update(version)
@@ -358,7 +358,7 @@ class ServerRollout(RemoteEngine):
             log.warning("%s serves other requests and keeps its memory", server.safe_url)
 
     async def _resume_memory(self, server: HttpServer, tags: Sequence[str]) -> None:
-        """Allocates released memory again; skips a restarted server, which already holds all its memory."""
+        """Allocates released memory again; skips a restarted server, which holds all its memory already."""
         if server.released_tags:
             await self._read_version(server)
         if tags_to_resume := [tag for tag in server.released_tags if tag in tags]:

@@ -93,7 +93,7 @@ def receives_weights(spec: RolloutSpec) -> bool:
 
 
 def bucket_bytes(spec: RolloutSpec) -> int:
-    """Returns the size of a bucket of new weights; `hone generate` has no setting for it."""
+    """Returns the size of a bucket of new weights; `hone generate` has no key for the size."""
     config = spec.config
     return config.checkpoint_engine.bucket_bytes if isinstance(config, RolloutConfig) else 2**30
 

@@ -102,7 +102,7 @@ class UpdateGroup:
     async def _gather(self, *calls: Any) -> None:
         """Waits for all calls; the first is the call of this process. Raises if a call failed.
 
-        If several failed, raises the error of a server, which causes the error of this process.
+        If several failed, raises the error of a server, because it causes the error of this process.
         """
         results = await asyncio.gather(*calls, return_exceptions=True)
         for result in reversed(results):

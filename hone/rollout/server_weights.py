@@ -76,7 +76,7 @@ class WeightFolder:
             ) from error
 
     def commit(self) -> Path:
-        """Makes the update the current weights, deletes the previous ones and returns the checkpoint."""
+        """Makes the update the current checkpoint and returns it; deletes the previous checkpoint."""
         assert self._update_checkpoint is not None, "call begin() first"
         self._finish_checkpoint(self._update_checkpoint)
         if self.current_checkpoint is not None:
@@ -113,7 +113,7 @@ class WeightFolder:
 
 
 class AdapterFolder(WeightFolder):
-    """A folder with two LoRA adapters in PEFT's format: the last complete one and the current update."""
+    """A folder with two LoRA adapters in PEFT's format: the last complete adapter and the current update."""
 
     def __init__(self, parent: str | None, lm: PeftModel) -> None:
         super().__init__(parent, "")

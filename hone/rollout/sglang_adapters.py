@@ -70,7 +70,7 @@ async def all_servers_accept(servers: Sequence[SGLangServer], lm: PeftModel) -> 
 
 
 def _refusal_reason(info: Fields, version: str, lm: PeftModel) -> str | None:
-    """Returns why a server cannot load the adapter, or None if it can."""
+    """Returns the reason why a server cannot load the adapter, or None if it can load the adapter."""
     rank, max_rank = lm.peft_config[lm.active_adapter].r, info.get("max_lora_rank") or 0
     server_modules = set(info.get("lora_target_modules") or ())
     if not info.get("enable_lora"):

@@ -19,7 +19,7 @@ from hone.rollout.server_weights import serialize_for_sglang
 from hone.types import Fields, Settings
 
 _IDLE_TIMEOUT_S = 5.0
-"""The longest wait until the server is idle, so that it can release memory."""
+"""The longest wait until the server is idle; before that it cannot release memory."""
 _IDLE_POLL_INTERVAL_S = 0.05
 
 
@@ -198,7 +198,7 @@ class SGLangServer(HttpServer):
         await self._call_control("/continue_generation", {})
 
     async def _call_control(self, path: str, body: Settings) -> None:
-        """Calls an endpoint; raises RolloutError if the status in its response is not ok."""
+        """Calls an endpoint; raises RolloutError if the response has another `status` than ok."""
         response = await self.call(path, body)
         if isinstance(response, dict) and response.get("status", "ok") != "ok":
             raise RolloutError(f"{self.safe_url}{path} was not acknowledged: {response}")
@@ -261,7 +261,7 @@ class SGLangServer(HttpServer):
         await self.call_checked("/update_weight_version", body)
 
     async def call_checked(self, path: str, body: Settings) -> None:
-        """Calls an endpoint; raises RolloutError if its response does not report success."""
+        """Calls an endpoint; raises RolloutError if the response does not report success."""
         response = await self.call(path, body)
         if not isinstance(response, dict) or response.get("success") is not True:
             raise RolloutError(f"{self.safe_url}{path} did not succeed: {shorten(str(response))}")

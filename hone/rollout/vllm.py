@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 Weights = Iterable[tuple[str, Tensor]]
 _MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one."""
+"""vLLM replaces a lower temperature by this one."""
 _MAX_STARTS = 3
 """Maximum number of consecutive starts of a process that samples no token."""
 
@@ -60,7 +60,7 @@ class VLLMRollout(RemoteEngine):
         self._current_weights = current_weights
         self._host_copy: dict[str, Tensor] = {}
         self._must_restore = False
-        """Whether a restarted process must load weights, because those of the model's files are old."""
+        """Whether a restarted process must load weights, because the model's files have old ones."""
         self._loaded_names: set[str] = set()  # of the current update
         self._closing = False
         self._current_sleep_level: int | None = None  # None while awake
@@ -164,7 +164,7 @@ class VLLMRollout(RemoteEngine):
         for process in self._processes:
             # Shielded, because other requests wait for the same restart.
             restart = asyncio.ensure_future(self._ensure_serving(process))
-            # Reads the exception, so that asyncio does not log it if this request is cancelled.
+            # Reads the task's exception; asyncio would log it if this request were cancelled.
             restart.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(restart)
 
@@ -283,7 +283,7 @@ class VLLMRollout(RemoteEngine):
             yield name, tensor
 
     async def _load_bucket(self, bucket: Fields, processes: Sequence[EngineProcess]) -> None:
-        """Loads one bucket; if a process dies meanwhile, `commit` loads all buckets into it."""
+        """Loads one bucket; if a process dies meanwhile, `commit` loads all buckets into the new process."""
 
         async def load_into(process: EngineProcess) -> None:
             first, process.has_new_buckets = not process.has_new_buckets, True

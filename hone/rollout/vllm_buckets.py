@@ -43,7 +43,7 @@ def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 def fill_buckets(
     weights: Iterable[tuple[str, Tensor]], device: torch.device, bucket_bytes: int
 ) -> Iterator[Fields]:
-    """Fills the same memory with one bucket after the other; yields the arguments of each `BucketInfo`."""
+    """Fills the same memory with one bucket after the other; yields each one's `BucketInfo` arguments."""
     memory = _BucketMemory(device)
     try:
         for bucket in split_into_buckets(weights, bucket_bytes):

@@ -1,4 +1,4 @@
-"""Builds the vLLM engine; chooses its interpreter, devices, environment and arguments of `vllm.LLM`."""
+"""Builds the vLLM engine; chooses interpreter, devices, environment and the arguments of `vllm.LLM`."""
 
 from __future__ import annotations
 
@@ -117,9 +117,9 @@ async def _start(engine: VLLMRollout, spec: RolloutSpec) -> None:
 def _peft_model_for_adapters(spec: RolloutSpec) -> Any:
     """Returns the policy's PEFT model if vLLM should load only its adapter, else None.
 
-    Even if the policy has an adapter, there are two cases for None. If vLLM frees its weights on a GPU that
-    it shares with the actor, it needs all weights when it wakes up, and merged weights decode faster. If vLLM
-    has workers on other machines, these workers cannot read the adapter's folder on this machine.
+    There are two cases in which vLLM gets merged weights instead. If vLLM frees its weights on a GPU that the
+    actor uses too, vLLM needs all weights when it wakes up, and merged weights decode faster. If vLLM has
+    workers on other machines, these workers cannot read the adapter's folder on this machine.
     """
     config = spec.config
     if config.vllm.weights == "distributed":

@@ -16,7 +16,7 @@ from hone.rollout.requests import Chunk, Request
 from hone.types import Settings
 
 _MIN_TEMPERATURE = 0.01
-"""vLLM raises lower temperatures to this one."""
+"""vLLM replaces a lower temperature by this one."""
 
 
 @dataclass(eq=False)

@@ -78,7 +78,7 @@ class EngineProcess:
         self.missed_bucket = False
         """Whether the process lacks buckets of the current update: it died or was restarted meanwhile."""
         self.stale = False
-        """Whether the weights of the process are not the current ones."""
+        """Whether the process has old weights."""
         self._child: subprocess.Popen[bytes] | None = None
         self._folder: OwnedFolder | None = None
         self._calls: dict[int, asyncio.Future[object]] = {}
@@ -137,7 +137,7 @@ class EngineProcess:
         for source, copy in _COPIED_FILES.items():
             shutil.copyfile(source_folder / source, folder / copy)
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-        # PYTHONPATH is for this interpreter, which may find vLLM by it; another has its own packages.
+        # This interpreter may find vLLM by PYTHONPATH; another interpreter has packages of its own.
         own_path = self._launch.python == sys.executable and os.environ.get("PYTHONPATH")
         python_path = f"{folder}{os.pathsep}{own_path}" if own_path else str(folder)
         environment |= self._launch.environment | {"PYTHONPATH": python_path}

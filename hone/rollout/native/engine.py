@@ -75,7 +75,7 @@ class NativeRollout(RequestEngine):
         self._core = core
         self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        """Requests that each event loop has submitted in its current iteration; only its thread uses it."""
+        """Requests that each event loop has submitted in its current iteration; only its thread reads it."""
         self._arrivals: list[Request] = []  # submitted, not yet in the core
         self._deferred: list[Request] = []  # submitted while paused
         # Guards every attribute except the core and `_submitted`.

@@ -43,7 +43,7 @@ EXACT_FAMILIES = ("llama", "qwen2")
 
 
 def check_exact_supported(config: PreTrainedConfig, path: str) -> None:
-    """Raises if exact mode does not support the model, before it is loaded."""
+    """Raises if exact mode does not support the model; the check needs only the model's config."""
     family = getattr(config, "model_type", "of unknown family")
     if family not in EXACT_FAMILIES:
         raise RolloutError(
@@ -169,7 +169,7 @@ class ExactDecoder(JoinedDecoder):
         self, hidden: Tensor, target: Tensor, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor]:
         """Returns the exact log-probs [N] of the targets, and the entropies [N]."""
-        # The rollout's batch state computes this in float32 too, so both use the same factor.
+        # Divided in float32, as in the batch state of the rollout, so that both use the same factor.
         inverse_temperature = float(np.float32(1.0) / np.float32(temperature))
         return linear_log_probs(
             hidden,

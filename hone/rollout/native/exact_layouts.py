@@ -74,7 +74,7 @@ def segment_queries(
     for row, block_ids in enumerate(blocks):
         padded_table[row, : len(block_ids)] = block_ids
     offsets = [np.arange(0, n, queries_per_tile) for n in lengths]
-    # For each tile, its segment and its offset in the segment.
+    # For each tile: its segment, and its offset in that segment.
     segment = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
     offset = np.concatenate(offsets)
     num_queries = np.minimum(lengths[segment] - offset, queries_per_tile)

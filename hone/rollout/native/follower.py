@@ -126,7 +126,7 @@ class FollowerRollout(RequestEngine):
     def _wait_for_update(self) -> None:
         """Waits until this rank's worker has ended the update.
 
-        The transfer of the weights alone may take one timeout, so this wait takes up to two.
+        The transfer of the weights may take one timeout, so this wait takes up to two timeouts.
         """
         timeout_s = 2 * self._peers.timeout_s
         if not self._condition.wait_for(

@@ -34,7 +34,7 @@ class LeaderCore:
         self._requests: dict[int, Request] = {}  # the engine's requests by number
         self._last_number = 0
         self._unsent_commands: list[Command] = []
-        """Commands executed here and not yet sent; the other ranks listen only in `drive`."""
+        """Commands that are executed here and not sent yet, because other ranks listen only in `drive`."""
         self.failed = False
 
     @property

@@ -371,5 +371,5 @@ class PagedCore:
 
 
 def _row_keys(sequences: list[RunningSequence]) -> list[tuple[int, int]]:
-    """Returns a key per sequence that changes with its block table."""
+    """Returns a key per sequence; the key changes when the sequence gets blocks."""
     return [(id(sequence), len(sequence.blocks)) for sequence in sequences]

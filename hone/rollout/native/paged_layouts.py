@@ -28,7 +28,7 @@ from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
 
 _FULL_GPU_PROGRAMS = 512
-"""Number of attention programs that occupy a large GPU; a small batch splits its keys into about as many."""
+"""Number of attention programs that occupy a large GPU; the keys of a small batch are split to reach it."""
 _MAX_SPLITS = 16
 
 

@@ -97,8 +97,8 @@ def _truncate(p: Tensor, sampling: SamplingRows) -> Tensor:
 class TruncatedSampling:
     """The rows of a batch that have top-k, top-p or min-p.
 
-    The kernels sample all other rows, exactly as in a batch without truncation, because a sampled token
-    must not depend on the batch.
+    The kernels sample all other rows as in a batch without such rows, because a sampled token must not
+    depend on the batch.
     """
 
     indices: Tensor  # [T] int64, indices of the T rows with truncation

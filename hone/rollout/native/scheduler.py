@@ -120,7 +120,7 @@ class Scheduler:
         return [*running, *waiting]
 
     def chunk_steps(self, unread_tokens: int = 0) -> int:
-        """Returns the decode steps of the next chunk, limited by the longest remaining response.
+        """Returns the number of decode steps of the next chunk, limited by the longest remaining response.
 
         `unread_tokens` is the number of sampled tokens per sequence that the host has not read.
         """
@@ -129,7 +129,7 @@ class Scheduler:
         return max(1 - unread_tokens, min(max_steps, max(remaining, default=max_steps)))
 
     def lookahead_steps(self, counts: Sequence[int]) -> int:
-        """Returns the decode steps that may run before the host appends `counts[i]` tokens to sequence i.
+        """Returns how many decode steps may run before the host appends `counts[i]` tokens to sequence i.
 
         Returns 0 if a request waits, if the host must check whether a sequence ends, or if a
         sequence may need another block.
@@ -160,7 +160,7 @@ class Scheduler:
         """Starts waiting requests that fit the batch, the prefill budget, and the free blocks.
 
         The blocks of a new sequence must suffice for `steps` decode steps after the prefill.
-        Samples of a group share the full blocks of their prompt, which is prefilled once.
+        The requests of a group share the full blocks of their prompt, which is prefilled once.
         """
         admitted: list[RunningSequence] = []
         first_by_prompt: dict[tuple[int, ...], RunningSequence] = {}
