@@ -83,22 +83,26 @@ class Service:
 
     def _encode_pairs(self, body: JsonObject) -> list[list[int]]:
         worker = self._worker
-        pairs = zip(_text_list(body, "text_1"), _text_list(body, "text_2"), strict=True)
+        prompts = _text_list(body, "text_1")
+        responses = _text_list(body, "text_2", may_be_empty=True)
+        if len(prompts) == 1:  # as in vLLM, one prompt may have several responses
+            prompts *= len(responses)
         return [
             worker.encode(
                 [{"role": "user", "content": prompt}],
                 escape_special_tokens(response, worker.tokenizer),
             )
-            for prompt, response in pairs
+            for prompt, response in zip(prompts, responses, strict=True)
         ]
 
 
-def _text_list(body: JsonObject, key: str) -> list[str]:
+def _text_list(body: JsonObject, key: str, *, may_be_empty: bool = False) -> list[str]:
     texts: Any = body[key]
     texts = [texts] if isinstance(texts, str) else texts
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"{key} must be a list of non-empty texts")
-    return texts
+    is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+    if not is_list or not (may_be_empty or all(texts)):
+        raise ValueError(f"{key} must be a list of {'' if may_be_empty else 'non-empty '}texts")
+    return list(texts)
 
 
 def load_worker(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:

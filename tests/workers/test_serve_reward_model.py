@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.config.reward import RewardServerConfig
-from hone.rewards.outcome import Response
+from hone.rewards.outcome import ScorerInput
 from hone.rewards.served import ServedClassifier
 from hone.workers import serve_reward_model
 from hone.workers.serve_reward_model import Service, load_worker
@@ -45,14 +45,14 @@ def with_server(model: Path, call: Callable[[str], Awaitable[Any]], worker: Any 
 @pytest.mark.parametrize("kind", ["classify", "score"])
 def test_our_client_reads_the_scores_of_the_worker(model: Path, kind: Any) -> None:
     worker = load_worker(str(model), ["trainer.device=cpu"])
-    answers = ["2", "3 or so", "2"]
+    answers = ["2", "3 or so", "2", ""]
     expected = worker.score_rows([worker.encode(CHAT, answer) for answer in answers])
 
     async def call(url: str) -> Any:
         settings = RewardServerConfig(url=url, kind=kind, model=str(model), batch_size=2)
         tokenizer = worker.tokenizer
         client = ServedClassifier(settings, tokenizer, is_chat=True)
-        rows = [Response("x", answer, None, {"prompt": CHAT}) for answer in answers]
+        rows = [ScorerInput("x", answer, None, {"prompt": CHAT}) for answer in answers]
         return await client.score_rows(rows)
 
     scores = with_server(model, call, worker)
@@ -62,7 +62,12 @@ def test_our_client_reads_the_scores_of_the_worker(model: Path, kind: Any) -> No
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/classify", {"input": [1]}), ("/classify", {}), ("/score", {"text_1": "a", "text_2": []})],
+    [
+        ("/classify", {"input": [1]}),
+        ("/classify", {}),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}),
+        ("/score", {"text_1": "", "text_2": ["c"]}),
+    ],
 )
 def test_a_bad_request_is_answered_with_400(model: Path, path: str, body: dict[str, Any]) -> None:
     async def call(url: str) -> tuple[int, Any, Any]:
@@ -78,6 +83,13 @@ def test_a_bad_request_is_answered_with_400(model: Path, path: str, body: dict[s
     assert status == 400
     assert "error" in content
     assert health == {"model": str(model)}
+
+
+def test_one_prompt_may_have_several_responses(model: Path) -> None:
+    service = Service(load_worker(str(model), ["trainer.device=cpu"]))
+    for prompt in ("1+1?", ["1+1?"]):
+        pairs = service._encode_pairs({"text_1": prompt, "text_2": ["2", "3"]})
+        assert pairs == service._encode_pairs({"text_1": ["1+1?"] * 2, "text_2": ["2", "3"]})
 
 
 def test_text_that_spells_a_control_token_is_encoded_as_text(model: Path) -> None:
