@@ -29,7 +29,7 @@ LOOP_SCORE_COLUMN = reward_column("agent")
 NOT_RECORDED = -1
 """The value of `routed_experts` for tokens that the rollout did not compute."""
 TRAJECTORY_ROW = "trajectory_row"
-"""The column of each row's index in its trajectory (None means 0); absent if all have one row."""
+"""The column of each row's index in its trajectory (None means 0); absent if every trajectory has one row."""
 
 
 def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) -> DataProto:
@@ -93,7 +93,8 @@ def add_verl_columns(batch: DataProto) -> DataProto:
 def join_ranks(worker_group: object, results: Sequence[DataProto]) -> DataProto:
     """Concatenates the batches that the ranks of a worker group collated.
 
-    A column that only some ranks have is filled, except `rollout_log_probs`, which is dropped.
+    A column that only some ranks have is filled with None, `routed_experts` with NOT_RECORDED;
+    `rollout_log_probs` is dropped.
     """
     batches = fill_object_columns(results)
     _check_all_or_none(sum(b.has_column(LOOP_SCORE_COLUMN) for b in batches), len(batches))

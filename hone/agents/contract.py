@@ -131,7 +131,7 @@ class ToolListWrap:
 
 
 class ServerManager:
-    """The client of the engine for one trajectory; all its requests have the trajectory's seed."""
+    """The engine's client for one trajectory; each request has the trajectory's seed."""
 
     def __init__(
         self, engine: RolloutEngine, *, seed: int, max_tokens: int, max_model_len: int | None = None
@@ -249,7 +249,7 @@ class AgentLoopBase(ABC):
         )
 
     async def process_vision_info(self, messages: list[Message]) -> Fields:
-        """Returns the `images` and `videos` of the messages, though rollout engines take text only."""
+        """Returns the `images` and `videos` of the messages; rollout engines refuse both."""
         process = getattr(self.dataset_cls, "process_vision_info", None)
         if self.processor is None or process is None:
             return {}
@@ -300,7 +300,7 @@ class AgentLoopBase(ABC):
         response_logprobs: list[float] | None = None,
         tools: Sequence[Settings] | None = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
-        """Appends to the token ids, with mask 0, the messages after `previous_messages`."""
+        """Appends the messages after `previous_messages` to the token ids, with mask 0."""
         ids = observation_ids(
             updated_messages[len(previous_messages) :],
             self.tokenizer,

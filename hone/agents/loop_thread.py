@@ -1,7 +1,7 @@
 """Runs coroutines that await an engine, such as agent loops, while the engine decodes.
 
-A `DrivenEngine` decodes in the caller's thread, and after each completion waits for the coroutines'
-next requests, so that batches do not depend on thread timing unless one awaits an external service.
+A `DrivenEngine` decodes in the caller's thread. After each completion it waits for the coroutines'
+next requests, so that batches depend on thread timing only if a coroutine awaits an external service.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _PLACEHOLDER = "QZ7assistantturnQZ7"
 """Stands for the model's turn while a template renders the messages after it."""
 _TRUNCATED = "(truncated)"
 _TRUNCATION_ATTEMPTS = 8
-"""The text of truncated ids may tokenise to more ids, so truncation is repeated up to this often."""
+"""Maximum number of truncations, because the text of truncated ids may tokenise to more ids."""
 _QUESTION: Message = {"role": "user", "content": "What is 2+2?"}
 _CALL: Fields = {
     "id": "call00000",
@@ -82,7 +82,7 @@ def _render_after_assistant(
     kwargs: Settings,
     end_token: str | None = None,
 ) -> str:
-    """Returns the template's text after an assistant turn, from its end token on.
+    """Returns the template's text from the end token of an assistant turn on.
 
     `end_token` is the special token that the model ended its turn with, if any.
     """
@@ -131,7 +131,7 @@ def _call_of(answer: Message) -> Fields:
 
 
 def _remove_placeholder(message: Message) -> Message:
-    """Removes placeholders from a message: text before the last placeholder would be lost."""
+    """Removes placeholders from a message, because text before the last placeholder would be lost."""
     clean_message = dict(message)
     for key, value in clean_message.items():
         while isinstance(value, str) and _PLACEHOLDER in value:

@@ -247,7 +247,7 @@ class LoopRunner:
             self._engine.notify()
 
     def _end_loops(self) -> None:
-        """Waits for the loops after decoding has stopped, then cancels those that did not end."""
+        """Waits for the loops after decoding has stopped, then cancels loops that did not end."""
         if self._wait_for_loops():
             return
         with self._condition:

@@ -103,10 +103,10 @@ class LoopNames:
     def factory(self, name: str) -> LoopFactory:
         """Returns the factory of a loop name that `name_of_row` returned."""
         if name not in self._factories:
-            self._factories[name] = self._load_factory(name)
+            self._factories[name] = self._find_factory(name)
         return self._factories[name]
 
-    def _load_factory(self, name: str) -> LoopFactory:
+    def _find_factory(self, name: str) -> LoopFactory:
         if name in self._factory_loaders:
             return self._factory_loaders[name]()
         return LOOPS.get(name) if name == self.default else LOOPS.get_registered(name)
@@ -146,7 +146,7 @@ def _read_factory_loaders(path: str) -> dict[str, Callable[[], LoopFactory]]:
 
 
 def _load_factory(target: str, arguments: Fields) -> LoopFactory:
-    """Returns a factory that adds the entry's arguments, like `hydra.utils.instantiate`.
+    """Returns a factory that adds the arguments of a list entry, as `hydra.utils.instantiate` does.
 
     An argument with a `_target_` is instantiated for each trajectory.
     """

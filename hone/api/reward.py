@@ -79,7 +79,7 @@ def as_score_function(
 ) -> Function:
     """Returns one score function with verl's signature; `columns` are the keys of `extra_info`.
 
-    `answer_columns` are columns whose name also means the answer; they keep their own values.
+    `answer_columns` are columns, such as `solution`, whose name would otherwise mean the answer.
     """
     calls = [_reward_call(part, columns) for part in parts]
 

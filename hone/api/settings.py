@@ -106,13 +106,13 @@ class CallSettings:
     """The settings of one API call: a YAML file, overridden by keyword arguments."""
 
     def __init__(
-        self, schema: str, caller: str, settings: Values, config: PathOrName | None = None
+        self, schema: str, caller: str, keywords: Values, config: PathOrName | None = None
     ) -> None:
         self.schema, self.caller, self._config = schema, caller, config
         self._settings: list[Setting] = []
         if config is not None:
             self._settings = _read_settings(Path(config).expanduser())
-        self.set(settings)
+        self.set(keywords)
 
     def set(self, values: Values) -> None:
         """Adds settings; each overrides the earlier ones of the same key."""
@@ -125,11 +125,9 @@ class CallSettings:
 
     def compose(
         self,
-        starting_values: Callable[[Values], list[Setting]] = lambda values: [],
+        starting_settings: Callable[[Values], list[Setting]] = lambda values: [],
         extra_checks: ExtraChecks | None = None,
     ) -> ComposedConfig:
-        """Returns the checked config; starting values are used only without a YAML file."""
-        starting_settings = starting_values(self.values()) if self._config is None else []
-        return compose_settings(
-            TREES[self.schema], [*starting_settings, *self._settings], extra_checks
-        )
+        """Returns the checked config; `starting_settings` of the values apply only without a YAML file."""
+        defaults = starting_settings(self.values()) if self._config is None else []
+        return compose_settings(TREES[self.schema], [*defaults, *self._settings], extra_checks)

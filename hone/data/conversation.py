@@ -62,7 +62,7 @@ def encode_conversation(
         ids += segment.ids + end_ids
         num_targets = segment.num_targets + len(end_ids)
         mask += [0] * (len(segment.ids) - segment.num_targets) + [1] * num_targets
-        separator = segment.separator  # the next segment contains it; after the last, add it
+        separator = segment.separator  # part of the next segment; added below after the last one
     return ids + separator, mask + [0] * len(separator)
 
 

@@ -274,7 +274,9 @@ class RLHFDataset:
                 if problem is None:
                     positions.append(position)
                 else:
-                    problem = check.problem(self.store[position]) or problem  # of all columns
+                    problem = (
+                        check.problem(self.store[position]) or problem
+                    )  # a problem of any column
                     self.bad_rows.report(problem.reason, f"{self.store.where(position)}: {problem}")
                 position += 1
         if not positions:

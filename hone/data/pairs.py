@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def first_user_turn(self) -> str:
-        """The first user turn; cross-validation keeps pairs with the same opening in one fold."""
+        """The text of the first user turn; cross-validation keeps pairs with the same text in one fold."""
         if isinstance(self.prompt, str):
             return self.prompt
         return next((str(m["content"]) for m in self.prompt if m["role"] == "user"), "")

@@ -64,7 +64,7 @@ class MixtureSampler:
         return (next(draws[file_index]) for file_index in order)
 
     def _draws_from(self, file_index: int, start: int) -> Iterator[int]:
-        """Yields row indices of one file endlessly, from the file's draw number `start` of the run."""
+        """Yields row indices of one file endlessly; `start` rows of the file were drawn before."""
         pass_number, offset = divmod(start, max(len(self.indices_by_file[file_index]), 1))
         while True:
             indices = self.indices_by_file[file_index]

@@ -104,8 +104,7 @@ class StepDataset(EncodedDataset):
     """Rows in one of the layouts of `data.format`.
 
     `dataset[i]` is {"input_ids", "loss_mask", "labels", "prompt_tokens"}; the mask is 1 at the
-    separators of labelled steps, and `prompt_tokens` is a list with the
-    number of prompt tokens.
+    separators of labelled steps, and `prompt_tokens` is a list with the number of prompt tokens.
     """
 
     config: StepDataConfig

@@ -140,7 +140,7 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
 
 
 def _is_current(fingerprint_file: Path, properties: dict[str, str], corpus_file: Path) -> bool:
-    """Returns whether an index with these properties exists; a newer corpus must have its content."""
+    """Returns whether the index has these properties and, if the corpus file is newer, its content."""
     if not fingerprint_file.exists():
         return False
     recorded = json.loads(fingerprint_file.read_text())

@@ -72,7 +72,7 @@ def test_keywords_win_over_a_yaml_file_and_starting_values_stay_out(tmp_path: Pa
     file = tmp_path / "mine.yaml"
     file.write_text("actor_rollout_ref:\n  rollout:\n    n: 3\n    temperature: 0.5\n")
     call = CallSettings("ppo_trainer", "hone.train", {"n": 5}, file)
-    made = call.compose(starting_values=lambda given: pytest.fail("a YAML is taken as it is"))
+    made = call.compose(starting_settings=lambda given: pytest.fail("a YAML is taken as it is"))
     rollout = made.config.actor_rollout_ref.rollout
     assert (rollout.n, rollout.temperature) == (5, 0.5)
 

@@ -124,7 +124,7 @@ def _parse_step(step_result: Any) -> tuple[Any, float, bool]:
 
 
 def _observation_text(observation: Any) -> str:
-    """Converts an observation to text; an object or dict has it in the first string of `_TEXT_FIELDS`."""
+    """Returns an observation's text: of an object or dict, the first of `_TEXT_FIELDS` with a string."""
     fields = (
         observation if isinstance(observation, Mapping) else getattr(observation, "__dict__", {})
     )

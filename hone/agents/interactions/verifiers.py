@@ -62,7 +62,9 @@ class VerifiersEnvironment:
     async def _answer(self, prompt: Sequence[Any], tools: Sequence[Any] | None) -> str:
         """Returns the model's answer to a prompt of the environment."""
         if tools:
-            raise ToolError("the environment passes tools to an API, which is not supported")
+            raise ToolError(
+                "the environment needs the tool calls of a chat API, which is not supported"
+            )
         self._events.put_nowait(prompt)
         return await self._answers.get()
 
@@ -127,6 +129,7 @@ def _load_environment(name: str, options: str) -> Any:
         environment = verifiers.load_environment(name, **json.loads(options))
     if getattr(environment, "tool_defs", None):
         raise ToolError(
-            f"the environment {name} passes tools to an API (tool_defs), which is not supported"
+            f"the environment {name} needs the tool calls of a chat API (tool_defs), which is not "
+            "supported"
         )
     return environment

@@ -1,1 +1,1 @@
-"""Built-in agent loops, one file each."""
+"""Built-in agent loops with tools and with search."""

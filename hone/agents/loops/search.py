@@ -117,7 +117,7 @@ class SearchConversation:
     async def _observation_ids(
         self, action: Action | None, agent_data: AgentData, counts: SearchCounts
     ) -> list[int]:
-        """Returns the ids of the passages for a search; without an action, of a hint to the model."""
+        """Returns the ids of a search's passages, or of a hint to the model if its turn has no action."""
         if action is None:
             return self._encode(INVALID_ACTION_TEXT)
         agent_data.turn_spans[-1]["calls"] = 1

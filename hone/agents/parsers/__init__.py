@@ -1,1 +1,1 @@
-"""Parsers of tool calls in model text, one file each."""
+"""Parsers of tool calls in model text."""

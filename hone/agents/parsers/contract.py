@@ -16,7 +16,7 @@ from hone.types import JsonObject, JsonValue
 MAX_CALL_CHARS = 65_536
 """Maximum length of a call; a longer call gets an `error` and is not parsed."""
 STRING_TYPES = ("string", ["string", "null"], ["null", "string"])
-"""JSON-schema types of text parameters; their argument `1999` is text, not a number."""
+"""JSON-schema types of text parameters, for which the argument `1999` is text, not a number."""
 P = TypeVar("P", bound="type[ToolParser]")
 Schemas = Sequence[OpenAIFunctionToolSchema]
 

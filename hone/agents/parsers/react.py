@@ -38,7 +38,7 @@ Final Answer: the answer"""
 
 
 class ReactToolParser(ToolParser):
-    """Named `react`: one call per turn; its input is a JSON object or the first argument."""
+    """Named `react`: one call per turn, whose input is a JSON object or the first argument."""
 
     template_renders_tools = False
     stop = (f"\n{OBSERVATION}",)

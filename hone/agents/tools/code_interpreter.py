@@ -57,7 +57,7 @@ class CodeInterpreterTool(BaseTool):
         self._is_stateful = bool(config.get("stateful", self.default_stateful))
         super().__init__(config, tool_schema)
         self._cells: dict[str, dict[object, str]] = {}
-        """Trajectory -> its cells in call order, by a unique key, since calls may run concurrently."""
+        """Cells by trajectory, in call order; each has a unique key, because calls may run concurrently."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         persistence = " Variables stay between calls." if self._is_stateful else ""

@@ -74,7 +74,7 @@ def function_tool(
     description: str | None = None,
     schema: Schema | None = None,
 ) -> F | Callable[[F], F]:
-    """Decorates a function of the file `multi_turn.function_tool_path`, which makes it a tool.
+    """Makes a tool of a function in the file `multi_turn.function_tool_path`.
 
     `@function_tool`, `@function_tool()`, `@function_tool("name")` and
     `@function_tool(name=…, description=…, schema=…)` all work.
@@ -126,19 +126,19 @@ def _schema_of(
                 f"tool {name or _name_of(function)} has no docstring; describe the function there, "
                 "and its arguments under `Args:`"
             )
-        function_data: Fields = {
+        definition: Fields = {
             "name": name or _name_of(function),
             "description": description or description_of(function),
             "parameters": parameters_schema(function),
         }
     else:
-        data = schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else dict(schema)
-        function_entry = data.get("function")
-        function_data = dict(function_entry) if isinstance(function_entry, Mapping) else data
-        function_data["name"] = name or function_data.get("name") or _name_of(function)
+        whole = schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else schema
+        function_part = whole.get("function")  # a schema may also be the function's part alone
+        definition = dict(function_part if isinstance(function_part, Mapping) else whole)
+        definition["name"] = name or definition.get("name") or _name_of(function)
         if description is not None:
-            function_data["description"] = description
-    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function_data})
+            definition["description"] = description
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": definition})
 
 
 def _name_of(function: Function) -> str:

@@ -17,7 +17,7 @@ TEMPLATE = (
     "Assistant: Let me solve this step by step.\n<think>"
 )
 MAX_CONSECUTIVE_REPEATS = 100_000
-"""Generation fails after more consecutive draws without a new problem."""
+"""Generation fails after more than this number of consecutive draws without a new problem."""
 
 
 @dataclass(frozen=True)

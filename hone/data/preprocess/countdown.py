@@ -36,7 +36,7 @@ TEMPLATES = {
 
 UPSTREAM = UpstreamDataset(("countdown", "Countdown-Tasks-3to4"), "Jiayi-Pan/Countdown-Tasks-3to4")
 MAX_CONSECUTIVE_MISSES = 100_000
-"""Generation fails after more consecutive draws without a new problem."""
+"""Generation fails after more than this number of consecutive draws without a new problem."""
 
 ProblemKey = tuple[tuple[int, ...], int]
 

@@ -95,7 +95,7 @@ def test_an_error_of_the_environment_ends_the_talk_and_is_counted(
 @needs_verifiers
 @pytest.mark.usefixtures("patient")
 def test_tools_of_an_api_are_refused() -> None:
-    with pytest.raises(ToolError, match="passes tools to an API"):
+    with pytest.raises(ToolError, match="needs the tool calls of a chat API"):
         verifiers.VerifiersEnvironment("patient-env", tools=["len"])
 
 
