@@ -12,7 +12,7 @@ from hone.algorithms.advantages.estimator import needed_columns
 from hone.algorithms.aggregation import agg_loss
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import TABLE
-from hone.algorithms.policy_losses.policy_loss import PolicyLoss
+from hone.algorithms.policy_losses.policy_loss import PolicyLoss, call_custom_loss
 from hone.algorithms.value_loss import compute_value_loss
 from hone.columns import require
 from hone.config.actor import ActorConfig, CriticConfig
@@ -97,8 +97,9 @@ class PolicyObjective:
             losses, metrics = self._loss.per_token(tokens)
             policy_loss, means = self._loss.reduce(tokens, losses, metrics, config.loss_agg_mode)
         else:
-            options = (config.loss_agg_mode, config, is_weights)
-            policy_loss, means = self._loss(*inputs, *options, **extra_arguments)
+            policy_loss, means = call_custom_loss(
+                self._loss, inputs, config, is_weights, extra_arguments
+            )
         loss, shares = policy_loss, {"actor/pg_loss": policy_loss.detach()}
         means = {**means, "actor/entropy": masked_mean(outputs["entropy"].detach(), mask)}
         if "routing_agreement" in outputs:

@@ -9,11 +9,12 @@ from itertools import chain
 import pytest
 import torch
 
-from hone.algorithms.aggregation import BatchCounts, batch_counts
+from hone.algorithms.aggregation import BatchCounts, agg_loss, batch_counts
 from hone.algorithms.policy_losses import TABLE
 from hone.config import load_config
 from hone.config.actor import CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.workers.objectives import (
     PairObjective,
@@ -225,3 +226,77 @@ def test_a_dummy_row_has_a_loss_with_a_graph() -> None:
     terms.loss.backward()
     assert float(terms.loss.detach()) == 0.0
     assert scores.grad is not None
+
+
+def loss_of_verl_0_5(
+    old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None
+):
+    loss = agg_loss(-advantages * log_prob, response_mask, loss_agg_mode)
+    return loss, torch.tensor(0.25), torch.tensor(0.5), torch.tensor(0.0)
+
+
+def loss_with_other_names(old, new, adv, mask, mode, cfg, weights):
+    return agg_loss(-adv * new, mask, mode), {"cfg": float(cfg.clip_ratio)}
+
+
+def loss_with_keywords_only(*, log_prob, advantages, response_mask, **others):
+    return agg_loss(-advantages * log_prob, response_mask, others["loss_agg_mode"]), {}
+
+
+def loss_with_rollout_log_probs(
+    old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_log_probs=None
+):
+    assert rollout_log_probs is None
+    return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode), {}
+
+
+def loss_with_a_column(old, new, adv, mask, ref_log_prob):
+    assert ref_log_prob.shape == new.shape
+    return agg_loss(-adv * new, mask, "token-mean"), {}
+
+
+loss_with_a_column.needs = ("ref_log_prob",)
+CUSTOM_LOSSES = {
+    f.__name__: f
+    for f in (
+        loss_of_verl_0_5,
+        loss_with_other_names,
+        loss_with_keywords_only,
+        loss_with_rollout_log_probs,
+        loss_with_a_column,
+    )
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM_LOSSES)
+def test_custom_losses_may_have_the_forms_of_verl(name, outputs):
+    config = actor(f"{__name__}:{name}")
+    output = PolicyObjective(config, temperature=1.0)(outputs, rows())
+    columns = rows().batch
+    expected = agg_loss(
+        -columns["advantages"] * outputs["log_probs"], columns["response_mask"], "token-mean"
+    )
+    torch.testing.assert_close(output.loss, expected)
+    if name == "loss_of_verl_0_5":
+        assert output.means["actor/pg_clipfrac"] == 0.25
+
+
+def loss_per_token(old_log_prob, log_prob, advantages, response_mask, **_):
+    return -advantages * log_prob, {}
+
+
+@pytest.mark.parametrize(
+    ("name", "has_weights", "message"),
+    [
+        ("loss_per_token", False, r"returned \(a tensor of shape \[\d+, \d+\], a dict\)"),
+        ("loss_of_verl_0_5", True, "has no argument rollout_is_weights"),
+    ],
+)
+def test_a_custom_loss_that_would_train_something_else_is_refused(
+    name, has_weights, message, outputs
+):
+    batch = rows()
+    if has_weights:
+        batch.batch["rollout_is_weights"] = torch.ones_like(batch.batch["advantages"])
+    with pytest.raises(PluginError, match=message):
+        PolicyObjective(actor(f"{__name__}:{name}"), temperature=1.0)(outputs, batch)

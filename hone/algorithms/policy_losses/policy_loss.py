@@ -6,6 +6,7 @@ does not depend on the split into micro-batches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,8 @@ from hone.config.actor import ActorConfig
 from hone.config.block import config_value, setting
 from hone.config.errors import unknown_argument
 from hone.ops.masked import masked_mean, zero_outside_mask
-from hone.types import Settings
+from hone.plugins import PluginError
+from hone.types import Fields, Function, Settings
 
 RATIO_EXPONENT_BOUND = 20.0
 
@@ -184,3 +186,58 @@ def standard_metrics(
         "actor/pg_clipfrac_lower": clipped_below,
         "actor/avg_ratio": bounded_log_ratio(tokens).exp(),
     }
+
+
+_ARGUMENTS = (
+    *("old_log_prob", "log_prob", "advantages", "response_mask"),
+    *("loss_agg_mode", "config", "rollout_is_weights"),
+)
+"""verl's names for the arguments of a loss, in verl's order."""
+_OLD_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+"""The metrics that a loss of verl 0.5 returns after the loss."""
+
+
+def call_custom_loss(
+    function: Function, inputs: Inputs, config: ActorConfig, weights: Tensor | None, extras: Fields
+) -> tuple[Tensor, NamedTensors]:
+    """Calls a user's loss by verl's argument names, or by position if its arguments have other names.
+
+    Arguments that the function does not have are left out, except importance weights: without them, it
+    would train something else.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    arguments = dict(zip(_ARGUMENTS, (*inputs, config.loss_agg_mode, config, weights), strict=True))
+    parameters = inspect.signature(function).parameters
+    kinds = [p.kind for name, p in parameters.items() if name not in extras]
+    takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
+    count = sum(kind.name.startswith("POSITIONAL") for kind in kinds)
+    if parameters.keys() >= set(_ARGUMENTS[:4]) or (takes_any_name and not count):
+        count = 0
+    elif inspect.Parameter.VAR_POSITIONAL in kinds:
+        count = len(_ARGUMENTS)
+    values = tuple(arguments.pop(argument) for argument in _ARGUMENTS[:count])
+    if not takes_any_name:
+        arguments = {n: value for n, value in arguments.items() if n in parameters}
+    if weights is not None and count < len(_ARGUMENTS) and "rollout_is_weights" not in arguments:
+        raise PluginError(
+            f"the policy loss {name} has no argument rollout_is_weights, but "
+            "algorithm.rollout_correction.rollout_is sets importance weights; add it, or set rollout_is=null"
+        )
+    result = function(*values, **arguments, **extras)
+    if isinstance(result, tuple) and len(result) == 1 + len(_OLD_METRICS):
+        result = (result[0], dict(zip(_OLD_METRICS, result[1:], strict=True)))
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)
+    if not is_pair or result[0].dim():
+        raise PluginError(
+            f"the policy loss {name} returned {_describe(result)}; return (loss, metrics), with the loss "
+            "aggregated by agg_loss and a dict of metrics"
+        )
+    return result
+
+
+def _describe(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f"a tensor of shape {list(result.shape)}"
+    if isinstance(result, tuple):
+        return f"({', '.join(map(_describe, result))})"
+    return f"a {type(result).__name__}"
