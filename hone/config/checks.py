@@ -90,8 +90,8 @@ def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
 def rows_of(section: str) -> Iterator[list[str]]:
     """Yields the tree and the cells of each row of a section; the cells lose the prefix `tree:`."""
     for row in read_table()[section]:
-        owner = row[0].partition(":")[0] if ":" in row[0] else "ppo_trainer"
-        yield [owner, *(cell.replace(f"{owner}:", "") for cell in row)]
+        row_tree = row[0].partition(":")[0] if ":" in row[0] else "ppo_trainer"
+        yield [row_tree, *(cell.replace(f"{row_tree}:", "") for cell in row)]
 
 
 def _rows(section: str, tree: str, config: Config) -> Iterator[list[str]]:
@@ -102,8 +102,8 @@ def _rows(section: str, tree: str, config: Config) -> Iterator[list[str]]:
         return get(config, key) if package == key else find_spec(package) is not None
 
     tree = _TREE_OF_ROWS.get(tree, tree)
-    for owner, condition, *cells in rows_of(section):
-        if owner == tree and condition_holds(condition, read):
+    for row_tree, condition, *cells in rows_of(section):
+        if row_tree == tree and condition_holds(condition, read):
             cells[-1] = cells[-1] or f"no effect while {condition}"
             yield [condition, *(fill_values(cell, read) for cell in cells)]
 
@@ -276,8 +276,8 @@ def _unknown_name_problems(tree: str, config: Config) -> Iterator[str]:
     for keys, names, other_choice in read_table()["names"]:
         known_names = names.split(", ")
         for word in keys.split():
-            owner, _, key = word.rpartition(":")
-            value = get(config, key) if (owner or "ppo_trainer") == tree else None
+            row_tree, _, key = word.rpartition(":")
+            value = get(config, key) if (row_tree or "ppo_trainer") == tree else None
             entries = value.split(",") if isinstance(value, str) else value
             for name in map(str.strip, entries if isinstance(entries, list | tuple) else ()):
                 if name not in known_names and not (other_choice and ":" in name):

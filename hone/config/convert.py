@@ -74,7 +74,7 @@ def fit(value: Value, hint: Hint) -> Value:
         ]:
             with contextlib.suppress(NoFit):
                 return fit(value, member)
-    elif origin is Literal and any(same(value, choice) for choice in members):
+    elif origin is Literal and any(is_same_value(value, choice) for choice in members):
         return value
     elif origin is tuple and None not in (items := _items(value)):
         if members[-1] is ... or len(items) == len(members):
@@ -92,7 +92,7 @@ def fit(value: Value, hint: Hint) -> Value:
     raise NoFit
 
 
-def same(value: Value, other: Value) -> bool:
+def is_same_value(value: Value, other: Value) -> bool:
     """Returns whether two values are equal, where true differs from 1."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 

@@ -67,7 +67,8 @@ class DataConfig(RowsConfig):
     train_batch_size: Count = 1024
     """Prompts per step."""
     gen_batch_size: Count | None = None
-    """Prompts per generation round when groups are filtered; null is `train_batch_size`."""
+    """Prompts per generation round when groups are filtered; null is `train_batch_size` times
+    `oversample_factor`."""
     oversample_factor: OneOrMore = 1.0
     """Prompts to generate for, as a multiple of `train_batch_size`; filters choose the step's prompts."""
     filter_accuracy: bool = False

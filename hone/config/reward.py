@@ -172,8 +172,8 @@ class RewardModelConfig(MicroBatches):
     """orm scores a whole response; prm scores each step; prime trains a model that scores each token;
     judge is a language model that writes a grade."""
     route_by_style: bool | None = None
-    """Score a row by the rule or the reward model alone, as its `reward_model.style` says; null does so if
-    any row has the style model. Otherwise, rows of other styles get both scores."""
+    """True: the reward model scores only rows whose `reward_model.style` is model; false: it scores all rows.
+    A rule scores the rows of other styles. null is true if a row has the style model."""
     model: RewardModelModelConfig = block(RewardModelModelConfig)
     enable_resource_pool: bool = False
     """Give the reward model a pool of processes and devices of its own, on Ray."""
@@ -200,9 +200,9 @@ class RewardModelConfig(MicroBatches):
     sandbox_fusion: SandboxFusionConfig = block(SandboxFusionConfig)
     reward_kwargs: RewardKwargs = block(RewardKwargs)
     verifiable_reward_coef: float = 1.0
-    """Weight of the rule score in the sum."""
+    """Weight of the rule score in `token_level_scores`."""
     modeling_reward_coef: float = 1.0
-    """Weight of the reward model's score in the sum."""
+    """Weight of the reward model's score in `token_level_scores`."""
     turn_reward_coef: dict[str, float] = block(dict)
     """Weights of turn rewards by tool or interaction name: `{calc_gsm8k_reward: 0.5}`."""
     trajectory_reward_coef: dict[str, float] = block(dict)

@@ -230,8 +230,9 @@ def _defaults_list(
     choices: Sequence[str],
 ) -> list[tuple[str, str]]:
     """Returns (path without suffix, package) of each file in Hydra's merge order."""
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
+    # The user's program may run under `hydra.main`, which owns the global Hydra; this loader does not use it.
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
+    from hydra._internal.utils import create_config_search_path
     from hydra.errors import HydraException
     from hydra.types import RunMode
     from yaml import YAMLError
@@ -244,9 +245,9 @@ def _defaults_list(
     search_path = [f"hydra.searchpath=[{search_urls}]"] if search_urls else []
     options = [text for text in choices if not text.lstrip("+~").startswith("hydra/")]
     try:
-        with warnings.catch_warnings(), initialize_config_dir(str(primary), version_base=None):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the search path of another package may not exist
-            loader = GlobalHydra.instance().config_loader()
+            loader = ConfigLoaderImpl(create_config_search_path(f"file://{primary}"))
             result = loader.compute_defaults_list(
                 name, [*search_path, *options], run_mode=RunMode.RUN
             )

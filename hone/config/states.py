@@ -11,7 +11,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from hone.config.convert import Value, parse_pairs, parse_scalars, read_table, same, show_value
+from hone.config.convert import (
+    Value,
+    is_same_value,
+    parse_pairs,
+    parse_scalars,
+    read_table,
+    show_value,
+)
 from hone.config.errors import nearest
 from hone.config.keys import leaves
 from hone.config.reward import RewardKwargs
@@ -67,7 +74,7 @@ def is_off(value: JsonValue) -> bool:
     """Returns whether a value disables a feature."""
     if isinstance(value, Mapping | list | tuple):
         return all(is_off(v) for v in (value.values() if isinstance(value, Mapping) else value))
-    return any(same(value, off) for off in OFF_VALUES)
+    return any(is_same_value(value, off) for off in OFF_VALUES)
 
 
 def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
@@ -76,7 +83,7 @@ def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
     is_count = type(value) is int and value >= 1
     applies = {"any": True, "off": is_off(value), "number": is_number, "count": is_count}
     applies["count_or_zero"] = is_count or (type(value) is int and value == 0)
-    return any(applies.get(str(word)) or same(value, word) for word in words)
+    return any(applies.get(str(word)) or is_same_value(value, word) for word in words)
 
 
 @functools.cache

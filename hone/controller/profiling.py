@@ -39,7 +39,7 @@ def start(tool: str, step: int, role: str) -> None:
 
 def stop(folder: str, rank: int) -> None:
     """Stops profiling and writes the trace to `step_N-ROLES-rank_R.json.gz`."""
-    step_profile = discard()
+    step_profile = _end_profile()
     if step_profile is None or step_profile.profiler is None:  # nsys writes its own file
         return
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -49,8 +49,13 @@ def stop(folder: str, rank: int) -> None:
     temporary.rename(Path(folder) / name)
 
 
-def discard() -> StepProfile | None:
-    """Stops profiling without writing a file, as after a failed step; returns the profile, if any."""
+def discard() -> None:
+    """Stops profiling without writing a file, as after a failed step."""
+    _end_profile()
+
+
+def _end_profile() -> StepProfile | None:
+    """Stops profiling and returns the profile; None if this process is not profiled."""
     global _current_profile
     step_profile, _current_profile = _current_profile, None
     if step_profile is not None and step_profile.profiler is not None:

@@ -320,6 +320,7 @@ def payload_bytes(value: Any) -> int:
 
 
 def _parts(value: Any) -> Iterable[Any]:
+    """Returns the columns of a batch, the items of an object array or the attributes of an object."""
     if isinstance(value, np.ndarray):
         return value.flat
     if isinstance(value, DataProto):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 from hone.config import ConfigError, compose, load_config, replace
 from hone.config.keys import get
@@ -424,6 +427,20 @@ def test_a_defaults_list_may_name_the_users_own_files_and_verls_groups(
     assert composed.config.trainer.total_epochs == 7
     assert composed.config.actor_rollout_ref.model.path == "tiny"
     assert composed.origins["trainer.total_epochs"] == "base.yaml"
+
+
+def test_a_config_composes_in_several_threads_and_inside_a_hydra_program(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer]\n")
+
+    def seed(number: int) -> int | None:
+        return load_config(
+            [f"data.seed={number}"], config_name="mine", config_path=tmp_path
+        ).data.seed
+
+    with initialize_config_dir(str(tmp_path), version_base=None):
+        with ThreadPoolExecutor(4) as executor:
+            assert list(executor.map(seed, range(8))) == list(range(8))
+        assert GlobalHydra.instance().is_initialized()
 
 
 def test_a_defaults_list_that_leads_back_to_its_file_is_explained(tmp_path: Path) -> None:
