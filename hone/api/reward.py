@@ -50,6 +50,10 @@ def reward_parts(reward: Reward) -> list[RewardPart]:
     """Returns the rewards as parts with unique names."""
     if isinstance(reward, str) or callable(reward):
         reward = [reward]
+    if not isinstance(reward, (Mapping, Sequence)):
+        raise ScorerSignatureError(
+            f"a reward is a function, a name, or a list or dict of them, not {reward!r:.80}"
+        )
     parts: list[RewardPart] = []
     for entry in reward.items() if isinstance(reward, Mapping) else reward:
         scorer, weight = entry if isinstance(entry, tuple) else (entry, 1.0)

@@ -63,6 +63,9 @@ def translate_load_errors(path: str, folder: str) -> Iterator[None]:
     from huggingface_hub.errors import HFValidationError, StrictDataclassError
     from safetensors import SafetensorError
 
+    report_log = logging.getLogger("transformers.modeling_utils")  # callers check what it reports
+    level = report_log.level
+    report_log.setLevel(logging.ERROR)
     try:
         yield
     except UnsupportedModel:
@@ -84,6 +87,8 @@ def translate_load_errors(path: str, folder: str) -> Iterator[None]:
             ) from error
         reason = first_line if isinstance(error, OSError) else " ".join(str(error).split())
         raise UnsupportedModel(f"{path} cannot be loaded: {reason}") from error
+    finally:
+        report_log.setLevel(level)
 
 
 def _damaged_file_name(folder: Path) -> str:

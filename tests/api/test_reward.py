@@ -109,7 +109,7 @@ def test_one_part_that_returns_no_number_is_named() -> None:
 
 @pytest.mark.parametrize("reward", [3, [3], [(len, "x")], {len: None}])
 def test_what_is_no_reward_is_refused(reward: Any) -> None:
-    with pytest.raises((ScorerSignatureError, TypeError), match=r"reward|iterable"):
+    with pytest.raises(ScorerSignatureError, match="a reward is a function"):
         reward_parts(reward)
 
 

@@ -21,6 +21,7 @@ from hone.models.load import (
     ModelNotFound,
     eos_ids,
     load_causal_lm,
+    load_classifier,
     load_tokenizer,
     resolve_model_path,
 )
@@ -185,6 +186,12 @@ def test_a_parameter_that_is_not_in_the_weights_is_never_random(change, message,
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match=message):
         load_causal_lm(str(tmp_path), dtype=torch.float32)
+
+
+def test_a_new_head_is_one_line(folder, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    load_classifier(str(folder), ["score"], dtype=torch.float32)
+    assert "newly initialized" not in caplog.text
 
 
 def test_a_folder_with_nothing_but_a_gguf_file_is_refused_before_loading(folder, tmp_path):

@@ -100,6 +100,11 @@ class Plan:
     needs_greedy_baselines: bool
 
     @property
+    def compares_scores_only(self) -> bool:
+        """Whether responses of equal score teach nothing; implicit rewards differ between such responses."""
+        return self.estimator.groups != "ignored" and not self.needs_implicit_rewards
+
+    @property
     def has_external_reward_model(self) -> bool:
         """Whether a reward manager calls the reward model, which is a judge or runs on a server."""
         return self.has_reward_server or self.reward_model == "judge"

@@ -93,8 +93,7 @@ class PPOTrainer:
         self.rollout_writer = RolloutWriter(self.run_folder, trainer, tokenizer)
         self.timers = metrics.Timers()
         self.alarms = Alarms(trainer.alarms, self.run_folder)
-        is_group_relative = self.plan.estimator.groups != "ignored"
-        self.warnings = metrics.StepWarnings(is_group_relative=is_group_relative)
+        self.warnings = metrics.StepWarnings(is_group_relative=self.plan.compares_scores_only)
         self.tracking: Tracking | None = None
         self.bar = silent_bar("train")
         self._stack = ExitStack()

@@ -103,6 +103,14 @@ def test_every_rank_updates_with_its_part_of_each_mini_batch(task: Task) -> None
     assert batch.meta_info["metrics"]["reward_model/raw_reward"] == pytest.approx(sum(totals) / 4)
 
 
+def test_equal_scores_are_no_missing_signal(
+    train: Callable[..., Run], task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = train(*prime(task), "trainer.total_training_steps=1", compute_score=lambda *_, **__: 1.0)
+    assert run.series("actor/grad_norm")[0] > 0
+    assert "teaches nothing" not in caplog.text
+
+
 def test_outcomes_outside_0_to_1_are_refused(train: Callable[..., Run], task: Task) -> None:
     with pytest.raises(RewardError, match=r"outcomes from 0 to 1, but a score is 6"):
         train(*prime(task), compute_score=lambda *_, **__: 6.0)
