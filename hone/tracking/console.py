@@ -44,7 +44,7 @@ PERMANENT_PREFIXES = ("val-core/", "val/")
 class Bar:
     """A progress bar: the amount done, the total, and a note.
 
-    A terminal draws the attributes a few times per second, so it is enough to set them.
+    Code may set the attributes directly: a terminal draws them a few times per second.
     """
 
     def __init__(

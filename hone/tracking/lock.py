@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 LOCK_NAME = ".lock"
 HEARTBEAT_S = 5.0
 DEAD_AFTER_S = 60.0
-"""A holder on another machine counts as dead if it has not touched the lock file for so long."""
+"""A holder on another machine counts as dead if it has not touched the lock file for this long."""
 _UNKNOWN_START_TIME = "unknown"
-"""The start time of a process if only the existence of the process is visible."""
+"""Stands for the start time of a process whose start time cannot be read, such as another user's."""
 _HARD_LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -87,7 +87,7 @@ class Holder:
 
     def __str__(self) -> str:
         if not self.pid:
-            return "a process that its lock file does not name"
+            return "an unknown process (the lock file is unreadable)"
         return f"{self.command} (process {self.pid} on {self.host}, since {self.since})"
 
 
@@ -117,7 +117,7 @@ class FolderLock:
     def __exit__(self, *exc: object) -> None:
         with _threads_lock:
             lock = _locks.get(self.file)
-            if lock is None:  # a forked child exits the context that its parent entered
+            if lock is None:  # this forked child exits a context that its parent entered
                 return
             lock._depth -= 1
             if lock._depth == 0:
@@ -134,7 +134,9 @@ class FolderLock:
 
     def _acquire(self) -> None:
         self.holder = Holder.of_this_process()
-        draft = self._sibling(self.holder.token)  # is complete before a link makes it the lock file
+        draft = self._sibling(
+            self.holder.token
+        )  # a complete file, which a link then gives the lock's name
         try:
             self._write_draft(draft, self.holder)
             self._claim(draft, self.file)

@@ -57,7 +57,7 @@ class MetricsFile:
         self.path = Path(path)
 
     def append(self, metrics: Mapping[str, Number | Scalar], step: int) -> None:
-        """Appends one line and hands it to the operating system."""
+        """Appends one line, which is not lost if this process is then killed."""
         numbers = as_numbers(metrics)
         if STEP_KEY in numbers and numbers.pop(STEP_KEY) != step:
             raise ValueError(

@@ -86,7 +86,10 @@ SECTIONS = (
         "Stability",
         (
             *(
-                Panel(f"clip ratio, {subset}", f"response_length/{subset}/clip_ratio")
+                Panel(
+                    f"responses at the length limit, {subset}",
+                    f"response_length/{subset}/clip_ratio",
+                )
                 for subset in _SUBSETS
             ),
             *(

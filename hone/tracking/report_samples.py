@@ -14,7 +14,7 @@ from hone.types import JsonObject, JsonValue
 
 EXTREMES_SHOWN = 5
 MAX_NUMBER = 1e300
-"""A larger number or NaN in a turn or tool call counts as missing."""
+"""In a turn or a tool call, NaN or a number beyond ± this limit counts as missing."""
 StepFiles = list[tuple[int, Path]]
 """Step and path of each file."""
 SortKey = tuple[float, int, int, int]

@@ -35,7 +35,7 @@ TOTAL_NAME = "all"
 RESPONSES_PER_CHUNK = 512
 """Responses that are scored between two updates of the progress bar."""
 EQUALITY_TOLERANCE = 1e-9
-"""Values that differ by less count as equal, since the order of a sum changes its rounding."""
+"""Values that differ by less than this count as equal: the order of a sum changes its rounding."""
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ANSWER_LINE = re.compile(r"####\s*([^\n]+)")
@@ -185,7 +185,7 @@ def _score_responses(
     *,
     in_processes: bool,
 ) -> list[Scored | Failed]:
-    """Returns one outcome per response, in order; scoring fails if the rule's ground truth is missing."""
+    """Returns one outcome per response; it is Failed if the rule needs a ground truth and there is none."""
     manager: PrimeRewardManager | NaiveRewardManager
     policy = FailurePolicy("score", 0.0, config.timeout_s)
     if in_processes:
@@ -284,26 +284,31 @@ def _source_result(
             f"metrics.pass_at has {invalid_ks[0]}, but rows of {rows[0].source} have {min_responses} "
             f"responses; use 1 to {min_responses}, or generate more (data.n_samples)"
         )
-    columns: dict[str, list[float]] = {"mean": [float(np.mean(row.scores)) for row in rows]}
+    values_by_metric: dict[str, list[float]] = {
+        "mean": [float(np.mean(row.scores)) for row in rows]
+    }
     correct_values = [[float(s >= config.correct_from) for s in row.scores] for row in rows]
     for k in dict.fromkeys(ks):
-        columns[f"pass@{k}"] = [best_at(values, k) for values in correct_values]
+        values_by_metric[f"pass@{k}"] = [best_at(values, k) for values in correct_values]
         if k > 1:
-            columns[f"best@{k}"] = [best_at(row.scores, k) for row in rows]
-            columns[f"maj@{k}"] = [majority_at(row.scores, row.answers, k) for row in rows]
+            values_by_metric[f"best@{k}"] = [best_at(row.scores, k) for row in rows]
+            values_by_metric[f"maj@{k}"] = [majority_at(row.scores, row.answers, k) for row in rows]
     responses = sum(len(row.scores) for row in rows)
-    return SourceResult(len(rows), responses, bootstrap_estimates(columns, config), failures)
+    return SourceResult(
+        len(rows), responses, bootstrap_estimates(values_by_metric, config), failures
+    )
 
 
 def bootstrap_estimates(
-    columns: Mapping[str, Sequence[float]], config: EvaluationMetricsConfig
+    values_by_metric: Mapping[str, Sequence[float]], config: EvaluationMetricsConfig
 ) -> dict[str, Estimate]:
     """Returns means over rows with bootstrap percentile intervals; rows are resampled, not responses.
 
     If all rows are 0 or all are 1, the interval is the exact binomial (Clopper-Pearson); if all have
     another common value, it is undefined.
     """
-    names, values = list(columns), np.array(list(columns.values()), dtype=np.float64)
+    names = list(values_by_metric)
+    values = np.array(list(values_by_metric.values()), dtype=np.float64)
     num_rows = values.shape[1]
     generator = np.random.default_rng(config.seed)
     means = np.empty((config.bootstrap_samples, len(names)))

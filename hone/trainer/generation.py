@@ -386,7 +386,7 @@ class Generation:
 def _file_stats(path: str | None) -> tuple[str | None, list[tuple[str, int, int]]]:
     """Returns the path of a folder, and the name, size and modification time of each file in it.
 
-    They stand for the content of the files, which would be slow to hash.
+    A change of the content shows in these values; hashing the content would be slow.
     """
     if path is None or not Path(path).is_dir():
         return path, []

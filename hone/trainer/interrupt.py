@@ -29,7 +29,7 @@ class _ProcessState:
     """How this process was started, and what it prints when it stops."""
 
     describe_saved: Callable[[], str] | None = None
-    """Returns the sentence about saved state that a stopped program prints."""
+    """Returns what a stopped program prints about its saved state."""
     was_launched: bool = False
     """Whether `launch` started this process."""
     num_programs: int = 0

@@ -37,7 +37,7 @@ class JobFiles:
     """The files of a job.
 
     `OUTPUT.HASH.parts` has one file of finished rows per rank while the job runs. `OUTPUT.job` records the
-    hashes of the job and its output, so that files of other jobs are not reused, or replaced by mistake.
+    hashes of the job and its output, so that a job neither reuses nor replaces the file of another job.
     """
 
     def __init__(self, output: Path, job_hash: str, rank: int) -> None:

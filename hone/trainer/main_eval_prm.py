@@ -56,8 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
         usage="hone eval-prm [--processbench FILE …] [--best-of-n FILE] [--baseline MODEL] "
         "[--out FILE] model.path=MODEL [key=value …]",
         allow_abbrev=False,
-        description="Evaluate a process reward model on first wrong steps, on a ranking of responses, or "
-        "on labelled steps (data.val_files).",
+        description="Evaluate a process reward model on first wrong steps, on best-of-n selection, or on "
+        "labelled steps (data.val_files).",
         epilog="`hone config show --tree prm_trainer` lists the keys.",
     )
     add, aggregates = parser.add_argument, list(AGGREGATES)

@@ -96,21 +96,21 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> dict[str, Any]:
     tuned_on = TUNING_SUBSET if TUNING_SUBSET in subsets else next(iter(subsets))
     threshold = metrics.best_threshold(*subsets[tuned_on])
     results: dict[str, dict[str, Any]] = {}
-    for name, (scores, first_wrong_steps) in subsets.items():
+    for name, (p_good, first_wrong_steps) in subsets.items():
         num_wrong = int((first_wrong_steps >= 0).sum())
         result: dict[str, Any] = {"wrong": num_wrong, "right": len(first_wrong_steps) - num_wrong}
         for suffix, step_threshold in (("", 0.5), ("_tuned", threshold)):
-            predictions = metrics.first_errors(scores, step_threshold)
+            predictions = metrics.first_errors(p_good, step_threshold)
             values = metrics.process_bench(predictions, first_wrong_steps)
             result |= {f"{key}{suffix}": value for key, value in values.items()}
             result[f"f1{suffix}_interval"] = list(
                 metrics.bootstrap_f1(predictions, first_wrong_steps)
             )
-        result["lenient_f1"] = metrics.lenient_f1(scores, first_wrong_steps)
+        result["lenient_f1"] = metrics.lenient_f1(p_good, first_wrong_steps)
         result["chance_f1"] = metrics.chance_f1(
-            np.array([len(p) for p in scores]), first_wrong_steps
+            np.array([len(p) for p in p_good]), first_wrong_steps
         )
-        result["step_auc"] = _step_auc(scores, first_wrong_steps)
+        result["step_auc"] = _step_auc(p_good, first_wrong_steps)
         results[name] = result
     keys = ("f1", "f1_tuned", "lenient_f1", "chance_f1")
     mean = {key: float(np.mean([result[key] for result in results.values()])) for key in keys}
@@ -122,31 +122,33 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> dict[str, Any]:
     return thresholds | {"subsets": results, "mean": mean}
 
 
-def _step_auc(scores: Sequence[np.ndarray], first_wrong_steps: np.ndarray) -> float | None:
+def _step_auc(
+    p_good_by_solution: Sequence[np.ndarray], first_wrong_steps: np.ndarray
+) -> float | None:
     """Returns the area under the ROC curve that separates right steps from first wrong steps.
 
     Steps after the first wrong one do not count.
     """
     pairs = [
-        (p[i], i != first_wrong)
-        for p, first_wrong in zip(scores, first_wrong_steps, strict=True)
-        for i in range(len(p) if first_wrong < 0 else first_wrong + 1)
+        (p_good[i], i != first_wrong)
+        for p_good, first_wrong in zip(p_good_by_solution, first_wrong_steps, strict=True)
+        for i in range(len(p_good) if first_wrong < 0 else first_wrong + 1)
     ]
     return metrics.area_under_curve(
-        np.array([s for s, _ in pairs]), np.array([g for _, g in pairs])
+        np.array([p for p, _ in pairs]), np.array([is_good for _, is_good in pairs])
     )
 
 
 def labelled_step_metrics(scorer: StepScorer) -> dict[str, Any]:
     """Returns accuracy and area under the ROC curve over the labelled steps of data.val_files."""
     solutions = scorer.read_solutions(scorer.config.data.val_files or ())
-    scores, labels = [], []
+    probabilities, labels = [], []
     for solution, p_good in zip(solutions, scorer.score(solutions), strict=True):
         for label, p in zip(solution.labels, p_good, strict=True):
             if label is not None:
-                scores.append(p)
+                probabilities.append(p)
                 labels.append(label > 0.5)
-    is_good, predicted_good = np.array(labels), np.array(scores) > 0.5
+    is_good, predicted_good = np.array(labels), np.array(probabilities) > 0.5
     is_correct = is_good == predicted_good
     return {
         "steps": len(is_good),
@@ -154,7 +156,7 @@ def labelled_step_metrics(scorer: StepScorer) -> dict[str, Any]:
         "accuracy": vars(metrics.wilson_estimate(int(is_correct.sum()), len(is_correct))),
         "accuracy_of_good_steps": float(is_correct[is_good].mean()) if is_good.any() else None,
         "accuracy_of_bad_steps": float(is_correct[~is_good].mean()) if not is_good.all() else None,
-        "auc": metrics.area_under_curve(np.array(scores), is_good),
+        "auc": metrics.area_under_curve(np.array(probabilities), is_good),
         "majority_accuracy": float(max(is_good.mean(), 1 - is_good.mean())),
     }
 
@@ -185,10 +187,12 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
         [metrics.AGGREGATES[aggregate](next(p_good)) for _ in row["scores"]] for row in rows
     ]
     min_responses = min(len(row["scores"]) for row in rows)
-    columns: dict[str, list[float]] = {"mean@1": [float(np.mean(row["scores"])) for row in rows]}
+    values_by_metric: dict[str, list[float]] = {
+        "mean@1": [float(np.mean(row["scores"])) for row in rows]
+    }
     for k in attempt_counts(min_responses):
         for name in ("oracle", "best_of_n", "majority", "weighted_majority"):
-            columns[f"{name}@{k}"] = []
+            values_by_metric[f"{name}@{k}"] = []
         for row, model_scores in zip(rows, model_scores_by_row, strict=True):
             scores, model_scores = list(map(float, row["scores"][:k])), model_scores[:k]
             votes = [extract_answer(text) for text in row["responses"][:k]]
@@ -198,10 +202,14 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
                 if aggregate == "soft_min"
                 else model_scores
             )
-            columns[f"oracle@{k}"].append(max(scores))
-            columns[f"best_of_n@{k}"].append(metrics.best_of_n_score(scores, model_scores))
-            columns[f"majority@{k}"].append(metrics.weighted_vote(scores, votes, [1.0] * k))
-            columns[f"weighted_majority@{k}"].append(metrics.weighted_vote(scores, votes, weights))
-    means = bootstrap_estimates(columns, load_config(config_name="evaluation").metrics)
+            values_by_metric[f"oracle@{k}"].append(max(scores))
+            values_by_metric[f"best_of_n@{k}"].append(metrics.best_of_n_score(scores, model_scores))
+            values_by_metric[f"majority@{k}"].append(
+                metrics.weighted_vote(scores, votes, [1.0] * k)
+            )
+            values_by_metric[f"weighted_majority@{k}"].append(
+                metrics.weighted_vote(scores, votes, weights)
+            )
+    means = bootstrap_estimates(values_by_metric, load_config(config_name="evaluation").metrics)
     estimates = {name: vars(mean) for name, mean in means.items()}
     return {"rows": len(rows), "aggregate": aggregate, "metrics": estimates}

@@ -72,7 +72,7 @@ def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
 
 
 def chance_f1(step_counts: np.ndarray, labels: np.ndarray) -> float:
-    """Returns the F1 of guessing: each step, and "no error", is predicted with the same probability."""
+    """Returns the F1 of random predictions: "no error" and each step are equally probable."""
     chances, has_error = 1.0 / (step_counts + 1), labels >= 0
     return harmonic_mean(
         *(float(chances[mask].mean()) if mask.any() else 0.0 for mask in (has_error, ~has_error))
@@ -80,7 +80,7 @@ def chance_f1(step_counts: np.ndarray, labels: np.ndarray) -> float:
 
 
 def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Returns the threshold with the highest F1; ProcessBench's authors choose theirs on its GSM8K subset."""
+    """Returns the threshold with the highest F1 on these solutions."""
     values = np.unique(np.concatenate(list(solutions)))
     thresholds = (values[1:] + values[:-1]) / 2
     if len(thresholds) > 500:

@@ -1,4 +1,4 @@
-"""Chooses defaults of `hone train` for the size of the model, the data and the device.
+"""Chooses values for keys that `hone train` was not given, by the model's size, the data and the device.
 
 `python -m hone.trainer.main_ppo` and a user's YAML (`--config-name`) keep verl's defaults.
 """

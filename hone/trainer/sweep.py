@@ -44,7 +44,7 @@ OUTPUT_KEYS = {
     "generation": ("data.output_path",),
     "evaluation": ("output.json_path", "output.plot_path", "output.scores_path"),
 }
-"""The keys of the output paths, by config; these paths must differ between the runs of a sweep."""
+"""The keys of the output paths, by tree; these paths must differ between the runs of a sweep."""
 MAX_LABEL_CHARACTERS = 150
 """A longer label of a run is truncated, because a file name has at most 255 bytes."""
 

@@ -74,7 +74,7 @@ class SFTTrainer:
         totals: dict[str, list[float]] = {}
         for start in range(0, len(rows), batch_rows):
             indices = range(start, min(start + batch_rows, len(rows)))
-            # A rank without rows computes one without counting it, since all ranks must join each collective.
+            # All ranks must join each collective, so a rank without rows computes a row that does not count.
             rank_indices = list(indices[rank::ranks])
             batch = self._task.collate(
                 [rows[i] for i in rank_indices or [start]], self._pad_token_id
