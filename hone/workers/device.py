@@ -56,7 +56,7 @@ def make_deterministic(seed: int) -> None:
     """Enables deterministic kernels (torch warns where it has none) and seeds every generator."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Uninitialized memory is never read, and filling it is slow.
+    # Filling uninitialized memory is slow, and no kernel reads that memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     random.seed(seed)

@@ -83,7 +83,7 @@ class JudgeWorker(Worker):
     def complete(self, requests: DataProto) -> DataProto:
         """Returns the `completion` of each row's `text`, or None if the text is too long.
 
-        The column `vote` numbers the completions of one text; it makes their seeds differ.
+        The column `vote` numbers the completions of one text, and so gives each a seed of its own.
         """
         columns = requests.non_tensor_batch
         texts_and_votes = list(zip(columns["text"], columns["vote"], strict=True))

@@ -51,7 +51,7 @@ class PolicyObjective:
         name = "bypass_mode" if is_bypassed else config.policy_loss.loss_mode
         self._loss = TABLE.get(name)
         self._extra_columns = needed_columns(self._loss)
-        # The entropy is always computed: it is cheap, and an entropy collapse must be visible.
+        # The entropy is always computed: the cost is low, and an entropy collapse must be visible.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
         self.needs_batch_statistics = bool(getattr(self._loss, "needs_batch_statistics", False))
 
@@ -100,19 +100,19 @@ class PolicyObjective:
             policy_loss, means = call_custom_loss(
                 self._loss, inputs, config, is_weights, extra_arguments
             )
-        loss, shares = policy_loss, {"actor/pg_loss": policy_loss.detach()}
+        loss, sums = policy_loss, {"actor/pg_loss": policy_loss.detach()}
         means = {**means, "actor/entropy": masked_mean(outputs["entropy"].detach(), mask)}
         if "routing_agreement" in outputs:
             agreement = outputs["routing_agreement"].detach()
             means["actor/routing_agreement"] = masked_mean(agreement, mask)
         if config.entropy_coeff != 0:
             entropy = self._aggregate(outputs["entropy"], mask)
-            shares["actor/entropy_loss"] = entropy.detach()
+            sums["actor/entropy_loss"] = entropy.detach()
             loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
             reference = require(batch, "ref_log_prob")
             kl = self._aggregate(kl_penalty(log_prob, reference, config.kl_loss_type), mask)
-            shares["actor/kl_loss"] = kl.detach()
+            sums["actor/kl_loss"] = kl.detach()
             loss = loss + config.kl_loss_coef * kl
         maxima: dict[str, Tensor] = {}
         if "old_log_probs" not in names and "rollout_log_probs" in names:
@@ -120,7 +120,7 @@ class PolicyObjective:
             means["rollout_corr/kl"] = -masked_mean(gap, mask)
             means["rollout_corr/log_prob_abs_diff_mean"] = masked_mean(gap.abs(), mask)
             maxima["rollout_corr/log_prob_abs_diff_max"] = gap.abs().max()
-        return ObjectiveOutput(loss, shares, means, maxima)
+        return ObjectiveOutput(loss, sums, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:  # [B, T], [B, T] -> scalar
         scale = self._config.loss_scale_factor

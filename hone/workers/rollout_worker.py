@@ -57,7 +57,7 @@ class RolloutWorker(Worker):
         super().__init__()
         self.config = config
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-        check_exact_mode(rollout, model.path)  # raises before any role loads its model
+        check_exact_mode(rollout, model.path)  # an error here comes before any model loads
         self._tensor_parallel_size = (
             rollout.tensor_model_parallel_size if rollout.name == "native" else 1
         )
@@ -80,7 +80,7 @@ class RolloutWorker(Worker):
         if self.actor is None:
             module_spec = model_spec
             if config.rollout.name in ("vllm", "sglang") or self._tensor_parallel_size > 1:
-                # The engine has its own copy of the weights on the device, so this one stays on the host.
+                # The engine has its own copy of the weights on the device, so this module stays on the host.
                 module_spec = replace(module_spec, device=torch.device("cpu"))
             if self._tensor_parallel_size > 1:
                 module_spec = replace(module_spec, adapters=None)
@@ -164,8 +164,8 @@ class RolloutWorker(Worker):
     def finished(self, n_groups: int | None, wait_s: float) -> FinishedGroups:
         """Returns up to `n_groups` finished groups (None: all); each group is returned once.
 
-        In the actor's process, the call decodes until enough groups are finished; in another process, it
-        waits up to `wait_s` seconds.
+        In the actor's process, the call decodes until enough groups are finished; in another process, the
+        call waits up to `wait_s` seconds.
         """
         if self.actor is None:
             return FinishedGroups(self.runner.finished(n_groups, wait_s))
@@ -207,9 +207,9 @@ class RolloutWorker(Worker):
 
     @contextmanager
     def _weights(self) -> Iterator[int]:
-        """Makes the engine's parameters available inside the block; yields the lease's generation.
+        """Makes the engine's parameters available inside the block; yields the lease's address version.
 
-        The generation is 0 if the engine has its own weights.
+        The address version is 0 if the engine has its own weights.
         """
         if not self.engine.traits.uses_training_module:
             yield 0

@@ -140,7 +140,7 @@ class TrainWorker(Worker):
     def send_weights(self, adapters: bool) -> int:
         """Sends the weights and returns the number of bytes; every rank gathers, and rank 0 sends.
 
-        With `adapters`, a LoRA model sends only its adapters, otherwise its merged weights.
+        With `adapters`, a LoRA model sends only its adapters; without, its merged weights.
         """
         engine = self.engine
         sends_adapters = adapters and engine.facts.has_adapters

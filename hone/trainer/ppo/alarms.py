@@ -1,8 +1,8 @@
 """Watches the metrics of a run for signs of reward hacking (`trainer.alarms`); one rule per sign.
 
-A rule compares the last `patience` steps with up to `window` steps before them (the reference). It raises
-an alarm if each of the last steps differs from the median of the reference by more than the threshold, and
-by more than `deviations` times the scaled median absolute deviation. It raises no alarm if the true
+A rule compares the last `patience` steps with the reference, which is up to `window` earlier steps. An alarm
+is raised if each of the last steps differs from the reference's median by more than the threshold, and by
+more than `deviations` times the reference's scaled median absolute deviation. No alarm is raised if the true
 score has also risen to its highest value, since the policy is then learning.
 """
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 TRUE_SCORE_METRIC = "group_info/avg_n/whole_batch/mean"
 """The share of correct responses. In a step without this metric, the validation score replaces it."""
 MIN_LEARNING_RISE, SCORE_TOLERANCE = 0.05, 0.02
-"""The policy is learning if the true score has risen by at least MIN_LEARNING_RISE, and is at most
-SCORE_TOLERANCE below its highest value."""
+"""The policy is learning if the true score has risen by at least MIN_LEARNING_RISE, and if the score is at
+most SCORE_TOLERANCE below its highest value."""
 MAD_SCALE = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
 
@@ -137,8 +137,8 @@ class Alarms:
     def protected_steps(self, step: int) -> list[int]:
         """Returns the steps whose checkpoints must not be deleted.
 
-        An alarm protects the last checkpoint from before its signs. An alarm at the next step would need the
-        newest of `old_steps`; a later alarm may need the first checkpoint after that one.
+        An alarm protects the last checkpoint from before its `patience` steps. An alarm at the next step
+        protects the newest of `old_steps`; a later one may protect the first checkpoint after `old_steps`.
         """
         if not self.config.enable or self.config.action == "warn":
             return []
@@ -160,9 +160,9 @@ class Alarms:
             self._raised_alarms, self._protected_steps = list(state["raised"]), list(state["kept"])
 
     def _apply_action(self, message: str, step: int) -> None:
-        # The responses of the first of the `patience` steps come from the weights of the step before it.
-        last_step = step - self.config.patience - 1
-        earlier_steps = [n for n, _ in self._run.checkpoints() if n <= last_step][-1:]
+        # The weights of step N wrote the responses of step N + 1, so the step before the signs counts too.
+        last_good_step = step - self.config.patience - 1
+        earlier_steps = [n for n, _ in self._run.checkpoints() if n <= last_good_step][-1:]
         if earlier_steps:
             message += f"; {self._run.checkpoint(earlier_steps[0])} is from before it"
         else:

@@ -1,7 +1,7 @@
 """Reorders rows so that each rank gets its part of every mini-batch, balanced by length if configured.
 
-The column `step_row` has each row's index before the reordering (the index of its trajectory, if trajectories
-have several rows). This index assigns rows to mini-batches, so the updates are the same as with one rank.
+The column `step_row` has each row's index before the reordering; if trajectories have several rows, it has
+the index of the trajectory. It assigns rows to mini-batches, so the updates are the same as with one rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_divisible(config: PPOTrainerConfig, ranks: int) -> None:
 def balance(
     batch: DataProto, *, ranks: int, rows_per_update: Sequence[int], by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
-    """Writes `step_row`, and orders rows by rank: a rank's rows are its part of every role's mini-batches."""
+    """Writes `step_row`, and orders the rows by rank, so that each rank has its part of every mini-batch."""
     row_trajectories = trajectory_indices(batch)
     step_rows = torch.arange(len(batch)) if row_trajectories is None else row_trajectories
     write(batch, "step_row", step_rows)
@@ -37,7 +37,7 @@ def balance(
         return batch, {}
     lengths = batch.batch["attention_mask"].sum(1)
     if row_trajectories is not None or len(batch) % ranks:
-        # The rows of a mini-batch may not divide evenly: they go to the ranks in turn, longest first.
+        # The rows of a mini-batch may not divide evenly, so the ranks take rows in turn, longest first.
         update_numbers = step_rows // min(rows_per_update)
         sorted_rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
         return batch.select_idxs(torch.cat([sorted_rows[rank::ranks] for rank in range(ranks)])), {}

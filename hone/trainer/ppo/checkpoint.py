@@ -1,7 +1,7 @@
 """Writes checkpoints to a temporary folder, adds a manifest, and renames the folder.
 
-A run resumes from the newest checkpoint whose files match its manifest. If none does, the run stops,
-since only the user may decide to start over.
+A run resumes from the newest checkpoint whose files match its manifest. If all checkpoints are damaged, the
+run stops, since only the user may decide to start over.
 """
 
 from __future__ import annotations
@@ -284,8 +284,8 @@ def changed_settings(
 ) -> list[str]:
     """Returns `key=new value, before old value` for the first few settings below `keys` that differ.
 
-    A key that only one config has is a change if the user chose its name; other such keys come from another
-    version of hone.
+    A key that only one of the configs has is a change if the user chose its name. Otherwise the key comes
+    from another version of hone.
     """
     old_values, new_values = dict(flatten(old_config)), dict(flatten(new_config))
     prefixes = tuple(f"{key}." for key in keys)

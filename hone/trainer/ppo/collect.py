@@ -29,7 +29,7 @@ from hone.trainer.ppo.scoring import extra_numbers, has_extra, has_rule_score
 from hone.trainer.ppo.source import TrajectorySource
 
 _CHUNKS_PER_ROUND = 4
-"""Chunks per round; each is scored while later ones are still generated."""
+"""Parts of a round; one chunk is scored while later chunks are still generated."""
 
 
 class NotEnoughSignal(RuntimeError):
@@ -48,7 +48,7 @@ class _Round:
 class _Group:
     """One scored group: its chunk, its rows in the chunk, and the metric value of each trajectory.
 
-    A group is informative if it passes the filters, which compare the values.
+    A group is informative if it passes the filters, which compare the metric values.
     """
 
     chunk_index: int
@@ -60,9 +60,9 @@ class _Group:
 class DynamicSampling:
     """Generates overlapping rounds of prompts until enough groups are informative.
 
-    The batch is the first informative groups in submission order; `filter_groups.order=finish` takes them
-    in the order in which they finish. Rounds that are not needed are aborted; in submission order, the
-    loader returns to its state after the last round that is needed.
+    The batch is the first informative groups in submission order; with `filter_groups.order=finish`, it is
+    the first to finish. Rounds that are not needed are aborted; in submission order, the loader returns to
+    its state after the last round that is needed.
     """
 
     def __init__(

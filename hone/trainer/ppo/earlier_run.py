@@ -62,7 +62,9 @@ class EarlierRun:
         """Raises an error if `dataset` is not the data set that the checkpoint was trained on."""
         if self.checkpoint is None or not isinstance(dataset, Stateful):
             return
-        with contextlib.suppress(checkpoint.CheckpointError):  # loading the checkpoint reports it
+        with contextlib.suppress(
+            checkpoint.CheckpointError
+        ):  # reported when the checkpoint is loaded
             state = checkpoint.read_state(self.checkpoint, "loader")["loader"]
             if isinstance(state, dict) and state.get("dataset") is not None:
                 dataset.load_state_dict(state["dataset"])

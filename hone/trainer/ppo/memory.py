@@ -38,8 +38,8 @@ def explain_out_of_memory(step: str) -> Iterator[None]:
 def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
     """Excludes the objects of a run on a GPU from garbage collection (`gc.freeze`).
 
-    Otherwise a full collection takes 0.2 s every few steps. Yields a function to call after each step; its
-    first call also excludes the objects of the first step, which imports compilers.
+    Otherwise a full collection takes 0.2 s every few steps. Yields a function to call after each step; the
+    first call also excludes the objects of the first step, in which compilers are imported.
     """
     is_enabled = torch.cuda.is_available() and not gc.get_freeze_count()
     remaining_calls = 2 if is_enabled else 0

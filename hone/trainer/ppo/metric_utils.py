@@ -141,8 +141,8 @@ def compute_variance_proxy_metrics(
 ) -> dict[str, float]:
     """Returns estimates of the policy gradient's signal and noise; empty without `sum_pi_squared`.
 
-    The squared norm of a response's gradient is estimated as its squared mean advantage times the sum of
-    1 - 2 pi + sum_pi_squared over its tokens, where pi is the probability of the token.
+    The squared norm of a response's gradient is estimated as the squared mean advantage times a sum over the
+    tokens of 1 - 2 pi + sum_pi_squared, where pi is the probability of the token.
     """
     columns = batch.batch
     if not {"sum_pi_squared", "old_log_probs", "advantages"} <= set(columns.keys()):

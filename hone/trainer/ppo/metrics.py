@@ -28,7 +28,7 @@ GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 class StepWarnings:
     """Warns of skipped updates, and of batches in which all responses of each group have the same score.
 
-    Of consecutive such batches, only the first is reported.
+    Of consecutive batches without a difference of scores, only the first is reported.
     """
 
     def __init__(self, *, is_group_relative: bool) -> None:

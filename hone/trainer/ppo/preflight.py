@@ -75,7 +75,7 @@ def prepare(
     try:
         return preflight.run()
     except BaseException:
-        for manager in preflight.managers.values():  # they may have started scoring processes
+        for manager in preflight.managers.values():  # managers may have scoring processes
             if manager is not None and hasattr(manager, "close"):
                 manager.close()
         raise

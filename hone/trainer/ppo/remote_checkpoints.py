@@ -39,7 +39,7 @@ def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> N
     """Copies checkpoints, config, metrics and tracker ids to the store, and deletes old checkpoints there.
 
     The store keeps checkpoints that exist locally, the `protected` and the newest `num_to_keep`; 0 keeps all.
-    Otherwise invalidated checkpoints up to the newest step are deleted too.
+    Above 0, invalidated checkpoints up to the newest step are deleted too.
     An error of the store is only a warning, since the next call copies everything that is missing.
     """
     if run.remote is None:

@@ -128,8 +128,8 @@ def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | Non
 def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
     """Returns [B]: 1 for a correct response, 0 for a wrong one, and NaN if it is not known.
 
-    A response is correct if the scorer's `acc`, or else its score, is above 0.5. It is not known if no
-    rule applies, the ground truth is missing, scoring failed, or the row is not its trajectory's last.
+    A response is correct if the scorer's `acc`, or else the score, is above 0.5. Correctness is not known if
+    no rule applies, the ground truth is missing, scoring failed, or the row is not its trajectory's last.
     """
     arrays = batch.non_tensor_batch
     scores = verifiable_rewards(batch, config)

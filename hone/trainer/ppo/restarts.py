@@ -136,7 +136,7 @@ def _config_for_remaining_nodes(
 def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
     """Yields valid configs with the same or fewer nodes, the largest first.
 
-    All of them use Ray, which `trainer.controller=auto` would not use with one rank.
+    Every config uses Ray, also with one rank, where `trainer.controller=auto` would not.
     """
     config = replace(config, "trainer.controller", config.resolved_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):

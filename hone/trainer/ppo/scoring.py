@@ -345,7 +345,7 @@ def score(
         if part == PROCESS:
             step_mask, trajectory = batch.batch["step_mask"], trajectory_indices(batch)
             scores = assign_credit(scores, step_mask, config.credit_assignment, trajectory)
-            # This part is written with its weight, since the strict minimum subtracts it from the sum.
+            # The column has weighted rewards, since the strict minimum subtracts the column from the sum.
             scores = scores * config.modeling_reward_coef
         if part != AGENT:  # the agent loop's part is a column already
             write(batch, reward_column(part), scores)

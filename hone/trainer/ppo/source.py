@@ -80,7 +80,7 @@ class TrajectorySource:
         self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
         self.weight_path = workers.call(RolloutWorker.weight_path)
         self._leader_ranks = workers.mesh(DEFAULT_MESH).collect_ranks  # the ranks with agent loops
-        self._submissions = [0] * workers.world_size  # by rank; each rank's runner counts them too
+        self._submissions = [0] * workers.world_size  # by rank, as each rank's runner counts
         # By rank, submission number on that rank, and uid.
         self._running_groups: dict[tuple[int, int, str], _Group] = {}
         self._finished_groups: list[_Group] = []  # in finishing order
@@ -240,7 +240,7 @@ class Publisher:
             try:
                 num_bytes = sum(actor.call_all(ActorWorker.send_weights, self._sends_adapters))
             except Exception:
-                receive_call.get()  # raises the receiver's error, if it is the cause
+                receive_call.get()  # raises the receiver's error, if there is one
                 raise
             receive_call.get()
             rollout.traffic["weights"] += num_bytes * receivers

@@ -342,7 +342,7 @@ class PPOTrainer:
     def checkpoint_if_due(self, stop_requested: bool) -> Iterator[bool]:
         """Writes a checkpoint if one is due, and yields whether one is; the block logs the step's metrics.
 
-        The checkpoint gets its final name after the block: a checkpoint never lacks the metrics of its step.
+        The checkpoint is renamed after the block, so that no checkpoint lacks the metrics of its step.
         """
         trainer = self.config.trainer
         is_due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
