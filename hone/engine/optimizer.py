@@ -33,14 +33,14 @@ def warmup_steps(config: OptimConfig, total_steps: int) -> int:
     return int(config.lr_warmup_steps_ratio * max(total_steps, 0))
 
 
-def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
-    """Returns the fraction of the peak learning rate at a step (from 0)."""
+def lr_factor(step: int, total_steps: int, config: OptimConfig, schedule: Schedule) -> float:
+    """Returns the fraction of the peak learning rate at a step (from 0); `schedule` begins after warm-up."""
     num_warmup_steps = warmup_steps(config, total_steps)
     if step < num_warmup_steps:
         return (step + 1) / (num_warmup_steps + 1)
     if total_steps <= 0:
         return 1.0
-    return SCHEDULES.get(config.lr_scheduler_type)(step, total_steps, config)
+    return schedule(step, total_steps, config)
 
 
 def constant(step: int, total_steps: int, config: OptimConfig) -> float:
@@ -86,6 +86,7 @@ class Optimizer:
         self._config = config
         self._grad_clip = grad_clip
         self._total_steps = total_steps
+        self._schedule = SCHEDULES.get(config.lr_scheduler_type)
         self.updates = 0
         self.skipped_updates = 0
         self.schedule_step = 0
@@ -101,7 +102,8 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        return self._config.lr * lr_factor(self.schedule_step, self._total_steps, self._config)
+        factor = lr_factor(self.schedule_step, self._total_steps, self._config, self._schedule)
+        return self._config.lr * factor
 
     @property
     def configured_settings(self) -> set[str]:

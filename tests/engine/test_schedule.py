@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hone.config.engine import OptimConfig
-from hone.engine.optimizer import lr_factor, warmup_steps
+from hone.engine.optimizer import SCHEDULES, lr_factor, warmup_steps
 
 
 def factors(config, total, steps):
-    return [lr_factor(step, total, config) for step in steps]
+    return [
+        lr_factor(step, total, config, SCHEDULES.get(config.lr_scheduler_type)) for step in steps
+    ]
 
 
 def test_constant_stays_at_the_peak():
@@ -47,9 +49,9 @@ def test_more_cycles_come_back_up():
 
 def test_linear_falls_from_peak_to_floor_after_the_warm_up():
     config = OptimConfig(lr_scheduler_type="linear", lr_warmup_steps=2, min_lr_ratio=0.2)
-    assert lr_factor(2, 12, config) == 1.0
-    assert lr_factor(7, 12, config) == pytest.approx(0.6)
-    assert lr_factor(12, 12, config) == pytest.approx(0.2)
+    assert lr_factor(2, 12, config, SCHEDULES.get(config.lr_scheduler_type)) == 1.0
+    assert lr_factor(7, 12, config, SCHEDULES.get(config.lr_scheduler_type)) == pytest.approx(0.6)
+    assert lr_factor(12, 12, config, SCHEDULES.get(config.lr_scheduler_type)) == pytest.approx(0.2)
 
 
 def test_wsd_is_stable_then_decays_in_the_last_share():

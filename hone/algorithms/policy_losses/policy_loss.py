@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
 from hone.config.actor import ActorConfig
-from hone.config.block import config_value, setting
+from hone.config.block import setting
 from hone.config.errors import unknown_argument
 from hone.ops.masked import masked_mean, zero_outside_mask
 from hone.plugins import PluginError
@@ -48,14 +49,14 @@ class Tokens:
         return self.log_prob - self.old_log_prob
 
     def setting(self, key: str) -> Any:
+        """Returns the value of a dotted key of the actor's config, which verl's programs pass as a dict."""
+        if isinstance(self.config, ActorConfig):
+            return attrgetter(key)(self.config)
         return setting(self.config, key, ActorConfig)
 
     def clip_bounds(self) -> tuple[float, float]:
         """Returns clip_ratio_low and clip_ratio_high; each defaults to clip_ratio."""
-        low, high = (
-            config_value(self.config, "clip_ratio_low"),
-            config_value(self.config, "clip_ratio_high"),
-        )
+        low, high = self.setting("clip_ratio_low"), self.setting("clip_ratio_high")
         return (
             self.setting("clip_ratio") if low is None else low,
             self.setting("clip_ratio") if high is None else high,
@@ -150,7 +151,7 @@ class PolicyLoss:
         if tokens.weights is not None and not self.applies_weights:
             losses = losses * tokens.weights
         mode = self.agg_mode or loss_agg_mode or self.default_agg_mode
-        scale = config_value(tokens.config, "loss_scale_factor")
+        scale = tokens.setting("loss_scale_factor")
         total = agg_loss(losses, tokens.mask, mode, loss_scale_factor=scale)
         metrics = {
             key: masked_mean(value.detach().to(losses.dtype), tokens.mask)
