@@ -1,8 +1,8 @@
 """The worker process of `pool.py`: creates the callable once, then runs jobs.
 
-It ends when the pool closes its socket or kills it. It ignores SIGTERM: a scheduler
-may send it to every process, and the trainer needs scores to finish its step. If the parent has
-died, a timer ends the call.
+It ends when the pool closes its socket or kills it. It ignores SIGTERM: a scheduler may send it to
+every process, and the trainer needs scores to finish its step. If the parent dies during a call, a
+thread ends this process and its children, or a timer if the call does not let threads run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import contextlib
 import importlib
 import os
 import pickle
+import select
 import signal
 import sys
+import threading
 from multiprocessing.connection import Connection
 
 from hone.rewards.failures import Failed, SetupError
@@ -20,7 +22,7 @@ from hone.text import error_text
 from hone.types import Fields, Function
 
 GRACE_S = 10.0
-"""How long a call may run beyond its deadline if the parent has died."""
+"""How long a call that no thread can end may run beyond its deadline if the parent has died."""
 
 
 def serve(connection: Connection) -> None:
@@ -66,6 +68,14 @@ def _call(function: Function, arguments: Fields) -> object:
         return Failed("exception", error_text(error))
 
 
+def _end_with_parent(descriptor: int) -> None:
+    """Kills this process and its children when the parent has closed the other end of the socket."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # a hang-up is always reported
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
 def _ignore_sigterm() -> None:
     """Ignores SIGTERM in this process, but not in programs and forks that the callable starts."""
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -74,5 +84,7 @@ def _ignore_sigterm() -> None:
 
 if __name__ == "__main__":
     _ignore_sigterm()
+    socket_fd = int(sys.argv[1])
+    threading.Thread(target=_end_with_parent, args=[socket_fd], daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
-        serve(Connection(int(sys.argv[1])))
+        serve(Connection(socket_fd))

@@ -210,6 +210,26 @@ def test_a_row_that_cannot_be_sent_fails_alone(make_pool: Callable[..., Deadline
     assert (result, new_pid) == (5, pid)
 
 
+PARENT = """
+import sys
+from hone.rewards.pool import DeadlinePool
+sys.path.insert(0, sys.argv[1])
+DeadlinePool("pool_work:make", {}, 1).run([{"action": "child", "value": sys.argv[2]}], 3600)
+"""
+
+
+def test_a_call_and_its_children_die_with_a_killed_parent(tmp_path: Path) -> None:
+    (tmp_path / "pool_work.py").write_text(WORK)
+    pid_file = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), str(pid_file)])
+    while not (pid_file.exists() and pid_file.read_text()):
+        assert parent.poll() is None
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    assert has_ended(int(pid_file.read_text()))
+
+
 def test_a_tensor_is_sent_without_shared_memory(make_pool: Callable[..., DeadlinePool]) -> None:
     import torch
 

@@ -20,9 +20,10 @@ _DIGIT = re.compile(r"\d")
 _UNIT_WORDS = re.compile(
     r"(?<![A-Za-z\\])(?:square|cubic|units?|ways?|integers?|dollars?|cents?|mph|inch(?:es)?|feet|ft"
     r"|hours?|minutes?|seconds?|days?|km|cm|mm|gm|kg|meters?|points?|digits?|degrees?|pounds?"
-    r"|edges?|students?|people|an?|the)(?![A-Za-z])",
+    r"|edges?|students?|people)(?![A-Za-z])",
     re.IGNORECASE,
 )
+_ARTICLE = re.compile(r"(?<![A-Za-z\\])(?:an?|the|The)\s+(?=[A-Za-z0-9$\\])")  # `A` alone is an answer
 
 
 def normalize_final_answer(final_answer: str) -> str:
@@ -35,7 +36,7 @@ def normalize_final_answer(final_answer: str) -> str:
         start, end = text.index("$"), text.rindex("$")
         if not _DIGIT.search(text[:start] + " " + text[end + 1 :]):  # keep `43 or $42$` whole
             text = text[start + 1 : end]
-    text = _UNIT_WORDS.sub(" ", text.replace("**", " "))
+    text = _UNIT_WORDS.sub(" ", _ARTICLE.sub(" ", text.replace("**", " ")))
     return strip_string(text)
 
 

@@ -12,6 +12,12 @@ from hone.rewards.scores import math_dapo
     ("text", "truth", "right"),
     [
         ("Answer: 34", "34", True),
+        ("Answer: A", "A", True),  # a choice, not an article
+        ("Answer: A.", "A", True),
+        ("Answer: B", "A", False),
+        ("Answer: ()", "(A)", False),
+        ("Answer: 1", "a+1", False),
+        ("Answer: the integer 34", "34", True),
         ("answer : $34$", "34", True),
         (r"Answer: \boxed{34}", "34", True),
         (r"Answer: $\boxed{34}$", 34, True),
