@@ -23,7 +23,9 @@ _UNIT_WORDS = re.compile(
     r"|edges?|students?|people)(?![A-Za-z])",
     re.IGNORECASE,
 )
-_ARTICLE = re.compile(r"(?<![A-Za-z\\])(?:an?|the|The)\s+(?=[A-Za-z0-9$\\])")  # `A` alone is an answer
+_ARTICLE = re.compile(
+    r"(?<![A-Za-z\\])(?:an?|the|The)\s+(?=[A-Za-z0-9$\\])"
+)  # `A` alone is an answer
 
 
 def normalize_final_answer(final_answer: str) -> str:
