@@ -39,9 +39,9 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.utils.reward_score.math_batch": f"{_SCORES}.math_reward",
     "hone.utils.reward_score.search_r1_like_qa_em": f"{_SCORES}.qa_em",
     "hone.utils.reward_score.multiply": f"{_SCORES}.arithmetic",
-    **_modules(
-        "hone.workers.reward_manager", _MANAGERS, "abstract naive batch prime dapo blank registry"
-    ),
+    **_modules("hone.workers.reward_manager", _MANAGERS, "batch prime dapo blank registry"),
+    "hone.workers.reward_manager.abstract": f"{_MANAGERS}.rule",
+    "hone.workers.reward_manager.naive": f"{_MANAGERS}.rule",
     "hone.trainer.ppo.reward": "hone.rewards.loading",
     "hone.trainer.ppo.rollout_corr_helper": "hone.algorithms.rollout_correction",
     "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",

@@ -243,6 +243,10 @@ def loss_with_keywords_only(*, log_prob, advantages, response_mask, **others):
     return agg_loss(-advantages * log_prob, response_mask, others["loss_agg_mode"]), {}
 
 
+def loss_with_some_names(log_prob, advantages, **others):
+    return agg_loss(-advantages * log_prob, others["response_mask"], others["loss_agg_mode"]), {}
+
+
 def loss_with_rollout_log_probs(
     old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_log_probs=None
 ):

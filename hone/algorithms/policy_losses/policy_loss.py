@@ -209,13 +209,15 @@ def call_custom_loss(
     name = getattr(function, "__name__", type(function).__name__)
     arguments = dict(zip(_ARGUMENTS, (*inputs, config.loss_agg_mode, config, weights), strict=True))
     parameters = inspect.signature(function).parameters
-    kinds = [p.kind for name, p in parameters.items() if name not in extras]
-    takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
-    count = sum(kind.name.startswith("POSITIONAL") for kind in kinds)
-    if parameters.keys() >= set(_ARGUMENTS[:4]) or (takes_any_name and not count):
+    own = [parameter for name, parameter in parameters.items() if name not in extras]
+    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own)
+    positional = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = {p.name for p in positional if p.default is p.empty}
+    takes_any_position = any(p.kind is p.VAR_POSITIONAL for p in own)
+    if required <= set(_ARGUMENTS) and (takes_any_name or (required and not takes_any_position)):
         count = 0
-    elif inspect.Parameter.VAR_POSITIONAL in kinds:
-        count = len(_ARGUMENTS)
+    else:
+        count = len(_ARGUMENTS) if takes_any_position else len(positional)
     values = tuple(arguments.pop(argument) for argument in _ARGUMENTS[:count])
     if not takes_any_name:
         arguments = {n: value for n, value in arguments.items() if n in parameters}

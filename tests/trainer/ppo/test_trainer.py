@@ -256,8 +256,8 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(
 ) -> None:
     from hone.workers import objectives
 
-    def broken(*arguments: Any, **_: Any) -> tuple[torch.Tensor, dict[str, float]]:
-        return arguments[1].sum() * float("nan"), {}
+    def broken(log_prob: torch.Tensor, **_: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        return log_prob.sum() * float("nan"), {}
 
     monkeypatch.setattr(objectives.TABLE, "get", lambda name: broken)
     with caplog.at_level(logging.WARNING):
