@@ -266,6 +266,7 @@ CUSTOM_LOSSES = {
         loss_of_verl_0_5,
         loss_with_other_names,
         loss_with_keywords_only,
+        loss_with_some_names,
         loss_with_rollout_log_probs,
         loss_with_a_column,
     )
