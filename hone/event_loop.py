@@ -8,7 +8,6 @@ with a deadline. Code that blocks its event loop cannot be interrupted.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import functools
 import inspect
@@ -20,8 +19,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
-
-from hone.types import Function
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,13 +82,16 @@ class EventLoopRun(Generic[T]):
     def __init__(self, coroutine: Coroutine[None, None, T]) -> None:
         self._coroutine = coroutine
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(DaemonThreadExecutor())
+        self._loop.set_default_executor(_DAEMON_THREADS)
         self._task: asyncio.Task[T] | None = None
         self._interrupt_count = 0
 
     def run(self) -> T:
         """Runs the coroutine, cancels the remaining tasks and closes the loop."""
-        previous_handler = self._install_interrupt_handler()
+        previous_handler = None
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if is_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            previous_handler = signal.signal(signal.SIGINT, self._interrupt)
         try:
             asyncio.set_event_loop(self._loop)
             self._task = self._loop.create_task(self._coroutine)
@@ -122,19 +122,8 @@ class EventLoopRun(Generic[T]):
         """Schedules a callback from any thread; returns False if the loop has closed."""
         return call_soon_in_loop(self._loop, callback, *args, **kwargs)
 
-    def _install_interrupt_handler(self) -> Function | int | None:
-        """Makes Ctrl-C in the main thread cancel the coroutine, if SIGINT has no other handler.
-
-        Returns the previous handler, or None if nothing was changed.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            return None
-        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            return None
-        return signal.signal(signal.SIGINT, self._interrupt)
-
     def _interrupt(self, signal_number: int, frame: FrameType | None) -> None:
-        """Cancels the coroutine; the second interrupt raises KeyboardInterrupt at once."""
+        """Handles Ctrl-C: cancels the coroutine; the second interrupt raises KeyboardInterrupt at once."""
         self._interrupt_count += 1
         if self._interrupt_count > 1:
             raise KeyboardInterrupt
@@ -187,23 +176,24 @@ def _set_after_iterations(iterations: int, event: threading.Event) -> None:
 
 
 class DaemonThreadExecutor(ThreadPoolExecutor):
-    """The executor of `asyncio.to_thread`; closing the loop does not wait for its threads."""
+    """Runs each function in a new daemon thread; closing an event loop does not wait for the thread."""
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = fn(*args, **kwargs)
-            except BaseException as error:  # raised in the task that awaits the future
-                future.set_exception(as_exception(error))
-            else:
-                future.set_result(result)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:  # raised in the task that awaits the future
+                    future.set_exception(as_exception(error))
 
         threading.Thread(target=run, name="hone-executor", daemon=True).start()
         return future
+
+
+_DAEMON_THREADS = DaemonThreadExecutor()
+"""The executor of `asyncio.to_thread` and `run_in_thread`."""
 
 
 def as_exception(error: BaseException) -> Exception:
@@ -266,27 +256,23 @@ def _run_until_done(loop: asyncio.AbstractEventLoop, task: asyncio.Task[T]) -> T
 
 
 def _cancel_remaining_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels the remaining tasks; a task that is not done after GRACE_S is abandoned."""
+    """Cancels the remaining tasks; abandons those that are not done after GRACE_S."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    _await_tasks(loop, tasks)
-    _await_tasks(loop, {loop.create_task(loop.shutdown_asyncgens())})
+    for waited_tasks in (tasks, {loop.create_task(loop.shutdown_asyncgens())}):
+        if waited_tasks:
+            _run_until_done(loop, loop.create_task(asyncio.wait(waited_tasks, timeout=GRACE_S)))
+        for task in waited_tasks:
+            _release(task)
 
 
-def _await_tasks(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[T]]) -> None:
-    """Waits up to GRACE_S for the tasks and abandons those that are not done."""
-
-    async def wait() -> None:
-        await asyncio.wait(tasks, timeout=GRACE_S)
-
-    if tasks:
-        _run_until_done(loop, loop.create_task(wait()))
-    for task in tasks:
-        if not task.done():
-            abandon_task(task)
-        elif not task.cancelled():
-            task.exception()  # otherwise asyncio logs it as never retrieved
+def _release(task: asyncio.Future[T]) -> None:
+    """Abandons a task that is not done; else retrieves its exception, so that asyncio does not log it."""
+    if not task.done():
+        abandon_task(task)
+    elif not task.cancelled():
+        task.exception()
 
 
 class DeadlineExceeded(Exception):
@@ -305,11 +291,10 @@ async def run_with_deadline(
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
         try:
-            if not task.done():
-                await _cancel(task, GRACE_S if grace_s is None else grace_s)
-            elif not task.cancelled():
-                task.exception()  # retrieved here, or asyncio would log it if this wait is cancelled
-        finally:
+            if task.cancel():  # False if the task is done
+                await asyncio.wait({task}, timeout=GRACE_S if grace_s is None else grace_s)
+        finally:  # this wait may itself be cancelled
+            _release(task)
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()  # the task was cancelled before the work started
     if not done:
@@ -327,30 +312,12 @@ async def _convert_exits(work: Coroutine[None, None, T]) -> T:
         raise
     except BaseException as error:
         # Closing this coroutine from outside raises GeneratorExit here, not in the work.
-        is_closing = isinstance(error, GeneratorExit) and _is_raised_here(error)
-        if is_closing or raised_by_signal(error):
-            raise
+        is_raised_here = error.__traceback__ is None or error.__traceback__.tb_next is None
+        is_closing = isinstance(error, GeneratorExit) and is_raised_here
         exception = as_exception(error)
-        if exception is error:
+        if is_closing or raised_by_signal(error) or exception is error:
             raise
         raise exception from error
-
-
-def _is_raised_here(error: BaseException) -> bool:
-    """Whether the error was raised in the function that caught it, not in a function that it called."""
-    return error.__traceback__ is not None and error.__traceback__.tb_next is None
-
-
-async def _cancel(task: asyncio.Future[T], grace_s: float) -> None:
-    """Cancels a task; abandons a task that is not done after `grace_s`, so that the event loop can close."""
-    task.cancel()
-    try:
-        await asyncio.wait({task}, timeout=grace_s)
-    finally:  # this wait may itself be cancelled
-        if not task.done():
-            abandon_task(task)
-        elif not task.cancelled():
-            task.exception()  # otherwise asyncio logs that the exception was never retrieved
 
 
 async def run_in_thread(function: Callable[..., T], **arguments: Any) -> T:
@@ -358,22 +325,4 @@ async def run_in_thread(function: Callable[..., T], **arguments: Any) -> T:
 
     asyncio.to_thread is not used, because closing its event loop waits for every thread it started.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def resolve(setter: Callable[[Any], None], value: Any) -> None:
-        if not future.done():
-            setter(value)
-
-    def run() -> None:
-        setter: Callable[[Any], None] = future.set_result
-        value: Any
-        try:
-            value = function(**arguments)
-        except BaseException as error:
-            setter, value = future.set_exception, as_exception(error)
-        with contextlib.suppress(RuntimeError):  # the event loop is already closed
-            loop.call_soon_threadsafe(resolve, setter, value)
-
-    threading.Thread(target=run, name="hone-tool", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(_DAEMON_THREADS.submit(function, **arguments))

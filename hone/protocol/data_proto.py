@@ -81,14 +81,10 @@ class DataProto:
         auto_padding: bool = False,
     ) -> DataProto:
         """Builds a batch from columns; lists of equal length become the rows of a 2-d object array."""
-        if num_batch_dims < 1:
+        if num_batch_dims < 1 or (non_tensors and num_batch_dims > 1):
             raise ProtocolError(
-                f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension"
-            )
-        if non_tensors and num_batch_dims != 1:
-            raise ProtocolError(
-                f"num_batch_dims={num_batch_dims} with the object columns {sorted(non_tensors)}: "
-                "object columns have one batch dimension; use fold_batch_dim on the batch instead"
+                f"num_batch_dims={num_batch_dims}: a batch has at least 1 dimension, and object columns "
+                "have one batch dimension; use fold_batch_dim on the batch instead"
             )
         batch = build_tensordict(tensors, num_batch_dims) if tensors else None
         arrays = {key: column_array(value) for key, value in (non_tensors or {}).items()}
@@ -107,11 +103,10 @@ class DataProto:
         """Builds a batch from one dict of torch tensors and numpy arrays."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        for key, value in data.items():
-            if key not in tensors and key not in arrays:
-                raise ProtocolError(
-                    f"column {key!r} is a {type(value).__name__}; give a torch.Tensor or np.ndarray"
-                )
+        for key in data.keys() - tensors.keys() - arrays.keys():
+            raise ProtocolError(
+                f"column {key!r} is a {type(data[key]).__name__}; give a torch.Tensor or np.ndarray"
+            )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -127,9 +122,7 @@ class DataProto:
 
     def to_tensordict(self) -> TensorDict:
         """Converts object columns to NonTensorStack and meta_info to NonTensorData."""
-        return join_tensordict(
-            self.batch, self.non_tensor_batch, self.meta_info, num_rows=len(self)
-        )
+        return join_tensordict(self.batch, self.non_tensor_batch, self.meta_info, len(self))
 
     def check_consistency(self) -> None:
         """Raises ProtocolError unless every column has one entry per row."""
@@ -175,24 +168,19 @@ class DataProto:
         row = operator.index(item)
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} is out of range: the batch has {len(self)} rows")
-        return DataProtoItem(
-            batch=self.batch[row] if self.batch is not None else None,
-            non_tensor_batch={key: array[row] for key, array in self.non_tensor_batch.items()},
-            meta_info=self.meta_info,
-        )
+        arrays = {key: array[row] for key, array in self.non_tensor_batch.items()}
+        batch = self.batch[row] if self.batch is not None else None
+        return DataProtoItem(batch, arrays, self.meta_info)
 
     def has_column(self, name: str) -> bool:
         """Whether `name` is a tensor or object column."""
-        in_tensors = self.batch is not None and name in self.batch.keys()  # noqa: SIM118
-        return in_tensors or name in self.non_tensor_batch
+        return name in self.column_names()
 
     def column(self, name: str) -> Any:
         """Returns the tensor or object array of this name."""
-        if self.batch is not None and name in self.batch.keys():  # noqa: SIM118
-            return self.batch[name]
-        if name in self.non_tensor_batch:
-            return self.non_tensor_batch[name]
-        raise KeyError(f"batch has no column {name!r}; it has {self.column_names()}")
+        if not self.has_column(name):
+            raise KeyError(f"batch has no column {name!r}; it has {self.column_names()}")
+        return self.non_tensor_batch[name] if name in self.non_tensor_batch else self.batch[name]
 
     def column_names(self) -> list[str]:
         """Returns the names of the tensor columns, then those of the object columns, each sorted."""
@@ -204,24 +192,23 @@ class DataProto:
         if self.column_names() and len(value) != len(self):
             raise ProtocolError(f"column {name!r} has {len(value)} rows; the batch has {len(self)}")
         if isinstance(value, np.ndarray):
-            if self.batch is not None and name in self.batch.keys():  # noqa: SIM118
-                del self.batch[name]
+            if self.batch is not None:
+                self.batch.pop(name, None)
             self.non_tensor_batch[name] = value
             return
         self.non_tensor_batch.pop(name, None)
         if self.batch is None:
-            self.batch = TensorDict({name: value}, batch_size=[len(value)])
-        else:
-            self.batch[name] = value
+            self.batch = TensorDict({}, batch_size=[len(value)])
+        self.batch[name] = value
 
     def drop_column(self, name: str) -> None:
         """Removes a column."""
-        if self.batch is not None and name in self.batch.keys():  # noqa: SIM118
+        if not self.has_column(name):
+            raise KeyError(f"batch has no column {name!r} to drop; it has {self.column_names()}")
+        if self.non_tensor_batch.pop(name, None) is None:
             del self.batch[name]
             if not len(self.batch.keys()) and self.non_tensor_batch:
                 self.batch = None
-        elif self.non_tensor_batch.pop(name, None) is None:
-            raise KeyError(f"batch has no column {name!r} to drop; it has {self.column_names()}")
 
     get_data_info = reshaping.describe
 
@@ -263,7 +250,7 @@ class DataProto:
         """Returns rows start:end:step; tensors are views if the step is positive."""
         index = slice(start, end, step)
         if step is not None and step < 0:  # torch has no negative steps
-            return self.select_idxs(list(range(len(self)))[index])
+            return self.select_idxs(range(len(self))[index])
         return take_batch(self, index)
 
     def select_idxs(self, idxs: Index) -> DataProto:
@@ -298,19 +285,13 @@ class DataProto:
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Splits the batch into `chunks` parts; raises if they are unequal and padding is not enabled."""
-        num_rows = len(self)
-        if chunks < 1:
-            raise ProtocolError(f"a batch cannot be split into {chunks} chunks")
-        if num_rows % chunks and not self.is_padding_enabled():
+        if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
             raise ProtocolError(
-                f"a batch of {num_rows} rows does not divide into {chunks} equal chunks; pad it with "
+                f"a batch of {len(self)} rows does not divide into {chunks} equal chunks; pad it with "
                 f"pad_dataproto_to_divisor, or build it with auto_padding=True"
             )
-        length = -(-num_rows // chunks)
-        return [
-            self.slice(min(i * length, num_rows), min((i + 1) * length, num_rows))
-            for i in range(chunks)
-        ]
+        length = -(-len(self) // chunks)
+        return [self.slice(i * length, (i + 1) * length) for i in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Splits the batch into parts of `split_size` rows; the last may be shorter."""
@@ -346,11 +327,7 @@ class DataProto:
     # -- serialization ----------------------------------------------------------------------
 
     def __getstate__(self) -> Fields:
-        return {
-            "batch": encode_tensordict(self.batch),
-            "non_tensor_batch": self.non_tensor_batch,
-            "meta_info": self.meta_info,
-        }
+        return vars(self) | {"batch": encode_tensordict(self.batch)}
 
     def __setstate__(
         self, state: Fields | tuple[PackedTensorDict | bytes | None, dict[str, np.ndarray], Fields]
@@ -360,8 +337,7 @@ class DataProto:
             self.non_tensor_batch, self.meta_info = state[1:]
             return
         self.batch = decode_tensordict(state["batch"])
-        self.non_tensor_batch = state["non_tensor_batch"]
-        self.meta_info = state["meta_info"]
+        self.non_tensor_batch, self.meta_info = state["non_tensor_batch"], state["meta_info"]
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
         """Writes the batch to a file, atomically."""

@@ -54,11 +54,10 @@ def append_copies(data: DataProto, padding_size: int, padding_candidate: str = "
     """Appends `padding_size` copies of the first or last row, in place."""
     if padding_candidate not in {"first", "last"}:
         raise ProtocolError(f"padding_candidate={padding_candidate!r}; use 'first' or 'last'")
-    num_rows = len(data)
-    if padding_size < 0 or (padding_size and not num_rows):
-        raise ProtocolError(f"cannot pad a batch of {num_rows} rows by {padding_size}")
-    copied_row = 0 if padding_candidate == "first" else num_rows - 1
-    index = [*range(num_rows), *[copied_row] * padding_size]
+    if padding_size < 0 or (padding_size and not len(data)):
+        raise ProtocolError(f"cannot pad a batch of {len(data)} rows by {padding_size}")
+    copied_row = 0 if padding_candidate == "first" else len(data) - 1
+    index = [*range(len(data)), *[copied_row] * padding_size]
     padded = take_batch(data, torch.tensor(index, dtype=torch.long))
     data.batch, data.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
@@ -68,29 +67,25 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
     Returns the batch and the number of added rows.
     """
-    num_rows = len(data)
-    pad_size = padding_size(num_rows, size_divisor)
-    if pad_size == 0:
-        return data, 0
-    return data.select_idxs(torch.arange(num_rows + pad_size) % num_rows), pad_size
+    index = padded_index(len(data), size_divisor)
+    pad_size = len(index) - len(data)
+    return (data.select_idxs(index) if pad_size else data), pad_size
 
 
-def padding_size(num_rows: int, size_divisor: int) -> int:
-    """Returns how many rows must be added to get a multiple of `size_divisor` rows."""
+def padded_index(num_rows: int, size_divisor: int) -> torch.Tensor:
+    """Returns the index of every row, and of repeated rows up to a multiple of `size_divisor` rows."""
     if size_divisor < 1:
         raise ProtocolError(
             f"a batch cannot be padded to a multiple of {size_divisor}; use 1 or more"
         )
     if num_rows == 0:
         logger.warning("an empty batch cannot be padded to a multiple of %d", size_divisor)
-        return 0
-    return -num_rows % size_divisor
+    return torch.arange(num_rows + -num_rows % size_divisor) % max(num_rows, 1)
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """Drops the last `pad_size` rows."""
-    num_rows = unpadded_size(len(data), pad_size)
-    return data if pad_size == 0 else data.slice(0, num_rows)
+    return data.slice(0, unpadded_size(len(data), pad_size)) if pad_size else data
 
 
 def unpadded_size(num_rows: int, pad_size: int) -> int:
@@ -110,18 +105,14 @@ def split_padded(data: DataProto, parts: int) -> list[DataProto]:
     num_rows = len(data)
     if num_rows % parts == 0:
         return data.chunk(parts) if num_rows else [data.select() for _ in range(parts)]
-    length = -(-num_rows // parts)
+    row_number = torch.arange(-(-num_rows // parts))  # within a part
     batches = []
-    start = 0
-    for part in range(parts):
-        num_real = num_rows // parts + (part < num_rows % parts)
+    for rows in torch.arange(num_rows).tensor_split(parts):
         # A part without real rows repeats the first row of the batch.
-        source = torch.arange(start, start + num_real) if num_real else torch.arange(1)
-        index = source[torch.arange(length) % len(source)]
-        batch = data.select_idxs(index)
-        batch.set_column(PADDED_ROW, torch.arange(length) >= num_real)
+        source = rows if len(rows) else torch.arange(1)
+        batch = data.select_idxs(source[row_number % len(source)])
+        batch.set_column(PADDED_ROW, row_number >= len(rows))
         batches.append(batch)
-        start += num_real
     return batches
 
 

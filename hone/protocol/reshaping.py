@@ -10,13 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from hone.protocol.rows import (
-    Names,
-    ProtocolError,
-    check_columns_exist,
-    select_columns,
-    take_rows,
-)
+from hone.protocol.rows import Names, ProtocolError, check_columns_exist, select_columns, take_rows
 from hone.types import Settings
 
 if TYPE_CHECKING:
@@ -35,9 +29,8 @@ def pop_columns(
     """Removes these columns and metadata and returns them as a new batch; None removes nothing."""
     names = batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or []
     popped = select_columns(data, *names)
-    for source, keys in zip(
-        (data.batch, data.non_tensor_batch, data.meta_info), names, strict=True
-    ):
+    sources = data.batch, data.non_tensor_batch, data.meta_info
+    for source, keys in zip(sources, names, strict=True):
         for key in set(keys):
             del source[key]
     if popped.batch is not None and not len(popped.batch.keys()) and popped.non_tensor_batch:
@@ -141,10 +134,7 @@ def iterate_epochs(
         raise ProtocolError(
             f"mini_batch_size={mini_batch_size} does not divide a batch of {num_rows} rows"
         )
-    generator = None
-    if seed is not None:
-        generator = torch.Generator()
-        generator.manual_seed(seed)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
     loader: DataLoader[T] = DataLoader(
         dataset=range(num_rows),  # type: ignore[arg-type]
         batch_size=mini_batch_size,
@@ -170,9 +160,7 @@ def describe(data: DataProto) -> str:
 
 def describe_memory(data: DataProto) -> str:
     """Returns a line with the memory use of tensors and object columns, in MiB."""
-    tensor_bytes = 0
-    if data.batch is not None:
-        for value in data.batch.values(include_nested=True, leaves_only=True):
-            tensor_bytes += value.values().nbytes if value.is_nested else value.nbytes
+    tensors = () if data.batch is None else data.batch.values(include_nested=True, leaves_only=True)
+    tensor_bytes = sum((x.values() if x.is_nested else x).nbytes for x in tensors)
     array_bytes = sum(array.nbytes for array in data.non_tensor_batch.values())
     return f"tensors {tensor_bytes / 2**20:.3f} MiB, object columns {array_bytes / 2**20:.3f} MiB"

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -25,6 +23,7 @@ Column = TypeVar("Column", torch.Tensor, np.ndarray)
 Names: TypeAlias = Sequence[str] | None
 Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
 """Row indices or a boolean mask."""
+_NON_TENSORS = (NonTensorData, NonTensorStack)
 _TYPES_WITH_NAN = (float, complex, np.inexact, np.datetime64, np.timedelta64)
 
 
@@ -36,25 +35,14 @@ def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
     """Converts values to an object array; nested lists of equal length become further dimensions."""
     if isinstance(values, np.ndarray):
         return values
-    shape = _list_shape(values)
-    if len(shape) == 1:
-        return object_array(values)
-    array = np.empty(shape, dtype=object)
-    for index in np.ndindex(shape):
-        array[index] = functools.reduce(operator.getitem, index, values)
-    return array
-
-
-def _list_shape(values: Sequence[JsonValue]) -> tuple[int, ...]:
-    """Returns the shape of nested lists, down to the first level whose lists differ in length."""
-    shape, items = [len(values)], list(values)
-    while lists := [item for item in items if isinstance(item, list | tuple)]:
-        lengths = {len(item) for item in lists}
-        if len(lists) < len(items) or len(lengths) > 1:
+    shape = [len(values)]
+    items: list[Any] = list(values)
+    while items and all(isinstance(item, list | tuple) for item in items):
+        if len({len(item) for item in items}) > 1:
             break
-        shape.append(lengths.pop())
-        items = [inner for item in lists for inner in item]
-    return tuple(shape)
+        shape.append(len(items[0]))
+        items = [inner for item in items for inner in item]
+    return object_array(items).reshape(shape)
 
 
 def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
@@ -82,23 +70,18 @@ def take_rows(value: Column, index: Index) -> Column:
     if isinstance(value, torch.Tensor) and value.is_nested:
         rows, ragged_idx = list(value.unbind()), getattr(value, "_ragged_idx", None)
         selected_rows = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
-        if not selected_rows and rows:
-            first_row = build_jagged_tensor(rows[:1], ragged_idx)
-            return _empty_jagged_tensor(first_row)
-        return build_jagged_tensor(selected_rows, ragged_idx) if rows else value
+        if selected_rows or not rows:
+            return build_jagged_tensor(selected_rows, ragged_idx) if rows else value
+        first_row = build_jagged_tensor(rows[:1], ragged_idx)
+        ragged_idx = first_row._ragged_idx  # type: ignore[attr-defined]
+        return torch.nested.nested_tensor_from_jagged(
+            first_row.values().narrow(ragged_idx - 1, 0, 0),
+            offsets=first_row.offsets()[:1],  # type: ignore[attr-defined]
+            jagged_dim=ragged_idx,
+        )
     if isinstance(value, np.ndarray) and isinstance(index, torch.Tensor):
         return value[index.numpy()]
     return value[index]
-
-
-def _empty_jagged_tensor(column: torch.Tensor) -> torch.Tensor:
-    """Returns a jagged tensor with 0 rows, and with the dtype and the other dimensions of `column`."""
-    ragged_idx = column._ragged_idx  # type: ignore[attr-defined]
-    return torch.nested.nested_tensor_from_jagged(
-        column.values().narrow(ragged_idx - 1, 0, 0),
-        offsets=column.offsets()[:1],  # type: ignore[attr-defined]
-        jagged_dim=ragged_idx,
-    )
 
 
 def select_columns(
@@ -198,19 +181,14 @@ def join_meta_info(infos: list[Fields]) -> Fields:
         for key, value in info.items():
             if key == "metrics":
                 metrics.extend(value if isinstance(value, list) else [value or {}])
-            elif key not in merged:
-                merged[key] = value
-            elif not deeply_equal(merged[key], value):
+            elif not deeply_equal(merged.setdefault(key, value), value):
                 raise ProtocolError(
                     f"cannot concatenate: meta_info[{key!r}] is {merged[key]!r} in an earlier "
                     f"batch and {value!r} in batch {number}; put values that differ under 'metrics'"
                 )
     if metrics:
-        values_by_metric: Fields = {}
-        for entry in metrics:
-            for name, value in entry.items():
-                values_by_metric.setdefault(name, []).append(value)
-        merged["metrics"] = values_by_metric
+        names = dict.fromkeys(name for entry in metrics for name in entry)
+        merged["metrics"] = {n: [entry[n] for entry in metrics if n in entry] for n in names}
     return merged
 
 
@@ -233,45 +211,40 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
 
 def build_tensordict(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
     """Builds a TensorDict from tensor columns, whose leading dimensions must agree."""
-    size: tuple[int, ...] | None = None
-    first = next(iter(tensors))
-    for key, value in tensors.items():
-        nested = getattr(value, "is_nested", False)
-        column_size = (value.size(0),) if nested else tuple(value.shape[:num_batch_dims])
+    sizes = {
+        key: (value.size(0),) if value.is_nested else tuple(value.shape[:num_batch_dims])
+        for key, value in tensors.items()
+    }
+    first, size = next(iter(sizes.items()))
+    for key, column_size in sizes.items():
         if len(column_size) < num_batch_dims:
             raise ProtocolError(
                 f"column {key!r} has {len(column_size)} dimensions; "
                 f"num_batch_dims is {num_batch_dims}"
             )
-        if size is not None and column_size != size:
+        if column_size != size:
             raise ProtocolError(
                 f"column {key!r} has batch size {column_size}; column {first!r} has {size}: "
                 "all columns of a batch have one row per sample"
             )
-        size = column_size
     return TensorDict(tensors, batch_size=size)
 
 
 def row_indices(idxs: Index, num_rows: int) -> torch.Tensor:
     """Converts a list, array, tensor or mask to row indices; raises if one is out of range."""
-    index = (
-        idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else torch.from_numpy(np.array(idxs))
-    )
+    index = idxs.cpu() if isinstance(idxs, torch.Tensor) else torch.from_numpy(np.array(idxs))
     if index.numel() == 0:
         index = index.reshape(-1)
-        if index.dtype == torch.bool and num_rows:
-            raise ProtocolError(f"the mask has 0 rows, but the batch has {num_rows}")
-        return index.long()
     if index.ndim != 1:
         raise ProtocolError(f"row indices must be 1-d, not of shape {tuple(index.shape)}")
     if index.dtype == torch.bool:
         if len(index) != num_rows:
             raise ProtocolError(f"the mask has {len(index)} rows, but the batch has {num_rows}")
         return index.nonzero().reshape(-1)
-    if index.is_floating_point() or index.is_complex():
+    if len(index) and (index.is_floating_point() or index.is_complex()):
         raise ProtocolError(f"row indices must be integers or a bool mask, not {index.dtype}")
     index = index.long()
-    if int(index.min()) < -num_rows or int(index.max()) >= num_rows:
+    if len(index) and not -num_rows <= int(index.min()) <= int(index.max()) < num_rows:
         bounds = f"{int(index.min())}..{int(index.max())}"
         raise IndexError(f"rows {bounds} are out of range: the batch has {num_rows} rows")
     return index
@@ -309,72 +282,40 @@ def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[st
     return first | second
 
 
-def deeply_equal(a: Any, b: Any, _in_progress: set[tuple[int, int]] | None = None) -> bool:
-    """Whether two values are deeply equal; NaN equals NaN, and cycles are allowed."""
+def deeply_equal(a: Any, b: Any) -> bool:
+    """Whether two values are deeply equal; NaN equals NaN."""
     if a is b:
         return True
-    in_progress = _in_progress if _in_progress is not None else set()
-    pair = (id(a), id(b))
-    if pair in in_progress:
-        return True  # an outer call is already comparing this pair
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensor(a, b)
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+    if is_tensor_collection(a) and is_tensor_collection(b):
+        if isinstance(a, _NON_TENSORS) or isinstance(b, _NON_TENSORS):
+            return type(a) is type(b) and deeply_equal(a.tolist(), b.tolist())
+        return a.batch_size == b.batch_size and deeply_equal(dict(a), dict(b))
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if a.shape == b.shape and object in (a.dtype, b.dtype):
+            return all(map(deeply_equal, a.ravel(), b.ravel()))
+        has_nan = a.dtype.kind == b.dtype.kind and a.dtype.kind in "fcmM"
+        return bool(np.array_equal(a, b, equal_nan=has_nan))
+    if any(isinstance(x, torch.Tensor | np.ndarray) or is_tensor_collection(x) for x in (a, b)):
         return False
-    in_progress.add(pair)
-    try:
-        if is_tensor_collection(a) or is_tensor_collection(b):
-            return _same_collection(a, b, in_progress)
-        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-            return _same_array(a, b, in_progress)
-        if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-            return False
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            return a.keys() == b.keys() and all(
-                deeply_equal(a[key], b[key], in_progress) for key in a
-            )
-        if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-            same_type = type(a) is type(b) and len(a) == len(b)
-            return same_type and all(
-                deeply_equal(x, y, in_progress) for x, y in zip(a, b, strict=True)
-            )
-    finally:
-        in_progress.discard(pair)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(deeply_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(deeply_equal, a, b))
     if isinstance(a, _TYPES_WITH_NAN) and isinstance(b, _TYPES_WITH_NAN) and a != a and b != b:
         return True
     return bool(a == b)
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype:
+    if a.dtype != b.dtype or a.is_nested != b.is_nested:
         return False
-    if a.is_nested or b.is_nested:
-        if not (a.is_nested and b.is_nested) or a.size(0) != b.size(0):
-            return False
-        return all(_same_tensor(x, y) for x, y in zip(a.unbind(), b.unbind(), strict=True))
+    if a.is_nested:
+        return a.size(0) == b.size(0) and all(map(_same_tensor, a.unbind(), b.unbind()))
     if a.shape != b.shape:
         return False
     b = b.to(a.device)
     if a.dtype.is_floating_point or a.dtype.is_complex:
         return bool(((a == b) | (a.isnan() & b.isnan())).all())
     return torch.equal(a, b)
-
-
-def _same_collection(a: Any, b: Any, in_progress: set[tuple[int, int]]) -> bool:
-    """Whether two TensorDicts, or two non-tensor entries of TensorDicts, are deeply equal."""
-    if isinstance(a, NonTensorData | NonTensorStack) or isinstance(
-        b, NonTensorData | NonTensorStack
-    ):
-        return type(a) is type(b) and deeply_equal(a.tolist(), b.tolist(), in_progress)
-    if not (is_tensor_collection(a) and is_tensor_collection(b)):
-        return False
-    return a.batch_size == b.batch_size and deeply_equal(dict(a), dict(b), in_progress)
-
-
-def _same_array(a: np.ndarray, b: np.ndarray, in_progress: set[tuple[int, int]]) -> bool:
-    if a.shape != b.shape:
-        return False
-    if a.dtype != object and b.dtype != object:
-        has_nan = a.dtype.kind == b.dtype.kind and a.dtype.kind in "fcmM"
-        return bool(np.array_equal(a, b, equal_nan=has_nan))
-    return all(deeply_equal(x, y, in_progress) for x, y in zip(a.ravel(), b.ravel(), strict=True))

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from hone.protocol.padding import padding_size, unpadded_size
+from hone.protocol.padding import padded_index, unpadded_size
 from hone.protocol.reshaping import iterate_epochs
 from hone.protocol.rows import (
     ProtocolError,
@@ -56,14 +56,14 @@ def get_tensordict(
     for key, value in tensor_dict.items():
         if isinstance(value, Tensor) and value.is_nested and value.layout != torch.jagged:
             raise ProtocolError(f"column {key!r} is nested but not jagged; use layout=torch.jagged")
-        if not isinstance(value, Tensor | list | np.ndarray | NonTensorStack):
+        if isinstance(value, Tensor | NonTensorStack):
+            columns[key] = value
+        elif isinstance(value, list | np.ndarray):
+            columns[key] = _non_tensor_stack(key, value)
+        else:
             raise ProtocolError(
                 f"column {key!r} is a {type(value).__name__}; give a tensor, a list or an array"
             )
-        if isinstance(value, Tensor | NonTensorStack):
-            columns[key] = value
-        else:
-            columns[key] = _non_tensor_stack(key, value)
         sizes[key] = value.size(0) if isinstance(value, Tensor) else len(value)
     if len(set(sizes.values())) > 1:
         raise ProtocolError(f"the columns of a batch differ in their number of rows: {sizes}")
@@ -71,8 +71,7 @@ def get_tensordict(
     if duplicates := sorted(columns.keys() & metadata.keys()):
         raise ProtocolError(f"{duplicates} are both columns and metadata; rename one")
     size = [next(iter(sizes.values()))] if sizes else []
-    for key, value in metadata.items():
-        columns[key] = NonTensorData(unwrap_non_tensor_data(value))
+    columns |= {key: NonTensorData(unwrap_non_tensor_data(metadata[key])) for key in metadata}
     return TensorDict(columns, batch_size=size)
 
 
@@ -125,8 +124,7 @@ def get_keys(tensordict: TensorDict, keys: Iterable[str]) -> TensorDict:
 def pop(tensordict: TensorDict, key: str, default: T | None = None) -> T | None:
     """Like `get`, but removes the entry from the batch."""
     value = get(tensordict, key, default)
-    if key in tensordict.keys():  # noqa: SIM118
-        tensordict.pop(key)
+    tensordict.pop(key, None)
     return value
 
 
@@ -164,15 +162,11 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
 
 def _split_metadata(batch: TensorDict) -> tuple[Fields, dict[str, NonTensorData]]:
     """Returns the columns and the metadata of a batch."""
-    columns: Fields = {}
-    metadata = {}
-    for key in batch.keys():  # noqa: SIM118
-        value = batch.get(key)
-        if isinstance(value, NonTensorData):
-            metadata[key] = NonTensorData(value.data)
-        else:
-            columns[key] = value
-    return columns, metadata
+    entries = {key: batch.get(key) for key in batch.keys()}  # noqa: SIM118
+    metadata = {
+        k: NonTensorData(v.data) for k, v in entries.items() if isinstance(v, NonTensorData)
+    }
+    return {k: v for k, v in entries.items() if k not in metadata}, metadata
 
 
 def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
@@ -208,33 +202,29 @@ class BatchData:
     """Splits and concatenates a DataProto, a DataProtoFuture or a TensorDict (named as in verl)."""
 
     def __init__(self, data: Chunkable | TensorDict | Sequence[Chunkable | TensorDict]) -> None:
-        self._data = data
+        self._data: Any = data
 
     def is_chunkable(self) -> bool:
         return isinstance(self._data, TensorDict | Chunkable)
 
     def is_concatable(self) -> bool:
         data = self._data
-        if not isinstance(data, list | tuple) or not data:
-            return False
-        return isinstance(data[0], TensorDict | Chunkable)
+        return isinstance(data, list | tuple) and bool(data) and BatchData(data[0]).is_chunkable()
 
     def chunk(self, chunks: int) -> Sequence[Chunkable | TensorDict]:
         """Splits one batch into equal parts."""
-        if isinstance(self._data, TensorDict):
-            return chunk_tensordict(self._data, chunks)
-        if not isinstance(self._data, Chunkable):
+        if not self.is_chunkable():
             raise ProtocolError(f"a {type(self._data).__name__} cannot be split into chunks")
-        return self._data.chunk(chunks)
+        is_tensordict = isinstance(self._data, TensorDict)
+        return chunk_tensordict(self._data, chunks) if is_tensordict else self._data.chunk(chunks)
 
     def concat(self) -> Chunkable | TensorDict:
         """Concatenates a list of batches."""
-        if not self.is_concatable() or not isinstance(self._data, list | tuple):
+        if not self.is_concatable():
             raise ProtocolError("concat needs a list of at least one DataProto or TensorDict")
-        first = self._data[0]
-        if isinstance(first, TensorDict):
-            return concat_tensordict(self._data)
-        return type(first).concat(self._data)
+        batch_type = type(self._data[0])
+        is_tensordict = issubclass(batch_type, TensorDict)
+        return (concat_tensordict if is_tensordict else batch_type.concat)(self._data)
 
 
 def make_iterator(
@@ -266,17 +256,14 @@ def pad_to_divisor(data: TensorDict, size_divisor: int) -> tuple[TensorDict, int
 
     Returns the batch and the number of added rows.
     """
-    num_rows = len(data)
-    pad_size = padding_size(num_rows, size_divisor)
-    if pad_size == 0:
-        return data, 0
-    return _select_rows(data, torch.arange(num_rows + pad_size) % num_rows), pad_size
+    index = padded_index(len(data), size_divisor)
+    pad_size = len(index) - len(data)
+    return (_select_rows(data, index) if pad_size else data), pad_size
 
 
 def unpad(data: TensorDict, pad_size: int) -> TensorDict:
     """Drops the last `pad_size` rows."""
-    num_rows = unpadded_size(len(data), pad_size)
-    return data if pad_size == 0 else _select_rows(data, slice(0, num_rows))
+    return _select_rows(data, slice(0, unpadded_size(len(data), pad_size))) if pad_size else data
 
 
 def contiguous(data: TensorDict) -> TensorDict:

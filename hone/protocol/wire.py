@@ -97,20 +97,13 @@ def decode_tensordict(state: Fields | None) -> TensorDict | None:
 def decode_verl_tensors(state: bytes | PackedTensorDict | None) -> TensorDict | None:
     """Decodes the tensors of a DataProto that verl pickled, without running code from the pickle."""
     if isinstance(state, bytes):
-        loaded: TensorDict | None = torch.load(
-            io.BytesIO(state), weights_only=True, map_location="cpu"
-        )
-        return loaded
+        return torch.load(io.BytesIO(state), weights_only=True, map_location="cpu")
     return None if state is None else deserialize_tensordict(state)
 
 
-def split_tensordict(
-    source: TensorDict,
-) -> tuple[Fields, dict[str, np.ndarray], Fields]:
+def split_tensordict(source: TensorDict) -> tuple[Fields, dict[str, np.ndarray], Fields]:
     """Returns the tensors, object columns and metadata of a TensorDict."""
-    tensors: Fields = {}
-    arrays: dict[str, np.ndarray] = {}
-    metadata: Fields = {}
+    tensors, arrays, metadata = Fields(), dict[str, np.ndarray](), Fields()
     for key in source.keys():  # noqa: SIM118
         value = source.get(key)
         if isinstance(value, NonTensorStack):
@@ -134,12 +127,9 @@ def join_tensordict(
             "rename one"
         )
     size = batch.batch_size if batch is not None else [num_rows]
-    result = TensorDict(tensors, batch_size=size)
-    for key, array in arrays.items():
-        result.set(key, NonTensorStack(*[NonTensorData(value) for value in array]))
-    for key, value in metadata.items():
-        result.set(key, NonTensorData(value, batch_size=size))
-    return result
+    stacks = {key: NonTensorStack(*map(NonTensorData, array)) for key, array in arrays.items()}
+    facts = {key: NonTensorData(value, batch_size=size) for key, value in metadata.items()}
+    return TensorDict(tensors | stacks | facts, batch_size=size)
 
 
 def _object_column(values: list[JsonValue | np.ndarray]) -> np.ndarray:
@@ -205,14 +195,11 @@ _ALLOWED_NAMES = {
     "hone.protocol.data_proto": "DataProto",
     "tensordict.tensorclass": "NonTensorData",
     "torch._utils": "_rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter",
-    **dict.fromkeys(
-        (
-            f"numpy.{core}.{module}"
-            for core in ("core", "_core")
-            for module in ("multiarray", "numeric")
-        ),
-        "_reconstruct scalar _frombuffer",
-    ),
+    **{
+        f"numpy.{core}.{module}": "_reconstruct scalar _frombuffer"
+        for core in ("core", "_core")
+        for module in ("multiarray", "numeric")
+    },
 }
 """The names that a pickle may refer to, by module."""
 
@@ -236,22 +223,16 @@ class _RestrictedUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Function:
         if (module, name) == ("verl.protocol", "DataProto"):
             module = "hone.protocol.data_proto"
-        allowed = (
-            name in _ALLOWED_NAMES.get(module, "").split()
-            or (module == "numpy" and _is_numpy_type(name))
-            or module == "numpy.dtypes"
-        )
-        if allowed and "." not in name:
-            return super().find_class(module, name)
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
-        raise UnsafeObject(f"{module}.{name}")
-
-
-def _is_numpy_type(name: str) -> bool:
-    value = getattr(np, name, None)
-    is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
-    return name in ("ndarray", "dtype") or is_scalar_type
+        allowed = name in _ALLOWED_NAMES.get(module, "").split() or module == "numpy.dtypes"
+        if module == "numpy":
+            value = getattr(np, name, None)
+            is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
+            allowed = name in ("ndarray", "dtype") or is_scalar_type
+        if not allowed or "." in name:
+            raise UnsafeObject(f"{module}.{name}")
+        return super().find_class(module, name)
 
 
 def _set_checked_state(unpickler: Any) -> None:
@@ -260,16 +241,12 @@ def _set_checked_state(unpickler: Any) -> None:
         raise UnsafeObject(f"state of {unpickler.stack[-2]!r}")
     pickle._Unpickler.dispatch[pickle.BUILD[0]](unpickler)
     dtype = unpickler.stack[-1]
-    # A state can declare object pointers as plain bytes, and numpy would follow the pointers.
-    if isinstance(dtype, np.dtype) and not _is_plain(dtype):
-        raise UnsafeObject("structured or malformed numpy dtype")
-
-
-def _is_plain(dtype: np.dtype) -> bool:
-    """Whether a dtype is the one that numpy builds from its type string."""
-    plain = np.dtype(dtype.str)
-    fields = [(d, d.num, d.itemsize, d.alignment, d.flags) for d in (dtype, plain)]
-    return fields[0] == fields[1]
+    if isinstance(dtype, np.dtype):
+        # A state can declare object pointers as plain bytes, and numpy would follow the pointers.
+        plain = np.dtype(dtype.str)
+        facts, plain_facts = ((d, d.num, d.itemsize, d.alignment, d.flags) for d in (dtype, plain))
+        if facts != plain_facts:
+            raise UnsafeObject("structured or malformed numpy dtype")
 
 
 def _load_storage(content: bytes) -> torch.UntypedStorage:

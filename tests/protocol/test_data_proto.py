@@ -421,7 +421,7 @@ class TestCuttingAndJoining:
         assert allowed.meta_info[AUTO_PADDING_KEY] is True
         expected = [len(piece) for piece in torch.arange(10).chunk(4)]
         assert [len(piece) for piece in allowed.chunk(4)] == expected
-        with pytest.raises(ValueError, match="0 chunks"):
+        with pytest.raises(ValueError, match="0 equal chunks"):
             data.chunk(0)
 
     @quick
