@@ -199,15 +199,13 @@ _CORE_ALGO_NAMES = {
         f"compute_policy_loss_{name}": f"{_LOSSES}.{file}:{name}"
         for file, names in {
             "covariance": "clip_cov kl_cov",
-            "sequence_ratio": "gspo geo_mean",
-            "token_ratio": "dppo_tv dppo_kl gpg sapo cispo dro",
-            "vanilla": "vanilla",
+            "ratio": "gspo geo_mean dppo_tv dppo_kl gpg sapo cispo dro",
+            "policy_loss": "vanilla",
             "bypass": "bypass_mode",
         }.items()
         for name in names.split()
     },
-    **_map("hone.algorithms.value_loss", "compute_value_loss"),
-    **_map("hone.algorithms.aggregation", "agg_loss"),
+    **_map("hone.algorithms.aggregation", "agg_loss compute_value_loss"),
     **_map(
         "hone.algorithms.kl",
         "kl_penalty kl_penalty_forward AdaptiveKLController FixedKLController get_kl_controller",

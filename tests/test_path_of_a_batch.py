@@ -45,7 +45,7 @@ def frames(frame: FrameType | None) -> list[FrameType]:
 
 def traced(folder: Path, device: str) -> tuple[Functions, list[FrameType]]:
     """The functions of one GRPO step of a tiny model, and the stack at the loss formula."""
-    from hone.algorithms.policy_losses.vanilla import ppo_clip
+    from hone.algorithms.policy_losses.policy_loss import ppo_clip
     from hone.config import load_config
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
     from hone.trainer.main_ppo import run
@@ -161,7 +161,7 @@ def test_few_frames_lie_between_the_command_and_the_loss_formula(
 ) -> None:
     names = hops(step[1])
     assert names[0] == "main_ppo.run"
-    assert names[-1] == "vanilla.ppo_clip"
+    assert names[-1] == "policy_loss.ppo_clip"
     assert len(names) <= MOST_FRAMES, " → ".join(names)
 
 

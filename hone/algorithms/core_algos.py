@@ -1,13 +1,7 @@
-"""The functions of verl's `core_algos`, with verl's argument order.
-
-Each function calls hone's implementation of the same algorithm. As in verl, estimators whose formula has no
-`epsilon` (rloo, opo, gpg, reinforce_plus_plus_baseline) accept and ignore it.
-"""
+"""The functions of verl's `core_algos`, with verl's argument order."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -15,25 +9,22 @@ import torch
 from torch import Tensor
 
 from hone.algorithms import advantages, policy_losses
-from hone.algorithms.advantages.estimator import Estimate, EstimatorFunction
-from hone.algorithms.advantages.gae import gae
-from hone.algorithms.advantages.gdpo import gdpo
-from hone.algorithms.advantages.group_baseline import gpg, grpo_passk, opo
-from hone.algorithms.advantages.grpo import EPS, grpo
-from hone.algorithms.advantages.optimal_token_baseline import EPS as BASELINE_EPS
+from hone.algorithms.advantages.estimator import Estimate, grpo
+from hone.algorithms.advantages.group_baseline import gdpo, gpg, grpo_passk, opo
 from hone.algorithms.advantages.optimal_token_baseline import (
     optimal_token_baseline,
     tir_optimal_token_baseline,
 )
 from hone.algorithms.advantages.returns import (
+    gae,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
 )
 from hone.algorithms.advantages.rloo import rloo
 from hone.algorithms.aggregation import agg_loss
-from hone.algorithms.policy_losses.token_ratio import reinforce
-from hone.algorithms.policy_losses.vanilla import vanilla
+from hone.algorithms.policy_losses.policy_loss import vanilla
+from hone.algorithms.policy_losses.ratio import reinforce
 from hone.algorithms.row_selection import pf_ppo_rows
 from hone.plugins import TableView
 from hone.protocol import DataProto
@@ -62,82 +53,17 @@ class AdvantageEstimator(str, Enum):
     GDPO = "gdpo"
 
 
-class VerlFunction:
-    """An estimator as a function with verl's `arguments`, in verl's order; those before `/` are required.
-
-    `ignored_arguments` lists arguments of verl that the estimator does not have.
-    """
-
-    def __init__(
-        self,
-        estimator: EstimatorFunction,
-        arguments: str,
-        ignored_arguments: str = "",
-        **defaults: Any,
-    ) -> None:
-        self.__name__ = self.__qualname__ = estimator.__name__
-        self.__doc__ = estimator.__doc__
-        self._estimator, self._ignored = estimator, ignored_arguments.split()
-        required, _, optional = arguments.partition("/")
-        parameter_kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-        values: dict[str, Any] = dict.fromkeys(required.split(), empty)
-        values |= {name: defaults.get(name) for name in optional.split()}
-        parameters = [
-            inspect.Parameter(name, parameter_kind, default=values[name]) for name in values
-        ]
-        columns = inspect.Parameter("columns", inspect.Parameter.VAR_KEYWORD)
-        self.__signature__ = inspect.Signature([*parameters, columns])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Estimate:
-        bound = self.__signature__.bind(*args, **kwargs)
-        bound.apply_defaults()
-        values = bound.arguments | bound.arguments.pop("columns")
-        return self._estimator(**{n: v for n, v in values.items() if n not in self._ignored})
-
-
-_GROUP_ARGUMENTS = "token_level_rewards response_mask index /"
-_BASELINE_ARGUMENTS = (
-    "token_level_rewards response_mask index old_log_probs sum_pi_squared / rollout_is_weights "
-    "handle_zero_tail epsilon config"
-)
-_BASELINE_DEFAULTS: dict[str, Any] = {"handle_zero_tail": True, "epsilon": BASELINE_EPS}
-
-compute_gae_advantage_return = VerlFunction(
-    gae, "token_level_rewards values response_mask gamma lam /"
-)
-compute_grpo_outcome_advantage = VerlFunction(
-    grpo, f"{_GROUP_ARGUMENTS} epsilon norm_adv_by_std_in_grpo config", epsilon=EPS
-)
-compute_grpo_passk_outcome_advantage = VerlFunction(
-    grpo_passk, f"{_GROUP_ARGUMENTS} epsilon norm_adv_by_std_in_grpo config", epsilon=EPS
-)
-compute_rloo_outcome_advantage = VerlFunction(rloo, f"{_GROUP_ARGUMENTS} epsilon config", "epsilon")
-compute_opo_outcome_advantage = VerlFunction(opo, f"{_GROUP_ARGUMENTS} epsilon config", "epsilon")
-compute_reinforce_plus_plus_baseline_outcome_advantage = VerlFunction(
-    reinforce_plus_plus_baseline, f"{_GROUP_ARGUMENTS} epsilon config", "epsilon"
-)
-compute_reinforce_plus_plus_outcome_advantage = VerlFunction(
-    reinforce_plus_plus, "token_level_rewards response_mask / config index"
-)
-compute_remax_outcome_advantage = VerlFunction(
-    remax, "token_level_rewards reward_baselines response_mask / config index"
-)
-compute_gpg_outcome_advantage = VerlFunction(
-    gpg, f"{_GROUP_ARGUMENTS} epsilon f_norm alpha config", "epsilon alpha", f_norm=1.0
-)
-compute_optimal_token_baseline_advantage = VerlFunction(
-    optimal_token_baseline, _BASELINE_ARGUMENTS, **_BASELINE_DEFAULTS
-)
-compute_multi_turn_optimal_token_baseline_advantage = VerlFunction(
-    tir_optimal_token_baseline, _BASELINE_ARGUMENTS, **_BASELINE_DEFAULTS
-)
-_compute_gdpo = VerlFunction(
-    gdpo,
-    f"{_GROUP_ARGUMENTS} epsilon norm_adv_by_std_in_grpo config non_tensor_batch batch",
-    "batch",
-    epsilon=EPS,
-    norm_adv_by_std_in_grpo=True,
-)
+compute_gae_advantage_return = gae
+compute_grpo_outcome_advantage = grpo
+compute_grpo_passk_outcome_advantage = grpo_passk
+compute_rloo_outcome_advantage = rloo
+compute_opo_outcome_advantage = opo
+compute_reinforce_plus_plus_baseline_outcome_advantage = reinforce_plus_plus_baseline
+compute_reinforce_plus_plus_outcome_advantage = reinforce_plus_plus
+compute_remax_outcome_advantage = remax
+compute_gpg_outcome_advantage = gpg
+compute_optimal_token_baseline_advantage = optimal_token_baseline
+compute_multi_turn_optimal_token_baseline_advantage = tir_optimal_token_baseline
 
 
 def compute_gdpo_outcome_advantage(
@@ -147,8 +73,9 @@ def compute_gdpo_outcome_advantage(
     if config is None and len(args) < 5:
         config = {"gdpo_reward_keys": ["all"], "gdpo_reward_weights": None}
         kwargs["reward/all"] = token_level_rewards
-    settings: Mapping[str, Any] = {} if config is None else {"config": config}
-    return _compute_gdpo(token_level_rewards, *args, **settings, **kwargs)
+    if config is not None:
+        kwargs["config"] = config
+    return gdpo(token_level_rewards, *args, **kwargs)
 
 
 def compute_policy_loss(

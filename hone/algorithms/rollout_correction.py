@@ -1,16 +1,19 @@
 """The functions of verl's `rollout_corr_helper`, with verl's arguments and results.
 
-Each calls correction.py, rejection.py or correction_metrics.py. Thresholds of k1 options bound the ratio
-train/rollout, not its logarithm.
+Thresholds of k1 options bound the ratio train/rollout, not its logarithm.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from hone.algorithms.correction import correct
-from hone.algorithms.correction_metrics import agreement_metrics, rejection_metrics, weight_metrics
-from hone.algorithms.rejection import rejection_mask
+from hone.algorithms.correction import (
+    agreement_metrics,
+    correct,
+    rejection_mask,
+    rejection_metrics,
+    weight_metrics,
+)
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.block import setting
 from hone.config.ranges import REJECTION_OPTIONS, split_list

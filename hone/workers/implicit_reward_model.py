@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from hone.algorithms.aggregation import agg_loss
-from hone.algorithms.implicit_reward import outcome_losses, rival_logits
+from hone.algorithms.credit import outcome_losses, rival_logits
 from hone.columns import require
 from hone.config.engine import CheckpointConfig
 from hone.config.reward import RewardModelModelConfig

@@ -9,11 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.algorithms.advantages.estimator import needed_columns
-from hone.algorithms.aggregation import agg_loss
+from hone.algorithms.aggregation import agg_loss, compute_value_loss
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import TABLE
 from hone.algorithms.policy_losses.policy_loss import PolicyLoss, call_custom_loss
-from hone.algorithms.value_loss import compute_value_loss
 from hone.columns import require
 from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig

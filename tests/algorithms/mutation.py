@@ -39,14 +39,13 @@ CORRECTION = [
 TESTS: dict[str, list[str]] = {
     "hone/ops/masked.py": ["tests/ops/test_masked.py"],
     "hone/ops/groups.py": ["tests/ops/test_groups.py"],
-    "hone/algorithms/aggregation.py": ["tests/algorithms/test_aggregation.py"],
+    "hone/algorithms/aggregation.py": [
+        f"tests/algorithms/test_{name}.py" for name in ("aggregation", "value_loss")
+    ],
     "hone/algorithms/kl.py": ["tests/algorithms/test_kl.py"],
-    "hone/algorithms/value_loss.py": ["tests/algorithms/test_value_loss.py"],
     "hone/algorithms/row_selection.py": ["tests/algorithms/test_row_selection.py"],
     "hone/algorithms/credit.py": ["tests/algorithms/test_credit.py"],
-    "hone/algorithms/rejection.py": CORRECTION,
     "hone/algorithms/correction.py": [*CORRECTION, *LOSSES],
-    "hone/algorithms/correction_metrics.py": CORRECTION,
 }
 for folder, tests in (("advantages", ADVANTAGES), ("policy_losses", LOSSES)):
     for path in sorted((ROOT / "hone/algorithms" / folder).glob("*.py")):
@@ -55,17 +54,14 @@ for folder, tests in (("advantages", ADVANTAGES), ("policy_losses", LOSSES)):
 
 # The tests of a folder that belong to a file, by the algorithm names in the tests' ids.
 KEYWORDS = {
-    "advantages/gae.py": "gae",
-    "advantages/gdpo.py": "gdpo",
-    "advantages/group_baseline.py": "opo or gpg or passk or maxrl or lite_ppo",
-    "advantages/grpo.py": "grpo or gdpo",
+    "advantages/group_baseline.py": "opo or gpg or passk or maxrl or lite_ppo or gdpo",
     "advantages/optimal_token_baseline.py": "optimal",
     "advantages/rloo.py": "rloo",
     "policy_losses/bypass.py": "bypass",
     "policy_losses/covariance.py": "cov",
-    "policy_losses/token_ratio.py": "cispo or dppo or dro or reinforce or gpg or sapo",
-    "policy_losses/sequence_ratio.py": "gspo or luspo or geo_mean",
-    "policy_losses/vanilla.py": "vanilla",
+    "policy_losses/ratio.py": (
+        "cispo or dppo or dro or reinforce or gpg or sapo or gspo or luspo or geo_mean"
+    ),
 }
 
 SWAPS: dict[type, type] = {

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.implicit_reward import (
+from hone.algorithms.credit import (
     implicit_rewards,
     outcome_losses,
     ranking_accuracy,

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.correction_metrics import rejection_metrics
-from hone.algorithms.rejection import rejection_mask
+from hone.algorithms.correction import rejection_mask, rejection_metrics
 from hone.config.ranges import REJECTION_OPTIONS
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)

@@ -311,9 +311,8 @@ def every_algorithm(ground: Ground) -> None:
         if name == "remax":
             columns["reward_baselines"] = values[:, 0]
         index = ["a", "a", "b", "b"]
-        advantages.get_adv_estimator_fn(name)(
-            values, mask, index=index, config=config.algorithm, **columns
-        )
+        columns |= {"token_level_rewards": values, "response_mask": mask, "index": index}
+        advantages.get_adv_estimator_fn(name)(config=config.algorithm, **columns)
 
 
 def supervised(ground: Ground) -> None:

@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NAMES_BY_FILE = {
-    "gae": "gae",
-    "grpo": "grpo dr_grpo",
-    "group_baseline": "grpo_passk opo gpg maxrl lite_ppo",
-    "rloo": "rloo rloo_token",
-    "prime": "prime_rloo",
-    "returns": "reinforce_plus_plus reinforce_plus_plus_baseline remax",
+    "estimator": "grpo dr_grpo",
+    "group_baseline": "grpo_passk opo gpg maxrl lite_ppo gdpo",
+    "rloo": "rloo rloo_token prime_rloo",
+    "returns": "gae reinforce_plus_plus reinforce_plus_plus_baseline remax",
     "optimal_token_baseline": "optimal_token_baseline tir_optimal_token_baseline",
-    "gdpo": "gdpo",
 }
 _PATHS = {
     name: f"{__name__}.{file}:{name}"

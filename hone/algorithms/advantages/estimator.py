@@ -1,4 +1,4 @@
-"""The base classes of advantage estimators: frozen dataclasses that declare which columns they read.
+"""The base classes of advantage estimators, frozen dataclasses that declare which columns they read; GRPO.
 
 Their fields are their options, read from `algorithm` by name. `OutcomeEstimator` computes one advantage per
 trajectory. `EstimatorFunction` gives an estimator verl's signature; `FunctionEstimator` wraps a user's
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import Parameter
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -33,7 +33,13 @@ Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outsi
 GroupUse = Literal["ignored", "compared", "required"]
 T = TypeVar("T", bound="Estimator")
 
+EPS = 1e-6
 TRAJECTORY_COLUMN = "trajectory_id"
+GROUP_ARGUMENTS = "token_level_rewards response_mask index"
+"""The first arguments of an estimator that compares the responses of a group."""
+_ARGUMENTS = ("token_level_rewards", "response_mask", "index", "config")
+"""The arguments of every estimator; other arguments are options or columns."""
+_POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
 _BLOCK_ROWS = 256
 CALL_ONLY = {"read from": "the call alone"}
 """Metadata of an option that has the name of a key of `algorithm` but is set only by the caller."""
@@ -134,43 +140,41 @@ class FunctionEstimator(Estimator):
 
 
 class EstimatorFunction:
-    """An estimator as a function with verl's arguments: options and columns are keywords.
+    """An estimator as a function with verl's arguments in verl's order; options and columns are keywords.
 
-    Every estimator accepts the columns of all estimators; an unknown keyword is an error.
+    The arguments up to `response_mask` are required. Every estimator accepts the columns of all estimators,
+    and an argument of verl that the estimator does not use; an unknown keyword is an error.
     """
 
-    def __init__(self, name: str, estimator: type[Estimator]) -> None:
+    def __init__(
+        self, name: str, estimator: type[Estimator], arguments: str = f"{GROUP_ARGUMENTS} config"
+    ) -> None:
         self.__name__ = self.__qualname__ = name
         self.__doc__ = estimator.__doc__
         self.estimator = estimator
         self._options = [option.name for option in dataclasses.fields(estimator)]
-
-    def __call__(
-        self,
-        token_level_rewards: Tensor,
-        response_mask: Tensor,
-        index: Labels | None = None,
-        config: Settings | None = None,
-        **keywords: Any,
-    ) -> Estimate:
-        if isinstance(index, Mapping) or isinstance(config, int | float):
-            raise TypeError(  # verl has other arguments at these positions
-                f"{self.__name__} takes (token_level_rewards, response_mask, index, config); got "
-                f"{type(index).__name__} as index and {type(config).__name__} as config. Name the "
-                "arguments, or call verl's form in hone.trainer.ppo.core_algos"
-            )
-        options = {name: keywords.pop(name) for name in self._options if name in keywords}
-        # Every estimator accepts all columns, and the whole batch as verl passes it.
-        columns = {*COLUMNS, "non_tensor_batch", "batch"}
-        unknown_names = [
-            n for n in keywords if n not in columns and not n.startswith(REWARD_PREFIX)
+        required, _, optional = arguments.partition(" response_mask")
+        parameters = [
+            *(Parameter(n, _POSITIONAL) for n in (*required.split(), "response_mask")),
+            *(Parameter(n, _POSITIONAL, default=None) for n in optional.split()),
+            Parameter("columns", Parameter.VAR_KEYWORD),
         ]
-        if unknown_names:
-            arguments = ("token_level_rewards", "response_mask", "index", "config", *self._options)
-            known_names = (*arguments, TRAJECTORY_COLUMN, *self.estimator.uses)
-            raise unknown_argument(self.__name__, unknown_names[0], known_names)
+        self.__signature__ = inspect.Signature(parameters)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Estimate:
+        values = self.__signature__.bind(*args, **kwargs).arguments
+        keywords = values.pop("columns", {})
+        # Every estimator accepts all columns, and the whole batch as verl passes it.
+        known = {*COLUMNS, *_ARGUMENTS, *self._options, "non_tensor_batch", "batch"}
+        for name in keywords:
+            if name not in known and not name.startswith(REWARD_PREFIX):
+                names = (*_ARGUMENTS, *self._options, TRAJECTORY_COLUMN, *self.estimator.uses)
+                raise unknown_argument(self.__name__, name, names)
+        columns = values | keywords
+        rewards, mask, index, config = (columns.pop(name, None) for name in _ARGUMENTS)
+        options = {name: columns.pop(name) for name in self._options if name in columns}
         estimator = self.estimator.from_config(config, **options)
-        return estimator(Trajectories(token_level_rewards, response_mask, index, keywords))
+        return estimator(Trajectories(rewards, mask, index, columns))
 
 
 Entry = type[Estimator] | EstimatorFunction | Function
@@ -318,3 +322,43 @@ def row_sums(x: Tensor, mask: Tensor) -> Tensor:
     if not sums.isfinite().all():  # 0 · NaN is NaN; masked_sum replaces masked entries
         sums = masked_sum(x, mask, -1)
     return sums.double()
+
+
+@dataclass(frozen=True)
+class GRPO(OutcomeEstimator):
+    """A = (R − mean_g) / (std_g + ε), std unbiased; the division is optional."""
+
+    norm_adv_by_std_in_grpo: bool
+    epsilon: float = EPS
+
+    groups = "compared"  # a group of one keeps its raw score
+
+    def advantages(self, outcome: Outcomes) -> Tensor:
+        divide_by_std = self.norm_adv_by_std_in_grpo
+        return group_relative_scores(outcome.groups, outcome.scores, divide_by_std, self.epsilon)
+
+
+@dataclass(frozen=True)
+class DrGRPO(OutcomeEstimator):
+    """A = R − mean_g: GRPO without the bias towards easy and hard prompts."""
+
+    groups = "compared"  # a group of one keeps its raw score
+
+    def advantages(self, outcome: Outcomes) -> Tensor:
+        return group_relative_scores(outcome.groups, outcome.scores, divide_by_std=False)
+
+
+def group_relative_scores(
+    groups: Groups, scores: Tensor, divide_by_std: bool, epsilon: float = EPS
+) -> Tensor:
+    """Returns [N] (score − group mean) / group std; a group of one has mean 0 and std 1."""
+    mean = groups.mean(scores)[groups.ids].masked_fill(groups.is_singleton, 0.0)
+    if not divide_by_std:
+        return scores - mean
+    std = groups.std(scores)[groups.ids].masked_fill(groups.is_singleton, 1.0)
+    divisor = std + epsilon
+    return torch.where(divisor > 0, (scores - mean) / divisor, 0.0)  # 0/0 if epsilon is 0
+
+
+grpo = EstimatorFunction("grpo", GRPO, f"{GROUP_ARGUMENTS} epsilon norm_adv_by_std_in_grpo config")
+dr_grpo = EstimatorFunction("dr_grpo", DrGRPO)

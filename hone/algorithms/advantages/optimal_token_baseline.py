@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.algorithms.advantages.estimator import (
+    GROUP_ARGUMENTS,
     Estimate,
     Estimator,
     EstimatorFunction,
@@ -102,7 +103,13 @@ class TIROptimalTokenBaseline(OptimalTokenBaseline):
         return count + row_order.sum_of_earlier_rows(is_policy_token.sum(-1)).unsqueeze(-1)
 
 
-optimal_token_baseline = EstimatorFunction("optimal_token_baseline", OptimalTokenBaseline)
+_ARGUMENTS = (
+    f"{GROUP_ARGUMENTS} old_log_probs sum_pi_squared "
+    "rollout_is_weights handle_zero_tail epsilon config"
+)
+optimal_token_baseline = EstimatorFunction(
+    "optimal_token_baseline", OptimalTokenBaseline, _ARGUMENTS
+)
 tir_optimal_token_baseline = EstimatorFunction(
-    "tir_optimal_token_baseline", TIROptimalTokenBaseline
+    "tir_optimal_token_baseline", TIROptimalTokenBaseline, _ARGUMENTS
 )

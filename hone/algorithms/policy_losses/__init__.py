@@ -16,9 +16,8 @@ from hone.types import Function
 T = TypeVar("T")
 
 _NAMES_BY_FILE = {
-    "vanilla": "vanilla",
-    "sequence_ratio": "gspo luspo geo_mean",
-    "token_ratio": "sapo cispo gpg reinforce dppo_tv dppo_kl dro",
+    "policy_loss": "vanilla",
+    "ratio": "gspo luspo geo_mean sapo cispo gpg reinforce dppo_tv dppo_kl dro",
     "bypass": "bypass_mode",
     "covariance": "clip_cov kl_cov",
 }

@@ -13,11 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hone.algorithms.correction import importance_weights
-from hone.algorithms.policy_losses.policy_loss import NamedTensors, PolicyLoss, Tokens
-from hone.algorithms.policy_losses.token_ratio import policy_gradient_loss
-from hone.algorithms.policy_losses.vanilla import ppo_clip
-from hone.algorithms.rejection import catastrophic_tokens, rejection_mask
+from hone.algorithms.correction import catastrophic_tokens, importance_weights, rejection_mask
+from hone.algorithms.policy_losses.policy_loss import NamedTensors, PolicyLoss, Tokens, ppo_clip
+from hone.algorithms.policy_losses.ratio import policy_gradient_loss
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.block import config_value, setting
 from hone.types import Settings

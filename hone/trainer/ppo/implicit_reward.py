@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hone.agents.collate import is_last_row, trajectory_indices, trajectory_totals
-from hone.algorithms.implicit_reward import implicit_rewards, ranking_accuracy
+from hone.algorithms.credit import implicit_rewards, ranking_accuracy
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig
 from hone.controller import WorkerGroup

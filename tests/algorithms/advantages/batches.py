@@ -73,8 +73,8 @@ def run(name: str, b: Batch, **changes: Any) -> tuple[np.ndarray, np.ndarray]:
     """Call the package's estimator on the batch."""
     columns = {key: torch.from_numpy(value) for key, value in b.columns.items()}
     advantages, returns = get_adv_estimator_fn(name)(
-        torch.from_numpy(b.rewards),
-        torch.from_numpy(b.mask).long(),
+        token_level_rewards=torch.from_numpy(b.rewards),
+        response_mask=torch.from_numpy(b.mask).long(),
         index=b.index,
         config=b.config,
         **{**columns, **changes},

@@ -168,11 +168,12 @@ def test_missing_or_misfitting_labels_are_refused(name):
     b = batch(np.ones((2, 2)), np.ones((2, 2)), list("aa"))
     columns = {key: torch.from_numpy(x) for key, x in b.columns.items()}
     rewards, mask = torch.from_numpy(b.rewards), torch.from_numpy(b.mask)
+    columns |= {"token_level_rewards": rewards, "response_mask": mask, "config": b.config}
     fn = get_adv_estimator_fn(name)
     with pytest.raises(ValueError, match="uid"):
-        fn(rewards, mask, config=b.config, **columns)
+        fn(**columns)
     with pytest.raises(ValueError, match="1 labels for 2 rows"):
-        fn(rewards, mask, index=["a"], config=b.config, **columns)
+        fn(index=["a"], **columns)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -198,13 +199,3 @@ def test_batches_without_rows_or_without_columns_give_nothing(name, shape):
     b = batch(np.ones(shape), np.ones(shape), ["a"] * shape[0])
     for tensor in run(name, b):
         assert tensor.shape == shape
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_positions_that_mean_something_else_in_verl_are_refused(name):
-    """There the fourth of grpo is epsilon and the third of reinforce_plus_plus the config."""
-    fn, ones = get_adv_estimator_fn(name), torch.ones(2, 2)
-    with pytest.raises(TypeError, match=r"float as config.*core_algos"):
-        fn(ones, ones, ["a", "a"], 0.5)
-    with pytest.raises(TypeError, match=r"dict as index"):
-        fn(ones, ones, {"gamma": 0.5})

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.advantages.gae import gae
+from hone.algorithms.advantages.returns import gae
 
 
 def raw(rewards, values, mask, gamma, lam):
     """Advantages before whitening: returns − values."""
     rewards, values, mask = (torch.tensor(x, dtype=torch.float64) for x in (rewards, values, mask))
-    _, returns = gae(rewards, mask, values=values, gamma=gamma, lam=lam)
+    _, returns = gae(rewards, values, mask, gamma, lam)
     return (returns - values * mask).numpy(), returns.numpy()
 
 
@@ -42,7 +42,7 @@ def test_a_tool_answer_between_two_turns_is_skipped():
 def test_advantages_are_whitened_over_the_policy_tokens_only():
     mask = torch.tensor([[1.0, 1, 0], [1, 1, 1]])
     rewards = torch.tensor([[0, 1.0, 100], [0, 0, 3.0]])
-    advantages, _ = gae(rewards, mask, values=torch.zeros(2, 3), gamma=1.0, lam=1.0)
+    advantages, _ = gae(rewards, torch.zeros(2, 3), mask, gamma=1.0, lam=1.0)
     values = advantages[mask.bool()]
     assert values.mean().abs() < 1e-6
     assert values.var().item() == pytest.approx(1, abs=1e-5)
@@ -51,7 +51,7 @@ def test_advantages_are_whitened_over_the_policy_tokens_only():
 def test_config_gives_gamma_and_lambda_and_the_defaults_are_hones():
     rewards, values = torch.tensor([[0, 0, 1.0]]), torch.tensor([[0.2, 0.5, 0.4]])
     mask = torch.ones(1, 3)
-    _, default = gae(rewards, mask, values=values)
+    _, default = gae(rewards, values, mask)
     np.testing.assert_allclose(default, [[1, 1, 1]], rtol=1e-6)
-    _, chosen = gae(rewards, mask, config={"gamma": 0.5, "lam": 1.0}, values=values)
+    _, chosen = gae(rewards, values, mask, config={"gamma": 0.5, "lam": 1.0})
     np.testing.assert_allclose(chosen, [[0.25, 0.5, 1]], rtol=1e-6)

@@ -12,7 +12,8 @@ from hone.algorithms.advantages import get_adv_estimator_fn
 def estimate(name, rewards, mask=None, **kw):
     rewards = torch.tensor(rewards, dtype=torch.float64)
     mask = torch.ones_like(rewards) if mask is None else torch.tensor(mask)
-    return [x.numpy() for x in get_adv_estimator_fn(name)(rewards, mask, **kw)]
+    fn = get_adv_estimator_fn(name)
+    return [x.numpy() for x in fn(token_level_rewards=rewards, response_mask=mask, **kw)]
 
 
 @pytest.mark.parametrize("name", ["rloo", "rloo_vectorized"])

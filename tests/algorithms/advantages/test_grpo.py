@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from hone.algorithms.advantages.estimator import dr_grpo, grpo
 from hone.algorithms.advantages.group_baseline import grpo_passk
-from hone.algorithms.advantages.grpo import dr_grpo, grpo
 
 
 def column(scores):

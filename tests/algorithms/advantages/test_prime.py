@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hone.algorithms.advantages.prime import prime_rloo
+from hone.algorithms.advantages.rloo import prime_rloo
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
 IMPLICIT = torch.tensor([[0.3, -0.1, 0.0, 9.0], [0.2, 0.0, 9.0, 9.0]], dtype=torch.float64)
