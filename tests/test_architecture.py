@@ -67,7 +67,6 @@ TESTED_ELSEWHERE = {
     # by the contract of their room, which every engine and strategy is run through
     "engine/contract.py",
     "rollout/contract.py",
-    "rollout/event_loop_engine.py",
     "rollout/hf.py",
     "weights/contract.py",
     # by tests/weights/test_streamed.py, over every transport

@@ -5,7 +5,7 @@ Tests compare the native engine with this one; the two share only the policy and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,16 +13,16 @@ from torch import Tensor
 from hone.models.attention import forward_options
 from hone.models.policy import PolicyModel
 from hone.ops.attention import SegmentLayout
-from hone.rollout.contract import Traits
-from hone.rollout.event_loop_engine import EventLoopEngine
+from hone.rollout.contract import Sampling, Traits
 from hone.rollout.native.sampler import SamplingRows, sample_tokens
-from hone.rollout.requests import Request, RequestRules
+from hone.rollout.requests import Chunk, Request, RequestRules
+from hone.rollout.streaming_engine import StreamingEngine
 from hone.rollout.weights import load_weights
 from hone.tokenizer import Tokenizer
 
 
-class HFRollout(EventLoopEngine):
-    """A `RolloutEngine` that decodes in the event loop, one token at a time."""
+class HFRollout(StreamingEngine):
+    """A `RolloutEngine` that decodes one token of one request at a time."""
 
     name = "hf"
     traits = Traits(uses_training_module=True, loads_adapters=True)
@@ -33,10 +33,16 @@ class HFRollout(EventLoopEngine):
         super().__init__(RequestRules.of(policy.lm.config, eos_ids, tokenizer))
         self._policy = policy
 
+    async def _backend_stream(
+        self, request: Request, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        while True:
+            yield self._sample_token([*request.prompt_ids, *request.token_ids], sampling)
+
     @torch.inference_mode()
-    def _sample_token(self, request: Request) -> None:
+    def _sample_token(self, token_ids: list[int], sampling: Sampling) -> Chunk:
         device = next(self._policy.parameters()).device
-        ids = torch.tensor([*request.prompt_ids, *request.token_ids], device=device)
+        ids = torch.tensor(token_ids, device=device)
         layout = SegmentLayout([len(ids)], []).to(device)
         hidden = self._policy.decoder(
             input_ids=ids[None],
@@ -46,11 +52,8 @@ class HFRollout(EventLoopEngine):
         ).last_hidden_state[0]
         logits = self._policy.logits(hidden[-1:])
         position = torch.tensor([len(ids)], device=device)
-        token, log_prob = sample_tokens(
-            logits, position, SamplingRows.of([request.sampling], device)
-        )
-        request.append(int(token), float(log_prob), self.version)
-        request.stop_reason = self._rules.stop_reason(request)
+        token, log_prob = sample_tokens(logits, position, SamplingRows.of([sampling], device))
+        return Chunk([int(token)], [float(log_prob)])
 
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         load_weights(self._policy, weights)

@@ -53,7 +53,7 @@ class Request:
     cancelled: bool = False
     """Whether the caller has cancelled the request, which then ends at its next token."""
     future: asyncio.Future[TokenOutput] | None = None
-    """The future that the caller awaits; None if the engine decodes in the caller's event loop."""
+    """The future that the caller awaits; None before the engine has accepted the request."""
     on_tokens: OnTokens | None = None
     num_streamed: int = 0
     """Number of tokens that were passed to `on_tokens`."""
@@ -80,15 +80,20 @@ class Request:
         self.versions.append(version)
 
     def stream(self) -> None:
-        """Passes new tokens to `on_tokens`; must run in the event loop of the request."""
+        """Passes new tokens to `on_tokens`; must run in the event loop of the request.
+
+        An error of the callback becomes the result of the request, which then ends.
+        """
         begin, end = self.num_streamed, len(self.versions)  # `append` writes the version last
-        if self.on_tokens is not None and begin < end:
-            self.num_streamed = end
-            self.on_tokens(
-                TokenDelta(
-                    self.token_ids[begin:end], self.log_probs[begin:end], self.versions[begin:end]
-                )
-            )
+        if self.on_tokens is None or begin == end or self.awaited_future.done():
+            return
+        self.num_streamed = end
+        new_tokens = self.token_ids[begin:end], self.log_probs[begin:end], self.versions[begin:end]
+        try:
+            self.on_tokens(TokenDelta(*new_tokens))
+        except Exception as error:
+            self.cancelled = True
+            self.awaited_future.set_exception(error)
 
     def output(self) -> TokenOutput:
         assert self.stop_reason is not None
@@ -197,14 +202,6 @@ def engine_error(cause: BaseException | None) -> RolloutError:
     return error
 
 
-def check_text_only(request_id: str, media: Settings | None, engine_name: str) -> None:
-    """Raises if a request has images or audio."""
-    if media:
-        raise RolloutError(
-            f"request {request_id} has {', '.join(media)}; the {engine_name} engine supports only text"
-        )
-
-
 class RequestEngine:
     """The base class of hone's engines, with their common state and the validation of requests."""
 
@@ -225,7 +222,11 @@ class RequestEngine:
         on_tokens: OnTokens | None = None,
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
-        check_text_only(request_id, multi_modal_data, self.name)
+        if multi_modal_data:
+            raise RolloutError(
+                f"request {request_id} has {', '.join(multi_modal_data)}; the {self.name} engine supports "
+                "only text"
+            )
         # The ids may be numpy numbers, which cannot be sent to other processes as JSON.
         request = Request(list(map(int, prompt_ids)), sampling, request_id, on_tokens=on_tokens)
         self._rules.check(request)

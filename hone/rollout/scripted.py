@@ -6,14 +6,15 @@ sampling parameters except limits and stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from hone.rollout.contract import RolloutError, StopReason, Traits
-from hone.rollout.event_loop_engine import EventLoopEngine
-from hone.rollout.requests import Request, RequestRules
+from hone.rollout.contract import RolloutError, Sampling, StopReason, Traits
+from hone.rollout.requests import Chunk, Request, RequestRules
+from hone.rollout.streaming_engine import StreamingEngine
 from hone.tokenizer import Tokenizer
 
 
@@ -38,7 +39,7 @@ Script = Callable[[list[int]], Answer] | Sequence[Answer]
 """A function of the prompt ids, or answers in the order of the requests."""
 
 
-class ScriptedRollout(EventLoopEngine):
+class ScriptedRollout(StreamingEngine):
     """A `RolloutEngine` that reads its answers from a script."""
 
     name = "scripted"
@@ -57,8 +58,8 @@ class ScriptedRollout(EventLoopEngine):
         if eos_ids is None:
             eos_id = getattr(tokenizer, "eos_token_id", None)
             eos_ids = () if eos_id is None else (eos_id,)
-        super().__init__(RequestRules(frozenset(eos_ids), tokenizer), seconds_per_token)
-        self._tokenizer = tokenizer
+        super().__init__(RequestRules(frozenset(eos_ids), tokenizer))
+        self._tokenizer, self._seconds_per_token = tokenizer, seconds_per_token
         self._answers: dict[int, ScriptedAnswer] = {}  # by id(request)
         self.asleep = False
         self.requests: list[Request] = []
@@ -66,21 +67,20 @@ class ScriptedRollout(EventLoopEngine):
         self.loaded_names: list[str] = []
         """The parameter names of all calls of `load`."""
 
-    def _before_first_token(self, request: Request) -> None:
+    async def _backend_stream(
+        self, request: Request, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
         if self.asleep:
             raise RolloutError(f"request {request.request_id}: the engine sleeps; call wake_up")
-        self.requests.append(request)
-        self._answers[id(request)] = answer = self._next_answer(request)
-        if not answer.token_ids:
-            request.stop_reason = request.stop_reason or StopReason.STOP
-
-    def _sample_token(self, request: Request) -> None:
-        answer, index = self._answers[id(request)], len(request.token_ids)
-        log_prob = answer.log_probs[index] if answer.log_probs is not None else 0.0
-        request.append(answer.token_ids[index], log_prob, self.version)
-        request.stop_reason = self._rules.stop_reason(request)
-        if request.stop_reason is None and index + 1 == len(answer.token_ids):
-            request.stop_reason = StopReason.STOP
+        if id(request) not in self._answers:
+            self.requests.append(request)
+            self._answers[id(request)] = self._next_answer(request)
+        answer = self._answers[id(request)]
+        for index in range(len(request.token_ids), len(answer.token_ids)):
+            await asyncio.sleep(self._seconds_per_token)
+            log_prob = answer.log_probs[index] if answer.log_probs is not None else 0.0
+            yield Chunk([int(answer.token_ids[index])], [log_prob])
+        request.stop_reason = request.stop_reason or StopReason.STOP
 
     def _next_answer(self, request: Request) -> ScriptedAnswer:
         if self._answer_function is not None:
@@ -103,11 +103,11 @@ class ScriptedRollout(EventLoopEngine):
         eos_id = self._tokenizer.eos_token_id
         return ScriptedAnswer(ids if eos_id is None else [*ids, eos_id])
 
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.loaded_names += [name for name, _ in weights]
 
-    async def sleep(self) -> None:
+    async def _backend_sleep(self) -> None:
         self.asleep = True
 
-    async def wake_up(self) -> None:
+    async def _backend_wake_up(self) -> None:
         self.asleep = False

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.http_server import HttpServer, ServerLost
-from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.routing import Router
 from hone.rollout.server_weights import WeightFolder, split_into_buckets
-from hone.rollout.weights import check_all_loaded, check_name_and_shape
+from hone.rollout.streaming_engine import StreamingEngine, in_engine_loop
 
 if TYPE_CHECKING:
     from hone.rollout.server_group import UpdateGroup
@@ -33,7 +32,7 @@ ADAPTER_VERSION_PREFIX = "adapter-"
 """The prefix of a server's weight version while it serves a LoRA adapter over its base checkpoint."""
 
 
-class ServerRollout(RemoteEngine):
+class ServerRollout(StreamingEngine):
     """A `RolloutEngine` over HTTP servers that all run the same software."""
 
     def __init__(
@@ -58,9 +57,9 @@ class ServerRollout(RemoteEngine):
         of the last weights, which a server gets again after it was lost.
         """
         self.name = servers[0].kind
+        super().__init__(rules, parameters)
         self.retries = max_attempts
-        self._servers = list(servers)
-        self._parameters, self._folder = parameters, folder
+        self._servers, self._folder = list(servers), folder
         self._sends_tensors, self._make_group = send_tensors, make_group
         self._group: UpdateGroup | None = None  # of the current update
         self._to_checkpoint = to_checkpoint
@@ -69,7 +68,6 @@ class ServerRollout(RemoteEngine):
         self._version_prefix = (ADAPTER_VERSION_PREFIX if adapters else "") + secrets.token_hex(4)
         self._expected_version: str | None = None
         """The weight version that servers report after the last update; None before the first update."""
-        self._loaded_names: set[str] = set()  # of the current update
         self._stale_servers: set[HttpServer] = set()  # they missed a part of the current update
         self._weights_released = False
         """Whether the memory of the weights was released and their values have not been restored."""
@@ -77,13 +75,10 @@ class ServerRollout(RemoteEngine):
         self._route = Router(self._servers, lambda server: server.healthy).route
         self._warnings: set[str] = set()
         self.traits = Traits(uses_training_module=False, loads_adapters=adapters)
-        super().__init__(rules)
 
+    @in_engine_loop
     async def start(self) -> None:
         """Waits for every server and reads its capabilities."""
-        await self._submit(self._start())
-
-    async def _start(self) -> None:
         await asyncio.gather(*(self._connect(server) for server in self._servers))
         self.traits = replace(
             self.traits,
@@ -132,11 +127,11 @@ class ServerRollout(RemoteEngine):
                     "top_p=1.0 and min_p=0.0"
                 )
 
-    async def _remote_stream(
+    async def _backend_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
         if any(server.released_tags for server in self._servers):
-            await self._remote_wake_up()
+            await self._backend_wake_up()
         server = self._route(request)
         server.num_open_requests += 1
         try:
@@ -149,7 +144,7 @@ class ServerRollout(RemoteEngine):
             if server.num_open_requests == 0:  # an idle server may restart unnoticed
                 server.version_verified = False
 
-    async def _remote_recover(self, error: ConnectionLost) -> None:
+    async def _backend_recover(self, error: ConnectionLost) -> None:
         """Starts the recovery of the lost server; waits for it only if no other server is healthy."""
         if not isinstance(error, ServerLost):
             return
@@ -204,10 +199,10 @@ class ServerRollout(RemoteEngine):
 
     # -- control --------------------------------------------------------------------------------
 
-    async def _remote_pause(self) -> None:
+    async def _backend_pause(self) -> None:
         await self._for_each_server(lambda server: server.pause())
 
-    async def _remote_resume(self) -> None:
+    async def _backend_resume(self) -> None:
         await self._for_each_server(lambda server: server.resume())
 
     async def _for_each_server(
@@ -233,22 +228,18 @@ class ServerRollout(RemoteEngine):
             if isinstance(result, BaseException):
                 raise result
 
-    async def _remote_begin(self) -> None:
+    async def _backend_begin(self) -> None:
         await self._close_group()  # of an update that has failed
         for server in self._servers:
             if server.recovery is not None and not server.recovery.done():
                 await self._wait_for_recovery(server)
             server.check_updates_supported()
         await self._for_each_server(lambda server: self._resume_memory(server, ("weights",)))
-        self._loaded_names.clear()
         self._stale_servers.clear()
         self._folder.begin()
 
     async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for tensors in split_into_buckets(weights, self._bucket_bytes):
-            for name, tensor in tensors.items():
-                check_name_and_shape(name, tensor, self._parameters)
-            self._loaded_names |= set(tensors)
             bucket = self._to_checkpoint(tensors)
             if self._keeps_weights:
                 self._folder.add(bucket)
@@ -292,10 +283,9 @@ class ServerRollout(RemoteEngine):
             send(server) for server in self._servers if server not in self._stale_servers
         )
 
-    async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
+    async def _backend_commit(self, version: int) -> None:
         await self._close_group()
-        if has_new_weights:
-            check_all_loaded(self._loaded_names, self._parameters)
+        if self._loaded_names:
             if self._keeps_weights:
                 self._folder.commit()
             new_version = f"{self._version_prefix}-{version}"
@@ -335,7 +325,7 @@ class ServerRollout(RemoteEngine):
         await server.check_weights(version, self._folder)
         server.expected_version = version
 
-    async def _remote_sleep(self) -> None:
+    async def _backend_sleep(self) -> None:
         """Frees the KV caches, and the weights if the folder can restore them."""
         if any(server.released_tags or not server.can_release_memory for server in self._servers):
             return
@@ -365,7 +355,7 @@ class ServerRollout(RemoteEngine):
             await server.resume_memory(tags_to_resume)
             server.released_tags = tuple(tag for tag in server.released_tags if tag not in tags)
 
-    async def _remote_wake_up(self) -> None:
+    async def _backend_wake_up(self) -> None:
         async with self._wake_lock:
             await self._for_each_server(lambda s: self._resume_memory(s, s.released_tags))
             if not self._update.in_progress:  # otherwise `commit` publishes the weights
@@ -377,7 +367,7 @@ class ServerRollout(RemoteEngine):
             await self._for_each_server(self._republish)
             self._weights_released = False
 
-    async def _remote_close(self) -> None:
+    async def _backend_close(self) -> None:
         async def close_server(server: HttpServer) -> None:
             if server.recovery is not None:
                 server.recovery.cancel()

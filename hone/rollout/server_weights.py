@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hone.models.lora import adapter_weights
 from hone.rollout.contract import RolloutError
 from hone.rollout.owned_folder import OwnedFolder
 
@@ -117,6 +118,7 @@ class AdapterFolder(WeightFolder):
 
     def __init__(self, parent: str | None, lm: PeftModel) -> None:
         super().__init__(parent, "")
+        self.parameters = {name: tensor.to("meta") for name, tensor in adapter_weights(lm)}
         self._config = lm.peft_config[lm.active_adapter]
         self._adapter_infix = f".{lm.active_adapter}."  # PEFT's files omit it from names
         self._tensors: dict[str, Tensor] = {}

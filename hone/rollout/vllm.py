@@ -11,31 +11,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from itertools import count
 
 import torch
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling, Traits
-from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.routing import Router
+from hone.rollout.server_weights import AdapterFolder
+from hone.rollout.streaming_engine import StreamingEngine, Weights, in_engine_loop
 from hone.rollout.vllm_buckets import fill_buckets, split_experts
 from hone.rollout.vllm_process import EngineProcess
-from hone.rollout.weights import check_all_loaded, check_name_and_shape
 from hone.types import Fields
 
 log = logging.getLogger(__name__)
 
-Weights = Iterable[tuple[str, Tensor]]
 _MIN_TEMPERATURE = 0.01
 """vLLM replaces a lower temperature by this one."""
 _MAX_STARTS = 3
 """Maximum number of consecutive starts of a process that samples no token."""
 
 
-class VLLMRollout(RemoteEngine):
+class VLLMRollout(StreamingEngine):
     """A `RolloutEngine` over vLLM processes."""
 
     name = "vllm"
@@ -50,31 +49,34 @@ class VLLMRollout(RemoteEngine):
         bucket_bytes: int,
         device: torch.device,
         current_weights: Callable[[], Weights] | None = None,
+        adapter_folder: AdapterFolder | None = None,
     ) -> None:
-        """`parameters` has the parameters of the model by name. Without `current_weights`, the engine keeps a
-        copy of the weights in host memory for restarted processes."""
-        self.traits = Traits(uses_training_module=False, batch_invariant=device.type == "cpu")
+        """`parameters` has the parameters of the model, or with `adapter_folder` those of a LoRA adapter.
+
+        Without `current_weights`, the engine keeps a copy of the weights for restarted processes: in host
+        memory, or in `adapter_folder`.
+        """
+        super().__init__(rules, parameters)
+        self.traits = Traits(
+            uses_training_module=False,
+            batch_invariant=device.type == "cpu",
+            loads_adapters=adapter_folder is not None,
+        )
         self._processes, self._device = list(processes), device
-        self._parameters = parameters
-        self._bucket_bytes = bucket_bytes
-        self._current_weights = current_weights
+        self._bucket_bytes, self._num_buckets = bucket_bytes, 0  # of the current update
+        self._current_weights, self._adapter_folder = current_weights, adapter_folder
         self._host_copy: dict[str, Tensor] = {}
         self._must_restore = False
         """Whether a restarted process must load weights, because the model's files have old ones."""
-        self._loaded_names: set[str] = set()  # of the current update
-        self._closing = False
         self._current_sleep_level: int | None = None  # None while awake
         self._request_keys = count()
         self._router = Router(self._processes)
         self._route = self._router.route
         self._restart_lock, self._wake_lock = asyncio.Lock(), asyncio.Lock()
-        super().__init__(rules)
 
+    @in_engine_loop
     async def start(self) -> None:
         """Starts the processes and waits until all of them can decode."""
-        await self._submit(self._start())
-
-    async def _start(self) -> None:
         try:
             await asyncio.gather(*(process.start() for process in self._processes))
         except ConnectionLost as error:
@@ -92,11 +94,11 @@ class VLLMRollout(RemoteEngine):
 
     # -- requests -------------------------------------------------------------------------------
 
-    async def _remote_stream(
+    async def _backend_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
         if self._current_sleep_level is not None:
-            await self._remote_wake_up()
+            await self._backend_wake_up()
         process = self._route(request)
         key = str(next(self._request_keys))
         queue = process.open_stream(key)
@@ -134,22 +136,23 @@ class VLLMRollout(RemoteEngine):
 
     # -- control --------------------------------------------------------------------------------
 
-    async def _pause(self, keep: bool) -> None:
+    @in_engine_loop
+    async def pause(self, keep: bool = False) -> None:
         """Pauses; with `keep`, requests stay in vLLM and continue there after `resume`."""
         if not keep:
-            await super()._pause(keep)
+            await super().pause()
             return
         self._raise_if_failed()
         self._not_paused.clear()
         self._paused = True
-        await self._remote_pause()
+        await self._backend_pause()
 
-    async def _remote_pause(self) -> None:
+    async def _backend_pause(self) -> None:
         await self._call_all("pause")
         for process in self._processes:
             await process.wait_until_delivered()
 
-    async def _remote_resume(self) -> None:
+    async def _backend_resume(self) -> None:
         async with self._restart_lock:  # a process that restarts meanwhile would stay paused
             await self._call_all("resume")
 
@@ -160,7 +163,7 @@ class VLLMRollout(RemoteEngine):
             if isinstance(result, BaseException) and not isinstance(result, ConnectionLost):
                 raise result
 
-    async def _remote_recover(self, error: ConnectionLost) -> None:
+    async def _backend_recover(self, error: ConnectionLost) -> None:
         for process in self._processes:
             # Shielded, because other requests wait for the same restart.
             restart = asyncio.ensure_future(self._ensure_serving(process))
@@ -175,7 +178,7 @@ class VLLMRollout(RemoteEngine):
         """
         async with self._restart_lock:
             while not process.serving:
-                if self._closing:
+                if self._closed:
                     raise RolloutError("the engine was closed while this request waited")
                 if process.starts_without_tokens >= _MAX_STARTS:
                     raise RolloutError(
@@ -186,7 +189,7 @@ class VLLMRollout(RemoteEngine):
                     await process.start()
                     if self._paused:
                         await process.call("pause")
-                    process.stale, process.missed_bucket = True, self._update.in_progress
+                    process.stale = True
                     if not self._update.in_progress:
                         await self._restore(process)
                     process.serving = process.alive
@@ -195,46 +198,34 @@ class VLLMRollout(RemoteEngine):
 
     async def _restore(self, process: EngineProcess) -> None:
         """Loads the current weights into a process that does not have them."""
-        if self._must_restore:
-            process.has_new_buckets = False
-            for bucket in self._fill_buckets(self._published_weights()):
-                await self._load_bucket(bucket, [process])
+        if self._must_restore and self._adapter_folder is not None:
+            await process.call("adapter", folder=str(self._adapter_folder.current_checkpoint))
+        elif self._must_restore:
+            current = self._current_weights
+            weights = current() if current is not None else self._host_copy.items()
+            for index, bucket in enumerate(self._fill_buckets(weights)):
+                await process.call("load", first=index == 0, bucket=bucket)
             await process.call("finish")
-        process.stale = process.missed_bucket = process.has_new_buckets = False
+        process.stale, process.num_buckets = False, 0
 
-    def _published_weights(self) -> Weights:
-        return self._current_weights() if self._current_weights else self._host_copy.items()
-
-    async def _remote_sleep(self) -> None:
+    async def _backend_sleep(self) -> None:
         """Frees GPU memory; `wake_up` restores the weights."""
-        self._current_sleep_level = self._choose_sleep_level()
-        start_time, used_before = time.monotonic(), self._gpu_memory_used_gib()
-        await self._call_all("sleep", level=self._current_sleep_level)
-        log.info(
-            "vLLM sleeps at level %d after %.2f s: %.1f GiB of the GPU in use, %.1f GiB before",
-            self._current_sleep_level,
-            time.monotonic() - start_time,
-            self._gpu_memory_used_gib(),
-            used_before,
-        )
+        level, start_time = self._choose_sleep_level(), time.monotonic()
+        self._current_sleep_level = level
+        await self._call_all("sleep", level=level)
+        log.info("vLLM sleeps at level %d after %.2f s", level, time.monotonic() - start_time)
         for process in self._processes:
-            process.stale |= self._current_sleep_level == 2
-        self._must_restore |= self._current_sleep_level == 2
-
-    def _gpu_memory_used_gib(self) -> float:
-        """Returns the GPU memory that all processes together use."""
-        if not torch.cuda.is_available():
-            return 0.0
-        free, total = torch.cuda.mem_get_info(self._device)
-        return (total - free) / 2**30
+            process.stale |= level == 2
+        self._must_restore |= level == 2
 
     def _choose_sleep_level(self) -> int:
         """Returns vLLM's sleep level: 1 keeps the weights in host memory, 2 drops them, 0 frees nothing."""
         if self._device.type != "cuda":
             return 0
-        return 2 if self._must_restore or self._current_weights else 1
+        drops_weights = self._must_restore or self._current_weights is not None
+        return 2 if drops_weights and self._adapter_folder is None else 1
 
-    async def _remote_wake_up(self) -> None:
+    async def _backend_wake_up(self) -> None:
         async with self._wake_lock:
             if self._current_sleep_level:
                 await self._call_all("wake_up")
@@ -249,69 +240,68 @@ class VLLMRollout(RemoteEngine):
                         log.warning("%s", error)
             self._current_sleep_level = None
 
-    async def _close(self) -> None:
-        self._closing = True
-        await super()._close()
-
-    async def _remote_close(self) -> None:
+    async def _backend_close(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))
         async with self._restart_lock:  # waits until a restart in progress has failed
             pass
+        if self._adapter_folder is not None:
+            self._adapter_folder.close()
 
     # -- weights --------------------------------------------------------------------------------
 
-    async def _remote_begin(self) -> None:
-        await self._remote_wake_up()
-        self._loaded_names = set()
+    async def _backend_begin(self) -> None:
+        await self._backend_wake_up()
+        self._num_buckets = 0
         for process in self._processes:
-            process.has_new_buckets = process.missed_bucket = False
+            process.num_buckets = 0
+        if self._adapter_folder is not None:
+            self._adapter_folder.begin()
 
     async def _load(self, weights: Weights) -> None:
-        for bucket in self._fill_buckets(self._check_and_copy(weights)):
-            await self._submit(self._load_bucket(bucket, self._processes))
+        if self._adapter_folder is not None:
+            self._adapter_folder.add(dict(weights))
+            return
+        for bucket in self._fill_buckets(self._copy_to_host(weights)):
+            await self._submit(self._load_bucket(bucket))
 
     def _fill_buckets(self, weights: Weights) -> Iterator[Fields]:
         return fill_buckets(split_experts(weights), self._device, self._bucket_bytes)
 
-    def _check_and_copy(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights after a check; copies them to host memory if restarts need a copy."""
+    def _copy_to_host(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights; copies them to host memory if restarts need a copy."""
         for name, tensor in weights:
-            check_name_and_shape(name, tensor, self._parameters)
-            self._loaded_names.add(name)
             if self._current_weights is None:
                 self._host_copy[name] = tensor.detach().to("cpu", copy=True)
             yield name, tensor
 
-    async def _load_bucket(self, bucket: Fields, processes: Sequence[EngineProcess]) -> None:
-        """Loads one bucket; if a process dies meanwhile, `commit` loads all buckets into the new process."""
-
-        async def load_into(process: EngineProcess) -> None:
-            first, process.has_new_buckets = not process.has_new_buckets, True
-            await process.call("load", first=first, bucket=bucket)
-
-        live_processes = [p for p in processes if p.alive]
-        results = await asyncio.gather(*map(load_into, live_processes), return_exceptions=True)
-        for process, result in zip(live_processes, results, strict=True):
-            if isinstance(result, ConnectionLost):
-                process.missed_bucket = True
-                if len(processes) == 1 and not self._update.in_progress:
-                    raise result
-            elif isinstance(result, BaseException):
+    async def _load_bucket(self, bucket: Fields) -> None:
+        """Loads a bucket into each process that has all earlier ones; `commit` restores the others."""
+        first, index = self._num_buckets == 0, self._num_buckets
+        processes = [p for p in self._processes if p.alive and p.num_buckets == index]
+        self._num_buckets += 1
+        calls = (process.call("load", first=first, bucket=bucket) for process in processes)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for process, result in zip(processes, results, strict=True):
+            if not isinstance(result, BaseException):
+                process.num_buckets += 1
+            elif not isinstance(result, ConnectionLost):
                 raise result
 
-    async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
-        if has_new_weights:
-            check_all_loaded(self._loaded_names, self._parameters)
-        self._must_restore |= has_new_weights
+    async def _backend_commit(self, version: int) -> None:
+        self._must_restore |= bool(self._loaded_names)
+        if self._loaded_names and self._adapter_folder is not None:
+            await asyncio.to_thread(self._adapter_folder.commit)
+            for process in self._processes:
+                process.stale = True
         # A process may die while another finishes its update.
-        while outdated_processes := [p for p in self._processes if p.lacks_update]:
-            for process in outdated_processes:
+        while outdated := [p for p in self._processes if p.stale or p.num_buckets or not p.serving]:
+            for process in outdated:
                 await self._ensure_serving(process)
                 try:
-                    if process.has_new_buckets and not process.missed_bucket:
+                    if process.num_buckets and process.num_buckets == self._num_buckets:
                         await process.call("finish")
-                        process.stale = process.has_new_buckets = False
-                    elif process.stale or process.missed_bucket:
+                        process.stale, process.num_buckets = False, 0
+                    else:
                         await self._restore(process)
                 except ConnectionLost as error:
                     log.warning("%s", error)

@@ -8,26 +8,31 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hone.config.rollout import RolloutConfig
 from hone.event_loop import run_coroutine
 from hone.models.load import load_config, resolve_model_path
+from hone.models.lora import is_plain_lora
 from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.requests import RequestRules
 from hone.rollout.server_build import bucket_bytes, build_vllm_servers, receives_weights
-from hone.rollout.server_weights import meta_parameters
+from hone.rollout.server_weights import AdapterFolder, meta_parameters
 from hone.rollout.vllm import VLLMRollout
-from hone.rollout.vllm_adapters import AdapterVLLM, lora_engine_arguments
 from hone.rollout.vllm_buckets import UPDATABLE_MODEL_TYPES
 from hone.rollout.vllm_process import EngineProcess, LaunchArguments
-from hone.types import Fields, Settings
+from hone.types import Fields
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 log = logging.getLogger(__name__)
 
+_SUPPORTED_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM allows for `max_lora_rank`."""
 _INSTALL_HINT = (
     "install it with `pip install 'hone-rl[vllm]'`, or build an interpreter that has it with "
     "`make setup-vllm` and set rollout.vllm.python=.venv-vllm/bin/python"
@@ -79,42 +84,40 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
         )
     rules = RequestRules.of(model_config, spec.eos_ids, spec.tokenizer)
     lm = None if has_experts else _peft_model_for_adapters(spec)
-    lora_arguments = (lora_engine_arguments(lm) if lm is not None else None) or {}
+    lora_arguments = None if lm is None else lora_engine_arguments(lm)
+    folder = None if lm is None or lora_arguments is None else AdapterFolder(None, lm)
     launches = [
         make_launch_arguments(spec, rules.max_positions, i, lora_arguments)
         for i in range(config.data_parallel_size)
     ]
     names = ["vLLM"] if len(launches) == 1 else [f"vLLM {i}" for i in range(len(launches))]
-    processes = [EngineProcess(*arguments) for arguments in zip(launches, names, strict=True)]
-    if lm is not None and lora_arguments:
-        engine: VLLMRollout = AdapterVLLM(processes, rules, lm, device=spec.device)
-    else:
-        engine = VLLMRollout(
-            processes,
-            rules,
-            meta_parameters(spec.model_path),
-            bucket_bytes=bucket_bytes(spec),
-            device=spec.device,
-            current_weights=spec.current_weights,
-        )
+    engine = VLLMRollout(
+        [EngineProcess(*arguments) for arguments in zip(launches, names, strict=True)],
+        rules,
+        meta_parameters(spec.model_path) if folder is None else folder.parameters,
+        bucket_bytes=bucket_bytes(spec),
+        device=spec.device,
+        current_weights=spec.current_weights if folder is None else None,
+        adapter_folder=folder,
+    )
+
+    async def start() -> None:
+        await engine.start()
+        # The current weights may differ from the model's files.
+        if spec.current_weights is not None and folder is None:
+            await engine.begin_update()
+            await engine.load(spec.current_weights())
+            await engine.commit(0)
+
     try:
-        run_coroutine(_start(engine, spec))
+        run_coroutine(start())
     except BaseException:
         run_coroutine(engine.close())
         raise
     return engine
 
 
-async def _start(engine: VLLMRollout, spec: RolloutSpec) -> None:
-    """Starts the processes and loads the current weights, which may differ from the model's files."""
-    await engine.start()
-    if spec.current_weights is not None and not engine.traits.loads_adapters:
-        await engine.begin_update()
-        await engine.load(spec.current_weights())
-        await engine.commit(0)
-
-
-def _peft_model_for_adapters(spec: RolloutSpec) -> Any:
+def _peft_model_for_adapters(spec: RolloutSpec) -> PeftModel | None:
     """Returns the policy's PEFT model if vLLM should load only its adapter, else None.
 
     There are two cases in which vLLM gets merged weights instead. If vLLM frees its weights on a GPU that the
@@ -122,16 +125,24 @@ def _peft_model_for_adapters(spec: RolloutSpec) -> Any:
     workers on other machines, these workers cannot read the adapter's folder on this machine.
     """
     config = spec.config
-    if config.vllm.weights == "distributed":
-        return None
     shares_gpu = spec.device.type == "cuda" and spec.current_weights is not None
-    if shares_gpu and isinstance(config, RolloutConfig) and config.free_cache_engine:
+    frees_weights = isinstance(config, RolloutConfig) and config.free_cache_engine
+    if config.vllm.weights == "distributed" or (shares_gpu and frees_weights):
         return None
     return spec.load_policy().lm if spec.has_adapters else None
 
 
+def lora_engine_arguments(lm: PeftModel) -> Fields | None:
+    """Returns the arguments of `vllm.LLM` for an adapter; None if vLLM does not support the adapter."""
+    rank = lm.peft_config[lm.active_adapter].r
+    if rank > _SUPPORTED_LORA_RANKS[-1] or not is_plain_lora(lm):
+        return None
+    max_rank = min(r for r in _SUPPORTED_LORA_RANKS if r >= rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
+
+
 def make_launch_arguments(
-    spec: RolloutSpec, max_positions: int | None, index: int, extra_arguments: Fields | None = None
+    spec: RolloutSpec, max_positions: int | None, index: int, lora_arguments: Fields | None = None
 ) -> LaunchArguments:
     """Returns the launch arguments of the process with data-parallel rank `index`."""
     config = spec.config
@@ -141,13 +152,11 @@ def make_launch_arguments(
     num_gpus = tensor_parallel_size * pipeline_parallel_size
     devices = _visible_devices(spec.device, num_gpus, index) if on_gpu else None
     if devices is not None and len(devices) < num_gpus:
+        sizes = (len(devices), tensor_parallel_size, pipeline_parallel_size, num_gpus)
         log.info(
             "vLLM runs on one device: it can use %d, and rollout.tensor_model_parallel_size=%d times "
             "pipeline_model_parallel_size=%d needs %d",
-            len(devices),
-            tensor_parallel_size,
-            pipeline_parallel_size,
-            num_gpus,
+            *sizes,
         )
         num_gpus = tensor_parallel_size = pipeline_parallel_size = 1
         devices = devices[:1]
@@ -175,7 +184,15 @@ def make_launch_arguments(
             llm_arguments["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
     if num_gpus == 1:
         llm_arguments["distributed_executor_backend"] = "uni"
-    llm_arguments |= (extra_arguments or {}) | _user_arguments(config.engine_kwargs.vllm)
+    llm_arguments |= lora_arguments or {}
+    for name, value in config.engine_kwargs.vllm.items():
+        if name in _RESERVED_ARGUMENTS:
+            raise RolloutError(
+                f"rollout.engine_kwargs.vllm.{name} cannot be set: it is determined by "
+                f"{_RESERVED_ARGUMENTS[name]}"
+            )
+        if value is not None:
+            llm_arguments[name] = value
     llm_arguments |= {
         "skip_tokenizer_init": True,
         "logprobs_mode": "raw_logprobs",
@@ -189,16 +206,6 @@ def make_launch_arguments(
         config.vllm.stall_timeout_s,
         config.vllm.weights,
     )
-
-
-def _user_arguments(arguments: Settings) -> Fields:
-    """Returns `engine_kwargs.vllm` without values of None; raises for a reserved argument."""
-    for name, source in _RESERVED_ARGUMENTS.items():
-        if name in arguments:
-            raise RolloutError(
-                f"rollout.engine_kwargs.vllm.{name} cannot be set: it is determined by {source}"
-            )
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _visible_devices(device: torch.device, num_gpus: int, index: int) -> list[str]:

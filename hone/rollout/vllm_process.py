@@ -73,12 +73,10 @@ class EngineProcess:
         """Whether the process accepts requests; `VLLMRollout` sets this once the weights are current."""
         self.starts_without_tokens = 0
         """Number of starts since the process last sent a token."""
-        self.has_new_buckets = False
-        """Whether the process has loaded buckets of the current update."""
-        self.missed_bucket = False
-        """Whether the process lacks buckets of the current update: it died or was restarted meanwhile."""
+        self.num_buckets = 0
+        """Number of buckets of the current update that the process has loaded."""
         self.stale = False
-        """Whether the process has old weights."""
+        """Whether the process lacks the current weights."""
         self._child: subprocess.Popen[bytes] | None = None
         self._folder: OwnedFolder | None = None
         self._calls: dict[int, asyncio.Future[object]] = {}
@@ -88,11 +86,6 @@ class EngineProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._pong: asyncio.Future[float] | None = None
         self._closed = False
-
-    @property
-    def lacks_update(self) -> bool:
-        """Whether the process does not serve, or has not finished the current update."""
-        return not self.serving or self.has_new_buckets or self.missed_bucket or self.stale
 
     @property
     def num_open_requests(self) -> int:
@@ -154,7 +147,7 @@ class EngineProcess:
             )
         reader, self._writer = await asyncio.open_connection(sock=parent_socket)
         self.alive = True
-        self.has_new_buckets = self.missed_bucket = self.stale = False
+        self.stale, self.num_buckets = False, 0
         self._tasks = [
             asyncio.ensure_future(self._read(reader)),
             asyncio.ensure_future(self._watch()),

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hone.rollout import server
+from hone.rollout import streaming_engine
 from hone.rollout.contract import Sampling
-from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, Request
 from hone.rollout.server import ServerRollout
 from hone.rollout.sglang_server import SGLangServer
+from hone.rollout.streaming_engine import StreamingEngine
 
 from . import clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling
 from . import engine_contract as contract
@@ -34,18 +34,18 @@ def without_tokens(
     return STREAM(self, replace(request, token_ids=[]), sampling)
 
 
-def append_with_next_version(self: RemoteEngine, request: Request, chunk: Chunk) -> None:
+def append_with_next_version(self: StreamingEngine, request: Request, chunk: Chunk) -> None:
     APPEND(self, request, chunk)
     request.versions[-1] += 1
 
 
-async def pause_without_hold(self: RemoteEngine, keep: bool) -> None:
+async def pause_without_hold(self: StreamingEngine, keep: bool = False) -> None:
     await PAUSE(self, keep)
     self._paused = False
     self._not_paused.set()
 
 
-async def abort_nothing(self: RemoteEngine, request_ids: Any, *, include_deferred: bool) -> None:
+async def abort_nothing(self: StreamingEngine, request_ids: Any = None) -> None:
     """Every request goes on."""
 
 
@@ -53,7 +53,7 @@ async def publish_nothing(self: ServerRollout, server: Any, version: str) -> Non
     """The folder is written, and never loaded."""
 
 
-APPEND, PAUSE = RemoteEngine._append, RemoteEngine._pause
+APPEND, PAUSE = StreamingEngine._append, StreamingEngine.pause
 MUTANTS: list[tuple[type, str, Any, str]] = [
     (
         SGLangServer,
@@ -70,20 +70,20 @@ MUTANTS: list[tuple[type, str, Any, str]] = [
     ),
     (SGLangServer, "stream", without_tokens, "pause with keep goes on where it stood"),
     (
-        RemoteEngine,
+        StreamingEngine,
         "_append",
         append_with_next_version,
         "every token carries the version it was drawn with",
     ),
-    (RemoteEngine, "_pause", pause_without_hold, "pause ends what runs and holds what comes"),
+    (StreamingEngine, "pause", pause_without_hold, "pause ends what runs and holds what comes"),
     (ServerRollout, "_publish", publish_nothing, "new weights are used from the next token"),
     (
-        server,
+        streaming_engine,
         "check_name_and_shape",
         lambda *_: None,
         "weights with unknown names are refused",
     ),
-    (RemoteEngine, "_abort", abort_nothing, "abort ends the named requests alone"),
+    (StreamingEngine, "abort", abort_nothing, "abort ends the named requests alone"),
 ]
 
 

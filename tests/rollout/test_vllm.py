@@ -106,12 +106,12 @@ class TemperatureIgnored(SharedVLLM):
 class PauseOfThisSideOnly(SharedVLLM):
     """vLLM goes on while the weights change."""
 
-    async def _remote_pause(self) -> None: ...
+    async def _backend_pause(self) -> None: ...
 
 
 class PauseForgetsWhatItKeeps(SharedVLLM):
-    async def _pause(self, keep: bool) -> None:
-        await super()._pause(False)
+    async def pause(self, keep: bool = False) -> None:
+        await super().pause()
 
 
 class VersionStaysBehind(SharedVLLM):
@@ -233,7 +233,7 @@ def open_gate(folder: Path) -> None:
 
 async def sampling(engine: VLLMRollout, count: int) -> None:
     """Waits until so many requests have tokens."""
-    while sum(bool(r.request.token_ids) for r in list(engine._running.values())) < count:
+    while sum(bool(r.request.token_ids) for r in list(engine._running)) < count:
         await asyncio.sleep(0.001)
 
 
@@ -482,15 +482,17 @@ def test_weights_given_back_in_sleep_come_once_on_waking(tmp_path: Path, publish
     async def work(engine: VLLMRollout) -> None:
         engine._choose_sleep_level = lambda: 2  # type: ignore[method-assign]
         buckets: list[Any] = []
-        load_bucket = engine._load_bucket
+        (process,) = engine._processes
+        call = process.call
 
-        async def counted(bucket: Any, processes: Any) -> None:
-            buckets.append(bucket)
-            await load_bucket(bucket, processes)
+        async def counted(verb: str, **arguments: Any) -> object:
+            if verb == "load":
+                buckets.append(arguments["bucket"])
+            return await call(verb, **arguments)
 
         await update(engine, 5, 1)
         await engine.sleep()
-        engine._load_bucket = counted  # type: ignore[method-assign]
+        process.call = counted  # type: ignore[method-assign]
         if publish:
             await update(engine, 6, 2)
         await engine.wake_up()

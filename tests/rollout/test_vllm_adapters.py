@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.requests import RequestRules
-from hone.rollout.vllm_adapters import AdapterVLLM, lora_engine_arguments
+from hone.rollout.server_weights import AdapterFolder
+from hone.rollout.vllm import VLLMRollout
+from hone.rollout.vllm_build import lora_engine_arguments
 from hone.rollout.vllm_process import EngineProcess, LaunchArguments
 
 from .test_vllm_process import fake_python
@@ -45,11 +47,18 @@ def expected_tokens(shift: int) -> list[int]:
 def test_an_adapter_is_published_alone_and_restored_after_a_death(tmp_path: Path) -> None:
     launch = LaunchArguments(fake_python(tmp_path), {"model": "m"}, {})
     rules = RequestRules(frozenset({89}), vocab_size=90)
-    engine = AdapterVLLM([EngineProcess(launch)], rules, peft_model(), device=torch.device("cpu"))
+    folder = AdapterFolder(None, peft_model())
+    engine = VLLMRollout(
+        [EngineProcess(launch)],
+        rules,
+        folder.parameters,
+        bucket_bytes=0,
+        device=torch.device("cpu"),
+        adapter_folder=folder,
+    )
 
     async def work() -> None:
         await engine.start()
-        folder = engine._folder.root
         assert engine.traits.loads_adapters
         for version, shift in enumerate((4, 9), 1):
             await engine.begin_update()
@@ -62,7 +71,7 @@ def test_an_adapter_is_published_alone_and_restored_after_a_death(tmp_path: Path
         with pytest.raises(RolloutError, match="which the model does not have"):
             await engine.load([("model.q_proj.weight", torch.zeros(5, 6))])
         await engine.close()
-        assert not folder.exists()
+        assert not folder.root.exists()
 
     asyncio.run(work())
 

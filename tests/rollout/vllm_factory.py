@@ -146,10 +146,10 @@ class SharedVLLM(VLLMRollout):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._loop = loop()
 
-    async def _remote_stream(
+    async def _backend_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
-        async with self._slots, aclosing(super()._remote_stream(request, sampling)) as chunks:
+        async with self._slots, aclosing(super()._backend_stream(request, sampling)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -169,7 +169,7 @@ class SharedVLLM(VLLMRollout):
     async def _close(self) -> None:
         """Ends the requests; the process and the other tasks of its loop are for the next test."""
         self._closed = True
-        await self._abort(None, include_deferred=True)
+        self._end(self._running)
         self._not_paused.set()
         while self._running:
             await asyncio.sleep(0.001)

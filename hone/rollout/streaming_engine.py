@@ -1,20 +1,22 @@
-"""The base class of engines that decode in another process: vLLM, SGLang and running servers.
+"""The base class of engines that stream tokens: vLLM, SGLang, running servers, `hf` and `scripted`.
 
-Every token is streamed, so that no token is lost when the other process dies. A pause ends all streams unless
-a subclass keeps them; later, each request is issued again with its tokens as part of the prompt. No token is
+Every token is streamed, so that no token is lost when a server dies. A pause ends all streams unless a
+subclass keeps them; later, each request is issued again with its tokens as part of the prompt. No token is
 sampled while weights change, so versions are exact. Only one event loop, in a thread, uses the state.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import threading
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+import weakref
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Mapping
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -30,8 +32,11 @@ from hone.rollout.requests import (
     decoding_error,
     engine_error,
 )
+from hone.rollout.weights import check_all_loaded, check_name_and_shape
 
 T = TypeVar("T")
+P = ParamSpec("P")
+Engine = TypeVar("Engine", bound="StreamingEngine")
 Weights = Iterable[tuple[str, Tensor]]
 log = logging.getLogger(__name__)
 
@@ -52,55 +57,77 @@ class RunningRequest:
     """Number of consecutive streams that failed without a new token."""
 
 
-class RemoteEngine(RequestEngine):
+def in_engine_loop(
+    method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]]:
+    """Decorates a method of an engine, which then runs in the event loop of the engine's thread."""
+
+    @functools.wraps(method)
+    async def run(self: Engine, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if asyncio.get_running_loop() is self._loop:
+            return await method(self, *args, **kwargs)
+        return await self._submit(method(self, *args, **kwargs))
+
+    return run
+
+
+class StreamingEngine(RequestEngine):
     """A `RolloutEngine` whose subclasses stream tokens and update weights.
 
-    Methods that begin with `_remote` run in the event loop of the engine's thread.
+    Methods that begin with `_backend` run in the event loop of the engine's thread.
     """
 
     traits: Traits
     retries = 3
     """A request fails after more than this number of consecutive streams without a token."""
 
-    def __init__(self, rules: RequestRules) -> None:
+    def __init__(self, rules: RequestRules, parameters: Mapping[str, Tensor] | None = None) -> None:
+        """An update must load all `parameters`; None accepts every update."""
         super().__init__(rules)
         self.version = 0
-        self._running: dict[int, RunningRequest] = {}  # by id(entry)
+        self._parameters = parameters
+        self._loaded_names: set[str] = set()  # of the current update
+        self._running: set[RunningRequest] = set()
         self._loop = asyncio.new_event_loop()
         self._not_paused = asyncio.Event()
         self._not_paused.set()
         threading.Thread(
             target=self._loop.run_forever, name=f"hone-{self.name}", daemon=True
         ).start()
+        # The thread of an engine that was never closed ends with the engine.
+        weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
 
     # -- implemented by subclasses --------------------------------------------------------------
 
-    def _remote_stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Yields the next tokens or raises ConnectionLost; `aclose` ends the request on the server."""
+    def _backend_stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        """Yields the next tokens or raises ConnectionLost; `aclose` ends the request on the server.
+
+        `sampling` has the parameters of the tokens that `request` lacks.
+        """
         raise NotImplementedError
 
-    async def _remote_recover(self, error: ConnectionLost) -> None:
+    async def _backend_recover(self, error: ConnectionLost) -> None:
         """Waits until the server has recovered with the current weights; raises if it does not recover."""
 
-    async def _remote_pause(self) -> None:
+    async def _backend_pause(self) -> None:
         """Stops decoding on the server, after every stream has ended."""
 
-    async def _remote_resume(self) -> None: ...
+    async def _backend_resume(self) -> None: ...
 
-    async def _remote_begin(self) -> None: ...
+    async def _backend_begin(self) -> None: ...
 
     async def _load(self, weights: Weights) -> None:
         """Transfers tensors; runs in the caller's thread and event loop."""
         raise NotImplementedError
 
-    async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
+    async def _backend_commit(self, version: int) -> None:
         """Ends the update; the next token uses the new weights, if there are any, and no old KV cache."""
 
-    async def _remote_sleep(self) -> None: ...
+    async def _backend_sleep(self) -> None: ...
 
-    async def _remote_wake_up(self) -> None: ...
+    async def _backend_wake_up(self) -> None: ...
 
-    async def _remote_close(self) -> None: ...
+    async def _backend_close(self) -> None: ...
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -118,67 +145,60 @@ class RemoteEngine(RequestEngine):
             for future in futures:
                 future.cancel()
 
-    def _submit(self, coroutine: Coroutine[None, None, T]) -> asyncio.Future[T]:
+    def _submit(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Runs a coroutine in the engine's event loop; returns a future of the caller's event loop."""
+
+        async def until_closed() -> T:
+            try:
+                return await coroutine
+            except asyncio.CancelledError:
+                if self._closed:
+                    raise engine_error(None) from None
+                raise
+
         if self._closed:
             coroutine.close()
             raise engine_error(None)
-        return asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._until_closed(coroutine), self._loop)
-        )
-
-    async def _until_closed(self, coroutine: Coroutine[None, None, T]) -> T:
-        """Awaits a coroutine; raises RolloutError if `close` has cancelled it."""
-        try:
-            return await coroutine
-        except asyncio.CancelledError:
-            if self._closed:
-                raise engine_error(None) from None
-            raise
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(until_closed(), self._loop))
 
     async def _serve(self, request: Request) -> None:
         """Streams a request until it ends, over several streams if one breaks off; sets its future."""
+        entry = RunningRequest(request, deferred=self._paused)
         try:
-            with self._register(request) as entry:
-                while request.stop_reason is None:
-                    await self._run_stream(entry)
+            self._raise_if_stopped()
+            if not self._paused:
+                self._update.raise_if_in_progress(f"request {request.request_id}")
+            self._running.add(entry)
+            while request.stop_reason is None:
+                await self._run_stream(entry)
             outcome: TokenOutput | BaseException = request.output()
         except RolloutError as error:
             outcome = error
         except Exception as error:
             outcome = decoding_error(error)
             self._fail(error)
-        call_soon_in_loop(request.awaited_future.get_loop(), _set_outcome, request, outcome)
-
-    @contextmanager
-    def _register(self, request: Request) -> Iterator[RunningRequest]:
-        self._raise_if_stopped()
-        if not self._paused:
-            self._update.raise_if_in_progress(f"request {request.request_id}")
-        entry = RunningRequest(request, deferred=self._paused)
-        self._running[id(entry)] = entry
-        try:
-            yield entry
         finally:
-            del self._running[id(entry)]
+            self._running.discard(entry)
+        call_soon_in_loop(request.awaited_future.get_loop(), _set_outcome, request, outcome)
 
     async def _run_stream(self, entry: RunningRequest) -> None:
         """Runs one stream until it ends or is cancelled; after a lost connection, waits for the recovery."""
-        num_tokens = len(entry.request.token_ids)
-        error = await self._run_task(entry, self._stream_tokens(entry.request))
+        request = entry.request
+        num_tokens = len(request.token_ids)
+        error = await self._run_task(entry, self._stream_tokens(request))
         if isinstance(error, ConnectionLost):
-            if entry.request.stop_reason is not None:  # aborted meanwhile
+            if request.stop_reason is not None:  # aborted meanwhile
                 return
-            has_new_tokens = len(entry.request.token_ids) > num_tokens
+            has_new_tokens = len(request.token_ids) > num_tokens
             entry.failed_streams = 1 if has_new_tokens else entry.failed_streams + 1
             if entry.failed_streams > self.retries:
                 raise RolloutError(
-                    f"request {entry.request.request_id}: its stream broke off {entry.failed_streams} "
-                    f"times, the last time because {error}"
+                    f"request {request.request_id}: its stream broke off {entry.failed_streams} times, the "
+                    f"last time because {error}"
                 )
             log.info("%s: %s; the request is issued again", self.name, error)
             # An abort also ends the wait for a server that restarts.
-            error = await self._run_task(entry, self._remote_recover(error))
+            error = await self._run_task(entry, self._backend_recover(error))
         if error is not None:
             raise error
 
@@ -202,15 +222,19 @@ class RemoteEngine(RequestEngine):
         await self._not_paused.wait()
         if request.stop_reason is not None:
             return
-        async with aclosing(
-            self._remote_stream(request, self._remaining_sampling(request))
-        ) as chunks:
+        sampling, num_tokens = request.sampling, len(request.token_ids)
+        if num_tokens:
+            # A server that does not sample by position would repeat the random numbers of the first tokens.
+            by_position = self.traits.samples_by_position
+            seed = sampling.seed if by_position else fold_seed(sampling.seed, num_tokens)
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - num_tokens, seed=seed)
+        async with aclosing(self._backend_stream(request, sampling)) as chunks:
             async for chunk in chunks:
                 if request.stop_reason is not None:  # aborted meanwhile
                     return
                 self._append(request, chunk)
                 if request.on_tokens is not None:
-                    call_soon_in_loop(request.awaited_future.get_loop(), _deliver_tokens, request)
+                    call_soon_in_loop(request.awaited_future.get_loop(), request.stream)
                 if request.stop_reason is not None:
                     return
                 if chunk.finished:
@@ -220,21 +244,8 @@ class RemoteEngine(RequestEngine):
                     )
                 # An abort or a pause may run before the next buffered chunk.
                 await asyncio.sleep(0)
-        raise ConnectionLost("the stream ended without a finish reason")
-
-    def _remaining_sampling(self, request: Request) -> Sampling:
-        """Returns the sampling parameters of the remaining tokens.
-
-        If the server does not sample by absolute position, a continuation gets another seed: with the same
-        seed, the server would repeat the random numbers of the first tokens.
-        """
-        sampling, num_tokens = request.sampling, len(request.token_ids)
-        if not num_tokens:
-            return sampling
-        seed = sampling.seed
-        if not self.traits.samples_by_position:
-            seed = fold_seed(seed, num_tokens)
-        return replace(sampling, max_tokens=sampling.max_tokens - num_tokens, seed=seed)
+        if request.stop_reason is None:
+            raise ConnectionLost("the stream ended without a finish reason")
 
     def _append(self, request: Request, chunk: Chunk) -> None:
         """Appends the tokens of a chunk up to the token that ends the response; raises for invalid values."""
@@ -264,108 +275,104 @@ class RemoteEngine(RequestEngine):
 
     # -- control --------------------------------------------------------------------------------
 
+    @in_engine_loop
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
-        await self._submit(self._abort(request_ids, include_deferred=True))
+        self._end(
+            entry
+            for entry in self._running
+            if request_ids is None or entry.request.request_id in request_ids
+        )
 
-    async def _abort(self, request_ids: Collection[str] | None, *, include_deferred: bool) -> None:
-        for entry in list(self._running.values()):
-            request = entry.request
-            is_selected = request_ids is None or request.request_id in request_ids
-            if is_selected and (include_deferred or not entry.deferred):
-                request.stop_reason = request.stop_reason or StopReason.ABORT
-                if entry.task is not None:
-                    entry.task.cancel()
+    def _end(self, entries: Iterable[RunningRequest]) -> None:
+        """Ends requests with the reason `abort`, unless they have ended already."""
+        for entry in entries:
+            entry.request.stop_reason = entry.request.stop_reason or StopReason.ABORT
+            if entry.task is not None:
+                entry.task.cancel()
 
+    @in_engine_loop
     async def pause(self, keep: bool = False) -> None:
-        await self._submit(self._pause(keep))
-
-    async def _pause(self, keep: bool) -> None:
         self._raise_if_failed()
         self._not_paused.clear()
         self._paused = True
         if not keep:
-            await self._abort(None, include_deferred=False)
-        tasks = [entry.task for entry in self._running.values() if entry.task is not None]
+            self._end(entry for entry in self._running if not entry.deferred)
+        tasks = [entry.task for entry in self._running if entry.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self._remote_pause()
+        await self._backend_pause()
 
+    @in_engine_loop
     async def resume(self) -> None:
-        await self._submit(self._resume())
-
-    async def _resume(self) -> None:
         self._update.raise_if_in_progress("resume")
         if self._paused:
-            await self._remote_resume()
-        for entry in self._running.values():
+            await self._backend_resume()
+        for entry in self._running:
             entry.deferred = False
         self._paused = False
         self._not_paused.set()
 
+    @in_engine_loop
     async def begin_update(self) -> None:
-        await self._submit(self._begin())
-
-    async def _begin(self) -> None:
         await self._wait_for_cancelled_requests()
         self._raise_if_failed()
         self._update.begin(0 if self._paused else len(self._running))
-        self._has_new_weights = False
-        await self._remote_begin()
+        self._loaded_names = set()
+        await self._backend_begin()
 
     async def load(self, weights: Weights) -> None:
         with self._update.loading():
-            await self._load(self._note_new_weights(weights))
+            await self._load(map(self._check_weight, weights))
 
-    def _note_new_weights(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        for item in weights:
-            self._has_new_weights = True
-            yield item
+    def _check_weight(self, weight: tuple[str, Tensor]) -> tuple[str, Tensor]:
+        if self._parameters is not None:
+            check_name_and_shape(*weight, self._parameters)
+        self._loaded_names.add(weight[0])
+        return weight
 
+    @in_engine_loop
     async def commit(self, version: int) -> None:
-        await self._submit(self._commit(version))
-
-    async def _commit(self, version: int) -> None:
         with self._update.committing():
-            await self._remote_commit(version, self._has_new_weights)
+            if self._loaded_names and self._parameters is not None:
+                check_all_loaded(self._loaded_names, self._parameters)
+            await self._backend_commit(version)
         self.version = version
 
+    @in_engine_loop
     async def sleep(self) -> None:
-        await self._submit(self._sleep())
+        await self._wait_for_cancelled_requests()
+        if self._running and not self._paused:
+            raise RolloutError("cannot sleep while requests run; abort them first")
+        await self._backend_sleep()
 
     async def _wait_for_cancelled_requests(self) -> None:
         """Waits until cancelled requests have ended on their server."""
         deadline = self._loop.time() + _CANCEL_TIMEOUT_S
-        while any(entry.request.cancelled for entry in self._running.values()):
+        while any(entry.request.cancelled for entry in self._running):
             if self._loop.time() > deadline:
                 return
             await asyncio.sleep(0.001)
 
-    async def _sleep(self) -> None:
-        await self._wait_for_cancelled_requests()
-        if self._running and not self._paused:
-            raise RolloutError("cannot sleep while requests run; abort them first")
-        await self._remote_sleep()
-
+    @in_engine_loop
     async def wake_up(self) -> None:
-        await self._submit(self._remote_wake_up())
+        await self._backend_wake_up()
 
     async def close(self) -> None:
-        if self._closed:
-            return
-        close_future = self._submit(self._close())
-        self._closed = True
-        await close_future
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if not self._closed:
+            close_future = self._submit(self._close())
+            self._closed = True
+            await close_future
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _close(self) -> None:
         self._closed = True  # `_close` may run before `close` sets this
-        await self._abort(None, include_deferred=True)
+        self._end(self._running)
         self._not_paused.set()
         while self._running:
             await asyncio.sleep(0.001)
-        await self._remote_close()
+        await self._backend_close()
         # Calls that wait for a server would never return after the event loop has stopped.
         other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in other_tasks:
@@ -376,22 +383,13 @@ class RemoteEngine(RequestEngine):
         """Fails every request with `error`."""
         if self._failure is None:
             self._failure = error
-            for entry in self._running.values():
+            for entry in self._running:
                 if entry.task is not None:
                     entry.task.cancel()
 
 
-def _deliver_tokens(request: Request) -> None:
-    """Passes new tokens to `on_tokens`; an error of the callback ends the request."""
-    try:
-        if not request.awaited_future.done():
-            request.stream()
-    except BaseException as error:
-        request.awaited_future.set_exception(error)
-
-
 def _set_outcome(request: Request, outcome: TokenOutput | BaseException) -> None:
-    _deliver_tokens(request)
+    request.stream()
     if request.awaited_future.done():
         return
     if isinstance(outcome, BaseException):

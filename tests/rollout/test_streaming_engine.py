@@ -12,13 +12,13 @@ import pytest
 
 from hone.ops.counter_rng import fold_seed
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput, Traits
-from hone.rollout.remote_requests import RemoteEngine
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
+from hone.rollout.streaming_engine import StreamingEngine
 
 FIVE = Sampling(max_tokens=5, temperature=1.0, seed=7, ignore_eos=True)
 
 
-class Counting(RemoteEngine):
+class Counting(StreamingEngine):
     """Says its position in the sequence; each stream does what the script says after its tokens."""
 
     name = "counting"
@@ -28,7 +28,7 @@ class Counting(RemoteEngine):
         super().__init__(RequestRules(frozenset(), vocab_size=100))
         self.script, self.asked, self.recovered = list(script), [], 0  # type: ignore[var-annotated]
 
-    async def _remote_stream(
+    async def _backend_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
         self.asked.append((request.length, sampling.max_tokens, sampling.seed))
@@ -39,11 +39,11 @@ class Counting(RemoteEngine):
         if error is not None:
             raise error
 
-    async def _remote_recover(self, error: ConnectionLost) -> None:
+    async def _backend_recover(self, error: ConnectionLost) -> None:
         self.recovered += 1
 
 
-def generate(engine: RemoteEngine, sampling: Sampling = FIVE, **options: Any) -> TokenOutput:
+def generate(engine: StreamingEngine, sampling: Sampling = FIVE, **options: Any) -> TokenOutput:
     async def asked() -> TokenOutput:
         try:
             return await engine.generate([1, 2, 3], sampling, "one", **options)
@@ -97,7 +97,7 @@ def test_a_stream_that_ends_without_a_reason_is_continued() -> None:
 )
 def test_nonsense_fails_its_request_in_one_sentence(chunk: Chunk, words: str) -> None:
     class Wrong(Counting):
-        async def _remote_stream(
+        async def _backend_stream(
             self, request: Request, sampling: Sampling
         ) -> AsyncGenerator[Chunk, None]:
             yield chunk
@@ -109,7 +109,7 @@ def test_nonsense_fails_its_request_in_one_sentence(chunk: Chunk, words: str) ->
 
 def test_tokens_after_the_end_are_dropped() -> None:
     class Talks(Counting):
-        async def _remote_stream(
+        async def _backend_stream(
             self, request: Request, sampling: Sampling
         ) -> AsyncGenerator[Chunk, None]:
             yield Chunk([4, 5, 6, 7, 8, 9, 10], [-0.5] * 7)
@@ -121,7 +121,7 @@ def test_a_refused_commit_needs_a_new_update() -> None:
     class Refuses(Counting):
         async def _load(self, weights: Iterable[Any]) -> None: ...
 
-        async def _remote_commit(self, version: int, has_new_weights: bool) -> None:
+        async def _backend_commit(self, version: int) -> None:
             raise RolloutError("success=false")
 
     async def update() -> None:
@@ -141,7 +141,7 @@ def test_a_refused_commit_needs_a_new_update() -> None:
 
 def test_an_abort_comes_before_tokens_that_wait_in_a_buffer() -> None:
     class Buffered(Counting):
-        async def _remote_stream(
+        async def _backend_stream(
             self, request: Request, sampling: Sampling
         ) -> AsyncGenerator[Chunk, None]:
             while True:  # never waits, as with a stream whose tokens have all arrived
@@ -172,7 +172,7 @@ def test_a_request_that_was_just_cancelled_is_waited_for(verb: str) -> None:
     class EndsLate(Counting):
         ended = False
 
-        async def _remote_stream(
+        async def _backend_stream(
             self, request: Request, sampling: Sampling
         ) -> AsyncGenerator[Chunk, None]:
             try:
@@ -200,11 +200,11 @@ def test_a_request_that_was_just_cancelled_is_waited_for(verb: str) -> None:
 
 def test_an_abort_between_a_loss_and_its_recovery_waits_for_no_recovery() -> None:
     class Lost(Counting):
-        async def _remote_stream(
+        async def _backend_stream(
             self, request: Request, sampling: Sampling
         ) -> AsyncGenerator[Chunk, None]:
             yield Chunk([5], [-0.5])
-            await self._abort(None, include_deferred=True)
+            await self.abort()
             raise ConnectionLost("reset")
 
     engine = Lost()
