@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-import torch
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.requests import Chunk, ConnectionLost, Request
 from hone.rollout.server_weights import WeightFolder
+from hone.text import error_text
 from hone.types import Settings
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ Event = dict[str, Any]
 _UNAVAILABLE_STATUSES = (502, 503, 504)
 """The statuses of a server that starts, and of a proxy whose server is down."""
 _HEALTH_POLL_INTERVAL_S = 0.2
-_NUM_CHECKED_WEIGHTS = 8
-"""Number of weights that are read back after an update."""
-_NUM_CHECKED_ROWS = 4
-"""Number of rows that are read back from each of these weights."""
 _MAX_ERROR_CHARS = 300
 """Maximum length of a server's response in an error message."""
 
@@ -45,16 +41,6 @@ class ServerLost(ConnectionLost):
     def __init__(self, server: HttpServer, reason: str) -> None:
         super().__init__(f"{server.safe_url} {reason}")
         self.server = server
-
-
-@dataclass(frozen=True)
-class LogProbMode:
-    """How a server computes log-probs; see `HttpServer.detect_log_prob_mode`."""
-
-    after_temperature: bool = True
-    """Whether log-probs are those of logits / temperature."""
-    before_truncation: bool = True
-    """Whether log-probs are computed before top-k, top-p and min-p."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +60,8 @@ class HttpServer:
     url: str = field(repr=False)
     timeouts: Timeouts
     api_key_env: str | None = None
+    eos_ids: tuple[int, ...] = ()
+    tensor_parallel_size: int = 1
     num_open_requests: int = 0
     """Number of open streams."""
     healthy: bool = True
@@ -86,7 +74,10 @@ class HttpServer:
     version_verified: bool = False
     """Whether `verify_version` has succeeded since the server was last idle."""
     verify_lock: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
-    log_prob_mode: LogProbMode = LogProbMode()
+    log_probs_after_temperature: bool = True
+    """Whether log-probs are those of logits / temperature."""
+    log_probs_before_truncation: bool = True
+    """Whether log-probs are computed before top-k, top-p and min-p."""
     _session: aiohttp.ClientSession | None = field(default=None, repr=False)
 
     kind = "server"
@@ -99,8 +90,6 @@ class HttpServer:
     """Whether hone started the server process, and so detects its restarts."""
     can_release_memory = False
     """Whether the server can release memory while the actor trains."""
-    can_read_weights = False
-    """Whether the server has a route that returns weights."""
 
     @property
     def safe_url(self) -> str:
@@ -171,48 +160,19 @@ class HttpServer:
         """Ends an update after `send_tensors`: the server drops the KV cache and reports `version`."""
         raise NotImplementedError
 
-    async def read_weight(self, name: str, num_rows: int) -> Any:
-        """Returns the first `num_rows` rows of one weight; None if the server does not return weights."""
-        return None
-
     async def check_weights(self, version: str, folder: WeightFolder | None) -> None:
-        """Raises if the server does not report this version, or returns other values for some weights."""
+        """Raises if the server does not report this version, or returns other weights than `folder` has."""
         if (reported_version := await self.weight_version()) != version:
             raise RolloutError(
                 f"{self.safe_url} acknowledged weights {version!r}, but has {reported_version!r}"
-            )
-        num_checked = 0
-        for name, tensor in (
-            folder.sample_weights(_NUM_CHECKED_WEIGHTS) if folder is not None else ()
-        ):
-            rows = await self.read_weight(name, _NUM_CHECKED_ROWS)
-            if rows is None:
-                continue
-            num_checked += 1
-            expected = tensor[:_NUM_CHECKED_ROWS].float().flatten()
-            with self.wrap_parse_errors(rows):
-                # A server with several replicas returns the rows of each.
-                values = torch.tensor(rows).flatten()[: len(expected)]
-            if values.shape != expected.shape or not torch.allclose(
-                values.float(), expected, rtol=2e-2, atol=1e-6
-            ):
-                raise RolloutError(
-                    f"{self.safe_url} acknowledged new weights, but {name!r} has other values: the update "
-                    "was applied in part"
-                )
-        if folder is not None and not num_checked and self.can_read_weights:
-            self.can_read_weights = False  # warn once
-            log.warning(
-                "%s returned none of the weights that hone reads after an update; updates are checked only "
-                "by their version",
-                self.safe_url,
             )
 
     # -- calls ----------------------------------------------------------------------------------
 
     def session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
         if self._session is None:
-            aiohttp = _import_aiohttp()
             headers = {}
             if self.api_key_env:
                 key = os.environ.get(self.api_key_env)
@@ -248,10 +208,17 @@ class HttpServer:
         except ValueError:
             return text
 
+    async def call_checked(self, path: str, body: Settings) -> None:
+        """Calls an endpoint; raises RolloutError if the response does not report success."""
+        response = await self.call(path, body)
+        if not isinstance(response, dict) or response.get("success") is not True:
+            raise RolloutError(f"{self.safe_url}{path} did not succeed: {shorten(str(response))}")
+
     async def _request(
         self, method: str, path: str, body: Settings | None = None
     ) -> tuple[int, str]:
-        aiohttp = _import_aiohttp()
+        import aiohttp
+
         try:
             return await _wait_for(
                 self.timeouts.call_timeout_s, self._send_request(method, path, body)
@@ -261,7 +228,7 @@ class HttpServer:
                 self, f"did not answer {path} within {self.timeouts.call_timeout_s:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerLost(self, f"was lost during {path} ({_describe_error(error)})") from error
+            raise ServerLost(self, f"was lost during {path} ({error_text(error)})") from error
 
     async def _send_request(self, method: str, path: str, body: Settings | None) -> tuple[int, str]:
         async with self.session().request(method, self.url + path, json=body) as response:
@@ -269,7 +236,8 @@ class HttpServer:
 
     async def events(self, path: str, body: Settings) -> AsyncGenerator[Event, None]:
         """Yields the JSON objects of a stream of `data:` lines, until `[DONE]`."""
-        aiohttp = _import_aiohttp()
+        import aiohttp
+
         # A request may wait in the server's queue before its first chunk.
         timeout_s = self.timeouts.start_timeout_s
         client_timeout = aiohttp.ClientTimeout(
@@ -307,15 +275,15 @@ class HttpServer:
         except asyncio.TimeoutError:
             raise ServerLost(self, f"sent nothing for {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerLost(self, f"interrupted a stream ({_describe_error(error)})") from error
+            raise ServerLost(self, f"interrupted a stream ({error_text(error)})") from error
 
     def _parse_event(self, text: str) -> Event:
         try:
             event = json.loads(text)
         except ValueError:
-            raise ServerLost(self, f"sent a line that is not JSON: {shorten(text)}") from None
+            event = None
         if not isinstance(event, dict):
-            raise ServerLost(self, f"sent a line that is not an object: {shorten(text)}")
+            raise ServerLost(self, f"sent a line that is not a JSON object: {shorten(text)}")
         if event.get("error") is not None:
             raise ServerLost(self, f"reported an error in a stream: {shorten(str(event['error']))}")
         return event
@@ -327,7 +295,7 @@ class HttpServer:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise RolloutError(
-                f"{self.safe_url} sent a response that hone cannot read ({_describe_error(error)}): "
+                f"{self.safe_url} sent a response that hone cannot read ({error_text(error)}): "
                 f"{shorten(str(response))}"
             ) from error
 
@@ -358,10 +326,23 @@ class HttpServer:
         _, max_log_prob_at_2 = await self.sample_one_token([1], {"temperature": 2.0})
         top_1_log_prob, _ = await self.sample_one_token([1], {"temperature": 1.0, "top_k": 1})
         if abs(max_log_prob) > 1e-3:  # otherwise one token has all probability in every mode
-            self.log_prob_mode = LogProbMode(
-                after_temperature=abs(max_log_prob_at_2 - max_log_prob) > 1e-4 * abs(max_log_prob),
-                before_truncation=abs(top_1_log_prob) > 0.5 * abs(greedy_log_prob),
+            difference = abs(max_log_prob_at_2 - max_log_prob)
+            self.log_probs_after_temperature = difference > 1e-4 * abs(max_log_prob)
+            self.log_probs_before_truncation = abs(top_1_log_prob) > 0.5 * abs(greedy_log_prob)
+
+    def log_prob_problem(self, sampling: Sampling) -> str | None:
+        """Returns why training cannot use the log-probs of such requests, or None if training can."""
+        if not self.log_probs_after_temperature and sampling.temperature not in (0, 1):
+            return (
+                f"{self.safe_url} reports log-probs at temperature 1, and the rollout has temperature="
+                f"{sampling.temperature}; {self.log_prob_hint}"
             )
+        if not self.log_probs_before_truncation and sampling.truncates:
+            return (
+                f"{self.safe_url} reports log-probs after truncation; for training, use top_k=-1, top_p=1.0 "
+                "and min_p=0.0"
+            )
+        return None
 
 
 async def _wait_for(timeout_s: float, coroutine: Coroutine[None, None, T]) -> T:
@@ -381,17 +362,3 @@ def shorten(text: str) -> str:
     """Returns text on one line, shortened to the length that an error message may quote."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_ERROR_CHARS else text[:_MAX_ERROR_CHARS] + " …"
-
-
-def _describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _import_aiohttp() -> Any:
-    try:
-        import aiohttp
-    except ImportError:
-        raise RolloutError(
-            "rollout.server needs aiohttp, which is not installed: pip install 'hone-rl[server]'"
-        ) from None
-    return aiohttp

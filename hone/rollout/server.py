@@ -12,19 +12,17 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.http_server import HttpServer, ServerLost
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.routing import Router
+from hone.rollout.server_group import UpdateGroup
 from hone.rollout.server_weights import WeightFolder, split_into_buckets
 from hone.rollout.streaming_engine import StreamingEngine, in_engine_loop
-
-if TYPE_CHECKING:
-    from hone.rollout.server_group import UpdateGroup
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +41,14 @@ class ServerRollout(StreamingEngine):
         folder: WeightFolder,
         *,
         send_tensors: bool = False,
-        make_group: Callable[[], UpdateGroup] | None = None,
+        broadcast_device: torch.device | None = None,
         to_checkpoint: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict,
         keep_weights: bool = True,
         adapters: bool = False,
         bucket_bytes: int = 2**30,
         max_attempts: int = 3,
     ) -> None:
-        """Servers get weights in requests (`send_tensors`), by broadcast (`make_group`), or from the folder.
+        """Servers get weights in requests (`send_tensors`), by broadcast from a device, or from the folder.
 
         `parameters` has the parameters of the model, or with `adapters` the parameters of its LoRA adapter;
         `to_checkpoint` gives tensors their names in a checkpoint. With `keep_weights`, the folder has a copy
@@ -60,10 +58,11 @@ class ServerRollout(StreamingEngine):
         super().__init__(rules, parameters)
         self.retries = max_attempts
         self._servers, self._folder = list(servers), folder
-        self._sends_tensors, self._make_group = send_tensors, make_group
+        self._sends_tensors, self._broadcast_device = send_tensors, broadcast_device
         self._group: UpdateGroup | None = None  # of the current update
         self._to_checkpoint = to_checkpoint
-        self._keeps_weights = keep_weights or not (send_tensors or make_group)
+        self._loads_folders = not send_tensors and broadcast_device is None
+        self._keeps_weights = keep_weights or self._loads_folders
         self._bucket_bytes = bucket_bytes
         self._version_prefix = (ADAPTER_VERSION_PREFIX if adapters else "") + secrets.token_hex(4)
         self._expected_version: str | None = None
@@ -85,7 +84,7 @@ class ServerRollout(StreamingEngine):
             honors_seeds=all(server.honors_seeds for server in self._servers),
             samples_by_position=all(server.samples_by_position for server in self._servers),
             batch_invariant=all(server.samples_by_position for server in self._servers),
-            untruncated_log_probs=all(s.log_prob_mode.before_truncation for s in self._servers),
+            untruncated_log_probs=all(s.log_probs_before_truncation for s in self._servers),
         )
 
     async def _connect(self, server: HttpServer) -> None:
@@ -98,34 +97,19 @@ class ServerRollout(StreamingEngine):
     # -- requests -------------------------------------------------------------------------------
 
     def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
-        modes = [server.log_prob_mode for server in self._servers]
-        if not all(mode.after_temperature for mode in modes) and sampling.temperature not in (0, 1):
-            self._warn_once(
-                f"log-probs of requests with temperature={sampling.temperature} are those at temperature 1"
-            )
-        if not all(mode.before_truncation for mode in modes) and sampling.truncates:
-            self._warn_once(
-                "log-probs of requests with top-k, top-p or min-p are those after truncation"
-            )
-
-    def _warn_once(self, text: str) -> None:
-        if text not in self._warnings:
-            self._warnings.add(text)
-            log.warning("%s: %s (see docs/engines.md)", self.name, text)
+        """Warns once about log-probs that differ from the trainer's."""
+        problem = self._log_prob_problem(sampling)
+        if problem is not None and problem not in self._warnings:
+            self._warnings.add(problem)
+            log.warning("%s: %s (see docs/engines.md)", self.name, problem)
 
     def check_training_log_probs(self, sampling: Sampling) -> None:
         """Raises if training cannot use the log-probs that a server reports with these parameters."""
-        for server in self._servers:
-            if not server.log_prob_mode.after_temperature and sampling.temperature not in (0, 1):
-                raise RolloutError(
-                    f"{server.safe_url} reports log-probs at temperature 1, and the rollout has temperature="
-                    f"{sampling.temperature}; {server.log_prob_hint}"
-                )
-            if not server.log_prob_mode.before_truncation and sampling.truncates:
-                raise RolloutError(
-                    f"{server.safe_url} reports log-probs after truncation; for training, use top_k=-1, "
-                    "top_p=1.0 and min_p=0.0"
-                )
+        if problem := self._log_prob_problem(sampling):
+            raise RolloutError(problem)
+
+    def _log_prob_problem(self, sampling: Sampling) -> str | None:
+        return next(filter(None, (s.log_prob_problem(sampling) for s in self._servers)), None)
 
     async def _backend_stream(
         self, request: Request, sampling: Sampling
@@ -243,20 +227,19 @@ class ServerRollout(StreamingEngine):
             bucket = self._to_checkpoint(tensors)
             if self._keeps_weights:
                 self._folder.add(bucket)
-            if self._make_group is not None:
-                await self._submit(self._broadcast(bucket))
+            if self._broadcast_device is not None:
+                await self._submit(self._broadcast(bucket, self._broadcast_device))
             elif self._sends_tensors:
                 await self._submit(self._send_to_servers(bucket))
 
-    async def _broadcast(self, bucket: Mapping[str, Tensor]) -> None:
+    async def _broadcast(self, bucket: Mapping[str, Tensor], device: torch.device) -> None:
         """Broadcasts a bucket in the group of this update; after an error, `commit` publishes the folder."""
-        assert self._make_group is not None
         if self._stale_servers:  # a server that restarted has left the group
             self._stale_servers |= set(self._servers)
             return
         try:
             if self._group is None:
-                self._group = self._make_group()
+                self._group = UpdateGroup(self._servers, device)
                 await self._group.open()
             await self._group.send(bucket)
         except RolloutError as error:
@@ -297,7 +280,7 @@ class ServerRollout(StreamingEngine):
     async def _publish(self, server: HttpServer, version: str) -> None:
         """Ends the update of one server; a server that is lost meanwhile gets all weights again."""
         try:
-            if (self._sends_tensors or self._make_group) and server not in self._stale_servers:
+            if not self._loads_folders and server not in self._stale_servers:
                 await server.end_update(version)
                 await server.check_weights(version, self._folder if self._keeps_weights else None)
             else:

@@ -19,13 +19,14 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d
 
 from hone.rollout.contract import RolloutError
-from hone.rollout.sglang_server import SGLangServer
+from hone.rollout.http_server import HttpServer
+from hone.weights.contract import open_store
 
 
 class UpdateGroup:
     """A process group: rank 0 is this process, the other ranks are the servers' tensor-parallel ranks."""
 
-    def __init__(self, servers: Sequence[SGLangServer], device: torch.device) -> None:
+    def __init__(self, servers: Sequence[HttpServer], device: torch.device) -> None:
         self._servers, self._device = list(servers), device
         self._name = f"hone-{secrets.token_hex(8)}"
         self._backend = "nccl" if device.type == "cuda" else "gloo"
@@ -36,15 +37,7 @@ class UpdateGroup:
     async def open(self) -> None:
         """Creates the group together with all servers."""
         host = _address_reachable_from([server.url for server in self._servers])
-        listener = socket.create_server((host, 0))  # torch's default listens on every interface
-        self._store = TCPStore(
-            host,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=self._timeout,
-            master_listen_fd=listener.detach(),
-        )
+        self._store = open_store(host, self._timeout)
         world_size = 1 + sum(server.tensor_parallel_size for server in self._servers)
         calls, rank_offset = [], 1
         for server in self._servers:

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+import torch
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.http_server import Event, HttpServer, ServerLost, shorten
+from hone.rollout.http_server import Event, HttpServer, ServerLost
 from hone.rollout.requests import Chunk, ConnectionLost, Request
-from hone.rollout.server_weights import serialize_for_sglang
+from hone.rollout.server_weights import WeightFolder, serialize_for_sglang
 from hone.types import Fields, Settings
+
+log = logging.getLogger(__name__)
 
 _IDLE_TIMEOUT_S = 5.0
 """The longest wait until the server is idle; before that it cannot release memory."""
 _IDLE_POLL_INTERVAL_S = 0.05
+_NUM_CHECKED_WEIGHTS = 8
+"""Number of weights that are read back after an update."""
+_NUM_CHECKED_ROWS = 4
+"""Number of rows that are read back from each of these weights."""
 
 
 @dataclass(eq=False)
 class SGLangServer(HttpServer):
     """The client of one SGLang server."""
 
-    eos_ids: tuple[int, ...] = ()
-    tensor_parallel_size: int = 1
     loads_adapters: bool = False
     """Whether an update is a LoRA adapter over unchanged base weights."""
     adapter_name: str | None = None
@@ -36,6 +42,7 @@ class SGLangServer(HttpServer):
 
     kind = "SGLang"
     can_read_weights = True
+    """Whether updates are checked by values; False for adapters, or if the server has returned no weights."""
     log_prob_hint = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
 
     async def connect(self) -> None:
@@ -223,19 +230,16 @@ class SGLangServer(HttpServer):
     # -- weights --------------------------------------------------------------------------------
 
     async def load_folder(self, folder: str, version: str) -> None:
-        if self.loads_adapters:
-            await self._load_adapter(folder)
-            await self.end_update(version)
+        if not self.loads_adapters:
+            body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+            await self.call_checked("/update_weights_from_disk", body)
             return
-        body = {"model_path": folder, "weight_version": version, "flush_cache": True}
-        await self.call_checked("/update_weights_from_disk", body)
-
-    async def _load_adapter(self, folder: str) -> None:
-        """Loads an adapter under a new name, so that no request reuses the old adapter's KV cache."""
+        # Under a new name, so that no request reuses the old adapter's KV cache.
         old_name, name = self.adapter_name, f"hone-{uuid4().hex}"
         await self.call_checked("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         self.adapter_name = name
         await self._unload_adapter(old_name)
+        await self.end_update(version)
 
     async def _unload_adapter(self, name: str | None) -> None:
         if name is not None:
@@ -260,15 +264,36 @@ class SGLangServer(HttpServer):
         body = {"new_version": version, "abort_all_requests": False}
         await self.call_checked("/update_weight_version", body)
 
-    async def call_checked(self, path: str, body: Settings) -> None:
-        """Calls an endpoint; raises RolloutError if the response does not report success."""
-        response = await self.call(path, body)
-        if not isinstance(response, dict) or response.get("success") is not True:
-            raise RolloutError(f"{self.safe_url}{path} did not succeed: {shorten(str(response))}")
+    async def check_weights(self, version: str, folder: WeightFolder | None) -> None:
+        await super().check_weights(version, folder)
+        num_checked = 0
+        for name, tensor in () if folder is None else folder.sample_weights(_NUM_CHECKED_WEIGHTS):
+            rows = await self.read_weight(name)
+            if rows is None:
+                continue
+            num_checked += 1
+            expected = tensor[:_NUM_CHECKED_ROWS].float().flatten()
+            with self.wrap_parse_errors(rows):
+                # A server with several replicas returns the rows of each.
+                values = torch.tensor(rows).flatten()[: len(expected)].float()
+            if values.shape != expected.shape or not torch.allclose(
+                values, expected, rtol=2e-2, atol=1e-6
+            ):
+                raise RolloutError(
+                    f"{self.safe_url} acknowledged new weights, but {name!r} has other values: the update "
+                    "was applied in part"
+                )
+        if folder is not None and not num_checked and self.can_read_weights:
+            self.can_read_weights = False  # warn once
+            log.warning(
+                "%s returned none of the weights that hone reads after an update; updates are checked only "
+                "by their version",
+                self.safe_url,
+            )
 
-    async def read_weight(self, name: str, num_rows: int) -> Any:
-        status, text = await self._request(
-            "POST", "/get_weights_by_name", {"name": name, "truncate_size": num_rows}
-        )
+    async def read_weight(self, name: str) -> Any:
+        """Returns the first rows of one weight; None if the server does not return weights."""
+        body = {"name": name, "truncate_size": _NUM_CHECKED_ROWS}
+        status, text = await self._request("POST", "/get_weights_by_name", body)
         with self.wrap_parse_errors(text):
             return json.loads(text) if status == 200 else None

@@ -23,13 +23,12 @@ from hone.rollout.routing import Router
 from hone.rollout.server_weights import AdapterFolder
 from hone.rollout.streaming_engine import StreamingEngine, Weights, in_engine_loop
 from hone.rollout.vllm_buckets import fill_buckets, split_experts
+from hone.rollout.vllm_openai import vllm_sampling_params
 from hone.rollout.vllm_process import EngineProcess
 from hone.types import Fields
 
 log = logging.getLogger(__name__)
 
-_MIN_TEMPERATURE = 0.01
-"""vLLM replaces a lower temperature by this one."""
 _MAX_STARTS = 3
 """Maximum number of consecutive starts of a process that samples no token."""
 
@@ -85,13 +84,6 @@ class VLLMRollout(StreamingEngine):
             process.serving = process.alive  # a process may have died while another started
             await self._ensure_serving(process)
 
-    def _check_sampling(self, sampling: Sampling, request_id: str) -> None:
-        if 0 < sampling.temperature < _MIN_TEMPERATURE:
-            raise RolloutError(
-                f"request {request_id}: vLLM samples at temperature {_MIN_TEMPERATURE} or above, not at "
-                f"{sampling.temperature}; 0 is greedy"
-            )
-
     # -- requests -------------------------------------------------------------------------------
 
     async def _backend_stream(
@@ -99,13 +91,16 @@ class VLLMRollout(StreamingEngine):
     ) -> AsyncGenerator[Chunk, None]:
         if self._current_sleep_level is not None:
             await self._backend_wake_up()
+        params = vllm_sampling_params(request.request_id, sampling, self._rules.eos_ids)
+        # vLLM's own seed creates a generator, which on a CPU fails with chunked prefill.
+        params["extra_args"] = {"hone_seed": sampling.seed}
         process = self._route(request)
         key = str(next(self._request_keys))
         queue = process.open_stream(key)
         finished = False
         try:
             prompt = request.prompt_ids + request.token_ids
-            process.send("add", key=key, prompt=prompt, sampling=self._sampling_params(sampling))
+            process.send("add", key=key, prompt=prompt, sampling=params)
             while not finished:
                 item = await queue.get()
                 try:
@@ -119,20 +114,6 @@ class VLLMRollout(StreamingEngine):
             process.close_stream(key)
             if not finished:
                 process.send("abort", keys=[key])
-
-    def _sampling_params(self, sampling: Sampling) -> Fields:
-        """Returns the arguments of vLLM's SamplingParams."""
-        eos_ids = () if sampling.ignore_eos else self._rules.eos_ids
-        return {
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            # vLLM's own seed creates a generator, which on a CPU fails with chunked prefill.
-            "extra_args": {"hone_seed": sampling.seed},
-            "stop_token_ids": [*eos_ids, *sampling.stop_token_ids],
-        }
 
     # -- control --------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ The memory is a memory file, or GPU memory that is shared by CUDA IPC.
 
 from __future__ import annotations
 
-import base64
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from hone.rollout.server_weights import split_into_buckets
 from hone.types import Fields
+from hone.weights.contract import share_gpu_memory
 
 _ALIGNMENT = 64
 UPDATABLE_MODEL_TYPES = frozenset({"qwen3_moe"})
@@ -79,11 +79,7 @@ class _BucketMemory:
         if self._device.type != "cuda":
             return description | {"path": f"/proc/{os.getpid()}/fd/{self._file_descriptor}"}
         torch.cuda.synchronize(self._device)
-        handle = [
-            {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
-            for part in buffer.untyped_storage()._share_cuda_()
-        ]
-        return description | {"cuda": handle}
+        return description | {"cuda": share_gpu_memory(buffer)}
 
     def _reserve(self, size: int) -> Tensor:
         """Returns a uint8 tensor of at least `size` bytes; later buckets reuse the tensor."""

@@ -24,7 +24,7 @@ from hone.rollout.server_weights import AdapterFolder, meta_parameters
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_buckets import UPDATABLE_MODEL_TYPES
 from hone.rollout.vllm_process import EngineProcess, LaunchArguments
-from hone.types import Fields
+from hone.types import Fields, Settings
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -184,15 +184,7 @@ def make_launch_arguments(
             llm_arguments["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
     if num_gpus == 1:
         llm_arguments["distributed_executor_backend"] = "uni"
-    llm_arguments |= lora_arguments or {}
-    for name, value in config.engine_kwargs.vllm.items():
-        if name in _RESERVED_ARGUMENTS:
-            raise RolloutError(
-                f"rollout.engine_kwargs.vllm.{name} cannot be set: it is determined by "
-                f"{_RESERVED_ARGUMENTS[name]}"
-            )
-        if value is not None:
-            llm_arguments[name] = value
+    llm_arguments |= (lora_arguments or {}) | _user_arguments(config.engine_kwargs.vllm)
     llm_arguments |= {
         "skip_tokenizer_init": True,
         "logprobs_mode": "raw_logprobs",
@@ -206,6 +198,16 @@ def make_launch_arguments(
         config.vllm.stall_timeout_s,
         config.vllm.weights,
     )
+
+
+def _user_arguments(arguments: Settings) -> Fields:
+    """Returns `engine_kwargs.vllm` without values of None; raises for a reserved argument."""
+    for name in arguments.keys() & _RESERVED_ARGUMENTS.keys():
+        raise RolloutError(
+            f"rollout.engine_kwargs.vllm.{name} cannot be set: it is determined by "
+            f"{_RESERVED_ARGUMENTS[name]}"
+        )
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _visible_devices(device: torch.device, num_gpus: int, index: int) -> list[str]:

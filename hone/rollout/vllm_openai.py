@@ -6,24 +6,40 @@ development routes (VLLM_SERVER_DEV_MODE=1 in its environment); without these ro
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.http_server import Event, HttpServer, ServerLost
 from hone.rollout.requests import Chunk, Request
-from hone.types import Settings
+from hone.types import Fields, Settings
 
 _MIN_TEMPERATURE = 0.01
 """vLLM replaces a lower temperature by this one."""
+
+
+def vllm_sampling_params(request_id: str, sampling: Sampling, eos_ids: Collection[int]) -> Fields:
+    """Returns the arguments of vLLM's SamplingParams, without the seed; raises if vLLM would change one."""
+    if 0 < sampling.temperature < _MIN_TEMPERATURE:
+        raise RolloutError(
+            f"request {request_id}: vLLM raises temperature={sampling.temperature} to {_MIN_TEMPERATURE}; "
+            f"use 0, or {_MIN_TEMPERATURE} or more"
+        )
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "stop_token_ids": [*(() if sampling.ignore_eos else eos_ids), *sampling.stop_token_ids],
+    }
 
 
 @dataclass(eq=False)
 class VLLMServer(HttpServer):
     """The client of one vLLM OpenAI server."""
 
-    eos_ids: tuple[int, ...] = ()
     model_name: str = ""
     tied_embeddings: bool = False
     """Whether input and output embeddings are tied."""
@@ -65,28 +81,16 @@ class VLLMServer(HttpServer):
         }
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        if 0 < sampling.temperature < _MIN_TEMPERATURE:
-            raise RolloutError(
-                f"request {request.request_id}: vLLM raises temperature={sampling.temperature} to "
-                f"{_MIN_TEMPERATURE}; use 0, or {_MIN_TEMPERATURE} or more"
-            )
-        sampling_fields: Settings = {
-            "stream": True,
-            "logprobs": 0,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "seed": sampling.seed,
-            "stop_token_ids": [
-                *(() if sampling.ignore_eos else self.eos_ids),
-                *sampling.stop_token_ids,
-            ],
-            "ignore_eos": sampling.ignore_eos,
-        }
-        prompt = [*request.prompt_ids, *request.token_ids]
-        body = self._request_body(prompt, sampling_fields)
+        body = self._request_body(
+            [*request.prompt_ids, *request.token_ids],
+            {
+                "stream": True,
+                "logprobs": 0,
+                "seed": sampling.seed,
+                "ignore_eos": sampling.ignore_eos,
+                **vllm_sampling_params(request.request_id, sampling, self.eos_ids),
+            },
+        )
         # vLLM aborts a request when its connection closes.
         async with aclosing(self.events("/v1/completions", body)) as events:
             async for event in events:

@@ -5,7 +5,6 @@ Each stream creates a process group of its own, apart from the groups of trainer
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from hone.weights.buckets import Bucket, TensorSlice, deserialize_slices, serialize_slices
-from hone.weights.contract import StreamAddress, WeightStreamBroken
+from hone.weights.contract import StreamAddress, WeightStreamBroken, open_store
 
 
 class BroadcastSender:
@@ -27,7 +26,7 @@ class BroadcastSender:
         self, num_receivers: int, *, host: str, device: torch.device, secret: str, timeout_s: float
     ) -> None:
         self._timeout = timedelta(seconds=timeout_s)
-        self._store = _open_store(host, self._timeout)
+        self._store = open_store(host, self._timeout)
         self._device, self._num_receivers = device, num_receivers
         transport = "nccl" if device.type == "cuda" else "gloo"
         endpoint = f"{host}:{self._store.port}"
@@ -94,21 +93,6 @@ def receive_broadcasts(
 def _done_key(address: StreamAddress, rank: int) -> str:
     """Returns the key that a receiver sets in the store after it has received all buckets."""
     return f"{address.secret}/done/{rank}"
-
-
-def _open_store(host: str, timeout: timedelta) -> TCPStore:
-    """Opens a store on a free port of `host`; torch's default listens on every interface."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
-    port, descriptor = listener.getsockname()[1], listener.detach()
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timeout,
-        master_listen_fd=descriptor,
-    )
 
 
 def _join_group(store: Store, address: StreamAddress, rank: int, timeout: timedelta) -> Any:

@@ -21,13 +21,14 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
 
+from hone.types import Fields
 from hone.weights.buckets import Bucket, TensorSlice, deserialize_slices, serialize_slices
-from hone.weights.contract import StreamAddress, WeightStreamBroken
+from hone.weights.contract import StreamAddress, WeightStreamBroken, share_gpu_memory
 
 _NUM_BUFFERS = 2
 _LENGTH = struct.Struct("!q")
@@ -90,21 +91,6 @@ class _Connection:
             ) from error
 
 
-class _CudaHandle(TypedDict):
-    """The CUDA IPC handle with which torch opens GPU memory of another process."""
-
-    parts: list[int | dict[str, str]]
-    """The arguments of `_new_shared_cuda`; a bytes value is encoded as {"bytes": base64}."""
-    size: int
-
-
-class _Handshake(TypedDict):
-    """The first message of the sender to a receiver."""
-
-    bucket_bytes: int
-    cuda: NotRequired[_CudaHandle]
-
-
 class SharedMemorySender:
     """The sender of one stream; `send` returns after every receiver has read all buckets."""
 
@@ -157,24 +143,20 @@ class SharedMemorySender:
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _allocate_memory(self) -> tuple[Tensor, _Handshake, int | None]:
+    def _allocate_memory(self) -> tuple[Tensor, Fields, int | None]:
         """Returns the memory, the handshake, and the file descriptor of a memory file (None for a GPU)."""
         size = _NUM_BUFFERS * self._bucket_bytes
-        handshake: _Handshake = {"bucket_bytes": self._bucket_bytes}
+        handshake: Fields = {"bucket_bytes": self._bucket_bytes}
         if self._device.type == "cuda":
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-            parts = [
-                {"bytes": base64.b64encode(part).decode()} if isinstance(part, bytes) else part
-                for part in memory.untyped_storage()._share_cuda_()
-            ]
-            handshake["cuda"] = {"parts": parts, "size": size}
+            handshake["cuda"] = share_gpu_memory(memory)
             return memory, handshake, None
         descriptor = os.memfd_create("hone-weights")
         os.ftruncate(descriptor, size)
         mapping = mmap.mmap(descriptor, size)
         return torch.frombuffer(mapping, dtype=torch.uint8), handshake, descriptor
 
-    def _accept_receivers(self, handshake: _Handshake, descriptor: int | None) -> None:
+    def _accept_receivers(self, handshake: Fields, descriptor: int | None) -> None:
         """Waits until every receiver has connected; sends each the handshake and the descriptor."""
         while len(self._connections) < self._num_receivers:
             num_connected = len(self._connections)
@@ -222,10 +204,10 @@ def receive_buckets(
             ) from error
         connection = _Connection(client, "the trainer")
         connection.send(f"{address.secret} {rank}".encode())
-        handshake: _Handshake = json.loads(connection.receive())
+        handshake: Fields = json.loads(connection.receive())
         bucket_bytes = handshake["bucket_bytes"]
         if "cuda" in handshake:
-            memory = _open_cuda_handle(handshake["cuda"])
+            memory = _open_gpu_memory(handshake["cuda"])
         else:
             descriptor = connection.receive_descriptor()
             try:
@@ -256,12 +238,9 @@ def _short_path(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def _open_cuda_handle(handle: _CudaHandle) -> Tensor:
+def _open_gpu_memory(handle: list[Any]) -> Tensor:
     torch.cuda.init()  # torch opens the handle in the CUDA context of this process, which must exist
-    parts = [
-        base64.b64decode(part["bytes"]) if isinstance(part, dict) else part
-        for part in handle["parts"]
-    ]
+    parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle]
     storage = torch.UntypedStorage._new_shared_cuda(*parts)
     device = torch.device("cuda", int(parts[0]))
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[: handle["size"]]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -11,29 +11,19 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hone.weights.buckets import Bucket, pack_buckets, unpack_buckets
+from hone.weights.buckets import pack_buckets, unpack_buckets
 from hone.weights.collective import BroadcastSender, receive_broadcasts
 from hone.weights.contract import StreamAddress, WeightStreamBroken
 from hone.weights.shared_memory import SharedMemorySender, receive_buckets
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TRANSPORTS = ("memory_file", "cuda_ipc", "gloo", "nccl")
-
-
-class Sender(Protocol):
-    """The sender of one stream."""
-
-    address: StreamAddress
-
-    def send(self, buckets: Iterable[Bucket]) -> int:
-        """Sends all buckets to all receivers; returns the number of bytes."""
-
-    def close(self) -> None: ...
+Sender = BroadcastSender | SharedMemorySender
+"""The sender of one stream."""
 
 
 @dataclass(frozen=True)

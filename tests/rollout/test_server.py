@@ -428,13 +428,13 @@ def test_closing_ends_a_call_that_waits_for_a_lost_server(
 
 
 def test_an_update_after_a_failed_broadcast_opens_a_new_group(
-    servers: list[ContractServer],
+    servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a copy of the weights, a failed broadcast fails the update; its group is of no more use."""
     groups: list[Any] = []
 
     class Group:
-        def __init__(self) -> None:
+        def __init__(self, servers: object, device: object) -> None:
             self.log: list[str] = []
             groups.append(self)
 
@@ -449,9 +449,11 @@ def test_an_update_after_a_failed_broadcast_opens_a_new_group(
         async def close(self) -> None:
             self.log.append("close")
 
+    monkeypatch.setattr("hone.rollout.server.UpdateGroup", Group)
+
     async def scenario() -> None:
-        make_group: Any = Group
-        async with open_engine(servers, make_group=make_group, keep_weights=False) as engine:
+        options: dict[str, Any] = {"broadcast_device": torch.device("cpu"), "keep_weights": False}
+        async with open_engine(servers, **options) as engine:
             with pytest.raises(RolloutError, match="a server left"):
                 await updated(engine, 1)
             await updated(engine, 2)
@@ -462,18 +464,22 @@ def test_an_update_after_a_failed_broadcast_opens_a_new_group(
 
 @pytest.mark.parametrize("keep_weights", [True, False])
 def test_after_a_server_left_a_broadcast_no_server_serves_half_of_it(
-    keep_weights: bool, servers: list[ContractServer]
+    keep_weights: bool, servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Group:
+        def __init__(self, servers: object, device: object) -> None: ...
+
         async def open(self) -> None: ...
 
         async def send(self, bucket: object) -> None: ...
 
         async def close(self) -> None: ...
 
+    monkeypatch.setattr("hone.rollout.server.UpdateGroup", Group)
+
     async def scenario() -> None:
-        make_group: Any = Group
-        options = {"make_group": make_group, "keep_weights": keep_weights}
+        options: dict[str, Any] = {"broadcast_device": torch.device("cpu")}
+        options["keep_weights"] = keep_weights
         async with open_engine(servers, 2, **options) as engine:
             await engine.begin_update()
             engine._stale_servers.add(engine._servers[0])

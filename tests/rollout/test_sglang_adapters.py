@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from hone.config import load_config
 from hone.models.policy import PolicyModel
-from hone.rollout.sglang_adapters import lora_server_arguments, peft_model_for_adapters
+from hone.rollout.server_build import lora_server_arguments, peft_model_for_adapters
 from hone.rollout.sglang_process import command_and_environment
 
 from .fake_sglang.sglang.launch_server import parser

@@ -506,7 +506,7 @@ def test_weights_given_back_in_sleep_come_once_on_waking(tmp_path: Path, publish
 
 def test_temperatures_that_vllm_would_raise_are_refused(tmp_path: Path) -> None:
     async def work(engine: VLLMRollout) -> None:
-        with pytest.raises(RolloutError, match=r"request r: vLLM samples at temperature 0.01"):
+        with pytest.raises(RolloutError, match=r"request r: vLLM raises temperature=0.001 to 0.01"):
             await engine.generate([1], Sampling(4, 0.001, 0), "r")
 
     with_engine(tmp_path, work)

@@ -233,7 +233,7 @@ def test_what_the_server_says_of_itself_is_what_the_contract_tests_believe() -> 
     engine: Any = VLLMServerFactory().build(policy())
     (running,) = engine._servers
     assert engine.traits == VLLMServerFactory.engine_traits
-    assert running.log_prob_mode.after_temperature
+    assert running.log_probs_after_temperature
     assert running.device_type == "cpu"
     asyncio.run(engine.close())
 
