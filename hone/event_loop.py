@@ -82,7 +82,7 @@ class EventLoopRun(Generic[T]):
     def __init__(self, coroutine: Coroutine[None, None, T]) -> None:
         self._coroutine = coroutine
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(_DAEMON_THREADS)
+        self._loop.set_default_executor(DAEMON_THREADS)
         self._task: asyncio.Task[T] | None = None
         self._interrupt_count = 0
 
@@ -192,7 +192,7 @@ class DaemonThreadExecutor(ThreadPoolExecutor):
         return future
 
 
-_DAEMON_THREADS = DaemonThreadExecutor()
+DAEMON_THREADS = DaemonThreadExecutor()
 """The executor of `asyncio.to_thread` and `run_in_thread`."""
 
 
@@ -325,4 +325,4 @@ async def run_in_thread(function: Callable[..., T], **arguments: Any) -> T:
 
     asyncio.to_thread is not used, because closing its event loop waits for every thread it started.
     """
-    return await asyncio.wrap_future(_DAEMON_THREADS.submit(function, **arguments))
+    return await asyncio.wrap_future(DAEMON_THREADS.submit(function, **arguments))

@@ -93,7 +93,6 @@ OPTIONAL_PACKAGES: dict[str, Callable[[str], bool]] = {
         "controller/ray_liveness.py",
         "controller/ray_placement.py",
         "controller/ray_ports.py",
-        "controller/ray_probe.py",
         "controller/ray_wait.py",
         "launch/node.py",
         "launch/jobs.py",

@@ -15,7 +15,7 @@ from hone.agents.contract import AgentLoopOutput
 from hone.agents.loop_thread import LOOPS_GRACE_S
 from hone.agents.trajectory import AgentLoopFailed, Job, TrajectoryMaker
 from hone.config import PPOTrainerConfig
-from hone.controller.waiting import PhaseDeadlines
+from hone.controller.worker_group import PhaseDeadlines
 from hone.event_loop import LoopThread
 from hone.protocol import DataProto
 from hone.rollout.contract import DrivenEngine, RolloutEngine

@@ -7,7 +7,7 @@ the ranks that run the method.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
@@ -108,38 +108,15 @@ def scatter(
 ) -> ArgumentsPerRank[_T]:
     """Sends each rank its own entry; every argument is a list with one entry per rank."""
 
-    def check_list(value: Sequence[_T]) -> list[_T]:
-        if not isinstance(value, list | tuple) or len(value) != group.world_size:
-            content = (
-                f"{len(value)} entries" if isinstance(value, list | tuple) else repr(type(value))
-            )
+    for value in (*args, *kwargs.values()):
+        is_list = isinstance(value, list | tuple)
+        if not is_list or len(value) != group.world_size:
+            content = f"{len(value)} entries" if is_list else repr(type(value))
             raise ValueError(
                 f"this method takes lists with one entry for each of {group.world_size} ranks; "
                 f"got {content}; register it with Dispatch.ONE_TO_ALL to send all ranks the same value"
             )
-        return list(value)
-
-    return _map_arguments(check_list, args, kwargs)
-
-
-def split_batches(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> ArgumentsPerRank[_T | Batch]:
-    """Splits batches over the data-parallel slots and sends other arguments to all ranks.
-
-    The ranks of one slot get the same rows. The column `padded_row` marks the rows added as padding.
-    """
-    return dispatch_nd_compute_dataproto(DEFAULT_MESH, group, *args, **kwargs)
-
-
-def split_after_func(
-    group: WorkerGroupLike, *args: _T, **kwargs: _T
-) -> ArgumentsPerRank[_T | Batch]:
-    """Sends the first argument, a function, to all ranks; splits the rest like `split_batches`."""
-    if not args or not callable(args[0]):
-        raise TypeError(
-            "the first argument of this method must be the function that each rank runs"
-        )
-    split_args, split_kwargs = split_batches(group, *args[1:], **kwargs)
-    return ([args[0]] * group.world_size, *split_args), split_kwargs
+    return _map_arguments(list, args, kwargs)
 
 
 def refuse_dispatch(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> ArgumentsPerRank[_T]:
@@ -153,7 +130,10 @@ def refuse_dispatch(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> Argument
 def dispatch_nd_compute_dataproto(
     mesh_name: str, group: WorkerGroupLike, *args: _T, **kwargs: _T
 ) -> ArgumentsPerRank[_T | Batch]:
-    """Splits batches over the data-parallel slots of a mesh."""
+    """Splits batches over the data-parallel slots of a mesh and sends other arguments to all ranks.
+
+    The ranks of one slot get the same rows. The column `padded_row` marks the rows added as padding.
+    """
     mesh = group.mesh(mesh_name)
     if not any(
         isinstance(value, DataProto | DataProtoFuture) or is_tensordict_batch(value)
@@ -178,6 +158,22 @@ def dispatch_nd_compute_dataproto(
         return [parts[slot] for slot in mesh.dp_ranks]
 
     return _map_arguments(split, args, kwargs)
+
+
+split_batches = functools.partial(dispatch_nd_compute_dataproto, DEFAULT_MESH)
+"""Splits batches over the slots of the default mesh."""
+
+
+def split_after_func(
+    group: WorkerGroupLike, *args: _T, **kwargs: _T
+) -> ArgumentsPerRank[_T | Batch]:
+    """Sends the first argument, a function, to all ranks; splits the rest like `split_batches`."""
+    if not args or not callable(args[0]):
+        raise TypeError(
+            "the first argument of this method must be the function that each rank runs"
+        )
+    split_args, split_kwargs = split_batches(group, *args[1:], **kwargs)
+    return ([args[0]] * group.world_size, *split_args), split_kwargs
 
 
 def collect_nd_compute_dataproto(
@@ -245,12 +241,6 @@ class _DispatchNames(type):
             return _MODES[name]
         hint = suggestion(name, _MODES)
         raise AttributeError(f"no dispatch mode {name!r}.{hint} There are {sorted(_MODES)}")
-
-    def __iter__(cls) -> Iterator[DispatchMode]:
-        return iter(list(_MODES.values()))
-
-    def __contains__(cls, mode: object) -> bool:
-        return mode in _MODES.values()
 
 
 class Dispatch(metaclass=_DispatchNames):

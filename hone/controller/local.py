@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,9 +20,8 @@ from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
 from hone.controller.decorator import TensorDictPayload, is_tensordict_batch, method_spec
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import set_thread_count, thread_count
-from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import Placement, Worker, use_placement
-from hone.controller.worker_group import Call, Executor, W, WorkerGroup
+from hone.controller.worker_group import Call, Executor, PhaseDeadlines, W, WorkerGroup
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, real_row_mask, without_padding
 
 logger = logging.getLogger(__name__)
@@ -54,11 +53,8 @@ class WorkerHost:
         set_thread_count(threads)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
-        members = (
-            cls_with_init.members
-            if isinstance(cls_with_init, ColocatedClass)
-            else {"": cls_with_init}
-        )
+        is_colocated = isinstance(cls_with_init, ColocatedClass)
+        members = cls_with_init.members if is_colocated else {"": cls_with_init}
         self._workers: dict[str, Worker] = {}
         try:
             for role, member in members.items():
@@ -81,7 +77,14 @@ class WorkerHost:
             kwargs = {key: _materialize(value) for key, value in kwargs.items()}
         result = method(*args, **kwargs)
         if inspect.iscoroutine(result):
-            result = self._run_coroutine(result)
+            # All calls share one event loop: a call may leave tasks that the next call awaits.
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._loop_thread = threading.Thread(
+                    target=self._loop.run_forever, name="worker-event-loop", daemon=True
+                )
+                self._loop_thread.start()
+            result = asyncio.run_coroutine_threadsafe(result, self._loop).result()
         if inspect.isgenerator(result) or inspect.isasyncgen(result):
             raise TypeError(
                 f"{call.method!r} returned a generator, which stays in its process; return a list"
@@ -116,16 +119,6 @@ class WorkerHost:
                     if callable(close := getattr(part, "close", None)):
                         stack.callback(close)
 
-    def _run_coroutine(self, coroutine: Coroutine[None, None, _T]) -> _T:
-        # All calls share one event loop: a call may leave tasks that the next call awaits.
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._loop_thread = threading.Thread(
-                target=self._loop.run_forever, name="worker-event-loop", daemon=True
-            )
-            self._loop_thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
     def _stop_loop(self) -> None:
         if self._loop is None or self._loop_thread is None:
             return
@@ -147,16 +140,11 @@ class LocalExecutor(Executor[FinishedCall]):
         self._host: WorkerHost | None = WorkerHost(cls_with_init, Placement(role=role), threads)
         self._role = role
 
-    @property
-    def host(self) -> WorkerHost:
+    def submit(self, rank: int, call: Call) -> FinishedCall:
         if self._host is None:
             raise RuntimeError(f"worker group {self._role!r} was shut down; create a new one")
-        return self._host
-
-    def submit(self, rank: int, call: Call) -> FinishedCall:
-        host = self.host
         try:
-            return FinishedCall(host.call(call))
+            return FinishedCall(self._host.call(call))
         except Exception as error:  # `get` raises it, as under Ray
             return FinishedCall(error=error)
 
@@ -203,7 +191,8 @@ def get_results(handles: Sequence[FinishedCall]) -> list[Any]:
 
 def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
     """Removes the result rows that belong to padded input rows."""
-    padded_inputs = [v for v in inputs if isinstance(v, DataProto) and v.has_column(PADDED_ROW)]
+    batches = [value for value in inputs if isinstance(value, DataProto)]
+    padded_inputs = [batch for batch in batches if batch.has_column(PADDED_ROW)]
     if result.has_column(PADDED_ROW):
         real_rows = without_padding(result)
     elif not padded_inputs or len(result) == 0:
@@ -212,7 +201,9 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
         is_real = real_row_mask(padded_inputs[0])
         if len(result) == int(is_real.sum()):
             real_rows = result  # the worker has already dropped the padding
-        elif len(result) % len(is_real) == 0 and not _differ_in_padding(inputs):
+        elif len(result) % len(is_real) == 0 and all(
+            real_row_mask(batch).tolist() == is_real.tolist() for batch in batches if len(batch)
+        ):
             repeat_count = len(result) // len(is_real)
             real_rows = result.select_idxs(is_real.repeat_interleave(repeat_count))
         else:
@@ -225,12 +216,6 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
         real_rows = real_rows.select()
         real_rows.meta_info.pop("metrics", None)  # every input row is padding
     return real_rows
-
-
-def _differ_in_padding(inputs: Sequence[Any]) -> bool:
-    """Whether two batches of a call have padding in different rows."""
-    batches = [value for value in inputs if isinstance(value, DataProto) and len(value)]
-    return len({tuple(real_row_mask(batch).tolist()) for batch in batches}) > 1
 
 
 def _as_data_proto(value: Any) -> Any:

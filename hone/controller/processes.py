@@ -7,7 +7,8 @@ stopped process (SIGSTOP) is unresponsive; a busy one is not.
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Sequence
+import signal
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 STOPPED, ZOMBIE, GONE = "T", "Z", ""
@@ -67,3 +68,28 @@ def last_lines(paths: Sequence[str]) -> list[str]:
             # Ray marks jobs and actors with lines that start with ":".
             lines += [line.rstrip() for line in tail if line.strip() and not line.startswith(":")]
     return lines
+
+
+class NodeProbe:
+    """An actor on a remote node that answers for its workers, which may be busy."""
+
+    def __init__(self) -> None:
+        self._log_sizes: dict[int, int] = {}
+
+    def read(
+        self, logs: Mapping[int, Sequence[str]]
+    ) -> tuple[dict[int, str], dict[int, list[str]]]:
+        """Returns the state of each process, and the last lines of each log that has changed."""
+        log_lines = {}
+        for pid, paths in logs.items():
+            size = sum(os.path.getsize(path) for path in paths if os.path.exists(path))
+            if size != self._log_sizes.get(pid):
+                self._log_sizes[pid] = size
+                log_lines[pid] = last_lines(paths)
+        return {pid: process_state(pid) for pid in logs}, log_lines
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def log_lines(self, paths: Sequence[str]) -> list[str]:
+        return last_lines(paths)

@@ -38,9 +38,8 @@ from hone.controller.ray_start import TOKEN_ENV, start_ray
 from hone.controller.ray_wait import RefWait
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import THREADS_ENV, set_thread_count, thread_count
-from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import LOOPBACK, Placement, free_port
-from hone.controller.worker_group import Call, Executor, W, WorkerGroup
+from hone.controller.worker_group import Call, Executor, PhaseDeadlines, W, WorkerGroup
 from hone.logging_level import level_variables
 from hone.protocol import DataProto
 from hone.text import error_text
@@ -233,9 +232,13 @@ class RayExecutor(Executor[ray.ObjectRef]):
             return self._actors[rank].call.remote(call)
         except TypeError as error:
             for name, value in (*enumerate(call.args), *call.kwargs.items()):
-                _check_picklable(
-                    f"argument {name!r} of {call.role or self.name}.{call.method}", value, error
-                )
+                try:
+                    cloudpickle.dumps(value)
+                except Exception as reason:
+                    raise TypeError(
+                        f"argument {name!r} of {call.role or self.name}.{call.method} cannot be sent to "
+                        f"another process: {reason}; create it in the worker"
+                    ) from error
             raise
 
     def resolver(self, role: str, method: str) -> RefWait:
@@ -289,15 +292,6 @@ class RayWorkerGroup(WorkerGroup[W]):
             threads,
         )
         super().__init__(executor, ray_cls_with_init, name)
-
-
-def _check_picklable(subject: str, value: T, error: TypeError) -> None:
-    try:
-        cloudpickle.dumps(value)
-    except Exception as reason:
-        raise TypeError(
-            f"{subject} cannot be sent to another process: {reason}; create it in the worker"
-        ) from error
 
 
 def ray_task(function: Callable[P, T]) -> Any:

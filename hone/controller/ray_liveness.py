@@ -1,6 +1,6 @@
 """Checks that workers, their nodes and Ray itself are alive while the trainer waits.
 
-Local processes are checked in /proc, remote ones by a probe on their node (ray_probe.py), and Ray's
+Local processes are checked in /proc, remote ones by a probe on their node, and Ray's
 control plane by a call. A busy worker counts as alive; the phase deadline ends work that takes too
 long.
 """
@@ -13,13 +13,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
 from hone.controller.failures import (
@@ -33,11 +33,12 @@ from hone.controller.processes import (
     GONE,
     STOPPED,
     ZOMBIE,
+    NodeProbe,
     UnresponsiveTimer,
     last_lines,
     process_state,
 )
-from hone.controller.ray_probe import RemoteNode
+from hone.event_loop import DAEMON_THREADS
 from hone.types import Fields
 
 T = TypeVar("T")
@@ -52,6 +53,40 @@ NODE_DEADLINE_S = 22.0
 """Longer than the 15 s within which Ray's health checks report a lost node."""
 RAY_PROCESSES = {"gcs_server": "Ray's control plane", "raylet": "Ray's node manager"}
 ENDED_REASON = "its process has ended"
+
+
+class RemoteNode:
+    """A remote node, in the state that its probe last reported."""
+
+    def __init__(self, node_id: str) -> None:
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": strategy}
+        self.actor = ray.remote(NodeProbe).options(**options).remote()
+        self.answer_count = 0
+        """The number of answers of the probe so far."""
+        self.states: dict[int, str] = {}
+        """The state of each process by pid."""
+        self.log_lines: dict[int, list[str]] = {}
+        """The last log lines by pid; they can be read after the node is lost."""
+        self._request: tuple[ray.ObjectRef, float] | None = None
+
+    def poll(self, logs: Mapping[int, Sequence[str]]) -> float | None:
+        """Reads the answer to the last request, if it has arrived, and sends the next request.
+
+        Returns the time at which the answered request was sent, or None.
+        """
+        sent_at = None
+        if self._request is not None and ray.wait([self._request[0]], timeout=0)[0]:
+            ref, request_time = self._request
+            with suppress(RayError):  # the probe restarts, or its node is lost
+                self.states, log_lines = ray.get(ref)
+                self.log_lines |= log_lines
+                self.answer_count += 1
+                sent_at = request_time
+            self._request = None
+        if self._request is None:
+            self._request = self.actor.read.remote(dict(logs)), time.monotonic()
+        return sent_at
 
 
 class _Ping:
@@ -81,20 +116,11 @@ class _Ping:
 
 def call_control_plane(request: Callable[[], T]) -> T:
     """Returns the result of `request`; raises ClusterFailed if the request hangs."""
-    answer: Future[T] = Future()
-
-    def call() -> None:
-        try:
-            answer.set_result(request())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=call, name="ray-control-plane", daemon=True).start()
-    limit_s = (
-        TrainerConfig.liveness_deadline_s if _watch is None else _watch.unresponsive_timer.limit_s
-    )
+    limit_s = TrainerConfig.liveness_deadline_s
+    if _watch is not None:
+        limit_s = _watch.unresponsive_timer.limit_s
     try:
-        return answer.result(limit_s)
+        return DAEMON_THREADS.submit(request).result(limit_s)
     except TimeoutError:
         if _watch is not None:
             _watch.failed = True
@@ -171,15 +197,16 @@ class ClusterWatch:
             ray.kill(nodes[node_id].actor)
 
     def check_alive(self, waiting_role: str, method: str) -> None:
-        """Raises if a watched process, a node or Ray itself has failed.
-
-        `waiting_role` and `method` are for the message: the role that waits, and what it waits for.
-        """
+        """Raises if a process, a node or Ray has failed while `waiting_role` waits for `method`."""
         with self._lock:
             # A target that has answered has no entry or a new key here; either resets its time.
             errors_by_target: dict[Hashable, Callable[[], RuntimeError]] = {}
+
+            def cluster_error(event: str, hint: str) -> ClusterFailed:
+                self.failed = True
+                return ClusterFailed(event, waiting_role, method, hint)
+
             limit = f"{self.unresponsive_timer.limit_s:g} s"
-            cluster_error = partial(self._cluster_error, waiting_role, method)
             for name, pid in self._ray_pids.items():
                 part = f"{RAY_PROCESSES[name]} ({name}, pid {pid} on this machine)"
                 log = f"{self._log_folder}/{name}.out"
@@ -191,14 +218,11 @@ class ClusterWatch:
                     event = f"{part} has been stopped (SIGSTOP) for {limit}"
                     errors_by_target[name] = partial(cluster_error, event, hint)
             for node_id, node in self._nodes.items():
-                node.poll(self._log_files_by_pid(node_id))
-                if node_id in self.ping.dead_nodes:
-                    raise self.lost_node_error(
-                        node_id, waiting_role, method, self.ping.dead_nodes[node_id]
-                    )
-                if (
-                    node.answer_count > 0
-                ):  # until the first answer, the deadline of the start applies
+                self._poll(node_id)
+                if reason := self.ping.dead_nodes.get(node_id):
+                    raise self.lost_node_error(node_id, waiting_role, method, reason)
+                # Until the first answer, the deadline of the start applies.
+                if node.answer_count > 0:
                     reason = f"it has not answered for {limit}"
                     error = partial(self.lost_node_error, node_id, waiting_role, method, reason)
                     errors_by_target[node_id, "node", node.answer_count] = error
@@ -230,8 +254,8 @@ class ClusterWatch:
         if self._nodes and time.monotonic() > self._refresh_at:
             self._refresh_at = time.monotonic() + PING_INTERVAL_S
             with self._lock:
-                for node_id, node in self._nodes.items():
-                    node.poll(self._log_files_by_pid(node_id))
+                for node_id in self._nodes:
+                    self._poll(node_id)
 
     def raise_if_node_lost(self, node_id: str, waiting_role: str, method: str) -> None:
         """Waits up to NODE_DEADLINE_S for an answer of the node's probe; raises NodeLost without one.
@@ -242,14 +266,14 @@ class ClusterWatch:
         if node_id == self.local_node_id and (reason := raylet_problem(node_id)) is not None:
             event = f"the Ray node of this machine was lost ({reason})"
             raise ClusterFailed(event, waiting_role, method, "start it again with `ray start`")
-        if (node := self._nodes.get(node_id)) is None:
+        if node_id not in self._nodes:
             return
         start = time.monotonic()
         while time.monotonic() < start + NODE_DEADLINE_S:
             if (reason := raylet_problem(node_id)) is not None:
                 raise self.lost_node_error(node_id, waiting_role, method, reason)
             with self._lock:
-                sent_at = node.poll(self._log_files_by_pid(node_id))
+                sent_at = self._poll(node_id)
             if sent_at is not None and sent_at > start + PROBE_OUTLIVES_RAYLET_S:
                 return
             time.sleep(0.5)
@@ -265,7 +289,7 @@ class ClusterWatch:
         while (pending_ids := self._nodes.keys() - answered_ids) and time.monotonic() < end_time:
             for node_id in pending_ids:
                 with self._lock:
-                    sent_at = self._nodes[node_id].poll(self._log_files_by_pid(node_id))
+                    sent_at = self._poll(node_id)
                 if sent_at is not None and sent_at > end_time - ANSWER_DEADLINE_S:
                     answered_ids.add(node_id)
             time.sleep(0.1)
@@ -281,7 +305,7 @@ class ClusterWatch:
         self, node_id: str, waiting_role: str, method: str, reason: str
     ) -> NodeLost:
         """Returns the error about a lost node, and excludes the node from later placements."""
-        _lost_node_ids.add(node_id)
+        lost_node_ids.add(node_id)
         lines = self._nodes[node_id].log_lines
         workers = [(r, w, tuple(lines.get(w.pid, ()))) for r, w in self._workers_on(node_id)]
         return NodeLost(node_id, workers[0][1].node_ip, workers, waiting_role, method, reason)
@@ -290,14 +314,9 @@ class ClusterWatch:
         """Returns role and process of each worker on a node."""
         return [entry for entry in self._workers.values() if entry[1].node_id == node_id]
 
-    def _log_files_by_pid(self, node_id: str) -> dict[int, tuple[str, ...]]:
-        return {worker.pid: worker.logs for _, worker in self._workers_on(node_id)}
-
-    def _cluster_error(
-        self, waiting_role: str, method: str, event: str, hint: str
-    ) -> ClusterFailed:
-        self.failed = True
-        return ClusterFailed(event, waiting_role, method, hint)
+    def _poll(self, node_id: str) -> float | None:
+        """Polls the probe of a node; returns when the request was sent that the probe has answered."""
+        return self._nodes[node_id].poll({w.pid: w.logs for _, w in self._workers_on(node_id)})
 
     def _kill_stopped_worker(
         self, role: str, worker: WorkerProcess, waiting_role: str, method: str
@@ -312,12 +331,8 @@ class ClusterWatch:
 
 
 _watch: ClusterWatch | None = None
-_lost_node_ids: set[str] = set()
-
-
-def lost_node_ids() -> frozenset[str]:
-    """Returns the ids of the nodes that were lost; a node that joins again has a new id."""
-    return frozenset(_lost_node_ids)
+lost_node_ids: set[str] = set()
+"""The ids of the nodes that were lost; a node that joins again has a new id."""
 
 
 def watch_cluster(ray_pids: Mapping[str, int], log_folder: str = "") -> None:
@@ -363,10 +378,7 @@ def refresh_logs() -> None:
 
 
 def raise_if_lost(waiting_role: str, method: str, node_id: str | None = None) -> None:
-    """Raises if the node `node_id` is lost; without `node_id`, raises if any worker is lost.
-
-    The check has an effect in the trainer process only.
-    """
+    """Raises, in the trainer process only, if the node `node_id` is lost; without it, if any worker is."""
     if _watch is None or _watch.failed:
         return
     if node_id is None:

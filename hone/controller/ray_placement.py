@@ -54,12 +54,12 @@ class Node:
 
 def live_nodes() -> list[Node]:
     """Returns the nodes that Ray lists as alive and that are not lost, the local node first."""
-    local_node_id, lost_ids = ray.get_runtime_context().get_node_id(), lost_node_ids()
+    local_node_id = ray.get_runtime_context().get_node_id()
     entries, free_by_id = call_control_plane(lambda: (ray.nodes(), available_resources_per_node()))
     nodes = [
         Node(id_, entry["NodeManagerAddress"], free_by_id.get(id_, {}), entry["Resources"])
         for entry in entries
-        if entry["Alive"] and (id_ := entry["NodeID"]) not in lost_ids
+        if entry["Alive"] and (id_ := entry["NodeID"]) not in lost_node_ids
     ]
     return sorted(nodes, key=lambda node: (node.node_id != local_node_id, node.node_id))
 
@@ -107,30 +107,20 @@ class Reservation:
         while True:
             nodes = live_nodes()
             node_ids = place(self._pool, resources_by_node(nodes))
-            if (
-                node_ids is not None
-                and (group := self._create_group(node_ids, end_time)) is not None
-            ):
+            if node_ids is not None and (group := self._create_group(node_ids, end_time)):
                 return group
             total_resources = resources_by_node(nodes, total=True)
             if place(self._pool, total_resources) is None:  # it did fit in `check_pools_fit`
-                raise ClusterFailed(
-                    f"a node was lost, and {self._pool} does not fit on the remaining nodes",
-                    self._pool.name_prefix,
-                    "its reservation",
-                    f"free are {_format_nodes(nodes)}",
-                )
+                event = f"a node was lost, and {self._pool} does not fit on the remaining nodes"
+                hint = f"free are {_format_nodes(nodes)}"
+                raise ClusterFailed(event, self._pool.name_prefix, "its reservation", hint)
+            free = f"free are {_format_nodes(nodes)}"
             if time.monotonic() > end_time:
-                raise WaitTimeout(
-                    self._pool.name_prefix,
-                    f"Ray to reserve {self._pool.process_on_nodes} processes",
-                    deadline_s,
-                    f"other worker groups or runs hold resources; free are {_format_nodes(nodes)}",
-                )
+                awaited = f"Ray to reserve {self._pool.process_on_nodes} processes"
+                hint = f"other worker groups or runs hold resources; {free}"
+                raise WaitTimeout(self._pool.name_prefix, awaited, deadline_s, hint)
             if not has_warned:
-                logger.warning(
-                    "%s waits for resources; free are %s", self._pool, _format_nodes(nodes)
-                )
+                logger.warning("%s waits for resources; %s", self._pool, free)
                 has_warned = True
             check_alive(self._pool.name_prefix, "its reservation")
             time.sleep(0.5)

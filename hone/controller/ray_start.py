@@ -181,12 +181,7 @@ def _start_cluster(options: Settings, report: Callable[[str], None]) -> None:
     }
     report("starting Ray on this machine")
     try:
-        with (
-            _set_environment(variables),
-            _listen_on_loopback(),
-            _keep_sigterm_handler(),
-            fixed_agent_ports(),
-        ):
+        with _start_settings(variables), _keep_sigterm_handler(), fixed_agent_ports():
             _reload_settings()
             context = ray.init(**{"_temp_dir": os.path.join(folder, "ray"), **options})
     except BaseException:
@@ -210,29 +205,23 @@ def _reload_settings() -> None:
 
 
 @contextmanager
-def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables inside the block, so that later child processes do not get the token."""
+def _start_settings(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables inside the block, so that later child processes do not get the token.
+
+    Ray has read `_LOOPBACK_ENV` at import; its value in Ray is set too.
+    """
     previous_values = {name: os.environ.get(name) for name in variables}
+    previous_constant = ray_constants.ENABLE_RAY_CLUSTER
     os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in previous_values.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _listen_on_loopback() -> Iterator[None]:
-    """Overrides the value that Ray read from `_LOOPBACK_ENV` at import."""
-    previous_value = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = previous_value
+        ray_constants.ENABLE_RAY_CLUSTER = previous_constant
+        for name, value in previous_values.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextmanager

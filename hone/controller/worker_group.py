@@ -8,9 +8,13 @@ actors (ray.py).
 from __future__ import annotations
 
 import functools
+import operator
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -19,16 +23,10 @@ import numpy as np
 import torch
 
 from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
-from hone.controller.decorator import (
-    DEFAULT_MESH,
-    Execute,
-    Mesh,
-    MethodSpec,
-    registered_methods,
-)
+from hone.controller.decorator import DEFAULT_MESH, Execute, Mesh, MethodSpec, registered_methods
 from hone.controller.resource_pool import Role
 from hone.plugins import suggestion
-from hone.protocol import DataProto, DataProtoFuture
+from hone.protocol import DataProtoFuture
 from hone.types import Function, Settings
 
 W = TypeVar("W", covariant=True)
@@ -39,11 +37,72 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+Listener = Callable[[int, int], None]
+"""Receives the number of ranks that have answered and the number of all ranks."""
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 _NUMBER_BYTES = 8
 _NUMBER_TYPES = (int, float, np.number, type(None))
 _TEXT_TYPES = (str, bytes, bytearray)
 _SEQUENCE_TYPES = (list, tuple)
 _TYPES_SENT_BY_NAME = (type, ModuleType)
+
+
+@contextmanager
+def on_wait_progress(listener: Listener) -> Iterator[None]:
+    """Calls `listener` about once per second while the caller waits for ranks inside the block."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def report_progress(answered_ranks: int, total_ranks: int) -> None:
+    """Calls the listener, if there is one."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(answered_ranks, total_ranks)
+
+
+@dataclass
+class PhaseDeadlines:
+    """The deadline of each phase: the larger of `floor_s` and `factor` times its longest completed run.
+
+    A phase is a worker's method, or all agent loops of a batch.
+    """
+
+    floor_s: float
+    """`trainer.phase_deadline_floor_s`."""
+    factor: float
+    """`trainer.phase_deadline_factor`."""
+    longest_run_s: dict[str, float] = field(default_factory=dict)
+    """The longest completed run of each phase."""
+
+    def limit_s(self, phase: str) -> float:
+        """Returns the deadline of the phase's next run."""
+        return max(self.floor_s, self.factor * self.longest_run_s.get(phase, 0.0))
+
+    def record(self, phase: str, seconds: float) -> None:
+        """Records the duration of a completed run."""
+        self.longest_run_s[phase] = max(seconds, self.longest_run_s.get(phase, 0.0))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[float]:
+        """Yields the limit of this run and records its duration if it completes."""
+        start_time = time.monotonic()
+        yield self.limit_s(phase)
+        self.record(phase, time.monotonic() - start_time)
+
+    def advice(self, phase: str) -> str:
+        """Returns the end of an error message: where the limit comes from and how to raise it."""
+        longest_run_s = self.longest_run_s.get(phase)
+        if longest_run_s is None or self.factor * longest_run_s <= self.floor_s:
+            return "raise trainer.phase_deadline_floor_s if the work is that long"
+        return (
+            f"raise trainer.phase_deadline_factor (the limit is {self.factor:g} times the longest "
+            f"run so far, {longest_run_s:.3g} s) if the work is that long"
+        )
 
 
 @dataclass(frozen=True)
@@ -115,10 +174,9 @@ class WorkerGroup(Generic[W]):
             for member_role, group in self._group_by_role.items():
                 for name, method in group._methods.items():
                     self._methods[f"{member_role}_{name}"] = method
-            return
-        self._specs = registered_methods(cls_with_init.cls)
-        for method_name in self._specs:
-            self._methods[method_name] = functools.partial(self._call, method_name)
+        else:
+            self._specs = registered_methods(cls_with_init.cls)
+            self._methods = {name: functools.partial(self._call, name) for name in self._specs}
 
     @property
     def world_size(self) -> int:
@@ -133,10 +191,7 @@ class WorkerGroup(Generic[W]):
             return methods[name]
         if name.startswith("__"):
             raise AttributeError(name)
-        raise self._unknown_method_error(name, methods)
-
-    def _unknown_method_error(self, name: str, methods: Settings) -> AttributeError:
-        return AttributeError(
+        raise AttributeError(
             f"worker group {self.__dict__.get('name', '')!r} has no method "
             f"{name!r}.{suggestion(name, methods)} Registered are {sorted(methods)}"
         )
@@ -156,12 +211,10 @@ class WorkerGroup(Generic[W]):
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls a method and returns what its dispatch mode collects from the ranks."""
-        result: R = self._call(method.__name__, *args, **kwargs)
+        result: R = self.__getattr__(method.__name__)(*args, **kwargs)
         return result
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        if name not in self._specs:
-            raise self._unknown_method_error(name, self._methods)
         spec = self._specs[name]
         mode = spec.dispatch_mode
         split_args, split_kwargs = mode.dispatch_fn(self, *args, **kwargs)
@@ -182,7 +235,7 @@ class WorkerGroup(Generic[W]):
         group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
         collect: Function = functools.partial(mode.collect_fn, group)
         if is_rank_zero_call:
-            collect = _first_result
+            collect = operator.itemgetter(0)
         elif mode.collects_per_slot:
             collect = functools.partial(_collect_slots, collect, self.mesh(DEFAULT_MESH))
         collect = self._count_results(name, collect)
@@ -198,7 +251,7 @@ class WorkerGroup(Generic[W]):
         return self._executor.submit(rank, call)
 
     def _count_results(self, method: str, collect: Function) -> Function:
-        """Returns a function that counts the payload bytes of the results before it collects them."""
+        """Returns a function that counts the payload bytes of the results, then collects them."""
         return functools.partial(count_and_collect, self.traffic, f"{self.name}/{method}", collect)
 
     def call_all(
@@ -229,7 +282,7 @@ class WorkerGroup(Generic[W]):
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Calls a method on rank 0; `get()` returns its result."""
-        return self._execute(range(1), _first_result, method, args, kwargs)
+        return self._execute(range(1), operator.itemgetter(0), method, args, kwargs)
 
     def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method on rank 0 and waits for its result."""
@@ -280,10 +333,6 @@ class WorkerGroup(Generic[W]):
         self.shutdown()
 
 
-def _first_result(results: list[R]) -> R:
-    return results[0]
-
-
 def _collect_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]) -> R:
     """Collects one result per data-parallel slot."""
     return collect([results[rank] for rank in mesh.collect_ranks])
@@ -302,8 +351,6 @@ def payload_bytes(value: Any) -> int:
         seen_ids.add(id(part))
         if isinstance(part, _TEXT_TYPES):
             total_bytes += len(part)
-        elif isinstance(part, dict):
-            parts += part.values()
         elif isinstance(part, _SEQUENCE_TYPES):
             # A list of token ids or log-probs is long, so only three entries are checked.
             if part and all(isinstance(part[i], _NUMBER_TYPES) for i in (0, len(part) // 2, -1)):
@@ -314,19 +361,11 @@ def payload_bytes(value: Any) -> int:
             total_bytes += part.values().nbytes if part.is_nested else part.nbytes
         elif isinstance(part, np.ndarray) and part.dtype != object:
             total_bytes += part.nbytes
+        elif isinstance(part, np.ndarray):
+            parts += part.flat
         else:
-            parts += _parts(part)
+            parts += (part if isinstance(part, Mapping) else getattr(part, "__dict__", {})).values()
     return total_bytes
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """Returns the columns of a batch, the items of an object array or the attributes of an object."""
-    if isinstance(value, np.ndarray):
-        return value.flat
-    if isinstance(value, DataProto):
-        tensors = () if value.batch is None else value.batch.values()
-        return [*tensors, *value.non_tensor_batch.values(), value.meta_info]
-    return (value if isinstance(value, Mapping) else getattr(value, "__dict__", {})).values()
 
 
 def count_and_collect(

@@ -65,24 +65,12 @@ def test_an_execute_mode_of_the_wrong_type_is_refused() -> None:
 def test_a_mode_that_does_not_exist_is_helped() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'ONE_TO_ALL'"):
         _ = Dispatch.ONE_TO_AL
-    names = {mode.name for mode in Dispatch}
-    assert names >= {
-        "RANK_ZERO",
-        "ONE_TO_ALL",
-        "ALL_TO_ALL",
-        "DP_COMPUTE",
-        "DP_COMPUTE_PROTO",
-        "DP_COMPUTE_PROTO_WITH_FUNC",
-        "DP_COMPUTE_METRIC",
-        "DIRECT_ROLLOUT_METHOD",
-    }
     assert repr(Dispatch.DP_COMPUTE) == "Dispatch.DP_COMPUTE"
 
 
 def test_modes_can_be_added_once_and_updated() -> None:
     mode = register_dispatch_mode("TEST_MODE", split, join)
     assert Dispatch.TEST_MODE is mode
-    assert mode in Dispatch
     with pytest.raises(ValueError, match="update_dispatch_mode"):
         register_dispatch_mode("TEST_MODE", split, join)
     with pytest.raises(ValueError, match="must be an identifier"):

@@ -18,7 +18,7 @@ from toy_workers import Toy
 
 from hone.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, register
 from hone.controller.failures import WaitTimeout, WorkerDied, WorkerProcess
-from hone.controller.waiting import PhaseDeadlines
+from hone.controller.worker_group import PhaseDeadlines
 from hone.protocol import DataProto, DataProtoFuture
 from tests.controller.raylets import Raylets
 

@@ -117,7 +117,7 @@ def test_a_node_that_answers_no_more_is_named(watch: Any) -> None:
         "'update_critic': it has not answered for 20 s\n"
     )
     assert "last log lines of rank 1 of 'actor' (pid 4711):\n  | its last words\n" in said
-    assert "far" in ray_liveness.lost_node_ids()
+    assert "far" in ray_liveness.lost_node_ids
 
 
 def test_a_node_that_ray_calls_dead_is_named_with_all_its_ranks_and_roles(watch: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hone.controller.failures import WaitTimeout, WorkerDied, WorkerProcess
-from hone.controller.waiting import PhaseDeadlines
+from hone.controller.worker_group import PhaseDeadlines
 
 pytest.importorskip("ray")
 

@@ -25,9 +25,8 @@ from hone.controller import (
 )
 from hone.controller.decorator import DEFAULT_MESH, TensorDictPayload
 from hone.controller.local import FinishedCall, WorkerHost, get_results
-from hone.controller.waiting import PhaseDeadlines
 from hone.controller.worker import Placement, Worker
-from hone.controller.worker_group import Call, Executor
+from hone.controller.worker_group import Call, Executor, PhaseDeadlines
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
 from hone.protocol import tensordicts as tu
 

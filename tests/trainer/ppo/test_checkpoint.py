@@ -480,7 +480,7 @@ def test_a_full_disk_is_told_and_the_last_checkpoint_stays(
 
 
 def weights_in_training(trainer: Any) -> dict[str, torch.Tensor]:
-    worker = trainer.actor._executor.host.worker("actor")
+    worker = trainer.actor._executor._host.worker("actor")
     return {name: tensor.clone() for name, tensor in worker.engine.named_hf_weights()}
 
 

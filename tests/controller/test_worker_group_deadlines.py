@@ -1,10 +1,25 @@
-"""How long a phase may take follows from how long it took."""
+"""Deadlines of phases follow from how long they took; a wait for ranks tells how far it is."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from hone.controller.waiting import PhaseDeadlines
+from hone.controller.worker_group import PhaseDeadlines, on_wait_progress, report_progress
+
+
+def test_a_listener_hears_the_waits_inside_and_no_others() -> None:
+    heard: list[tuple[int, int]] = []
+    report_progress(1, 2)
+    with on_wait_progress(lambda done, ranks: heard.append((done, ranks))):
+        report_progress(1, 2)
+        other = threading.Thread(target=report_progress, args=(7, 7))
+        other.start()
+        other.join()
+        report_progress(2, 2)
+    report_progress(9, 9)
+    assert heard == [(1, 2), (2, 2)]
 
 
 def test_the_floor_holds_until_the_phase_has_taken_longer() -> None:
