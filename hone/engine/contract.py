@@ -6,23 +6,29 @@ mini-batch, by which `agg_loss` divides, and manages devices and ranks. Workers 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from hone.config.engine import FSDPConfig, MegatronConfig, OptimConfig
-from hone.models.lora import AdapterSettings
+from hone.models.families import config_field, key_shape
+from hone.models.load import eos_ids
+from hone.models.lora import AdapterSettings, is_lora
 from hone.models.policy import PolicyModel
 from hone.ops.packing import MicroBatchRule
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Mesh:
     pipeline_rank: int = 0
     pipeline_size: int = 1
 
-    @property
+    @functools.cached_property
     def ranks_per_slot(self) -> int:
         """The number of ranks per data-parallel slot."""
         return self.sequence_size * self.tensor_size * self.pipeline_size
@@ -77,6 +83,29 @@ class ModelFacts:
     """Size of one token's keys and values in the KV cache."""
     has_adapters: bool = False
     """Whether LoRA adapters are trained on a frozen base model."""
+
+    @classmethod
+    def of(cls, lm: PreTrainedModel) -> ModelFacts:
+        """Returns the properties of a model, even if it is sharded or offloaded."""
+        config = lm.config.get_text_config()
+        kv_heads, head_dim = key_shape(config)
+        weights = list(lm.parameters())
+        return cls(
+            vocabulary=lm.get_input_embeddings().weight.shape[0],
+            max_position_embeddings=config_field(config, "max_position_embeddings"),
+            eos_ids=eos_ids(lm.config, getattr(lm, "generation_config", None), None),
+            dtype=weights[0].dtype,
+            parameters=sum(p.numel() for p in weights),
+            parameter_bytes=sum(p.nbytes for p in weights),
+            layers=config.num_hidden_layers,
+            attention_width=config.num_attention_heads * head_dim,
+            kv_bytes_per_token=config.num_hidden_layers
+            * 2
+            * kv_heads
+            * head_dim
+            * weights[0].itemsize,
+            has_adapters=is_lora(lm),
+        )
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
-"""The training engine: packs rows, runs forward and backward, updates the weights.
+"""The training engine: packs rows, runs forward and backward, updates, saves and lends the weights.
 
-The result does not depend on how rows are split into micro-batches. model_state.py holds and exports the
-parameters.
+The result does not depend on how rows are split into micro-batches.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,19 +18,23 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from hone.algorithms.aggregation import BatchCounts, batch_counts
-from hone.engine.contract import Objective, ObjectiveOutput, Options
-from hone.engine.model_state import ModelState
+from hone.engine.checkpoint import load_checkpoint, save_checkpoint
+from hone.engine.contract import Lease, Mesh, ModelFacts, Objective, ObjectiveOutput, Options
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
+from hone.models import lora
+from hone.models.load import EXPORT_FOLDER
+from hone.models.policy import PolicyModel
+from hone.models.writing import without_progress_bar
 from hone.ops.counter_rng import fold_seed
 from hone.ops.device import send
 from hone.ops.packing import MicroBatchRule, PackedRows, pack_rows, shared_prompt_lengths
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask, without_padding
+from hone.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # importing sharding.py takes seconds, and a single rank does not need it
     from hone.engine.sharding import ShardedModule
     from hone.models.routing import Routing
-
 
 MicroBatchResult = tuple[ObjectiveOutput, float]
 """The objective's output for one micro-batch, and the share of the loss tokens that the micro-batch has."""
@@ -37,8 +42,8 @@ _INPUTS = ("prompts", "responses", "attention_mask", "response_mask", "routed_ex
 """The columns from which rows are packed."""
 
 
-class Engine(ModelState):
-    """A `TrainEngine` over one module that maps packed rows to values per token."""
+class Engine:
+    """A `TrainEngine` over one module that maps packed rows to values per token; ranks may shard it."""
 
     def __init__(
         self,
@@ -52,18 +57,25 @@ class Engine(ModelState):
         sharded_module: ShardedModule | None = None,
         offload: Offload | None = None,
     ) -> None:
-        super().__init__(module, optimizer, sharded_module, offload)
+        self.module = module
+        # Offloaded shards are on another device than the one that computes.
+        self.device: torch.device = (
+            next(module.parameters()).device if sharded_module is None else sharded_module.device
+        )
+        self.optimizer = optimizer
+        self.offload = offload
+        self.mesh = mesh = Mesh() if sharded_module is None else sharded_module.groups.mesh
+        self._sharded_module = sharded_module
+        self._data_group = None if sharded_module is None else sharded_module.groups.data
+        self._sequence_group = None if sharded_module is None else sharded_module.groups.sequence
+        self._gather_count = self._load_count = 0
         self._train_rule = train_rule
         self._infer_rule = infer_rule
         self._response_width = response_width
         self._share_prompts = True  # identical prompts in a micro-batch are computed once
         self._seed = seed
-        mesh = self.mesh
         # Sequence-parallel ranks compute different tokens; tensor-parallel ranks need the same dropout.
         self._dropout_rank = mesh.data_parallel_rank * mesh.sequence_size + mesh.sequence_rank
-        self._sequence_group = (
-            sharded_module.groups.sequence if sharded_module is not None else None
-        )
         self._num_gradient_ranks = mesh.data_parallel_size * mesh.sequence_size
         self._has_dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
 
@@ -92,7 +104,11 @@ class Engine(ModelState):
     def infer(
         self, batch: DataProto, *, adapters: bool = True, **options: Unpack[Options]
     ) -> dict[str, Tensor]:
-        adapter_context = nullcontext() if adapters else self._adapters_disabled()
+        if not adapters and not self.facts.has_adapters:
+            raise ValueError(
+                "infer(adapters=False) runs the base model of LoRA adapters, but this model has no adapters"
+            )
+        adapter_context = nullcontext() if adapters else self._lm.disable_adapter()
         results: dict[str, Tensor] = {}
         with self.on_device(), torch.no_grad(), adapter_context:
             self.module.eval()
@@ -222,6 +238,110 @@ class Engine(ModelState):
             dist.all_reduce(max_count, dist.ReduceOp.MAX, group=self._data_group)
             parts = rule.split(lengths, shared_tokens, min_parts=int(max_count))
         return [(rows, batch.select_idxs(rows) if rows else _dummy_row(batch)) for rows in parts]
+
+    @functools.cached_property
+    def facts(self) -> ModelFacts:
+        return ModelFacts.of(self._lm)
+
+    @property
+    def updates(self) -> int:
+        return 0 if self.optimizer is None else self.optimizer.updates
+
+    @property
+    def _lm(self) -> Any:
+        return self.module.lm
+
+    def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
+        """Keeps offloaded tensors on the device inside the block; nested blocks do not move them."""
+        if self.offload is None:
+            return nullcontext()
+        return self.offload.on_device(optimizer=optimizer)
+
+    def advance_schedule(self) -> None:
+        assert self.optimizer is not None, "this engine only runs forward"
+        self.optimizer.advance_schedule()
+
+    def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if self.facts.has_adapters:
+            with self._gathered():
+                yield from lora.merged_weights(self._lm)
+            return
+        with self.on_device():
+            for name, parameter in self.module.named_parameters():
+                yield name.removeprefix("lm."), lora.full_tensor(parameter)
+
+    def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        if not self.facts.has_adapters:
+            raise ValueError("this model has no adapters; use named_hf_weights")
+        with self.on_device():
+            yield from lora.adapter_weights(self._lm)
+
+    @contextmanager
+    def lease(self) -> Iterator[Lease]:
+        if not isinstance(self.module, PolicyModel):
+            raise TypeError(
+                f"a {type(self.module).__name__} does not decode; lease the actor's engine"
+            )
+        with self._gathered():
+            self.module.eval()
+            reload_count = 0 if self.offload is None else self.offload.reload_count
+            yield Lease(self.module, self._gather_count + self._load_count + reload_count)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Gathers the full parameters on every rank inside the block."""
+        self._gather_count += self._sharded_module is not None
+        gathered = (
+            nullcontext() if self._sharded_module is None else self._sharded_module.gathered()
+        )
+        with self.on_device(), gathered:
+            yield
+
+    def save(self, folder: Path, contents: Collection[str]) -> None:
+        with self.on_device(optimizer=True):
+            save_checkpoint(folder, self.module, self.optimizer, contents)
+
+    def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
+        with self.on_device(optimizer=True):
+            load_checkpoint(folder, self.module, self.optimizer, contents)
+        self._load_count += 1
+
+    def export(self, folder: Path, tokenizer: Tokenizer) -> None:
+        adapter_copies = {}
+        with self.on_device():
+            weights = self._host_copies(self.named_hf_weights())
+            if self.facts.has_adapters:
+                adapter_copies = self._host_copies(self.named_adapter_weights())
+        if not self.mesh.writes:
+            return
+        base = self._lm.get_base_model() if self.facts.has_adapters else self._lm
+        # transformers' classifiers need a padding token for batches.
+        if hasattr(base, "score") and base.config.pad_token_id is None:
+            base.config.pad_token_id = tokenizer.pad_token_id
+        with without_progress_bar():
+            base.save_pretrained(folder / EXPORT_FOLDER, state_dict=weights)
+        tokenizer.save_pretrained(folder / EXPORT_FOLDER)
+        if adapter_copies:
+            lora.save_adapter(self._lm, adapter_copies, folder / lora.ADAPTER_FOLDER)
+
+    def _host_copies(self, weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Returns host copies on the rank that writes files, {} on others; all ranks must call this."""
+        copies = {}
+        for name, tensor in weights:
+            if self.mesh.writes:
+                copies[name] = tensor.cpu().contiguous().clone()
+        return copies
+
+    def _reduce_over_slots(
+        self, values: dict[str, float], operation: dist.ReduceOp.RedOpType
+    ) -> dict[str, float]:
+        """Reduces each value over the data-parallel slots."""
+        if self._data_group is None or not values:
+            return values
+        names = sorted(values)
+        reduced_values = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        dist.all_reduce(reduced_values, operation, group=self._data_group)
+        return dict(zip(names, reduced_values.tolist(), strict=True))
 
 
 def select_columns(batch: DataProto, columns: Collection[str]) -> DataProto:

@@ -22,8 +22,7 @@ from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import DEFAULT_MESH
 from hone.engine.build import load_module
-from hone.engine.contract import EngineSpec, Lease
-from hone.engine.model_state import model_facts
+from hone.engine.contract import EngineSpec, Lease, ModelFacts
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids
@@ -87,7 +86,7 @@ class RolloutWorker(Worker):
             policy = load_module(module_spec)
             assert isinstance(policy, PolicyModel)
             self._lease = Lease(policy.eval(), 0)
-            self.facts = model_facts(policy.lm)
+            self.facts = ModelFacts.of(policy.lm)
         else:
             self.facts = self.actor.engine.facts
         self._roofline = Roofline.for_device(self.facts, self.device)
