@@ -346,7 +346,7 @@ def _report(options: Options, rest: list[str]) -> None:
 
 
 def _wandb_workspace(options: Options, rest: list[str]) -> None:
-    from hone.tracking.wandb_workspace import build_workspace
+    from hone.tracking.wandb import build_workspace
 
     workspace = build_workspace(options.project, options.entity, options.name)
     if options.dry_run:

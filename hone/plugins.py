@@ -22,8 +22,6 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 Plugin = TypeVar("Plugin", covariant=True)
 """The type of a table's plug-ins: a class, or a function signature."""
-
-
 UNSUPPORTED = "__unsupported__"
 """The attribute of a placeholder for an unsupported name of verl; it holds the error message."""
 
@@ -70,20 +68,17 @@ class Table(Generic[Plugin]):
         name = plain_name(name)
         if name not in self.entries and ":" in name:
             return load_object(name)
-        return self._get_entry(name, '; or your own as "pkg.mod:object" or "file.py:object"')
+        return self.get_registered(name, '; or your own as "pkg.mod:object" or "file.py:object"')
 
-    def get_registered(self, name: str) -> Plugin:
+    def get_registered(self, name: str, hint: str = "") -> Plugin:
         """Like `get`, but refuses import paths, because a name in a data file must not import code."""
-        return self._get_entry(name, "")
-
-    def _get_entry(self, name: str, hint: str) -> Plugin:
-        if name in self.entries:
-            target = self.entries[name]
-            return load_object(target) if isinstance(target, str) else target
-        raise PluginError(
-            f"unknown {self.kind} {name!r}.{suggestion(name, self.entries)} "
-            f"Known: {', '.join(self.names())}{hint}"
-        )
+        if name not in self.entries:
+            raise PluginError(
+                f"unknown {self.kind} {name!r}.{suggestion(name, self.entries)} "
+                f"Known: {', '.join(self.names())}{hint}"
+            )
+        target = self.entries[name]
+        return load_object(target) if isinstance(target, str) else target
 
     def add(self, name: str, target: T) -> None:
         """Registers an object or "module:object"; raises if the name already has another object."""
@@ -96,14 +91,6 @@ class Table(Generic[Plugin]):
                 f"{self.kind} {name!r} is already {_describe(current)}; choose another name"
             )
         self.entries.setdefault(name, target)
-
-    def replace(self, name: str, target: T) -> None:
-        """Sets the object of a name, new or existing."""
-        self.entries[plain_name(name)] = target
-
-    def remove(self, name: str) -> None:
-        """Removes a name; raises KeyError if it is missing."""
-        del self.entries[plain_name(name)]
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator form of `add`."""
@@ -133,16 +120,16 @@ class TableView(MutableMapping[str, T]):
         return self._table.get(name)
 
     def __setitem__(self, name: str, target: T) -> None:
-        self._table.replace(name, target)
+        self._table.entries[plain_name(name)] = target
 
     def __delitem__(self, name: str) -> None:
-        self._table.remove(name)
+        del self._table.entries[plain_name(name)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._table.names())
 
     def __len__(self) -> int:
-        return len(self._table.names())
+        return len(self._table.entries)
 
     def use_entries(self, entries: dict[str, T]) -> None:
         """Makes this dict the table's entries; later registrations are added to the dict."""
@@ -164,10 +151,8 @@ def _describe(plugin: T) -> str:
 
 def _is_same(a: T, b: T) -> bool:
     """Whether two objects are equal, or are one object of a module that was imported twice."""
-    if a is b or a == b:
-        return True
     names = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (a, b)]
-    return names[0] == names[1] and None not in names[0]
+    return a is b or a == b or (names[0] == names[1] and None not in names[0])
 
 
 def load_object(target: str) -> Any:
@@ -218,17 +203,15 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(target)
     except ModuleNotFoundError as error:
-        is_target_missing = error.name is None or f"{target}.".startswith(f"{error.name}.")
-        if is_target_missing and target != name:
-            raise MissingModule(
-                f"hone has no {name!r}, and verl is not installed; give a file of your own"
-            ) from error
-        if is_target_missing:
-            raise MissingModule(
+        if error.name is not None and not f"{target}.".startswith(f"{error.name}."):
+            raise PluginError(f"{name!r} cannot be imported: {error}; install it") from error
+        message = f"hone has no {name!r}, and verl is not installed; give a file of your own"
+        if target == name:
+            message = (
                 f"{name!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
                 f"{error}. Give a path that ends in .py, or a module name."
-            ) from error
-        raise PluginError(f"{name!r} cannot be imported: {error}; install it") from error
+            )
+        raise MissingModule(message) from error
     except Exception as error:  # a user module may raise any exception on import
         raise PluginError(
             f"{name!r} cannot be imported: {describe_error_with_location(error)}"
@@ -261,8 +244,6 @@ def _load_file(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
         if isinstance(error, SystemExit):
             raise PluginError(f"your file exits the program while it is loaded: {file}") from error
         if not isinstance(error, Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -57,22 +57,27 @@ def _clean(value: T, parents: tuple[int, ...]) -> JsonValue:
 
 def find_flaw(value: JsonValue, *, allow_nul: bool = False) -> str | None:
     """Returns why a value of a data row is unusable (lone surrogates, NUL, depth), or None."""
-    level, depth = [value], 0
-    while level:
+    for depth, level in enumerate(_levels(value)):
         if depth > MAX_DEPTH:
             return f"is nested more than {MAX_DEPTH} levels deep"
+        flaws = (_text_flaw(item, allow_nul) for item in level if isinstance(item, str))
+        if flaw := next(filter(None, flaws), None):
+            return flaw
+    return None
+
+
+def _levels(value: JsonValue) -> Iterator[list[JsonValue]]:
+    """Yields the value, then the items of its lists and the keys and values of its objects, and so on."""
+    level = [value]
+    while level:
+        yield level
         items: list[JsonValue] = []
         for item in level:
-            if isinstance(item, str):
-                if flaw := _text_flaw(item, allow_nul):
-                    return flaw
-            elif isinstance(item, Mapping):
-                items += item.keys()
-                items += item.values()
+            if isinstance(item, Mapping):
+                items += (*item.keys(), *item.values())
             elif isinstance(item, list | tuple):
                 items += item
-        level, depth = items, depth + 1
-    return None
+        level = items
 
 
 def _text_flaw(text: str, allow_nul: bool) -> str | None:
@@ -95,31 +100,18 @@ def read_json(text: str, *, strict: bool = False) -> Any:
 
     `strict` also rejects NaN, infinities and duplicate keys.
     """
-    options: Settings = (
-        {"parse_constant": _reject_constant, "object_pairs_hook": _reject_duplicate_keys}
-        if strict
-        else {}
-    )
+    hooks = {"parse_constant": _reject_constant, "object_pairs_hook": _reject_duplicate_keys}
+    options: Settings = hooks if strict else {}
     try:
         value = json.loads(text, **options)
     except RecursionError:
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:  # also for integers with more digits than Python parses
         raise BadText(clean_text(str(error))[:MAX_MESSAGE_CHARACTERS]) from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(value):
+    may_be_deep = text.count("[") + text.count("{") > MAX_DEPTH
+    if may_be_deep and any(depth > MAX_DEPTH for depth, _ in enumerate(_levels(value))):
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep")
     return value
-
-
-def _is_too_deep(value: JsonValue) -> bool:
-    level, depth = [value], 0
-    while level := [item for item in level if isinstance(item, dict | list)]:
-        if depth >= MAX_DEPTH:
-            return True
-        children = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [child for values in children for child in values]
-        depth += 1
-    return False
 
 
 def _reject_constant(constant: str) -> NoReturn:
@@ -165,9 +157,8 @@ def short_repr(value: T) -> str:
         text = clean_text(repr(value))
     except Exception:  # the object's `__repr__` may raise any exception
         return f"a {type(value).__name__} that cannot be shown"
-    return (
-        text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
-    )
+    excess = len(text) - MAX_MESSAGE_CHARACTERS
+    return text if excess <= 0 else f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
 
 
 def error_text(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """Applies settings to a tree: translates, resolves, converts and checks them; one error has all problems.
 
-Each stage continues with the default if a value does not fit, so that one run reports every mistake.
-Later checks do not report a key that already has a problem.
+Each stage continues with the default if a value does not fit; later checks do not report its key again.
 """
 
 from __future__ import annotations
@@ -64,22 +63,20 @@ def compose_settings(
     composition.check_keys_without_field(settings_without_field)
     config = composition.build_config()
     requested_keys = _requested_keys(config, composition.origins)
-    config, previous_values = adjust_values(schema.name, config)
-    for key, value, sentence in previous_values:
+    config, notes = adjust_values(schema.name, config)
+    composition.add_problems(find_problems(schema.name, config))
+    notes += [(key, get(config, key), why) for key, why in keys_without_effect(schema.name, config)]
+    for key, value, sentence in notes:
         if key in requested_keys:
             composition.add_note(key, value, sentence)
-    composition.add_problems(find_problems(schema.name, config))
-    for key, why in keys_without_effect(schema.name, config):
-        if key in requested_keys:
-            composition.add_note(key, get(config, key), why)
     extra_notes: list[str] = []
     if extra_checks is not None:
         extra_problems, extra_notes = extra_checks(config, requested_keys)
         composition.add_problems(extra_problems)
     if composition.problems:
         raise ConfigError(list(dict.fromkeys(composition.problems)))
-    notes = (*lines_per_sentence(composition.notes), *dict.fromkeys(extra_notes))
-    return ComposedConfig(config, composition.origins, notes)
+    lines = (*lines_per_sentence(composition.notes), *dict.fromkeys(extra_notes))
+    return ComposedConfig(config, composition.origins, lines)
 
 
 class _Composition:
@@ -102,10 +99,8 @@ class _Composition:
         """Adds problems that concern several keys, unless one of these keys already has a problem."""
         reported_keys = set(self.invalid_keys)
         for block, key in _SUGGESTED_KEY.findall("\n".join(self.problems)):
-            reported_keys |= {
-                key,
-                f"{block}.{key}",
-            }  # a suggestion is a full key, or a name in the block
+            # A suggestion is a full key, or a name in the block.
+            reported_keys |= {key, f"{block}.{key}"}
         # A sentence may omit the first names of a key, as in `rollout.n=1`.
         endings = {key[match.start() :] for key in reported_keys for match in _NAME.finditer(key)}
         self.problems += [s for s in sentences if endings.isdisjoint(_KEY_IN_TEXT.findall(s))]
@@ -125,8 +120,9 @@ class _Composition:
             value = keys.rename_references(translated.value, lambda key: new_name(key, tree))
             setting = dataclasses.replace(translated, value=value)
             key, origin, owner = setting.key, setting.origin, owner_of(root, setting.key)
-            origins = (origin, self.origins.get(key, ""))
-            file, previous_file = (o.split(", written ")[0] for o in origins)
+            file, previous_file = (
+                o.split(", written ")[0] for o in (origin, self.origins.get(key, ""))
+            )
             if owner is None:
                 settings_without_field[key] = setting
                 self.values[key] = value
@@ -173,12 +169,11 @@ class _Composition:
         refused: list[tuple[str, str]] = []
         for key, setting in settings.items():
             rule, value = rule_of(key, self.schema.name), self.values[key]
-            if rule is None and (
-                sentence := keys.unknown_key_message(self.root, key, setting.added)
-            ):
-                self.problems.append(f"{sentence} ({setting.origin})")
-            elif rule is None:
-                self.add_note(key, value, "a key of your own; nothing here reads it")
+            if rule is None:
+                if sentence := keys.unknown_key_message(self.root, key, setting.added):
+                    self.problems.append(f"{sentence} ({setting.origin})")
+                else:
+                    self.add_note(key, value, "a key of your own; nothing here reads it")
             elif rule.matches(value):
                 continue
             elif rule.state == "refused":
@@ -238,7 +233,7 @@ class _Composition:
                 break
         accepts_null = type(None) in typing.get_args(leaf.hint)
         if value is None and self.origins.get(key) != COMMAND_LINE and not accepts_null:
-            value = keys.resolve_default(leaf.default, self.values)
+            value = keys.resolve_value(leaf.default, self.values)
             return to_plain(_defaults(self.root)[key]) if value is None else value
         return value
 
@@ -289,7 +284,7 @@ def _requested_keys(config: Config, origins: Mapping[str, str]) -> dict[str, str
     requested: dict[str, str] = {}
     for key, origin in origins.items():
         leaf = leaves(root).get(owner_of(root, key) or "")
-        is_changed = leaf and values[leaf.key] != keys.resolve_default(leaf.default, values)
+        is_changed = leaf and values[leaf.key] != keys.resolve_value(leaf.default, values)
         if leaf and (is_changed or origin.startswith(COMMAND_LINE)):
             requested[leaf.key] = origin
     return requested

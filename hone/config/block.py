@@ -98,11 +98,6 @@ def config_value(config: Settings | None, key: str) -> Any:
     return None if value is _MISSING else value
 
 
-def has_key(config: Settings | None, key: str) -> bool:
-    """Returns whether the config itself has the key."""
-    return _lookup(config, key) is not _MISSING
-
-
 def _lookup(config: Settings | None, key: str) -> Any:
     """Returns the value of a dotted key, or _MISSING."""
     value: Any = config

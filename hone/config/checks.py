@@ -22,7 +22,6 @@ from hone.config.ranges import IS_THRESHOLD_KEY, parse_bound, rejection_bounds
 from hone.config.sft import RMConfig, SupervisedConfig
 from hone.config.states import condition_holds, fill_values
 from hone.config.trees import PPOTrainerConfig
-from hone.types import JsonValue
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
 _TREE_OF_ROWS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
@@ -33,10 +32,6 @@ _PARALLEL_SIZE_KEY = re.compile(
 """Keys of parallel sizes, which do not change the training result."""
 _KEY = re.compile(r"[\w.]+")
 _OPTION_PREFIX = re.compile(r"([a-z_]+): ")
-Change = tuple[str, JsonValue, str]
-"""A key, its new value, and the reason."""
-PreviousValue = tuple[str, JsonValue, str]
-"""A key that was changed, its value before, and the reason."""
 
 
 def find_problems(tree: str, config: Config) -> Iterator[str]:
@@ -108,10 +103,10 @@ def _rows(section: str, tree: str, config: Config) -> Iterator[list[str]]:
             yield [condition, *(fill_values(cell, read) for cell in cells)]
 
 
-def adjust_values(tree: str, config: Config) -> tuple[Config, list[PreviousValue]]:
-    """Changes conflicting values that do not change the training result; returns the new config and the
-    previous values."""
-    previous_values: list[PreviousValue] = []
+def adjust_values(tree: str, config: Config) -> tuple[Config, list[tuple[str, Value, str]]]:
+    """Changes conflicting values that do not change the training result; returns the new config and, for
+    each change, the key, the previous value and the reason."""
+    previous_values: list[tuple[str, Value, str]] = []
     while change := next(_changes(tree, config), None):
         key, value, why = change
         previous_values.append((key, get(config, key), why))
@@ -119,8 +114,8 @@ def adjust_values(tree: str, config: Config) -> tuple[Config, list[PreviousValue
     return config, previous_values
 
 
-def _changes(tree: str, config: Config) -> Iterator[Change]:
-    """Yields the changes that the config still needs."""
+def _changes(tree: str, config: Config) -> Iterator[tuple[str, Value, str]]:
+    """Yields the key, the new value and the reason of each change that the config still needs."""
     for _, setting, why in _rows("adjusted", tree, config):
         key, _, value = setting.partition("=")
         yield key, parse_scalar(value), why

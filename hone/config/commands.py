@@ -77,11 +77,8 @@ def explain(key: str, tree: str | None = None) -> str:
         texts = (text.replace(_TREE_NAMES, ", ".join(n)) for text, n in trees_by_text.items())
         return "\n".join(texts)
     mapping = key.rpartition(".")[0]  # the user may choose the names inside a mapping
-    if any(
-        isinstance(leaves(t.root)[mapping].default, dict)
-        for t in trees
-        if mapping in leaves(t.root)
-    ):
+    parents = (leaves(t.root).get(mapping) for t in trees)
+    if any(leaf is not None and isinstance(leaf.default, dict) for leaf in parents):
         return explain(mapping, tree)
     for name in (t.name for t in trees):
         new = other_names(name).get(key) or new_name(key, name)
@@ -109,24 +106,19 @@ def _explain_known(key: str, tree: Tree) -> str | None:
     if leaf := tree_leaves.get(key):
         lines = [key, f"  {leaf.doc}", ""]
         lines += [f"  takes    {leaf.accepted_values}", f"  default  {leaf.default_in_words}"]
-        value_rules = rules_of(key, "values")
-        lines += [
-            f"           {show_value(list(rule.values))} becomes {rule.becomes}"
-            for rule in value_rules
-        ]
+        for rule in rules_of(key, "values"):
+            lines.append(f"           {show_value(list(rule.values))} becomes {rule.becomes}")
         if old_names := [old for old, new in other_names(tree.name).items() if new == key]:
             lines.append(f"  also     {', '.join(old_names)}")
         return "\n".join([*lines, f"  tree     {_TREE_NAMES}"]) + "\n"
     if not key or key not in blocks(tree.root):
         return None
-    block_leaves = {
-        name[len(key) + 1 :]: tree_leaves[name]
-        for name in tree_leaves
-        if name.startswith(key + ".")
-    }
-    width = max(map(len, block_leaves))
+    block_leaves = [leaf for name, leaf in tree_leaves.items() if name.startswith(key + ".")]
+    names = [leaf.key[len(key) + 1 :] for leaf in block_leaves]
+    width = max(map(len, names))
     lines = [f"{key}: a block of {_TREE_NAMES}", f"  {blocks(tree.root)[key].__doc__}", ""]
-    lines += [f"  {name:<{width}}  {leaf.default_in_words}" for name, leaf in block_leaves.items()]
+    for name, leaf in zip(names, block_leaves, strict=True):
+        lines.append(f"  {name:<{width}}  {leaf.default_in_words}")
     return "\n".join(lines) + "\n"
 
 

@@ -44,22 +44,23 @@ def document() -> str:
     """Returns the whole page."""
     trees = TREES.values()
     tree_rows = ((f"[`{t.name}`](#{t.name})", str(len(leaves(t.root))), t.purpose) for t in trees)
+    rule_rows = (
+        (key, r.state, values, r.why)
+        for r in rules("refused", "neutral")
+        for key, values in [_rule_cells(r)]
+    )
+    value_rows = ((*_rule_cells(r), f"`{r.becomes}`", r.why) for r in rules("values"))
+    name_rows = ((t, f"`{old}`", new) for t in TREES for old, new in other_names(t).items())
     parts = [
         _INTRODUCTION,
         _table("tree | keys | for", tree_rows),
         *map(_tree_section, trees),
         _APPENDIX,
+        _table("key | state | values without a message | why, or what to use", rule_rows),
+        _table("key | written | becomes | note", value_rows),
+        _table("tree | written | means", name_rows),
     ]
-    rule_rows = (
-        (_rule_key(r), r.state, _rule_values(r), r.why) for r in rules("refused", "neutral")
-    )
-    parts += [_table("key | state | values without a message | why, or what to use", rule_rows)]
-    value_rows = ((_rule_key(r), _rule_values(r), f"`{r.becomes}`", r.why) for r in rules("values"))
-    parts += [_table("key | written | becomes | note", value_rows)]
-    name_rows = (
-        (name, f"`{old}`", new) for name in TREES for old, new in other_names(name).items()
-    )
-    return "\n".join([*parts, _table("tree | written | means", name_rows)])
+    return "\n".join(parts)
 
 
 def _table(heading: str, rows: Iterable[tuple[str, ...]]) -> str:
@@ -85,12 +86,11 @@ def _tree_section(tree: Tree) -> str:
     return "\n".join(parts)
 
 
-def _rule_key(rule: Rule) -> str:
-    return ("" if rule.tree == "*" else f"{rule.tree}: ") + f"`{rule.pattern}`"
-
-
-def _rule_values(rule: Rule) -> str:
-    return ", ".join(f"`{show_value(value)}`" for value in rule.values if value != "any")
+def _rule_cells(rule: Rule) -> tuple[str, str]:
+    """Returns the key and the values of a rule."""
+    tree = "" if rule.tree == "*" else f"{rule.tree}: "
+    values = ", ".join(f"`{show_value(value)}`" for value in rule.values if value != "any")
+    return f"{tree}`{rule.pattern}`", values
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ dozens of simple references; resolving them here instead of with OmegaConf makes
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import functools
 import importlib
@@ -36,7 +35,7 @@ PLAIN_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 BOUND_REFERENCE = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
 _MAX_REFERENCE_CHAIN = 20
-"""Maximum length of a chain of references; a longer chain is treated as a cycle."""
+"""A longer chain of references is treated as a cycle."""
 
 
 @dataclass(frozen=True)
@@ -176,17 +175,13 @@ def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
     """Returns the keys that a short form may mean, else the keys with the same last name in the same root
     block, else the only key with that last name; of several, most would set the key of another model."""
     all_keys = list(leaves(root))
-    name = key.rpartition(".")[2]
-    parent_prefix = key.removesuffix(name)
+    first_names, _, name = key.rpartition(".")
     suggestions = [k for k in all_keys if k.endswith(f".{key}")] or keys_matching(key, all_keys)
-    if not suggestions and key.split(".")[0] not in hints(root):
-        # The last name of the short form may be misspelled.
-        endings = {
-            end
-            for k in all_keys
-            if keys_matching(f"{parent_prefix}{(end := k.rpartition('.')[2])}", [k])
-        }
-        suggestions = keys_matching(f"{parent_prefix}{nearest(name, endings)}", all_keys)
+    if not suggestions and key.split(".")[0] not in hints(root):  # the last name may be misspelled
+        words = set(first_names.split("."))
+        paths = [k.split(".") for k in all_keys]
+        endings = [path[-1] for path in paths if words <= {*path[:-1], ""}]
+        suggestions = keys_matching(f"{first_names}.{nearest(name, endings)}", all_keys)
     elif not suggestions and is_last:
         keys_with_name = [k for k in all_keys if k.rpartition(".")[2] == name]
         in_same_block = [k for k in keys_with_name if k.startswith(key.split(".")[0] + ".")]
@@ -197,7 +192,7 @@ def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
 def keys_matching(short: str, keys: Iterable[str]) -> list[str]:
     """Returns the keys that a short form may mean: `actor.lr` matches `actor_rollout_ref.actor.optim.lr`,
     because the last names are equal and the key contains the other names of the short form."""
-    *words, last = short.split(".")
+    *words, last = short.lstrip(".").split(".")
     paths = ((key, key.split(".")) for key in keys)
     return [key for key, path in paths if path[-1] == last and set(words) <= set(path[:-1])]
 
@@ -224,17 +219,15 @@ def plain_containers(config: DictConfig | Settings) -> Fields:
 def _create_block(cls: Hint, tree: Settings) -> Config:
     """Creates a block of `cls`, or of the class that `_target_` names (under hone's or verl's path); returns
     None if there is neither."""
-    module, _, name = re.sub(r"^verl(?=\.)", "hone", str(tree.get("_target_") or "")).rpartition(
-        "."
-    )
+    target = re.sub(r"^verl(?=\.)", "hone", str(tree.get("_target_") or ""))
+    module, _, name = target.rpartition(".")
     if cls is None and not module:
         return None
     cls = cls or getattr(importlib.import_module(module), name)
     values = {key: value for key, value in tree.items() if key != "_target_"}
-    fields = {field.name for field in dataclasses.fields(cls)}
     for key, value in values.items():
-        if key not in fields:
-            hint = did_you_mean(nearest(key, fields))
+        if key not in hints(cls):
+            hint = did_you_mean(nearest(key, hints(cls)))
             raise TypeError(f"{cls.__name__} has no field {key!r}.{hint}")
         if isinstance(value, Mapping):
             block = _create_block(block_type(hints(cls)[key]), value)
@@ -242,41 +235,28 @@ def _create_block(cls: Hint, tree: Settings) -> Config:
     return cls(**values)
 
 
-class _NeedsOmegaConf(Exception):
-    """A reference that only OmegaConf can resolve."""
-
-
 def resolve(values: JsonObject) -> JsonObject:
     """Returns the values by dotted key, with every reference resolved."""
     try:
-        return {key: _resolve_value(value, values) for key, value in values.items()}
-    except _NeedsOmegaConf:
+        return {key: resolve_value(value, values) for key, value in values.items()}
+    except KeyError:
         return resolve_with_omegaconf(values)
 
 
-def resolve_default(default: Value, values: JsonObject) -> Value:
-    """Resolves a default of the schema against the values of other keys."""
-    with contextlib.suppress(_NeedsOmegaConf):
-        return _resolve_value(default, values)
-    return default
-
-
-def _resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
+def resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
+    """Returns a value with its references to `values` resolved; raises KeyError if only OmegaConf can
+    resolve one of them."""
     if isinstance(value, dict):
-        return {name: _resolve_value(item, values, depth) for name, item in value.items()}
+        return {name: resolve_value(item, values, depth) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_resolve_value(item, values, depth) for item in value]
+        return [resolve_value(item, values, depth) for item in value]
     if not isinstance(value, str) or "${" not in value:
         return value
-    if "\\${" in value:  # an escaped reference is text
-        raise _NeedsOmegaConf
     if depth > _MAX_REFERENCE_CHAIN:
         raise ConfigError(f"the reference {value} leads back to itself")
 
     def look_up(key: str) -> Value:
-        if key not in values:
-            raise _NeedsOmegaConf
-        return _resolve_value(values[key], values, depth + 1)
+        return resolve_value(values[key], values, depth + 1)
 
     if reference := PLAIN_REFERENCE.fullmatch(value):
         return look_up(reference[1])
@@ -284,8 +264,8 @@ def _resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
         other = look_up(bound[2])
         return min(int(bound[1]), other) if isinstance(other, int) else other
     text = PLAIN_REFERENCE.sub(lambda match: str(look_up(match[1])), value)
-    if "${" in text:
-        raise _NeedsOmegaConf
+    if "\\${" in value or "${" in text:  # an escaped reference is text
+        raise KeyError(value)
     return text
 
 

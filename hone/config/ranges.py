@@ -85,29 +85,18 @@ def rejection_bounds(options: OptionNames, bounds: Bounds) -> list[tuple[str, fl
 
 def _value_range(option: str, bound: Bound) -> tuple[float, float]:
     """Returns the lower and upper bound of the values of a rejection option."""
-    estimator = option.rpartition("_")[2]
-    if estimator == "k1":
-        min_ratio, max_ratio = _ratio_band(bound)
-        return -math.log(max_ratio), -math.log(min_ratio)  # k1 decreases with the ratio
-    bounds = parse_bound(bound, RS_THRESHOLD_KEY)
-    if len(bounds) != 1:
+    estimator, subject = option.rpartition("_")[2], f"{RS_THRESHOLD_KEY}={show_value(bound)}"
+    *lower, high = parse_bound(bound, RS_THRESHOLD_KEY)
+    if estimator != "k1":
+        if lower:
+            raise ValueError(f"{subject}: {estimator} takes one upper bound, such as 0.01")
+        return -math.inf, high
+    if not lower and high < 1:
         raise ValueError(
-            f"{RS_THRESHOLD_KEY}={show_value(bound)}: {estimator} takes one upper bound, such as 0.01"
+            f"{subject}: a single bound of a ratio must be 1 or more; it allows 1/hi … hi"
         )
-    return -math.inf, bounds[0]
-
-
-def _ratio_band(bound: Bound) -> tuple[float, float]:
-    """Returns the bounds of a ratio; a single number hi means 1/hi … hi."""
-    bounds = parse_bound(bound, RS_THRESHOLD_KEY)
-    if len(bounds) == 2:
-        return bounds[0], bounds[1]
-    if bounds[0] < 1:
-        raise ValueError(
-            f"{RS_THRESHOLD_KEY}={show_value(bound)}: a single bound of a ratio must be 1 or more; it allows "
-            "1/hi … hi"
-        )
-    return 1 / bounds[0], bounds[0]
+    low = lower[0] if lower else 1 / high
+    return -math.log(high), -math.log(low)  # k1 decreases with the ratio
 
 
 def split_list(value: Bound | Sequence[Bound] | None) -> list[Bound]:

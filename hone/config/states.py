@@ -111,7 +111,6 @@ def _compile_pattern(pattern: str) -> re.Pattern[str]:
 
 
 def matches_pattern(pattern: str, key: str) -> bool:
-    """Returns whether a pattern matches a key."""
     return _compile_pattern(pattern).fullmatch(key) is not None
 
 
@@ -225,15 +224,13 @@ def _new_settings(
 ) -> tuple[str, JsonObject | str]:
     """Returns the pattern that matches a key, and the settings that replace it, or an error's text."""
     for pattern, compute in COMPUTED.items():
-        if (tree == "ppo_trainer" or pattern[0] == "*") and matches_pattern(
-            pattern.lstrip("!"), key
-        ):
+        is_of_tree = tree == "ppo_trainer" or pattern[0] == "*"
+        if is_of_tree and matches_pattern(pattern.lstrip("!"), key):
             return pattern, compute(key, value, values)
     rows = [rule for rule in rules("rewritten", tree=tree) if rule.pattern.lstrip("!") == key]
     for rule in rows:
-        if rule.matches(value) and condition_holds(
-            rule.where, lambda name: values.get(name, ABSENT)
-        ):
+        is_met = condition_holds(rule.where, lambda name: values.get(name, ABSENT))
+        if rule.matches(value) and is_met:
             replacements = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
             new = {k: replacements.get(str(v), v) for k, v in parse_pairs(rule.becomes).items()}
             return rule.pattern, new

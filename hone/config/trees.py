@@ -110,23 +110,15 @@ class Tree:
     purpose: str = ""
 
 
-_MODULE = "python -m hone.trainer"
-_TREES = (
-    Tree(
-        "ppo_trainer",
-        PPOTrainerConfig,
-        f"reinforcement learning: `hone train`, `{_MODULE}.main_ppo`",
-    ),
-    Tree("sft_trainer", SFTConfig, f"supervised fine-tuning: `hone sft`, `{_MODULE}.main_sft`"),
-    Tree(
-        "prm_trainer", PRMConfig, f"process reward models: `hone train-prm`, `{_MODULE}.main_prm`"
-    ),
-    Tree("rm_trainer", RMConfig, f"outcome reward models: `hone train-rm`, `{_MODULE}.main_rm`"),
-    Tree(
-        "generation", GenerationConfig, f"responses: `hone generate`, `{_MODULE}.main_generation`"
-    ),
-    Tree(
-        "evaluation", EvaluationConfig, f"scores of responses: `hone eval`, `{_MODULE}.main_eval`"
-    ),
-)
-TREES: dict[str, Tree] = {tree.name: tree for tree in _TREES}
+_TREES: dict[str, tuple[type, str, str, str]] = {
+    "ppo_trainer": (PPOTrainerConfig, "reinforcement learning", "train", "ppo"),
+    "sft_trainer": (SFTConfig, "supervised fine-tuning", "sft", "sft"),
+    "prm_trainer": (PRMConfig, "process reward models", "train-prm", "prm"),
+    "rm_trainer": (RMConfig, "outcome reward models", "train-rm", "rm"),
+    "generation": (GenerationConfig, "responses", "generate", "generation"),
+    "evaluation": (EvaluationConfig, "scores of responses", "eval", "eval"),
+}
+TREES: dict[str, Tree] = {
+    name: Tree(name, root, f"{purpose}: `hone {command}`, `python -m hone.trainer.main_{program}`")
+    for name, (root, purpose, command, program) in _TREES.items()
+}

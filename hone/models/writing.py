@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hone.tracking.atomic import make_folder, rename_folder
+from hone.tracking.atomic import add_file_name_to_errors, make_folder, rename_folder
 from hone.tracking.lock import lock_target
-from hone.tracking.storage import add_file_name_to_errors
 
 
 @contextmanager

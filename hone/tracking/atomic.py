@@ -1,16 +1,27 @@
-"""Atomic file writes: write to a temporary name, sync, rename."""
+"""Atomic file writes (write to a temporary name, sync, rename), and messages about failed writes."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from hone.tracking.storage import add_file_name_to_errors
-
 TEMPORARY_SUFFIX = ".tmp"
+STORAGE_ERRORS = {
+    errno.ENOSPC: ("the disk is full", "free space"),
+    errno.EDQUOT: ("the disk quota is used up", "free space or raise the quota"),
+    errno.EFBIG: (
+        "the file is larger than the file system or `ulimit -f` allows",
+        "raise the limit",
+    ),
+    errno.EIO: ("the disk failed (input/output error)", "check the disk"),
+    errno.EROFS: ("the file system is read-only", "mount it writable or name another folder"),
+    errno.ESTALE: ("the network file system lost the file (stale file handle)", "check the mount"),
+}
+"""The cause and the remedy of a failed write, by errno."""
 
 
 @contextlib.contextmanager
@@ -98,3 +109,47 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def storage_errno(error: BaseException | None) -> int | None:
+    """Returns the errno behind a failed write; None if storage is not the cause."""
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
+        if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+            return error.errno
+        failures = getattr(error, "failures", None)  # torch.distributed.checkpoint: one per rank
+        for failure in failures.values() if isinstance(failures, dict) else ():
+            cause = failure[0] if isinstance(failure, tuple) else failure
+            error_number = storage_errno(cause) if isinstance(cause, BaseException) else None
+            if error_number is not None:
+                return error_number
+        for error_number in STORAGE_ERRORS:
+            if os.strerror(error_number) in str(error):
+                return error_number
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextlib.contextmanager
+def add_file_name_to_errors(file: Path) -> Iterator[None]:
+    """Adds the file name to the error of a failed write if the library omitted it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(file)
+        raise
+
+
+def storage_error_message(error: BaseException) -> str | None:
+    """Returns the message for a failed write; None if storage is not the cause."""
+    error_number = storage_errno(error)
+    if error_number is None:
+        return None
+    file = getattr(error, "filename", None) or "a file"
+    cause, remedy = STORAGE_ERRORS[error_number]
+    return (
+        f"{cause}: {file} could not be written. Earlier files are unchanged; "
+        f"{remedy} and start the same command again"
+    )

@@ -127,11 +127,8 @@ class Screen:
         no ETA on a terminal, and is not shown elsewhere.
         """
         if not self.is_terminal:
-            yield (
-                Bar(description)
-                if has_step_line
-                else Bar(description, total, self._throttled_reporter())
-            )
+            bar = Bar(description, total, self._throttled_reporter())
+            yield Bar(description) if has_step_line else bar
             return
         with self._lock:
             self._open_bars += 1
@@ -270,10 +267,11 @@ class ConsoleTracker(Tracker):
             for key, value in metrics.items()
             if key.startswith(PERMANENT_PREFIXES) and not key.endswith("/std")
         }
-        live_values: dict[str, Number] = {}
-        for label, keys in LIVE_LINE_METRICS.items():
-            if key := next((key for key in keys if key in metrics), None):
-                live_values[label] = metrics[key]
+        live_values = {
+            label: next(metrics[key] for key in keys if key in metrics)
+            for label, keys in LIVE_LINE_METRICS.items()
+            if not metrics.keys().isdisjoint(keys)
+        }
         if self.run.prints_every_metric:
             self.screen.line(full_line(metrics, step))
         elif not self.screen.is_terminal:

@@ -71,7 +71,7 @@ class TrackerError(ValueError):
 def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
     """Converts Python, numpy and torch scalars to numbers; other values raise TrackerError.
 
-    An integer beyond the range of floats becomes an infinity, because trackers convert to float.
+    An integer beyond the range of floats becomes an infinity, because trackers convert integers to float.
     """
     return {clean_text(str(key)): _as_number(key, value) for key, value in metrics.items()}
 

@@ -1,8 +1,7 @@
 """A lock that lets one process at a time use a folder, on local and shared file systems.
 
-The lock file names the holder. A hard link creates the file, which is atomic also on NFS, where
-`flock` may not work. A holder on this machine is alive while its process runs; a holder on another machine
-is alive while it touches the lock file.
+The lock file names the holder. A hard link creates the file, which is atomic also on NFS, where `flock` may
+not work. A holder is alive while its process runs or, on another machine, while it touches the lock file.
 """
 
 from __future__ import annotations
@@ -63,18 +62,11 @@ class Holder:
 
     @staticmethod
     def of_this_process() -> Holder:
-        command = [Path(sys.argv[0]).name, *sys.argv[1:2]] if sys.argv else ["python"]
-        host, boot, process_space = _machine_identity()
-        return Holder(
-            token=uuid.uuid4().hex,
-            host=host,
-            boot=boot,
-            process_space=process_space,
-            pid=os.getpid(),
-            started=_start_time(os.getpid()) or "",
-            command=" ".join(word for word in command if "=" not in word),
-            since=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-        )
+        words = [Path(sys.argv[0]).name, *sys.argv[1:2]] if sys.argv else ["python"]
+        command = " ".join(word for word in words if "=" not in word)
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        pid, start = os.getpid(), _start_time(os.getpid()) or ""
+        return Holder(uuid.uuid4().hex, *_machine_identity(), pid, start, command, since)
 
     @property
     def is_on_this_machine(self) -> bool:
@@ -110,6 +102,7 @@ class FolderLock:
                     lock._acquire()
                 except BaseException:
                     _locks.pop(self.file, None)
+                    lock._remove_created_folders()
                     raise
             lock._depth += 1
             return lock
@@ -122,27 +115,26 @@ class FolderLock:
             lock._depth -= 1
             if lock._depth == 0:
                 del _locks[self.file]
-                lock._release()
-
-    def _release(self) -> None:
-        self._released.set()
-        if self.holder is not None and self.holder.pid == os.getpid():
-            with contextlib.suppress(OSError):
-                if _read(self.file)[0] == self.holder:
-                    self.file.unlink()
-            self._remove_created_folders()
+                lock._released.set()
+                with contextlib.suppress(OSError):
+                    if _read(lock.file)[0] == lock.holder:
+                        lock.file.unlink()
+                lock._remove_created_folders()
 
     def _acquire(self) -> None:
         self.holder = Holder.of_this_process()
-        draft = self._sibling(
-            self.holder.token
-        )  # a complete file, which a link then gives the lock's name
+        # The draft is a complete file, which a link then gives the lock's name.
+        draft = self.file.with_name(f"{self.file.name}-{self.holder.token}")
         try:
-            self._write_draft(draft, self.holder)
+            for attempt in range(5):
+                self._created_folders = make_folder(self.file.parent) or self._created_folders
+                try:
+                    draft.write_text(json.dumps(asdict(self.holder)), encoding="utf-8")
+                    break
+                except FileNotFoundError:  # another process removed the folder that it had created
+                    if attempt == 4:
+                        raise
             self._claim(draft, self.file)
-        except BaseException:
-            self._remove_created_folders()
-            raise
         finally:
             with contextlib.suppress(OSError):
                 draft.unlink(missing_ok=True)
@@ -151,16 +143,6 @@ class FolderLock:
             if other is not None and other.is_on_this_machine and not other.is_running:
                 path.unlink(missing_ok=True)
         threading.Thread(target=self._heartbeat, name="folder-lock", daemon=True).start()
-
-    def _write_draft(self, draft: Path, holder: Holder) -> None:
-        for attempt in range(5):
-            self._created_folders = make_folder(self.file.parent) or self._created_folders
-            try:
-                draft.write_text(json.dumps(asdict(holder)), encoding="utf-8")
-                return
-            except FileNotFoundError:  # another process removed the folder that it had created
-                if attempt == 4:
-                    raise
 
     def _claim(self, draft: Path, target: Path) -> None:
         """Links `target` to the draft, and replaces the lock of a dead holder.
@@ -178,7 +160,7 @@ class FolderLock:
                 )
             # Only the process that created the dead holder's `.next` file may replace this lock,
             # so only one process does.
-            next_file = self._sibling(f"{other.token}.next")
+            next_file = self.file.with_name(f"{self.file.name}-{other.token}.next")
             self._claim(draft, next_file)
             current, _ = _read(target)
             if current is not None and current.token == other.token:
@@ -186,9 +168,6 @@ class FolderLock:
                 os.rename(next_file, target)
                 return
             next_file.unlink(missing_ok=True)  # another process was faster
-
-    def _sibling(self, suffix: str) -> Path:
-        return self.file.with_name(f"{self.file.name}-{suffix}")
 
     def _heartbeat(self) -> None:
         while not self._released.wait(HEARTBEAT_S):
@@ -206,11 +185,6 @@ class FolderLock:
             f"the lock of {self.locked_path} was taken over: this process did not run for "
             f"{DEAD_AFTER_S:.0f} s and was considered dead. It writes nothing more to the folder"
         )
-
-    def raise_if_lost(self) -> None:
-        """Raises LockLost if another process has taken over the lock."""
-        if self.is_lost:
-            raise LockLost(self._lost_message())
 
     def _remove_created_folders(self) -> None:
         """Removes the folders that were created for the lock and are still empty."""
@@ -248,8 +222,8 @@ def lock_target(target: str | os.PathLike[str]) -> FolderLock:
 def raise_if_lock_lost(folder: str | os.PathLike[str]) -> None:
     """Raises LockLost if this process held the folder's lock and lost it."""
     lock = _locks.get(Path(folder).expanduser().resolve() / LOCK_NAME)
-    if lock is not None:
-        lock.raise_if_lost()
+    if lock is not None and lock.is_lost:
+        raise LockLost(lock._lost_message())
 
 
 def _link(draft: Path, target: Path) -> bool:
@@ -290,18 +264,13 @@ def _is_alive(holder: Holder, path: Path, draft: Path) -> bool:
     if holder.is_on_this_machine:
         return holder.is_running
     (current, mtime_ns), start = _read(path), time.monotonic()
-    has_warned = False
+    message = "%s is held by %s; waiting up to %.0f s for a sign of life"
+    log.warning(message, path.parent, holder, DEAD_AFTER_S)
     while current == holder:
         os.utime(draft)
         age_s = (draft.stat().st_mtime_ns - mtime_ns) / 1e9  # by the file server's clock
         if age_s > DEAD_AFTER_S or time.monotonic() - start > DEAD_AFTER_S:
             return False
-        if not has_warned:
-            log.warning(
-                "%s is held by %s, last seen %.0f s ago; waiting up to %.0f s for a sign of life",
-                path.parent, holder, max(age_s, 0.0), DEAD_AFTER_S,
-            )  # fmt: skip
-        has_warned = True
         time.sleep(HEARTBEAT_S / 5)
         previous_mtime_ns, (current, mtime_ns) = mtime_ns, _read(path)
         if current == holder and mtime_ns != previous_mtime_ns:

@@ -34,7 +34,7 @@ def write_shard_checksums(folder: Path, rank: int) -> None:
     """Writes the size and checksum of one rank's shards to a file that `write_manifest` reads."""
     shards = [p for p in folder.glob(f"__{rank}_*") if _SHARD_FILE.fullmatch(p.name)]
     if shards:
-        entries = {p.name: _entry(p) for p in sorted(shards)}
+        entries = {p.name: (p.stat().st_size, _checksum(p)) for p in sorted(shards)}
         atomic_write_text(folder / f"{_RANK_FILE_PREFIX}{rank}.json", json.dumps(entries))
 
 
@@ -42,9 +42,8 @@ def write_manifest(folder: Path) -> None:
     """Writes the manifest of all files in the folder."""
     shard_entries: dict[Path, Entry] = {}
     for file in folder.rglob(f"{_RANK_FILE_PREFIX}*.json"):
-        entries_of_rank = json.loads(file.read_text(encoding="utf-8"))
-        for name, entry in entries_of_rank.items():
-            shard_entries[file.with_name(name)] = tuple(entry)
+        for name, (size, checksum) in json.loads(file.read_text(encoding="utf-8")).items():
+            shard_entries[file.with_name(name)] = size, checksum
         file.unlink()
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
     require_files(folder, shard_entries)
@@ -54,7 +53,10 @@ def write_manifest(folder: Path) -> None:
                 f"{_describe(str(file.relative_to(folder)))} was written with {size:,} bytes and "
                 f"has {current_size:,} in {folder} here; every node must see the same folder"
             )
-    entries = {str(p.relative_to(folder)): shard_entries.get(p) or _entry(p) for p in files}
+    entries = {
+        str(p.relative_to(folder)): shard_entries.get(p) or (p.stat().st_size, _checksum(p))
+        for p in files
+    }
     atomic_write_text(folder / MANIFEST, json.dumps(entries, indent=1))
 
 
@@ -65,10 +67,6 @@ def require_files(folder: Path, files: Iterable[Path]) -> None:
             f"{_describe(str(missing[0].relative_to(folder)))} was written and is not visible in "
             f"{folder} from this process; every node must see the same folder"
         )
-
-
-def _entry(file: Path) -> Entry:
-    return file.stat().st_size, _checksum(file)
 
 
 def _describe(name: str) -> str:
@@ -89,15 +87,10 @@ def find_damage(folder: Path, within: Path | None = None) -> str | None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"it has no {MANIFEST}, which is written last: it is incomplete"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"its manifest cannot be read: {error}"
-    except RecursionError:
-        return f"its manifest cannot be read: {MANIFEST} is nested too deeply"
-    if (
-        not isinstance(manifest, dict)
-        or not manifest
-        or not all(map(_is_valid_entry, manifest.items()))
-    ):
+    is_table = isinstance(manifest, dict) and all(map(_is_valid_entry, manifest.items()))
+    if not manifest or not is_table:
         return f"its manifest cannot be read: {MANIFEST} is not a table of files"
     try:
         subfolder = (within or folder).resolve().relative_to(folder.resolve()).parts
@@ -141,7 +134,7 @@ def _cached_checksum(file: Path, size: int, mtime_ns: int) -> int:
 
 
 def _checksum(file: Path) -> int:
-    """Returns the CRC-32: it is cheap, and detects truncation and bit rot."""
+    """Returns the CRC-32, which is cheap and detects truncation and bit rot."""
     checksum = 0
     with file.open("rb") as stream:
         while block := stream.read(1 << 20):

@@ -31,13 +31,9 @@ def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[
 
 
 def marked_timer(
-    name: str,
-    timing_raw: MutableMapping[str, float],
-    color: str | None = None,
-    domain: str | None = None,
-    category: str | None = None,
+    name: str, timing_raw: MutableMapping[str, float], *range_options: str | None, **options: str
 ) -> contextlib.AbstractContextManager[None]:
-    """Same as `simple_timer`; adds no profiler range."""
+    """Same as `simple_timer`; adds no profiler range, so color, domain and category have no effect."""
     return simple_timer(name, timing_raw)
 
 
@@ -81,11 +77,7 @@ class DistProfiler:
     """verl's per-worker profiler, always disabled; `global_profiler` profiles all workers."""
 
     def __init__(
-        self,
-        rank: int,
-        config: ProfilerConfig | None = None,
-        tool_config: Settings | None = None,
-        **options: JsonValue,
+        self, rank: int, config: ProfilerConfig | None = None, **options: Settings | JsonValue
     ) -> None:
         if config is not None and config.enable:
             raise NotImplementedError(
@@ -94,16 +86,14 @@ class DistProfiler:
             )
 
     def start(self, **options: JsonValue) -> None:
-        """Does nothing."""
+        """Does nothing, like `stop`."""
 
-    def stop(self) -> None:
-        """Does nothing."""
-
+    stop = start
     annotate = staticmethod(mark_annotate)
 
 
 class RolloutTraceConfig:
-    """verl's trace backend; it sends no traces, and `init` logs a warning about that."""
+    """verl's trace backend; it sends no traces, and `init` logs a warning if a backend is set."""
 
     @classmethod
     def init(
@@ -111,8 +101,8 @@ class RolloutTraceConfig:
         project_name: str,
         experiment_name: str,
         backend: str | None,
-        token2text: bool = False,
-        max_samples_per_step_per_worker: int | None = None,
+        *args: int,
+        **options: int,
     ) -> None:
         if backend is not None:
             logging.getLogger(__name__).warning(

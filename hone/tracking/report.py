@@ -56,9 +56,8 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     """Reads the run folders and writes the page to `out`."""
     if not runs:
         raise ValueError("a report needs at least one run folder")
-    run_data = [
-        load_run(path, label) for path, label in zip(runs, unique_labels(runs), strict=True)
-    ]
+    labels = unique_labels(runs)
+    run_data = [load_run(path, label) for path, label in zip(runs, labels, strict=True)]
     return atomic_write_text(out, render(run_data))
 
 
@@ -115,8 +114,7 @@ def format_number(value: float | None) -> str:
 
 
 def _csp_hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return "sha256-" + base64.b64encode(digest).decode("ascii")
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _colour_rules(run_count: int) -> str:
@@ -163,9 +161,7 @@ def _group_metrics(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, l
     The overview has only one of several metrics with equal values.
     """
     overview = [key for key in names if OVERVIEW_METRICS.fullmatch(key)]
-    overview.sort(
-        key=lambda key: (not key.startswith("val-core/"), not SUMMARY_METRICS.fullmatch(key))
-    )
+    overview.sort(key=lambda k: (not k.startswith("val-core/"), not SUMMARY_METRICS.fullmatch(k)))
     key_by_values: dict[tuple[bytes, ...], str] = {}
     for key in overview:
         values = tuple(numbers.tobytes() for run in runs for numbers in run.metrics.get(key))
@@ -253,12 +249,8 @@ def _config_rows(runs: Sequence[RunData]) -> list[tuple[str, bool, list[tuple[st
             return "–", ""
         return run.config[key], "" if run.origins is None else str(run.origins.get(key, "default"))
 
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    return [
-        (
-            key,
-            len({run.config.get(key) for run in runs}) > 1,
-            [value_and_origin(run, key) for run in runs],
-        )
-        for key in keys
-    ]
+    rows = []
+    for key in dict.fromkeys(key for run in runs for key in run.config):
+        is_different = len({run.config.get(key) for run in runs}) > 1
+        rows.append((key, is_different, [value_and_origin(run, key) for run in runs]))
+    return rows

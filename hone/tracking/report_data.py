@@ -22,9 +22,6 @@ from hone.types import Fields
 
 PROMPTS_SHOWN = 6
 VALIDATIONS_SHOWN = 12
-HUGE = 1e300
-"""Larger values are treated as infinite, because their sums and differences could overflow."""
-MAX_STEP = 2**62
 NO_ROLLOUTS_NOTE = (
     "no responses of training steps were kept (rollouts/step_N.parquet); "
     "set trainer.rollout_steps_to_keep or trainer.rollout_data_dir"
@@ -86,13 +83,16 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     run = RunData(label, metrics, notes=list(metrics.notes))
     if metrics.step_range is None:
         run.notes.append("metrics.jsonl has no line: the run has not finished a step")
-    run.notes += _alarm_notes(metrics)
+    for key in sorted(metrics.series):  # of trainer.alarms
+        name = key.removeprefix("alarms/")
+        steps = metrics.get(key).steps[metrics.get(key).values > 0]
+        if name not in (key, "raised") and len(steps):
+            run.notes.append(f"alarm {name} in {len(steps)} steps, first in step {steps[0]}")
     if not folder.config_file.exists():
         run.notes.append(f"no {folder.config_file.name}")
-    run.config = (
-        _read_settings(folder.config_file, folder.read_config, _flatten_to_json, run.notes) or {}
-    )
-    run.origins = _read_settings(folder.origins_file, folder.read_origins, dict, run.notes)
+    config = _read_settings(folder.config_file, folder.read_config, run.notes, flat=True)
+    run.config = config or {}
+    run.origins = _read_settings(folder.origins_file, folder.read_origins, run.notes)
     validations = _find_sample_files(folder.validation, run, "trainer.validation_data_dir")
     run.validation = _validation_by_prompt(validations, run.notes)
     rollouts = _find_sample_files(folder.rollouts, run, "trainer.rollout_data_dir")
@@ -102,36 +102,21 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     return run
 
 
-def _alarm_notes(metrics: RunMetrics) -> list[str]:
-    """Returns a note for each alarm that the run raised (`trainer.alarms`)."""
-    notes = []
-    for key in sorted(metrics.series):
-        name = key.removeprefix("alarms/")
-        steps = metrics.get(key).steps[metrics.get(key).values > 0]
-        if name not in (key, "raised") and len(steps):
-            notes.append(f"alarm {name} in {len(steps)} steps, first in step {steps[0]}")
-    return notes
-
-
-def _flatten_to_json(config: Fields) -> Fields:
-    return {key: json.dumps(value, default=str) for key, value in flatten(config)}
-
-
 def _read_settings(
-    file: Path, read: Callable[[], Fields], convert: Callable[[Fields], Fields], notes: list[str]
+    file: Path, read: Callable[[], Fields], notes: list[str], *, flat: bool = False
 ) -> Fields | None:
-    """Returns the settings in a file, or None if the file is missing or unreadable.
-
-    An unreadable file adds a note.
-    """
+    """Returns the settings in a file, with `flat` as JSON texts by dotted key; None if the file is missing
+    or unreadable. An unreadable file adds a note."""
     import yaml
 
     if not file.exists():
         return None
     try:
         settings = read()
+        if isinstance(settings, dict) and flat:
+            return {key: json.dumps(value, default=str) for key, value in flatten(settings)}
         if isinstance(settings, dict):
-            return convert(settings)
+            return settings
         notes.append(f"{file.name} is skipped: it has no keys")
     except (yaml.YAMLError, OSError, ValueError, TypeError, RecursionError) as error:
         notes.append(f"{file.name} cannot be read and is skipped: {_one_line(error)}")
@@ -197,12 +182,9 @@ def collect_series(rows: Iterable[MetricsRow]) -> RunMetrics:
     steps_by_key: dict[str, array[int]] = defaultdict(lambda: array("q"))
     values_by_key: dict[str, array[float]] = defaultdict(lambda: array("d"))
     invalid_counts: Counter[str] = Counter()
-    metrics, num_skipped_lines = RunMetrics(), 0
+    metrics = RunMetrics()
     for row in rows:
         step = row[STEP_KEY]
-        if abs(step) > MAX_STEP:
-            num_skipped_lines += 1
-            continue
         first, last = metrics.step_range or (step, step)
         metrics.step_range = min(first, step), max(last, step)
         for key, value in row.items():
@@ -214,21 +196,13 @@ def collect_series(rows: Iterable[MetricsRow]) -> RunMetrics:
                 invalid_counts[key] += 1
             else:
                 steps_by_key[key].append(step)
-    if num_skipped_lines:
-        metrics.notes.append(f"{_count_text(num_skipped_lines)} skipped: the step is beyond ±2^62")
     for key in sorted(values_by_key):
         if invalid_counts[key]:
             metrics.notes.append(
                 f"{key}: skipped where it is not a number ({_count_text(invalid_counts[key])})"
             )
         if values_by_key[key]:
-            values = np.array(values_by_key.pop(key))
-            is_huge = np.isfinite(values) & (np.abs(values) > HUGE)
-            if is_huge.any():
-                values[is_huge] = np.copysign(np.inf, values[is_huge])
-                count = _count_text(int(is_huge.sum()))
-                metrics.notes.append(f"{key}: not drawn where it is beyond ±{HUGE:.0e} ({count})")
-            steps = np.array(steps_by_key.pop(key))
+            steps, values = np.array(steps_by_key.pop(key)), np.array(values_by_key.pop(key))
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]
             is_last_of_step = np.append(steps[1:] != steps[:-1], True)

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 from hone.types import JsonObject, JsonValue
@@ -73,55 +72,39 @@ def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
         turns, tool_outputs, trajectory_scores = (
             _parse_json(row.get(name)) for name in JSON_COLUMNS
         )
-        texts = ["" if row.get(name) is None else str(row[name]) for name in COLUMNS[:3]]
-        reward_parts = {
-            name.removeprefix("reward/"): _total(value)
-            for name, value in row.items()
-            if name.startswith("reward/")
-        }
-        samples.append(
-            Sample(
-                step=step,
-                uid=texts[0],
-                prompt=texts[1],
-                response=texts[2],
-                score=scores[index],
-                reward_parts=_numbers(reward_parts),
-                turns=_parse_turns(turns, tool_outputs),
-                trajectory_scores=_numbers(trajectory_scores),
-            )
+        uid, prompt, response = (
+            "" if row.get(name) is None else str(row[name]) for name in COLUMNS[:3]
         )
+        reward_parts: dict[str, float | None] = {}
+        for name, part in row.items():
+            if name.startswith("reward/"):  # one number, or one number per token
+                parts = part if isinstance(part, list) else [part]
+                numbers = [number for number in parts if isinstance(number, int | float)]
+                is_valid = len(numbers) == len(parts)
+                reward_parts[name.removeprefix("reward/")] = sum(numbers) if is_valid else None
+        facts = (_numbers(reward_parts), _parse_turns(turns, tool_outputs))
+        trajectory_parts = _numbers(trajectory_scores)
+        samples.append(Sample(step, uid, prompt, response, scores[index], *facts, trajectory_parts))
     return samples
 
 
 def _parse_turns(turns: JsonValue, tool_outputs: JsonValue) -> tuple[Turn, ...]:
     """Parses the turns of a response with their tool calls; malformed values are skipped."""
-    tool_calls = [_parse_tool_call(output) for output in _objects(tool_outputs)]
-    remaining_calls = iter(tool_calls)
-    return tuple(
-        Turn(
-            role=str(turn.get("role", "")),
-            text=str(turn.get("text", "")),
-            score=_number(turn.get("score")),
-            calls=tuple(
-                islice(
-                    remaining_calls,
-                    int(min(max(_number(turn.get("calls")) or 0, 0), len(tool_calls))),
-                )
-            ),
-            reward=_number(turn.get("reward")),
-            tokens=_number(turn.get("tokens")),
-            is_trained_on=turn.get("mask", turn.get("role") == "assistant") in (1, True),
-        )
-        for turn in _objects(turns)
-    )
-
-
-def _parse_tool_call(output: JsonObject) -> ToolCall:
-    arguments = output.get("arguments")
-    items = arguments.items() if isinstance(arguments, dict) else ()
-    arguments_text = ", ".join(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in items)
-    return ToolCall(f"{output.get('name', '')}({arguments_text})", _number(output.get("reward")))
+    calls: list[ToolCall] = []
+    for output in _objects(tool_outputs):
+        arguments = output.get("arguments")
+        items = arguments.items() if isinstance(arguments, dict) else ()
+        text = ", ".join(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in items)
+        calls.append(ToolCall(f"{output.get('name', '')}({text})", _number(output.get("reward"))))
+    result = []
+    for turn in _objects(turns):
+        num_calls = int(min(max(_number(turn.get("calls")) or 0, 0), len(calls)))
+        turn_calls, calls = tuple(calls[:num_calls]), calls[num_calls:]
+        score, reward, tokens = (_number(turn.get(name)) for name in ("score", "reward", "tokens"))
+        is_trained_on = turn.get("mask", turn.get("role") == "assistant") in (1, True)
+        role, text = str(turn.get("role", "")), str(turn.get("text", ""))
+        result.append(Turn(role, text, score, turn_calls, reward, tokens, is_trained_on))
+    return tuple(result)
 
 
 def _parse_json(text: JsonValue) -> JsonValue:
@@ -142,13 +125,6 @@ def _numbers(value: JsonValue | dict[str, float | None]) -> dict[str, float]:
 
 def _number(value: JsonValue) -> float | None:
     return float(value) if isinstance(value, int | float) and abs(value) <= MAX_NUMBER else None
-
-
-def _total(part: JsonValue) -> float | None:
-    """Sums a reward part: one number, or one number per token."""
-    parts = part if isinstance(part, list) else [part]
-    numbers = [number for number in parts if isinstance(number, int | float)]
-    return float(sum(numbers)) if len(numbers) == len(parts) else None
 
 
 def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
@@ -172,21 +148,18 @@ def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], li
             for sort_keys, sign in ((best, -1), (worst, 1)):
                 sort_key = (sign * score, -step, row_index, file_index)
                 sort_keys[prompt_hash] = min(sort_keys.get(prompt_hash, sort_key), sort_key)
-    extremes = [heapq.nsmallest(EXTREMES_SHOWN, keys.values()) for keys in (best, worst)]
-    file_indices = {file_index for keys in extremes for *_, file_index in keys}
-    samples = {index: read_samples(*files[index], notes) for index in file_indices}
-    best_samples, worst_samples = (
-        [samples[file_index][row_index] for *_, row_index, file_index in keys] for keys in extremes
-    )
-    return best_samples, worst_samples
+    best_keys, worst_keys = (heapq.nsmallest(EXTREMES_SHOWN, k.values()) for k in (best, worst))
+    indices = {file_index for *_, file_index in (*best_keys, *worst_keys)}
+    samples = {index: read_samples(*files[index], notes) for index in indices}
+    best_samples = [samples[file_index][row_index] for *_, row_index, file_index in best_keys]
+    return best_samples, [samples[i][row_index] for *_, row_index, i in worst_keys]
 
 
 def _parse_scores(column: Sequence[JsonValue], path: Path, notes: list[str]) -> list[float | None]:
     scores = [float(value) if isinstance(value, int | float) else None for value in column]
     if scores.count(None) > list(column).count(None):
-        _add_note(
-            notes, f"{path.parent.name}/{path.name}: 'score' is skipped where it is not a number"
-        )
+        name = f"{path.parent.name}/{path.name}"
+        _add_note(notes, f"{name}: 'score' is skipped where it is not a number")
     return scores
 
 

@@ -69,10 +69,8 @@ class RunFolder:
         import yaml
 
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-        if (
-            self.config_file.exists()
-            and (old_bytes := self.config_file.read_bytes()) != text.encode()
-        ):
+        old_bytes = self.config_file.read_bytes() if self.config_file.exists() else text.encode()
+        if old_bytes != text.encode():
             earlier_files = _list_numbered(self.path, r"config\.(\d+)\.yaml")
             number = earlier_files[-1][0] + 1 if earlier_files else 1
             atomic_write_bytes(self.path / f"config.{number}.yaml", old_bytes)
@@ -112,27 +110,24 @@ class RunFolder:
             if file_step > step:
                 file.unlink(missing_ok=True)
 
-    def tracker_id(self, tracker: str) -> str | None:
-        """Returns the tracker's id of this run, or None if none was saved."""
-        return self._tracker_ids().get(tracker)
-
-    def save_tracker_id(self, tracker: str, run_id: str) -> None:
-        ids = {**self._tracker_ids(), tracker: run_id}
-        atomic_write_text(self.trackers_file, json.dumps(ids, indent=1, sort_keys=True))
-
-    def _tracker_ids(self) -> dict[str, str]:
+    def tracker_ids(self) -> dict[str, str]:
+        """Returns the saved ids of this run, by tracker."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             ids = json.loads(self.trackers_file.read_text(encoding="utf-8"))
             if isinstance(ids, dict):
                 return {name: run_id for name, run_id in ids.items() if isinstance(run_id, str)}
         return {}
 
+    def save_tracker_id(self, tracker: str, run_id: str) -> None:
+        ids = {**self.tracker_ids(), tracker: run_id}
+        atomic_write_text(self.trackers_file, json.dumps(ids, indent=1, sort_keys=True))
+
 
 def resumed_run_id(run: RunInfo, tracker: str) -> str | None:
     """Returns the tracker's id of the run that this process resumes; None for a fresh run."""
     if run.folder is None or run.resumed_from is None:
         return None
-    return RunFolder(run.folder).tracker_id(tracker)
+    return RunFolder(run.folder).tracker_ids().get(tracker)
 
 
 def save_run_id(run: RunInfo, tracker: str, run_id: str) -> None:

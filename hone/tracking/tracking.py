@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from hone.plugins import Table
+from hone.tracking.atomic import storage_errno
 from hone.tracking.contract import (
     Number,
     RunInfo,
@@ -19,7 +20,6 @@ from hone.tracking.contract import (
     import_optional,
 )
 from hone.tracking.run_folder import RunFolder
-from hone.tracking.storage import storage_errno
 from hone.types import JsonValue, Row, Settings
 
 log = logging.getLogger(__name__)

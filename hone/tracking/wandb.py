@@ -1,12 +1,24 @@
-"""The Weights & Biases tracker; a resumed run keeps the id of the first run."""
+"""The Weights & Biases tracker, and `hone wandb-workspace`: a workspace with the panels of `panels.py`.
+
+A resumed run keeps the id of the first run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from hone.tracking.contract import Number, RunInfo, Tracker, import_optional
+from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, import_optional
+from hone.tracking.panels import SECTIONS, Panel
 from hone.tracking.run_folder import resumed_run_id, save_run_id
 from hone.types import Row
+
+if TYPE_CHECKING:
+    from wandb_workspaces.reports.v2 import LinePlot
+    from wandb_workspaces.workspaces import Workspace
+
+SMOOTHING = 0.8
+MAX_RUNS = 20
 
 
 class WandbTracker(Tracker):
@@ -40,3 +52,37 @@ class WandbTracker(Tracker):
 
     def finish(self) -> None:
         self.session.finish()
+
+
+def build_workspace(project: str, entity: str, name: str) -> Workspace:
+    """Returns the workspace; nothing is sent before its `save` is called."""
+    try:
+        import wandb_workspaces.workspaces as workspaces
+    except ImportError as error:
+        raise TrackerError(
+            f"hone wandb-workspace needs the package wandb-workspaces ({error}): "
+            "pip install 'hone-rl[wandb-workspace]'"
+        ) from error
+    sections = [
+        workspaces.Section(name=s.name, panels=[_plot(p) for p in s.panels], is_open=s.is_open)
+        for s in SECTIONS
+    ]
+    settings = workspaces.WorkspaceSettings(max_runs=MAX_RUNS)
+    return workspaces.Workspace(
+        entity=entity, project=project, name=name, sections=sections, settings=settings
+    )
+
+
+def _plot(panel: Panel) -> LinePlot:
+    from wandb_workspaces.reports.v2 import LinePlot
+
+    return LinePlot(
+        title=panel.title,
+        y=[] if panel.is_pattern else [panel.metric],
+        metric_regex=panel.metric if panel.is_pattern else None,
+        range_y=(panel.y_min, None),
+        custom_expressions=[panel.expression] if panel.expression else None,
+        smoothing_type="exponential",
+        smoothing_factor=SMOOTHING,
+        max_runs_to_show=MAX_RUNS,
+    )

@@ -28,8 +28,8 @@ from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.data.files import is_non_local
 from hone.tracking import RunFolder
+from hone.tracking.atomic import storage_error_message
 from hone.tracking.lock import FolderLock, lock_folder
-from hone.tracking.storage import storage_error_message
 from hone.trainer.interrupt import (
     SIGNAL_NAMES,
     Interrupted,

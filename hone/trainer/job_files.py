@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hone.data.rows import file_fingerprint, write_parquet
 from hone.tracking import atomic_path, atomic_write_text
-from hone.tracking.storage import add_file_name_to_errors
+from hone.tracking.atomic import add_file_name_to_errors
 from hone.types import Row
 
 log = logging.getLogger(__name__)

@@ -87,10 +87,10 @@ def test_truncate_after_removes_metrics_and_samples_after_the_checkpoint(tmp_pat
 
 def test_ids_of_several_trackers_are_saved(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    assert run.tracker_id("wandb") is None
+    assert run.tracker_ids().get("wandb") is None
     run.save_tracker_id("wandb", "abc")
     run.save_tracker_id("mlflow", "def")
-    assert (run.tracker_id("wandb"), run.tracker_id("mlflow")) == ("abc", "def")
+    assert (run.tracker_ids().get("wandb"), run.tracker_ids().get("mlflow")) == ("abc", "def")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"[]", b'{"wandb": 5}', b""])
@@ -100,9 +100,9 @@ def test_invalid_files_are_kept_or_ignored(tmp_path: Path, content: bytes) -> No
     run.trackers_file.write_bytes(content)
     run.write_config({"a": 1})
     assert (tmp_path / "config.1.yaml").read_bytes() == content
-    assert run.tracker_id("wandb") is None
+    assert run.tracker_ids().get("wandb") is None
     run.save_tracker_id("wandb", "x1")
-    assert run.tracker_id("wandb") == "x1"
+    assert run.tracker_ids().get("wandb") == "x1"
 
 
 def test_the_latest_checkpoint_is_found_under_verls_name(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.tracking.storage import storage_errno, storage_error_message
+from hone.tracking.atomic import storage_errno, storage_error_message
 from hone.trainer.command_line import user_error_message
 
 

@@ -10,6 +10,7 @@ summed, statistics count the trajectory once, and each of its rows gets the traj
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 from dataclasses import dataclass, field
@@ -22,12 +23,12 @@ from torch import Tensor
 
 from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
-from hone.config.block import has_key, setting
+from hone.config.block import setting
 from hone.config.errors import unknown_argument
 from hone.ops.groups import Groups, Labels, factorise, factorise_pairs
 from hone.ops.masked import WHITEN_EPS, count_unmasked, masked_sum
 from hone.plugins import PluginError
-from hone.types import Fields, Function, JsonValue, Settings
+from hone.types import Function, JsonValue, Settings
 
 Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outside response_mask
 GroupUse = Literal["ignored", "compared", "required"]
@@ -58,6 +59,10 @@ class Trajectories:
     def trajectory_id(self) -> Labels | None:
         return self.columns.get(TRAJECTORY_COLUMN)
 
+    def outcomes(self, name: str, rewards: Tensor) -> Outcomes:
+        """Returns the outcomes of the trajectories for these rewards; `name` is the estimator's."""
+        return outcomes(name, rewards, self.mask, self.uid, self.trajectory_id)
+
     def column(self, name: str) -> Tensor:
         """Returns a column that the estimator requires."""
         if self.columns.get(name) is None:
@@ -86,16 +91,13 @@ class Estimator:
     @classmethod
     def from_config(cls: type[T], config: Settings | None = None, **options: JsonValue) -> T:
         """Creates an estimator; an option is set by its keyword, else its config key, else its default."""
-        values: Fields = {}
+        values = {name: value for name, value in options.items() if value is not None}
         for option in dataclasses.fields(cls):
             name = option.name
-            if options.get(name) is not None:
-                values[name] = options[name]
-            elif option.metadata != CALL_ONLY and (
-                has_key(config, name) or name in AlgorithmConfig.__dataclass_fields__
-            ):
-                values[name] = setting(config, name, AlgorithmConfig)
-            elif option.default is dataclasses.MISSING:
+            if name not in values and option.metadata != CALL_ONLY:
+                with contextlib.suppress(KeyError):
+                    values[name] = setting(config, name, AlgorithmConfig)
+            if name not in values and option.default is dataclasses.MISSING:
                 raise PluginError(
                     f"the estimator {cls.__name__} has an option {name!r} without a default, and "
                     "algorithm has no key of that name; give it a default"
@@ -132,8 +134,9 @@ class FunctionEstimator(Estimator):
             values = {name: value for name, value in values.items() if name in accepted_names}
         result = self.function(*positional, **values)
         if not isinstance(result, tuple) or len(result) != 2:
+            name = getattr(self.function, "__name__", repr(self.function))
             raise PluginError(
-                f"the estimator {_entry_name(self.function)} returned a {type(result).__name__}; "
+                f"the estimator {name} returned a {type(result).__name__}; "
                 "return (advantages, returns), both [B, T]"
             )
         return result
@@ -177,21 +180,13 @@ class EstimatorFunction:
         return estimator(Trajectories(rewards, mask, index, columns))
 
 
-Entry = type[Estimator] | EstimatorFunction | Function
-"""An entry of the table of estimators."""
-
-
 def needed_columns(function: Function) -> tuple[str, ...]:
     """Returns the columns that a user's function lists in its attribute `needs`."""
     needs = getattr(function, "needs", ())
     return (needs,) if isinstance(needs, str) else tuple(needs)
 
 
-def _entry_name(entry: Entry) -> str:
-    return getattr(entry, "__name__", repr(entry))
-
-
-def create_estimator(entry: Entry, config: Settings | None, **options: JsonValue) -> Estimator:
+def create_estimator(entry: Function, config: Settings | None, **options: JsonValue) -> Estimator:
     """Creates the estimator of a table entry: an estimator class, its verl form, or a function."""
     if isinstance(entry, EstimatorFunction):
         entry = entry.estimator
@@ -199,17 +194,13 @@ def create_estimator(entry: Entry, config: Settings | None, **options: JsonValue
         if entry.__call__ is Estimator.__call__:
             raise PluginError(f"the estimator {entry.__name__} must define __call__(self, batch)")
         fields = entry.__dataclass_fields__
-        return entry.from_config(
-            config, **{name: v for name, v in options.items() if name in fields}
-        )
+        return entry.from_config(config, **{n: v for n, v in options.items() if n in fields})
     if isinstance(entry, type) or not callable(entry):
         raise PluginError(
-            f"{_entry_name(entry)} is not an advantage estimator; name a function, or a dataclass that "
-            "inherits from hone.algorithms.advantages.estimator.Estimator"
+            f"{getattr(entry, '__name__', repr(entry))} is not an advantage estimator; name a function, or a "
+            "dataclass that inherits from hone.algorithms.advantages.estimator.Estimator"
         )
-    if isinstance(entry, Estimator):
-        return entry
-    return FunctionEstimator(entry, config)
+    return entry if isinstance(entry, Estimator) else FunctionEstimator(entry, config)
 
 
 @dataclass(frozen=True)
@@ -252,10 +243,8 @@ class Outcomes:
 
     def broadcast(self, per_trajectory: Tensor) -> Tensor:
         """Returns [B, T] the trajectory's value on each policy token, and 0 elsewhere."""
-        per_row = (
-            per_trajectory if self.row_trajectory is None else per_trajectory[self.row_trajectory]
-        )
-        per_row = per_row.to(self.rewards.dtype).unsqueeze(-1)
+        rows = slice(None) if self.row_trajectory is None else self.row_trajectory
+        per_row = per_trajectory[rows].to(self.rewards.dtype).unsqueeze(-1)
         out = torch.empty_like(self.rewards)
         for start in range(0, len(out), _BLOCK_ROWS):
             block = slice(start, start + _BLOCK_ROWS)
@@ -272,8 +261,7 @@ class OutcomeEstimator(Estimator):
         raise NotImplementedError(f"{type(self).__name__} must define advantages")
 
     def __call__(self, batch: Trajectories) -> Estimate:
-        name = type(self).__name__
-        outcome = outcomes(name, batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        outcome = batch.outcomes(type(self).__name__, batch.rewards)
         advantages = outcome.broadcast(self.advantages(outcome))
         return advantages, advantages
 

@@ -22,7 +22,6 @@ from hone.algorithms.advantages.estimator import (
     Outcomes,
     Trajectories,
     group_relative_scores,
-    outcomes,
     row_sums,
 )
 from hone.columns import REWARD_PREFIX
@@ -158,18 +157,14 @@ class GDPO(Estimator):
         return tuple(REWARD_PREFIX + str(key).removeprefix(REWARD_PREFIX) for key in keys)
 
     def __call__(self, batch: Trajectories) -> Estimate:
-        outcome = outcomes("gdpo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        outcome = batch.outcomes("gdpo", batch.rewards)
         total = torch.zeros(len(outcome.groups.ids), dtype=torch.float64, device=batch.mask.device)
         weights = self.gdpo_reward_weights or [1.0] * len(self.requires)
         for name, weight in zip(self.requires, weights, strict=True):
             part = _reward_part(name, batch.columns).to(total.device)
             per_row = row_sums(part, outcome.mask) if part.dim() == 2 else part.double()
-            total = total + weight * group_relative_scores(
-                outcome.groups,
-                outcome.sum_rows(per_row),
-                self.norm_adv_by_std_in_grpo,
-                self.epsilon,
-            )
+            scores, by_std = outcome.sum_rows(per_row), self.norm_adv_by_std_in_grpo
+            total += weight * group_relative_scores(outcome.groups, scores, by_std, self.epsilon)
         advantages = outcome.broadcast(outcome.whiten(total))
         return advantages, advantages
 

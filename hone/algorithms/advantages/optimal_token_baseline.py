@@ -43,9 +43,7 @@ class OptimalTokenBaseline(Estimator):
     uses = ("rollout_is_weights",)
     groups = "compared"  # a group of one keeps its raw return
 
-    @property
-    def requires(self) -> tuple[str, ...]:
-        return ("old_log_probs", "sum_pi_squared")
+    requires = ("old_log_probs", "sum_pi_squared")
 
     def position(self, mask: Tensor, row_order: RowOrder | None) -> Tensor:
         """Returns [B, T]: each token's index in the response; tokens of a group are compared per index."""

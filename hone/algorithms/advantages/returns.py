@@ -52,9 +52,8 @@ class RowOrder:
         position = np.arange(rows)
         row_number = np.empty(rows, np.int64)
         row_number[order] = position - np.maximum.accumulate(np.where(is_first, position, 0))
-        return cls(
-            *(torch.from_numpy(x).to(like.device) for x in (trajectory, row_number, next_row))
-        )
+        arrays = (trajectory, row_number, next_row)
+        return cls(*(torch.from_numpy(x).to(like.device) for x in arrays))
 
     def backwards(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (rows, the rows that continue them or -1), starting with the last rows of trajectories."""
@@ -138,9 +137,7 @@ class GAE(Estimator):
 
     groups = "ignored"
 
-    @property
-    def requires(self) -> tuple[str, ...]:
-        return ("values",)
+    requires = ("values",)
 
     def __call__(self, batch: Trajectories) -> Estimate:
         mask = batch.mask.bool()
@@ -206,9 +203,7 @@ class ReMax(Estimator):
 
     groups = "ignored"
 
-    @property
-    def requires(self) -> tuple[str, ...]:
-        return ("reward_baselines",)
+    requires = ("reward_baselines",)
 
     def __call__(self, batch: Trajectories) -> Estimate:
         row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, batch.rewards)

@@ -14,7 +14,6 @@ from hone.algorithms.advantages.estimator import (
     EstimatorFunction,
     Outcomes,
     Trajectories,
-    outcomes,
 )
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
 from hone.algorithms.credit import STRICT_MIN, step_lengths, total_min_form_returns
@@ -44,36 +43,24 @@ class RLOOToken(Estimator):
         return ("reward/process", "step_mask") if self.credit_assignment == STRICT_MIN else ()
 
     def __call__(self, batch: Trajectories) -> Estimate:
-        missing = [name for name in self.requires if batch.columns.get(name) is None]
-        if missing:
-            raise ValueError(
-                f"credit_assignment={self.credit_assignment!r} with process_baseline="
-                f"{self.process_baseline!r} needs the columns {', '.join(self.requires)}; "
-                f"{', '.join(missing)} is missing, which the process reward model writes"
-            )
         row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, batch.rewards)
         if self.credit_assignment == STRICT_MIN:
-            process_rewards = batch.columns["reward/process"]
-            step_mask = batch.columns["step_mask"]
-            returns = total_min_form_returns(
-                batch.rewards, process_rewards, step_mask, batch.mask, row_order
-            )
+            steps = (batch.column("reward/process"), batch.column("step_mask"))
+            returns = total_min_form_returns(batch.rewards, *steps, batch.mask, row_order)
         else:
             returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, row_order)
         if self.process_baseline != "return":
             return self._step_advantages(batch, row_order), returns
         # Per trajectory: the sum of returns over tokens and the number of tokens.
-        outcome = outcomes("rloo_token", returns, batch.mask, batch.uid, batch.trajectory_id)
+        outcome = batch.outcomes("rloo_token", returns)
         baseline = _leave_one_out(outcome, outcome.scores, outcome.lengths)
         return zero_outside_mask(returns - baseline, batch.mask), returns
 
     def _step_advantages(self, batch: Trajectories, row_order: RowOrder | None) -> Tensor:
         """Returns [B, T] sums of future rewards, each minus its baseline per step or per token."""
-        step_mask = batch.columns["step_mask"].bool()
-        process_rewards = zero_outside_mask(batch.columns["reward/process"], step_mask)
-        outcome = outcomes(
-            "rloo_token", process_rewards, batch.mask, batch.uid, batch.trajectory_id
-        )
+        step_mask = batch.column("step_mask").bool()
+        process_rewards = zero_outside_mask(batch.column("reward/process"), step_mask)
+        outcome = batch.outcomes("rloo_token", process_rewards)
         ones = torch.ones_like(outcome.lengths)
         if self.process_baseline == "token":
             per_token = _leave_one_out(outcome, outcome.scores, outcome.lengths)
@@ -82,10 +69,8 @@ class RLOOToken(Estimator):
             step_counts = outcome.sum_rows(step_mask.sum(-1).double()).clamp(min=1)
             baselines = _leave_one_out(outcome, outcome.scores / step_counts, ones) * step_mask
         returns = rewards_to_go(batch.rewards - baselines, batch.mask, self.gamma, row_order)
-        other_scores = batch.columns["token_level_scores"] - process_rewards
-        other_outcome = outcomes(
-            "rloo_token", other_scores, batch.mask, batch.uid, batch.trajectory_id
-        )
+        other_scores = batch.column("token_level_scores") - process_rewards
+        other_outcome = batch.outcomes("rloo_token", other_scores)
         baseline = _leave_one_out(other_outcome, other_outcome.scores, ones)
         return zero_outside_mask(returns - baseline, batch.mask)
 
@@ -122,7 +107,7 @@ class RLOO(Estimator):
     def __call__(self, batch: Trajectories) -> Estimate:
         if self.credit_assignment is not None:
             return self._token_estimator(batch)
-        outcome = outcomes("rloo", batch.rewards, batch.mask, batch.uid, batch.trajectory_id)
+        outcome = batch.outcomes("rloo", batch.rewards)
         group_size = outcome.groups.sizes[outcome.groups.ids]
         scale = torch.where(group_size > 1, group_size / (group_size - 1).clamp(min=1), 1.0)
         advantages = outcome.broadcast((outcome.scores - outcome.baseline()) * scale)
@@ -142,15 +127,12 @@ class PrimeRLOO(Estimator):
 
     groups = "required"
 
-    @property
-    def requires(self) -> tuple[str, ...]:
-        return ("reward/implicit", "token_level_scores")
+    requires = ("reward/implicit", "token_level_scores")
 
     def __call__(self, batch: Trajectories) -> Estimate:
         implicit, scores = batch.column("reward/implicit"), batch.column("token_level_scores")
-        grouping = (batch.mask, batch.uid, batch.trajectory_id)
-        outcome = outcomes("prime", scores, *grouping)
-        process_outcome = outcomes("prime", implicit, *grouping)
+        outcome = batch.outcomes("prime", scores)
+        process_outcome = batch.outcomes("prime", implicit)
         groups = outcome.groups
         size = groups.sizes[groups.ids]
         other_count = (size - 1).clamp(min=1)
@@ -159,16 +141,14 @@ class PrimeRLOO(Estimator):
         score_sum = groups.sum(outcome.scores)[groups.ids].masked_fill(is_single, 0.0)
         mean_rewards = process_outcome.scores / process_outcome.lengths.clamp(min=1)
         mean_sum = groups.sum(mean_rewards)[groups.ids].masked_fill(is_single, 0.0)
-        process_advantage = implicit * process_outcome.broadcast(scale) - process_outcome.broadcast(
-            mean_sum / other_count
-        )
+        process_advantage = implicit * process_outcome.broadcast(scale)
+        process_advantage -= process_outcome.broadcast(mean_sum / other_count)
         penalty = batch.rewards - scores  # −KL, if it is part of the reward
-        row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, batch.rewards)
-        returns = rewards_to_go(
-            self.reward_dpo_coef * process_advantage + penalty, batch.mask, 1.0, row_order
-        ) + self.reward_gt_coef * outcome.broadcast(
-            outcome.scores * scale - score_sum / other_count
-        )
+        rewards = self.reward_dpo_coef * process_advantage + penalty
+        row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, rewards)
+        returns = rewards_to_go(rewards, batch.mask, 1.0, row_order)
+        outcome_advantage = outcome.broadcast(outcome.scores * scale - score_sum / other_count)
+        returns = returns + self.reward_gt_coef * outcome_advantage
         return masked_whiten(returns, batch.mask), returns
 
 

@@ -22,12 +22,17 @@ from hone.config.convert import show_value
 from hone.data.files import copy_to_local
 from hone.engine.saved_state import METADATA_FILE, read_metadata
 from hone.tracking import RunFolder, atomic_write_text
-from hone.tracking.atomic import make_folder, rename_folder, sync
+from hone.tracking.atomic import (
+    STORAGE_ERRORS,
+    make_folder,
+    rename_folder,
+    storage_errno,
+    sync,
+)
 from hone.tracking.console import screen
 from hone.tracking.contract import flatten
 from hone.tracking.lock import raise_if_lock_lost
 from hone.tracking.manifest import MANIFEST, find_damage, require_files, write_manifest
-from hone.tracking.storage import reason, remedy, storage_errno
 from hone.trainer.ppo import remote_checkpoints
 from hone.types import JsonValue, Settings
 
@@ -320,13 +325,14 @@ def _save_error_message(run: RunFolder, step: int, error_number: int) -> str:
         if checkpoints
         else "there is no earlier checkpoint"
     )
-    advice = remedy(error_number).capitalize()
+    cause, remedy = STORAGE_ERRORS[error_number]
+    advice = remedy.capitalize()
     if error_number in (errno.ENOSPC, errno.EDQUOT):
         advice += (
             ", keep fewer checkpoints (trainer.max_actor_ckpt_to_keep; SFT: trainer.max_ckpt_to_keep), or "
             "leave hf_model out of checkpoint.save_contents,"
         )
     return (
-        f"{reason(error_number)}: step {step} could not be saved in {run.path}; {state}. {advice} and start "
+        f"{cause}: step {step} could not be saved in {run.path}; {state}. {advice} and start "
         "the same command again: it resumes with trainer.resume_mode=auto (the default)"
     )

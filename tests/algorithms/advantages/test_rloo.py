@@ -75,7 +75,7 @@ def test_the_strict_minimum_replaces_the_sum_of_the_process_part_only():
 
 @pytest.mark.parametrize("there", [{}, {"step_mask": MASK}, {"reward/process": REWARDS}])
 def test_the_strict_minimum_without_its_columns_is_refused(there):
-    with pytest.raises(ValueError, match="step_mask"):
+    with pytest.raises(TypeError, match=r"needs the column '(step_mask|reward/process)'"):
         rloo_token(REWARDS, MASK, INDEX, gamma=1.0, credit_assignment=STRICT_MIN, **there)
 
 

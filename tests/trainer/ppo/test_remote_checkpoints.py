@@ -101,7 +101,7 @@ def test_a_run_on_another_machine_has_the_ids_of_its_trackers(store: str, tmp_pa
     remote_checkpoints.push(first, 0)
     second = RunFolder(tmp_path / "second", store)
     remote_checkpoints.pull(second)
-    assert second.tracker_id("wandb") == "abc"
+    assert second.tracker_ids().get("wandb") == "abc"
 
 
 def test_without_any_sound_copy_the_run_stops_and_changes_nothing(
