@@ -1,7 +1,4 @@
-"""The state of one trajectory of the tool loop, under verl's names; tools get it as `agent_data`.
-
-Images, video and audio are not supported. `AgentState` exists because code for verl imports it.
-"""
+"""The state of one trajectory of the tool loop, under verl's names; tools get it as `agent_data`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from hone.types import Fields, Settings
 
 
 class AgentState(Enum):
-    """verl's states of a trajectory."""
+    """verl's states of a trajectory, for code that imports them."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -34,12 +31,10 @@ class AgentData:
 
     messages: list[Message]
     """The conversation as text, for tools and interactions; the model reads only token ids."""
-    prompt_ids: list[int]
-    """The prompt and all later tokens."""
+    prompt_ids: list[int]  # the prompt and all later tokens
     request_id: str
     tools_kwargs: Settings
-    response_ids: list[int] = field(default_factory=list)
-    """The model's last turn."""
+    response_ids: list[int] = field(default_factory=list)  # the model's last turn
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -47,8 +42,7 @@ class AgentData:
     turn_spans: list[dict[str, Any]] = field(default_factory=list)
     """Role, token count and mask of each turn and observation; turns may have `calls`, `score`, `reward`."""
     assistant_turns: int = 0
-    user_turns: int = 0
-    """Observations: the answers of tools and the replies of the simulated user."""
+    user_turns: int = 0  # observations: the answers of tools and the replies of the simulated user
     turn_scores: list[float] = field(default_factory=list)
     """Scores that the interaction gave with its replies."""
     tool_rewards: list[float] = field(default_factory=list)

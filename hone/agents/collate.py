@@ -6,9 +6,10 @@ that a loop returns in a list is one row, and the rows of a trajectory are adjac
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence, Sized
+import math
+from collections.abc import Collection, Iterator, Sequence, Sized
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,46 +17,149 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.agents.contract import AgentLoopOutput
-from hone.agents.trajectory import BadTrajectory
-from hone.columns import reward_column, write
+from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
+from hone.columns import COLUMNS, reward_column, write
 from hone.ops.masked import last_true_index
 from hone.protocol import DataProto
-from hone.protocol.rows import object_array
+from hone.protocol.rows import deeply_equal, object_array
+from hone.text import short_repr
+from hone.types import Fields, Row, Settings
 
 LOOP_SCORE_COLUMN = reward_column("agent")
 """The column of the score that a loop returned, on the last policy token."""
 
-NOT_RECORDED = -1
-"""The value of `routed_experts` for tokens that the rollout did not compute."""
+LOOP_METRICS = ("generate_sequences", "tool_calls", "num_preempted")
+"""Metrics that any loop may return; missing ones are 0."""
+NOT_RECORDED = -1  # the value of `routed_experts` for tokens that the rollout did not compute
 TRAJECTORY_ROW = "trajectory_row"
 """The column of each row's index in its trajectory (None means 0); absent if every trajectory has one row."""
 
 
+RESERVED_COLUMNS = (
+    *("prompts", "responses", "response_mask", "attention_mask", "input_ids", "position_ids"),
+    *("rollout_log_probs", "rm_scores", LOOP_SCORE_COLUMN, "num_turns", "stop_reason", "versions"),
+    TRAJECTORY_ROW,
+)
+"""Columns that are built from the other fields of an output, so `extra_fields` may not set them."""
+
+
+class BadTrajectory(ValueError):
+    """A loop returned an output that cannot be collated."""
+
+
+def metric_values(metrics: AgentLoopMetrics | Settings) -> dict[str, float]:
+    """Returns the values of `LOOP_METRICS` by name."""
+    values = vars(metrics) if isinstance(metrics, AgentLoopMetrics) else metrics
+    return {name: values.get(name, 0.0) for name in LOOP_METRICS}
+
+
+def loop_metrics(loops: Sequence[AgentLoopMetrics | Settings]) -> dict[str, float]:
+    """Returns min, max and mean of the metrics of `loops` under verl's names."""
+    summary: dict[str, float] = {}
+    for name in LOOP_METRICS:
+        values = [float(metric_values(loop)[name]) for loop in loops]
+        for statistic, compute in (("min", min), ("max", max), ("mean", fmean)):
+            summary[f"timing_s/agent_loop/{name}/{statistic}"] = compute(values)
+    metrics = [loop for loop in loops if isinstance(loop, AgentLoopMetrics)]
+    if prompt_tokens := sum(m.later_prompt_tokens for m in metrics):
+        cached_tokens = sum(m.later_cached_tokens for m in metrics)
+        summary["rollout/prefix_cache_hit/later_turns"] = cached_tokens / prompt_tokens
+    return summary
+
+
+def check_output(output: Any, loop_name: str, *, row: Row, vocab_size: int | None) -> None:
+    """Raises BadTrajectory on an invalid output."""
+    if not isinstance(output, AgentLoopOutput):
+        raise BadTrajectory(
+            f"agent loop {loop_name!r} returned {short_repr(output)}; return an AgentLoopOutput, or a "
+            "list of at least one"
+        )
+    for problem in _problems(output, row, vocab_size):
+        raise BadTrajectory(f"agent loop {loop_name!r} returned {problem}")
+
+
+def _problems(output: AgentLoopOutput, row: Row, vocab_size: int | None) -> Iterator[str]:
+    num_tokens, experts = len(output.response_ids), output.routed_experts
+    for field in ("response_mask", "response_logprobs", "versions"):
+        value = getattr(output, field)
+        if value is not None and len(value) != num_tokens:
+            yield f"{num_tokens} response_ids but {len(value)} {field}; give one entry per token"
+    if len(output.prompt_ids) == 0 or num_tokens == 0:
+        yield "an empty prompt or response"
+    mask = list(output.response_mask)
+    if mask.count(0) + mask.count(1) != len(mask):
+        yield "a response_mask with values other than 0, 1"
+    for field, ids in (("prompt_ids", output.prompt_ids), ("response_ids", output.response_ids)):
+        low, high = min(ids), max(ids)
+        if low < 0 or (vocab_size is not None and high >= vocab_size):
+            valid_ids = "0 and up" if vocab_size is None else f"0 to {vocab_size - 1}"
+            yield f"{field} from {low} to {high}; the model knows {valid_ids}"
+    if experts is not None and experts.dim() != 3:
+        yield f"routed_experts of shape {tuple(experts.shape)}; give [tokens, layers, k], or None"
+    for name, media in (output.multi_modal_data or {}).items():
+        if media is not None and not (isinstance(media, Sized) and len(media) == 0):
+            yield f"{name} in multi_modal_data; images, video and audio are not supported"
+    if not isinstance(output.stop_reason, str | None):
+        yield f"stop_reason={short_repr(output.stop_reason)}; give text or None"
+    numbers: Fields = {"num_turns": output.num_turns}
+    if output.reward_score is not None:
+        numbers["reward_score"] = output.reward_score
+    numbers |= {f"metrics[{k!r}]": v for k, v in metric_values(output.metrics).items()}
+    for name, value in numbers.items():
+        if not _is_finite(value):
+            yield f"{name}={short_repr(value)}; give a finite number, or leave it out"
+    for field, value in output.extra_fields.items():
+        if origin := _origin_of_column(field, value, row):
+            yield f"extra_fields[{field!r}], but the column {field!r} is {origin}; rename it"
+
+
+def _origin_of_column(name: str, value: Any, row: Row) -> str:
+    """Returns where a column comes from if an agent loop may not write this value to it, else ""."""
+    if name in row:
+        return "" if deeply_equal(row[name], value) else "a column of the data row"
+    if name in RESERVED_COLUMNS:
+        return "built from the output's other fields"
+    if name in COLUMNS and COLUMNS[name].step not in ("generate", "prompts"):
+        return f"written by the step {COLUMNS[name].step!r}"
+    return "written by the step 'score'" if name.startswith("reward/") else ""
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
 def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) -> DataProto:
     """Pads the trajectories to the longest prompt and the longest response, and stacks them."""
-    prompt_len = max(len(o.prompt_ids) for o in outputs)
-    response_len = max(len(o.response_ids) for o in outputs)
-    prompt_token_mask = np.arange(-prompt_len, 0) >= -_row_lengths([o.prompt_ids for o in outputs])
-    response_token_mask = np.arange(response_len) < _row_lengths([o.response_ids for o in outputs])
-    prompts = _pad_rows(prompt_token_mask, [o.prompt_ids for o in outputs], pad_token_id, np.int64)
-    responses = _pad_rows(
-        response_token_mask, [o.response_ids for o in outputs], pad_token_id, np.int64
-    )
-    response_mask = _pad_rows(response_token_mask, [o.response_mask for o in outputs], 0, np.int64)
-    attention_mask = torch.from_numpy(
-        np.concatenate([prompt_token_mask, response_token_mask], 1)
-    ).long()
+    prompt_lengths = np.array([[len(o.prompt_ids)] for o in outputs])  # [N, 1]
+    response_lengths = np.array([[len(o.response_ids)] for o in outputs])  # [N, 1]
+    prompt_len, response_len = int(prompt_lengths.max()), int(response_lengths.max())
+    is_prompt_token = np.arange(-prompt_len, 0) >= -prompt_lengths  # [N, P]
+    is_response_token = np.arange(response_len) < response_lengths  # [N, T]
+
+    def pad(is_token: np.ndarray, field: str, pad_value: int, dtype: type = np.int64) -> Tensor:
+        """Returns [N, P] or [N, T] with the field's values at the tokens, and `pad_value` elsewhere."""
+        rows = [getattr(output, field) for output in outputs]
+        for row, (values, length) in enumerate(zip(rows, is_token.sum(1), strict=True)):
+            if len(values) != length:
+                raise BadTrajectory(f"row {row} has {len(values)} values for {length} tokens")
+        array: np.ndarray = np.full(is_token.shape, pad_value, dtype)
+        array[is_token] = np.fromiter(chain.from_iterable(rows), dtype, count=is_token.sum())
+        return torch.from_numpy(array)
+
+    response_mask = pad(is_response_token, "response_mask", 0)
+    attention_mask = np.concatenate([is_prompt_token, is_response_token], 1)
     tensors = {
-        "prompts": prompts,
-        "responses": responses,
+        "prompts": pad(is_prompt_token, "prompt_ids", pad_token_id),
+        "responses": pad(is_response_token, "response_ids", pad_token_id),
         "response_mask": response_mask,
-        "attention_mask": attention_mask,
+        "attention_mask": torch.from_numpy(attention_mask).long(),
     }
-    log_probs = [o.response_logprobs for o in outputs if o.response_logprobs is not None]
-    if len(log_probs) == len(outputs):
-        padded_log_probs = _pad_rows(response_token_mask, log_probs, 0.0, np.float32)
-        tensors["rollout_log_probs"] = _zero_outside_mask(padded_log_probs, response_mask)
+    if all(o.response_logprobs is not None for o in outputs):
+        log_probs = pad(is_response_token, "response_logprobs", 0, np.float32)
+        tensors["rollout_log_probs"] = _zero_outside_mask(log_probs, response_mask)
     if any(o.routed_experts is not None for o in outputs):
         tensors["routed_experts"] = _routed_experts(outputs, prompt_len, response_len)
     num_scored = sum(o.reward_score is not None for o in outputs)
@@ -63,7 +167,15 @@ def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) ->
     if num_scored:
         scores = [float(o.reward_score or 0.0) for o in outputs]
         tensors[LOOP_SCORE_COLUMN] = _put_on_last_policy_token(scores, response_mask)
-    return DataProto.from_dict(tensors=tensors, non_tensors=_object_columns(outputs))
+    columns: dict[str, list[Any]] = {
+        "num_turns": [o.num_turns for o in outputs],
+        "stop_reason": [o.stop_reason for o in outputs],
+        "versions": [list(o.versions) if o.versions is not None else None for o in outputs],
+    }
+    for name in sorted({key for o in outputs for key in o.extra_fields}):
+        columns[name] = [o.extra_fields.get(name) for o in outputs]
+    arrays = {name: object_array(values) for name, values in columns.items()}
+    return DataProto.from_dict(tensors=tensors, non_tensors=arrays)
 
 
 def input_ids(batch: DataProto) -> Tensor:
@@ -151,9 +263,8 @@ def _zero_outside_mask(log_probs: Tensor, mask: Tensor) -> Tensor:
 
 def _put_on_last_policy_token(values: Sequence[float], mask: Tensor) -> Tensor:
     """Returns [B, T]: each row's value on its last policy token, 0 elsewhere."""
-    last_token = last_true_index(mask).clamp(min=0)
     column = torch.zeros(mask.shape, dtype=torch.float32)
-    column[torch.arange(len(values)), last_token] = torch.tensor(values)
+    column[torch.arange(len(values)), last_true_index(mask).clamp(min=0)] = torch.tensor(values)
     return column
 
 
@@ -172,37 +283,6 @@ def trajectory_rewards(batch: DataProto, name: str) -> Tensor:
     scores_by_name = batch.non_tensor_batch.get("reward_scores", [None] * len(batch))
     scores = [float((row_scores or {}).get(name, 0.0)) for row_scores in scores_by_name]
     return _put_on_last_policy_token(scores, batch.batch["response_mask"])
-
-
-def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
-    columns: dict[str, list[Any]] = {
-        "num_turns": [o.num_turns for o in outputs],
-        "stop_reason": [o.stop_reason for o in outputs],
-        "versions": [list(o.versions) if o.versions is not None else None for o in outputs],
-    }
-    for name in sorted({key for o in outputs for key in o.extra_fields}):
-        columns[name] = [o.extra_fields.get(name) for o in outputs]
-    return {name: object_array(values) for name, values in columns.items()}
-
-
-def _row_lengths(rows: Sequence[Sized]) -> np.ndarray:  # [N, 1]
-    return np.array([[len(row)] for row in rows])
-
-
-def _pad_rows(
-    value_mask: np.ndarray,  # [N, W] true where a row's values go
-    rows: Sequence[Sequence[float]],
-    pad_value: float,
-    dtype: type,
-) -> Tensor:
-    """Returns [N, W] with the rows' values at the true positions, and `pad_value` elsewhere."""
-    lengths = value_mask.sum(1, keepdims=True)
-    if len(mismatched_rows := (_row_lengths(rows) != lengths).nonzero()[0]):
-        row = int(mismatched_rows[0])
-        raise BadTrajectory(f"row {row} has {len(rows[row])} values for {lengths[row, 0]} tokens")
-    array: np.ndarray = np.full(value_mask.shape, pad_value, dtype)
-    array[value_mask] = np.fromiter(chain.from_iterable(rows), dtype, count=int(lengths.sum()))
-    return torch.from_numpy(array)
 
 
 def pad_and_concat(batches: Sequence[DataProto]) -> DataProto:
@@ -241,24 +321,19 @@ def pad_to_equal_widths(batches: Sequence[DataProto]) -> list[DataProto]:
 
 
 def _pad(batch: DataProto, prompt_width: int, response_width: int) -> DataProto:
-    left_padding = prompt_width - batch.batch["prompts"].shape[1]
-    right_padding = response_width - batch.batch["responses"].shape[1]
-    if left_padding == 0 and right_padding == 0:
+    left = prompt_width - batch.batch["prompts"].shape[1]
+    right = response_width - batch.batch["responses"].shape[1]
+    if left == 0 and right == 0:
         return batch
     tensors: dict[str, Tensor] = {}
     for name, values in batch.batch.items():
         if values.dim() < 2:
             tensors[name] = values
-        elif name == "prompts":
-            tensors[name] = F.pad(values, (left_padding, 0))
-        elif name == "attention_mask":
-            tensors[name] = F.pad(values, (left_padding, right_padding))
         elif name == "routed_experts":  # [B, P+T, layers, k]
-            tensors[name] = F.pad(
-                values, (0, 0, 0, 0, left_padding, right_padding), value=NOT_RECORDED
-            )
+            tensors[name] = F.pad(values, (0, 0, 0, 0, left, right), value=NOT_RECORDED)
         else:
-            tensors[name] = F.pad(values, (0, right_padding))
+            is_prompt, is_response = name == "prompts", name not in ("prompts", "attention_mask")
+            tensors[name] = F.pad(values, (0 if is_response else left, 0 if is_prompt else right))
     return DataProto.from_dict(tensors, batch.non_tensor_batch, dict(batch.meta_info))
 
 
@@ -270,25 +345,16 @@ def fill_object_columns(
     result = []
     for batch in data:
         missing = [n for n in names if n not in batch.non_tensor_batch and n not in skip_columns]
-        arrays = batch.non_tensor_batch | {
-            name: np.full(len(batch), None, dtype=object) for name in missing
-        }
-        result.append(type(batch)(batch.batch, arrays, batch.meta_info))
+        arrays = {name: np.full(len(batch), None, dtype=object) for name in missing}
+        result.append(type(batch)(batch.batch, batch.non_tensor_batch | arrays, batch.meta_info))
     return result
 
 
 def repeat_rows_per_output(rows: DataProto, output_rows: Sequence[int]) -> DataProto:
-    """Repeats each row of a group once per output of its loop.
-
-    `output_rows[i]` is the index in the submitted batch of the row of output i.
-    """
+    """Repeats each row of a group once per output of its loop.; `output_rows` has their row indices."""
     if len(output_rows) == len(rows):
         return rows
-    counts: Counter[int] = Counter()
-    trajectory_rows = []
-    for row in output_rows:
-        trajectory_rows.append(counts[row])
-        counts[row] += 1
+    trajectory_rows = [output_rows[:i].count(row) for i, row in enumerate(output_rows)]
     repeated_rows = rows.select_idxs([row - output_rows[0] for row in output_rows])
     write(repeated_rows, TRAJECTORY_ROW, object_array(trajectory_rows))
     return repeated_rows
@@ -312,10 +378,9 @@ def last_row_indices(batch: DataProto) -> Tensor | None:
 def is_last_row(batch: DataProto) -> np.ndarray:
     """Returns [B] bool: whether the row is the last of its trajectory."""
     last_indices = last_row_indices(batch)
-    mask = np.full(len(batch), last_indices is None)
-    if last_indices is not None:
-        mask[last_indices.numpy()] = True
-    return mask
+    if last_indices is None:
+        return np.full(len(batch), True)
+    return np.isin(np.arange(len(batch)), last_indices)
 
 
 def last_row_values(batch: DataProto, column: np.ndarray) -> np.ndarray:

@@ -1,13 +1,12 @@
 """The agent-loop contract, `async run(sampling_params, **row)`, and the default loop.
 
 A loop gets token ids and a client of the rollout engine; generated text is never tokenised again.
-Names and signatures are verl's. Images, video and audio are not supported.
+verl's `ct_` methods ("continuous token") extend token ids. Images, video and audio are not supported.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from hone.agents.observations import observation_ids
 from hone.agents.tools.loading import Tool
 from hone.config import PPOTrainerConfig
 from hone.config.data import DataConfig
+from hone.config.rollout import RolloutConfig, SamplingConfig
 from hone.data.prompts import Message, PromptError, initialize_system_prompt, render_prompt
 from hone.plugins import Table
 from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, StopReason, TokenOutput
@@ -42,6 +42,7 @@ LOOPS: Table[Callable[..., AgentLoopBase]] = Table(
 )
 
 _TOKEN_FIELDS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "versions")
+_TEACHER_COLUMNS = ("teacher_ids", "teacher_logprobs")
 
 
 @dataclass
@@ -82,6 +83,12 @@ class AgentLoopOutput:
             if hasattr(value := getattr(self, name), "tolist"):  # a tensor or an array
                 setattr(self, name, value.tolist())
 
+    def truncate(self, max_tokens: int) -> None:
+        """Truncates the response to `max_tokens`."""
+        for name in _TOKEN_FIELDS[1:]:
+            if (values := getattr(self, name)) is not None:
+                setattr(self, name, values[:max_tokens])
+
     def as_dict(self) -> Row:
         """Returns the trajectory as verl's batch columns, without fields that are None."""
         fields = {name: value for name, value in vars(self).items() if value is not None}
@@ -96,11 +103,9 @@ class AgentLoopOutput:
             scores = torch.zeros(len(columns["responses"]))
             scores[-1:] = fields.pop("reward_score")  # an empty response has no last token
             columns["rm_scores"] = scores
-        extra_fields = copy.copy(fields.pop("extra_fields"))
-        for name in ("teacher_ids", "teacher_logprobs"):
-            if name in extra_fields:
-                columns[name] = extra_fields.pop(name)
-        return {**columns, **fields, "extra_fields": extra_fields}
+        extra_fields = dict(fields.pop("extra_fields"))
+        teacher = {k: extra_fields.pop(k) for k in _TEACHER_COLUMNS if k in extra_fields}
+        return {**columns, **teacher, **fields, "extra_fields": extra_fields}
 
 
 @dataclass(frozen=True)
@@ -173,11 +178,27 @@ class ServerManager:
         )
 
 
-class AgentLoopBase(ABC):
-    """Base class of agent loops; each trajectory gets a new instance.
+def default_sampling(rollout: SamplingConfig) -> Fields:
+    """Returns the `sampling_params` of training and of `hone generate`."""
+    return {
+        **{name: getattr(rollout, name) for name in ("top_k", "top_p", "min_p", "ignore_eos")},
+        "temperature": rollout.temperature if rollout.do_sample else 0.0,
+        "stop": (rollout.stop,) if isinstance(rollout.stop, str) else tuple(rollout.stop or ()),
+        "stop_token_ids": tuple(rollout.stop_token_ids or ()),
+        "max_tokens": rollout.max_tokens_per_turn,
+    }
 
-    verl's `ct_` methods ("continuous token") extend token ids without tokenising earlier text again.
-    """
+
+def validation_sampling(rollout: RolloutConfig) -> Fields:
+    """Returns the `sampling_params` of validation: greedy unless `val_kwargs.do_sample`."""
+    val_kwargs = rollout.val_kwargs
+    temperature = val_kwargs.temperature if val_kwargs.uses_sampling else 0.0
+    filters = {name: getattr(val_kwargs, name) for name in ("top_k", "top_p", "min_p")}
+    return {**default_sampling(rollout), **filters, "temperature": temperature}
+
+
+class AgentLoopBase(ABC):
+    """Base class of agent loops; each trajectory gets a new instance."""
 
     _class_initialized = False
 
@@ -249,14 +270,8 @@ class AgentLoopBase(ABC):
         )
 
     async def process_vision_info(self, messages: list[Message]) -> Fields:
-        """Returns the `images` and `videos` of the messages; rollout engines refuse both."""
-        process = getattr(self.dataset_cls, "process_vision_info", None)
-        if self.processor is None or process is None:
-            return {}
-        patch_size = getattr(getattr(self.processor, "image_processor", None), "patch_size", 14)
-        media = await process(messages, image_patch_size=patch_size, config=self.data_config)
-        pairs = zip(("images", "videos"), media, strict=False)
-        return {name: value for name, value in pairs if value is not None}
+        """Returns no media, because rollout engines refuse images and videos."""
+        return {}
 
     process_multi_modal_info = process_vision_info
 
@@ -269,7 +284,7 @@ class AgentLoopBase(ABC):
         remove_system_prompt: bool = False,
         audios: Sequence[Fields] | None = None,
     ) -> list[int]:
-        """Returns the token ids of the messages with the generation prompt; `tools` are schemas.
+        """Returns the token ids of the messages with the generation prompt.
 
         `remove_system_prompt` drops the template's own system prompt; use it to append messages.
         """
@@ -375,6 +390,4 @@ def register(agent_name: str) -> Callable[[L], L]:
     return LOOPS.register(agent_name)
 
 
-def register_agent_loop(name: str, loop: type[AgentLoopBase]) -> None:
-    """Registers a loop under a name."""
-    LOOPS.add(name, loop)
+register_agent_loop = LOOPS.add

@@ -15,6 +15,7 @@ from hone.data.prompts import (
     Message,
     PromptError,
     render_prompt,
+    tokenise,
     truncate,
 )
 from hone.text import clean_text, clean_values, error_text
@@ -57,23 +58,17 @@ def observation_ids(
     """
     messages = [_remove_placeholder(clean_values(message)) for message in messages]
     if not (chat and getattr(tokenizer, "chat_template", None)):
-        return _encode(
-            "".join(_format_without_template(message) for message in messages), tokenizer
-        )
+        return tokenise("".join(map(_format_without_template, messages)), tokenizer)
     end_text = tokenizer.decode([last_token], skip_special_tokens=False)
     is_special = not tokenizer.decode([last_token], skip_special_tokens=True)
     end_token = end_text if is_special else None
     text = clean_text(_render_after_assistant(messages, tokenizer, template_kwargs, end_token))
     if not is_special and not (len(end_text.strip()) > 1 and text.startswith(end_text)):
-        return _encode(text, tokenizer)
+        return tokenise(text, tokenizer)
     text = text.removeprefix(end_text)
     # A tokenizer may split text differently after a special token than at the start.
-    ids = _encode(end_text + text, tokenizer)
-    return ids[1:] if ids[:1] == [last_token] else _encode(text, tokenizer)
-
-
-def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    return [int(token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    ids = tokenise(end_text + text, tokenizer)
+    return ids[1:] if ids[:1] == [last_token] else tokenise(text, tokenizer)
 
 
 def _render_after_assistant(
@@ -82,10 +77,7 @@ def _render_after_assistant(
     kwargs: Settings,
     end_token: str | None = None,
 ) -> str:
-    """Returns the template's text from the end token of an assistant turn on.
-
-    `end_token` is the special token that the model ended its turn with, if any.
-    """
+    """Returns the template's text from the end of an assistant turn (usually `end_token`) on."""
     turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
 
     def render_text(turns: Sequence[Message], generate: bool) -> str:
@@ -98,7 +90,13 @@ def _render_after_assistant(
         except BrokenTemplate:
             raise
         except Exception:  # the template may require the tool call before its answer
-            calls = [_call_of(message) for message in messages]
+            arguments = {"arguments": {"a": 2}}
+            calls = [
+                _CALL
+                | {"id": message.get("tool_call_id", _CALL["id"])}
+                | {"function": {"name": message.get("name", "add"), **arguments}}
+                for message in messages
+            ]
             call_turn = {"role": "assistant", "content": "", "tool_calls": calls}
             answers = [{"tool_call_id": _CALL["id"], **message} for message in messages]
             call_text = render_text([call_turn], False)
@@ -122,12 +120,6 @@ def _render_after_assistant(
             "the tokenizer's chat template omits the assistant's turn, so no turn can be appended"
         )
     return following_text
-
-
-def _call_of(answer: Message) -> Fields:
-    """Returns a call to which the answer belongs; a template may render its name and id."""
-    function = {"name": answer.get("name", "add"), "arguments": {"a": 2}}
-    return _CALL | {"id": answer.get("tool_call_id", _CALL["id"]), "function": function}
 
 
 def _remove_placeholder(message: Message) -> Message:
@@ -177,12 +169,10 @@ def _difference(
 ) -> str | None:
     """Returns the first difference between the appended and the rendered tokens, or None."""
     starts_thinking = tokenizer.decode(prompt).rstrip().endswith("<think>")
-    turn_ids = _encode(text.removeprefix("<think>\n") if starts_thinking else text, tokenizer)
-    end_token = next(
-        iter(_encode(_render_after_assistant([reply], tokenizer, kwargs), tokenizer)), None
-    )
-    if end_token is not None and not tokenizer.decode([end_token], skip_special_tokens=True):
-        turn_ids.append(end_token)
+    turn_ids = tokenise(text.removeprefix("<think>\n") if starts_thinking else text, tokenizer)
+    end_ids = tokenise(_render_after_assistant([reply], tokenizer, kwargs), tokenizer)[:1]
+    if end_ids and not tokenizer.decode(end_ids, skip_special_tokens=True):
+        turn_ids += end_ids
     observation = observation_ids(
         [reply], tokenizer, last_token=turn_ids[-1], template_kwargs=kwargs, chat=True
     )
@@ -195,14 +185,8 @@ def _difference(
         rendered_ids = render_prompt(messages, tokenizer, template_kwargs=kwargs)
     if appended_ids == rendered_ids:
         return None
-    start = next(
-        (
-            i
-            for i, pair in enumerate(zip(appended_ids, rendered_ids, strict=False))
-            if len({*pair}) > 1
-        ),
-        len(rendered_ids),
-    )
+    pairs = enumerate(zip(appended_ids, rendered_ids, strict=False))
+    start = next((i for i, (a, b) in pairs if a != b), len(rendered_ids))
     excerpts = [tokenizer.decode(ids[start : start + 12]) for ids in (appended_ids, rendered_ids)]
     return f"from token {start} the loop has {excerpts[0]!r}, the template {excerpts[1]!r}"
 
@@ -215,20 +199,16 @@ def render_with_observation(
     max_tokens: int,
     side: str,
 ) -> tuple[list[int], str]:
-    """Returns the ids of a prompt that ends with an observation, and the observation's text.
-
-    The observation, not the prompt, is truncated to keep at most `max_tokens` ids.
-    """
+    """Returns the ids of a prompt that ends with an observation, and its text, truncated to fit."""
     text = truncate_text(observation, MAX_CHARACTERS_PER_TOKEN * max_tokens, side)
     ids = _render_ending_with(text, prompt, render)
     tokens: list[int] = []
-    for attempt in range(_TRUNCATION_ATTEMPTS):
+    for num_attempts_left in reversed(range(_TRUNCATION_ATTEMPTS)):
         if len(ids) <= max_tokens:
             return ids, text
-        tokens = tokens or _encode(text, tokenizer)
-        is_last_attempt = attempt == _TRUNCATION_ATTEMPTS - 1
-        num_tokens = 0 if is_last_attempt else max(len(tokens) - (len(ids) - max_tokens), 0)
-        tokens = truncate(tokens, num_tokens, side)
+        tokens = tokens or tokenise(text, tokenizer)
+        surplus = len(ids) - max_tokens if num_attempts_left else len(tokens)
+        tokens = truncate(tokens, max(len(tokens) - surplus, 0), side)
         text = clean_text(tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
         ids = _render_ending_with(text, prompt, render)
     return truncate(ids, max_tokens, "left"), text

@@ -1,7 +1,8 @@
 """The loop runner: runs the agent loops of all rows concurrently and returns the trajectories.
 
 The loops run in the event loop of a separate thread. The engine decodes in the caller's thread in
-`run_until`, or in a background thread after `start`.
+`run_until`, or in a background thread after `start`. A trajectory's seed is derived from (run seed, uid,
+sample index), so that its tokens do not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -10,18 +11,26 @@ import asyncio
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from hone.agents.contract import AgentLoopOutput
+from hone.agents.collate import check_output
+from hone.agents.contract import AgentLoopOutput, ServerManager
+from hone.agents.loop_names import LoopFactory, LoopNames, loop_arguments
 from hone.agents.loop_thread import LOOPS_GRACE_S
-from hone.agents.trajectory import AgentLoopFailed, Job, TrajectoryMaker
 from hone.config import PPOTrainerConfig
 from hone.controller.worker_group import PhaseDeadlines
-from hone.event_loop import LoopThread
+from hone.event_loop import LoopThread, run_with_deadline
+from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
 from hone.rollout.contract import DrivenEngine, RolloutEngine
 from hone.tokenizer import Tokenizer
+from hone.types import Fields, Row
 
 _PHASE = "agent loops"
+
+
+class AgentLoopFailed(RuntimeError):
+    """A loop raised; the message names the loop, the row and the error."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +38,9 @@ class FinishedGroup:
     """The trajectories of one uid."""
 
     uid: str
-    submission: int
-    """The number that `submit` returned."""
-    rows: tuple[int, ...]
-    """Per output, the index of its row in the submitted batch."""
-    outputs: tuple[AgentLoopOutput, ...]
-    """At least one output per row, in row order."""
+    submission: int  # the number that `submit` returned
+    rows: tuple[int, ...]  # per output, the index of its row in the submitted batch
+    outputs: tuple[AgentLoopOutput, ...]  # at least one output per row, in row order
 
 
 @dataclass(eq=False)
@@ -43,8 +49,9 @@ class _Group:
 
     uid: str
     submission: int
-    rows: list[int] = field(default_factory=list)
-    outputs: dict[int, tuple[AgentLoopOutput, ...]] = field(default_factory=dict)
+    rows: dict[int, Row] = field(default_factory=dict)
+    """The data rows by their index in the submitted batch."""
+    outputs: dict[int, Sequence[AgentLoopOutput]] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # used in the event loop only
     aborted: bool = False
 
@@ -55,7 +62,7 @@ class _Group:
 
 
 class LoopRunner:
-    """Runs agent loops with one rollout engine."""
+    """Runs agent loops with one rollout engine; each trajectory gets a new loop object."""
 
     def __init__(
         self,
@@ -67,8 +74,12 @@ class LoopRunner:
         vocabulary: int | None = None,
     ) -> None:
         """`vocabulary` is the number of token ids; without it, only negative ids are errors."""
-        self._engine = engine
-        self._trajectory_maker = TrajectoryMaker(config, engine, tokenizer, run_seed, vocabulary)
+        self._engine, self._rollout = engine, config.actor_rollout_ref.rollout
+        self._run_seed, self._vocab_size = run_seed, vocabulary
+        self._loop_names = LoopNames(self._rollout)
+        self._loop_arguments = loop_arguments(config, tokenizer)
+        self._factories: dict[object, tuple[str, LoopFactory]] = {}
+        self._factory_of(None)  # imports the default loop before the first step
         self._deadlines = PhaseDeadlines(
             config.trainer.phase_deadline_floor_s, config.trainer.phase_deadline_factor
         )
@@ -91,23 +102,26 @@ class LoopRunner:
 
         `meta_info["sampling_params"]` holds the sampling parameters.
         """
-        jobs = self._trajectory_maker.jobs(rows)
+        columns = rows.non_tensor_batch
+        for agent_name in columns.get("agent_name", ()):
+            self._factory_of(agent_name)  # raises on an unknown name
         with self._condition:
             if self._closed:
                 raise AgentLoopFailed("the loop runner is closed; create a new one")
             self._raise_failure()
             self._num_submissions += 1
             groups: dict[str, _Group] = {}
-            for index, job in enumerate(jobs):
-                uid = job.row["uid"]
-                groups.setdefault(uid, _Group(uid, self._num_submissions)).rows.append(index)
+            for index, uid in enumerate(columns["uid"]):
+                group = groups.setdefault(uid, _Group(uid, self._num_submissions))
+                group.rows[index] = {name: values[index] for name, values in columns.items()}
             self._groups += groups.values()
             if self._loop_thread is None or self._active_submissions == 0:
                 self._all_submissions_ended = asyncio.Event()
                 self._loop_thread = LoopThread(self._all_submissions_ended.wait(), self._notify)
                 self._loop_thread.start()
             self._active_submissions += 1
-            self._loop_thread.call_soon(self._start_submission, list(groups.values()), jobs)
+            sampling = rows.meta_info["sampling_params"]
+            self._loop_thread.call_soon(self._start_submission, list(groups.values()), sampling)
             return self._num_submissions
 
     def finished(self, n_groups: int | None = None, wait_s: float = 0.0) -> list[FinishedGroup]:
@@ -265,16 +279,16 @@ class LoopRunner:
 
     # -- in the event loop ---------------------------------------------------------------------
 
-    def _start_submission(self, groups: list[_Group], jobs: list[Job]) -> None:
-        task = asyncio.get_running_loop().create_task(self._run_submission(groups, jobs))
+    def _start_submission(self, groups: list[_Group], sampling: Fields) -> None:
+        task = asyncio.get_running_loop().create_task(self._run_submission(groups, sampling))
         self._submission_tasks.add(task)
         task.add_done_callback(self._submission_tasks.discard)
 
-    async def _run_submission(self, groups: list[_Group], jobs: list[Job]) -> None:
+    async def _run_submission(self, groups: list[_Group], sampling: Fields) -> None:
         """Runs the loops of one submission; its first failure cancels all submissions."""
         try:
             with self._deadlines.timed(_PHASE) as limit_s:
-                await self._run_loops(groups, jobs, limit_s)
+                await self._run_loops(groups, sampling, limit_s)
         except Exception as error:
             with self._condition:
                 self._failure = self._failure or error
@@ -286,28 +300,28 @@ class LoopRunner:
                     self._all_submissions_ended.set()
             self._notify()
 
-    async def _run_loops(self, groups: list[_Group], jobs: list[Job], limit_s: float) -> None:
+    async def _run_loops(self, groups: list[_Group], sampling: Fields, limit_s: float) -> None:
         """Runs the loops; raises the first failure, or AgentLoopFailed after `limit_s`."""
-        group_by_row = {row: group for group in groups if not group.aborted for row in group.rows}
-        tasks: dict[int, asyncio.Task[None]] = {}
-        for row in sorted(group_by_row):
-            trajectory = self._run_trajectory(group_by_row[row], row, jobs[row])
-            tasks[row] = asyncio.create_task(trajectory)
-            group_by_row[row].tasks.append(tasks[row])
+        tasks: dict[asyncio.Task[None], str] = {}  # task -> uid
+        group_by_index = {i: group for group in groups if not group.aborted for i in group.rows}
+        for index in sorted(group_by_index):
+            group = group_by_index[index]
+            task = asyncio.create_task(self._run_trajectory(group, index, sampling))
+            group.tasks.append(task)
+            tasks[task] = group.uid
         if not tasks:
             return
         try:
-            done, _ = await asyncio.wait(
-                tasks.values(), timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
-            )
+            first_error = asyncio.FIRST_EXCEPTION
+            done, _ = await asyncio.wait(tasks, timeout=limit_s, return_when=first_error)
         finally:
             _cancel(groups)
             # A cancelled task ends within its grace period.
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
-        for task in tasks.values():
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
             if task in done and not task.cancelled():
                 task.result()
-        late_uids = [group_by_row[row].uid for row, task in tasks.items() if task not in done]
+        late_uids = [uid for task, uid in tasks.items() if task not in done]
         if late_uids:
             raise AgentLoopFailed(
                 f"{len(late_uids)} of {len(tasks)} agent loops had not ended after {limit_s:g} s, "
@@ -315,15 +329,60 @@ class LoopRunner:
                 f"(asyncio.wait_for), or {self._deadlines.advice(_PHASE)}"
             )
 
-    async def _run_trajectory(self, group: _Group, row: int, job: Job) -> None:
-        outputs = await self._trajectory_maker.make(job)
+    async def _run_trajectory(self, group: _Group, index: int, sampling: Fields) -> None:
+        group.outputs[index] = await self._make_trajectory(group.rows[index], dict(sampling))
         with self._condition:
-            group.outputs[row] = outputs
             is_complete = len(group.outputs) == len(group.rows) and not group.aborted
             if is_complete:
                 self._ready_groups.append(group)
         if is_complete:
             self._notify()
+
+    async def _make_trajectory(self, row: Row, sampling: Fields) -> list[AgentLoopOutput]:
+        """Runs the row's loop and returns the outputs of its trajectory, usually one."""
+        name, factory = self._factory_of(row.get("agent_name"))
+        max_tokens = self._rollout.response_length
+        manager = ServerManager(
+            self._engine,
+            seed=trajectory_seed(self._run_seed, row["uid"], row["sample_index"]),
+            max_tokens=max_tokens,
+            max_model_len=self._rollout.max_model_len,
+        )
+
+        async def run_loop() -> list[AgentLoopOutput]:
+            loop = factory(server_manager=manager, **self._loop_arguments)
+            loop.request_id = row["trajectory_id"]
+            result: Any = await loop.run(sampling, **row)
+            outputs = list(result) if isinstance(result, list | tuple) and result else [result]
+            for output in outputs:
+                check_output(output, name, row=row, vocab_size=self._vocab_size)
+            return outputs
+
+        try:
+            # A cancelled loop gets the time of one tool call to release its tools.
+            grace_s = self._rollout.multi_turn.tool_timeout_s
+            outputs = await run_with_deadline(run_loop(), None, grace_s=grace_s)
+        except Exception as error:
+            raise AgentLoopFailed(
+                f"agent loop {name!r} failed on row uid={row['uid']} sample {row['sample_index']}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        is_scored = any(output.reward_score is not None for output in outputs)
+        for output in outputs:
+            if is_scored and output.reward_score is None:
+                output.reward_score = 0.0  # a trajectory's score is the sum over its rows
+            # Columns that the loop copied from its row are already in the batch.
+            output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
+            if len(output.response_ids) > max_tokens:
+                output.truncate(max_tokens)
+        return outputs
+
+    def _factory_of(self, agent_name: object) -> tuple[str, LoopFactory]:
+        """Returns the name and the factory of the loop that a row names; raises on an unknown name."""
+        if not isinstance(agent_name, str | None) or agent_name not in self._factories:
+            name = self._loop_names.name_of_row(agent_name)
+            self._factories[agent_name] = name, self._loop_names.factory(name)
+        return self._factories[agent_name]
 
 
 def _cancel(groups: Sequence[_Group]) -> None:

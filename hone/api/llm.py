@@ -10,8 +10,8 @@ from typing import Any, TypeAlias, TypeGuard
 
 from transformers import PreTrainedModel
 
+from hone.agents.contract import default_sampling
 from hone.agents.loop_thread import run_with_engine
-from hone.agents.trajectory import default_sampling
 from hone.api.settings import CallSettings, PathOrName, Value
 from hone.config.generation import GenerationConfig
 from hone.data.loader import row_uid

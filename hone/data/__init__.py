@@ -11,10 +11,9 @@ _NAMES = {
     "create_val_loader",
     "dataset": "RLHFDataset",
     "dynamic": "AbstractDataGenerator DynamicGenDataset",
-    "loader": "PromptLoader collate_fn",
+    "loader": "AbstractCurriculumSampler AbstractSampler PromptLoader collate_fn",
     "prompts": "render_prompt",
     "rows": "DataError",
-    "samplers": "AbstractCurriculumSampler AbstractSampler",
     "sft": "MultiTurnSFTDataset SFTDataset",
 }
 _MODULES = {name: f"hone.data.{file}" for file, names in _NAMES.items() for name in names.split()}

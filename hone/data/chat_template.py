@@ -6,6 +6,7 @@ watcher thread interrupts a call that exceeds its CPU time.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -22,19 +23,14 @@ from typing import Any, TypeVar
 from hone.data import template_trial
 from hone.text import clean_values
 from hone.tokenizer import Tokenizer
-from hone.types import Settings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-RENDER_CPU_S = 10.0
-"""CPU seconds per rendering."""
-TRIAL_MEMORY_BYTES = 1 << 31
-"""Memory limit of the subprocess."""
-MAX_CHARACTERS = 1 << 26
-"""Maximum characters per rendering."""
-_TRIAL_TIMEOUT_S = 120.0
-"""Wall-clock limit of the subprocess; it usually takes a tenth of a second."""
+RENDER_CPU_S = 10.0  # CPU seconds per rendering
+TRIAL_MEMORY_BYTES = 1 << 31  # memory limit of the subprocess
+MAX_CHARACTERS = 1 << 26  # maximum characters per rendering
+_TRIAL_TIMEOUT_S = 120.0  # wall-clock limit of the subprocess; it usually takes a tenth of a second
 _POLL_INTERVAL_S = 0.25
 _INTERRUPT_WAIT_S = 0.1
 """Longest wait for an interrupt that was sent; Python raises it at the next line."""
@@ -65,8 +61,12 @@ def apply_template(
     **options: Any,
 ) -> str | list[int]:
     """Calls `tokenizer.apply_chat_template` within the limits."""
-    template = _get_chat_template(tokenizer, tools, options)
-    if template is not None:
+    template = None
+    if hasattr(tokenizer, "get_chat_template"):
+        # The rendering raises the same error.
+        with contextlib.suppress(ValueError, TypeError):
+            template = tokenizer.get_chat_template(options.get("chat_template"), tools)
+    if isinstance(template, str):
         with _trial_lock:
             if template not in _template_faults:
                 special_tokens = getattr(tokenizer, "special_tokens_map", {})
@@ -102,18 +102,6 @@ def _size_fault() -> str:
         f"writes more than {MAX_CHARACTERS:,} characters, or needs more than "
         f"{TRIAL_MEMORY_BYTES >> 20:,} MiB of memory"
     )
-
-
-def _get_chat_template(
-    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] | None, options: Settings
-) -> str | None:
-    if not hasattr(tokenizer, "get_chat_template"):
-        return None
-    try:
-        template = tokenizer.get_chat_template(options.get("chat_template"), tools)
-    except (ValueError, TypeError):  # the rendering raises the same error
-        return None
-    return template if isinstance(template, str) else None
 
 
 def _find_fault(template: str, variables: Mapping[str, Any]) -> str | None:

@@ -1,8 +1,4 @@
-"""`hone data check FILE`: reports the content of a data file, errors (exit status 1) and warnings.
-
-Files for supervised training are recognized by their columns; their rows need an answer, and no
-ground truth.
-"""
+"""`hone data check FILE`: reports the content of a data file, errors (exit status 1) and warnings."""
 
 from __future__ import annotations
 
@@ -40,12 +36,9 @@ ScoreGroundTruth = Callable[[Row], float | str]
 class FileKind:
     """The kind of a data file, recognized by its columns."""
 
-    config: DataConfig
-    """The data config, with `prompt_key` set to the prompt column of the file."""
-    is_supervised: bool
-    """Whether the rows contain the answers, so that no scorer is needed."""
-    response_key: str | None
-    """The response column of a supervised file without conversations."""
+    config: DataConfig  # the data config, with `prompt_key` set to the prompt column of the file
+    is_supervised: bool  # whether the rows contain the answers, so that no scorer is needed
+    response_key: str | None  # the response column of a supervised file without conversations
 
 
 def kind_of_file(columns: Collection[str], config: DataConfig) -> FileKind:
@@ -77,10 +70,7 @@ def check_file(
     score: ScoreGroundTruth | None = None,
     max_prompt_length: int | None = None,
 ) -> tuple[int, str]:
-    """Returns (exit status, report); lengths are in tokens, or in characters without a tokenizer.
-
-    Overlong prompts are errors if `max_prompt_length` is given, and warnings otherwise.
-    """
+    """Returns (exit status, report); overlong prompts are errors if `max_prompt_length` is given."""
     config = config or DataConfig()
     if max_prompt_length is not None:
         config = dataclasses.replace(config, max_prompt_length=max_prompt_length)
@@ -135,8 +125,7 @@ class _Check:
     lengths: list[int] = field(default_factory=list)
     score_counts: Counter[float] = field(default_factory=Counter)
     """Score of the ground truth -> number of rows."""
-    score_errors: dict[int, str] = field(default_factory=dict)
-    """Row number -> the scorer's error."""
+    score_errors: dict[int, str] = field(default_factory=dict)  # row number -> the scorer's error
     rows_by_prompt: dict[str, list[int]] = field(default_factory=dict)
     """Prompt hash -> the numbers of its rows."""
     overlong_rows: list[int] = field(default_factory=list)
@@ -149,10 +138,11 @@ class _Check:
             self.num_rows += 1
             for name, value in row.items():
                 self.types_by_column.setdefault(name, Counter())[json_type(value)] += 1
-            problem = (
-                schema.problem(row) or self._target_problem(row) or self._agent_loop_problem(row)
-            )
-            if problem is not None:
+            if (
+                problem := schema.problem(row)
+                or self._target_problem(row)
+                or self._loop_problem(row)
+            ):
                 self.bad_rows.report(problem.reason, f"{file.where(index)}: {problem}")
                 continue
             number, prompt = int(file.row_numbers[index]), row[config.prompt_key]
@@ -179,13 +169,11 @@ class _Check:
         value_type = json_type(row.get(key)) if key is not None else "text"
         if value_type == "null":
             return Problem("missing response", f"column {key!r} is missing: nothing to learn")
-        return (
-            Problem("wrong type", f"column {key!r} must be text, got {value_type}")
-            if value_type != "text"
-            else None
-        )
+        if value_type != "text":
+            return Problem("wrong type", f"column {key!r} must be text, got {value_type}")
+        return None
 
-    def _agent_loop_problem(self, row: Row) -> Problem | None:
+    def _loop_problem(self, row: Row) -> Problem | None:
         """Returns the problem of a row that names an unknown agent loop, or None."""
         name = row.get("agent_name")
         if not name or self.kind.is_supervised or name in self.known_loops:
@@ -222,28 +210,22 @@ class _Check:
             for image in (column if isinstance(column, list) else ())
         ]
         answers = [row.get(name) for name in sorted(_ANSWER_COLUMNS) if self.kind.is_supervised]
-        parts = [row[config.prompt_key], images, answers]
-        text = json.dumps(parts, sort_keys=True, default=str)
+        text = json.dumps([row[config.prompt_key], images, answers], sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _prompt_length(self, prompt: Prompt) -> int:
         config = self.kind.config
         if self.tokenizer is not None:
-            ids = render_prompt(
-                prompt,
-                self.tokenizer,
-                config.prompt_format,
-                template_kwargs=config.apply_chat_template_kwargs,
-                max_tokens=MAX_LENGTH_FACTOR * config.max_prompt_length,
+            options, max_tokens = config.apply_chat_template_kwargs, config.max_prompt_length
+            max_tokens *= MAX_LENGTH_FACTOR
+            return len(
+                render_prompt(
+                    prompt, self.tokenizer, config.prompt_format, None, options, max_tokens
+                )
             )
-            return len(ids)
         contents = [message["content"] for message in as_messages(prompt)]
-        return sum(
-            len(content)
-            if isinstance(content, str)
-            else sum(len(part.get("text") or "") for part in content)
-            for content in contents
-        )
+        parts = [[{"text": text}] if isinstance(text, str) else text for text in contents]
+        return sum(len(part.get("text") or "") for content in parts for part in content)
 
     def errors(self, is_known_source: Callable[[str], bool] | None) -> Iterator[str]:
         for reason, count in sorted(self.bad_rows.counts.items()):
@@ -254,13 +236,13 @@ class _Check:
                 f" (rows {_format_numbers(self.rows_without_truth)}), but other rows of a rule do"
             )
         if is_known_source is not None:
-            unknown = [
-                repr(name) for name in sorted(self.rule_source_counts) if not is_known_source(name)
+            sources = [
+                name for name in sorted(self.rule_source_counts) if not is_known_source(name)
             ]
-            if unknown:
+            if sources:
                 yield (
-                    f"no scorer knows data_source {', '.join(unknown)}; rename it, or name your"
-                    " score function: --reward FILE.py (in a run, custom_reward_function.path)"
+                    f"no scorer knows data_source {', '.join(map(repr, sources))}; rename it, or name"
+                    " your score function: --reward FILE.py (in a run, custom_reward_function.path)"
                 )
         if self.score_errors:
             first = next(iter(self.score_errors))
@@ -309,9 +291,7 @@ def _plural(number: int, noun: str) -> str:
 
 def _format_numbers(numbers: Iterable[int]) -> str:
     names = [str(number) for number in numbers]
-    return ", ".join(
-        names if len(names) <= MAX_SHOWN_EXAMPLES else [*names[:MAX_SHOWN_EXAMPLES], "…"]
-    )
+    return ", ".join(names[:MAX_SHOWN_EXAMPLES] + ["…"] * (len(names) > MAX_SHOWN_EXAMPLES))
 
 
 def histogram(lengths: list[int], unit: str, num_buckets: int = 8) -> list[str]:

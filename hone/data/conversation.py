@@ -67,12 +67,9 @@ def encode_conversation(
 
 
 class _Segment(NamedTuple):
-    ids: list[int]
-    """Token ids from the end of the previous assistant turn to the end of this one."""
-    num_targets: int
-    """The last `num_targets` ids are the assistant's own."""
-    separator: list[int]
-    """Tokens after the end of the turn, often a newline; never targets."""
+    ids: list[int]  # token ids from the end of the previous assistant turn to the end of this one
+    num_targets: int  # the last `num_targets` ids are the assistant's own
+    separator: list[int]  # tokens after the end of the turn, often a newline; never targets
 
 
 class _Template:
@@ -112,10 +109,7 @@ class _Template:
     def render_after_context(
         self, context_ids: list[int], context: list[Message], turns: list[Message]
     ) -> _Segment | None:
-        """Renders the turns after the context, whose rendering is `context_ids`.
-
-        Returns None if the turns change the rendering of the context.
-        """
+        """Renders the turns after the context; returns None if the turns change `context_ids`."""
         ids = self._render([*context, *turns])
         start = len(context_ids)
         if ids[:start] != context_ids:

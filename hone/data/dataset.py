@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hone.config.data import DataConfig
 from hone.data.files import is_non_local
@@ -40,7 +38,6 @@ from hone.data.rows import (
     sample_positions,
 )
 from hone.data.schema import COLUMNS, KWARGS_COLUMNS, SchemaCheck
-from hone.text import short_repr
 from hone.tokenizer import Processor, Tokenizer
 from hone.types import Fields, Row, Settings
 
@@ -85,8 +82,8 @@ class RLHFDataset:
         self.processor = processor
         self.config = config  # as passed, for subclasses written for verl
         self.settings = settings = as_data_config(config)
-        self.prompt_key, self.image_key = settings.prompt_key, settings.image_key
-        self.video_key, self.max_prompt_length = settings.video_key, settings.max_prompt_length
+        self.prompt_key, self.max_prompt_length = settings.prompt_key, settings.max_prompt_length
+        self.image_key, self.video_key = settings.image_key, settings.video_key  # for subclasses
         # With truncation=error, a far too long text fails before all of it is tokenised.
         self._max_tokens = self.max_prompt_length if settings.truncation == "error" else None
         self.bad_rows = BadRowPolicy(settings.on_bad_row)
@@ -98,13 +95,12 @@ class RLHFDataset:
         self.added_rows: list[Row] = []
         self.num_overlong_rows = 0
         self._prompt_lengths: list[int] | None = None
-        shuffle, seed = settings.shuffle, settings.seed
-        positions = self._valid_positions()
-        positions = sample_positions(positions, max_samples, shuffle=shuffle, seed=seed)
+        self.positions = sample_positions(
+            self._valid_positions(), max_samples, shuffle=settings.shuffle, seed=settings.seed
+        )
         if settings.filter_overlong_prompts:
-            positions = self._filter_overlong(positions)
-        self.positions = positions
-        if len(positions) != len(self.store):
+            self._filter_overlong()
+        if len(self.positions) != len(self.store):
             self._hf_dataset = None  # rebuilt from the remaining rows
         if self.bad_rows.total:
             counts = sorted(self.bad_rows.counts.items())
@@ -137,7 +133,7 @@ class RLHFDataset:
         """Sets `prompt_builder`, and filters overlong prompts again with the text that it adds."""
         self.prompt_builder, self._prompt_lengths = prompt_builder, None
         if self.settings.filter_overlong_prompts:
-            self.positions = self._filter_overlong(self.positions)
+            self._filter_overlong()
             self._hf_dataset = None
             self.__dict__.pop("fingerprint", None)
 
@@ -180,11 +176,10 @@ class RLHFDataset:
         check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
         where, good_rows = "a row added by on_batch_end", []
         for row in rows:
-            problem = check.problem(row)
-            if problem is None:
-                good_rows.append(dict(row))
-            else:
+            if problem := check.problem(row):
                 self.bad_rows.report(problem.reason, f"{where}: {problem}")
+            else:
+                good_rows.append(dict(row))
         if self.settings.filter_overlong_prompts:
             fitting = self._fitting_prompts(good_rows, lambda _: where)
             good_rows = [good_rows[index] for index, _ in fitting]
@@ -217,7 +212,7 @@ class RLHFDataset:
             )
         if self._is_overridden("_build_messages"):
             accepts_key = "key" in inspect.signature(self._build_messages).parameters
-            key = {"key": self.prompt_key} if accepts_key else {}
+            key: Any = {"key": self.prompt_key} if accepts_key else {}
             self.dataframe = [
                 {**row, self.prompt_key: self._build_messages(dict(row), **key)}
                 for row in self.store.scan()
@@ -270,29 +265,25 @@ class RLHFDataset:
         for file in self.store.files:
             check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
             for row in file.scan((self.prompt_key, *COLUMNS)):
-                problem = check.problem(row)
-                if problem is None:
-                    positions.append(position)
-                else:
-                    problem = (
-                        check.problem(self.store[position]) or problem
-                    )  # a problem of any column
+                if problem := check.problem(row):
+                    # The row with all columns may have an earlier problem.
+                    problem = check.problem(self.store[position]) or problem
                     self.bad_rows.report(problem.reason, f"{self.store.where(position)}: {problem}")
+                else:
+                    positions.append(position)
                 position += 1
         if not positions:
             raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
         return positions
 
-    def _filter_overlong(self, positions: list[int]) -> list[int]:
-        """Returns the positions of prompts that fit; counts and logs the others."""
-        limit, position_set = self.max_prompt_length, set(positions)
+    def _filter_overlong(self) -> None:
+        """Removes the positions of prompts that do not fit; counts and logs them."""
+        positions, limit = self.positions, self.max_prompt_length
+        position_set = set(positions)
         loop_columns = ("tool_config", "extra_info") if self.prompt_builder else ()
         indexed_rows = enumerate(self.store.scan((self.prompt_key, "agent_name", *loop_columns)))
         rows = (row for position, row in indexed_rows if position in position_set)
-        fitting, lengths = [], []
-        for index, length in self._fitting_prompts(rows, lambda i: self.store.where(positions[i])):
-            fitting.append(positions[index])
-            lengths.append(length)
+        fitting = [*self._fitting_prompts(rows, lambda i: self.store.where(positions[i]))]
         if not fitting:
             raise DataError(
                 f"all {len(positions)} prompts have more than data.max_prompt_length="
@@ -301,8 +292,8 @@ class RLHFDataset:
         if self.num_overlong_rows:
             message = "%d of %d prompts have more than %d tokens and were left out"
             logger.info(message, len(positions) - len(fitting), len(positions), limit)
-        self._prompt_lengths = lengths
-        return fitting
+        self.positions = [positions[index] for index, _ in fitting]
+        self._prompt_lengths = [length for _, length in fitting]
 
     def _fitting_prompts(
         self, rows: Iterable[Row], where: Callable[[int], str]
@@ -342,19 +333,13 @@ class RLHFDataset:
         text = self._render(row)  # or token ids
         ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
         row["prompt_ids"] = truncate(ids, self.max_prompt_length, self.settings.truncation)
-        prompt: str | list[Message]
-        if self.settings.prompt_format == "raw":
-            prompt = raw_text(row[self.prompt_key])
-        else:
-            prompt = as_messages(row[self.prompt_key])
-            if self.processor is not None:
-                prompt = with_typed_parts(prompt, row, self.image_key, self.video_key)
-        row["raw_prompt"] = prompt
+        prompt = row[self.prompt_key]
+        is_raw = self.settings.prompt_format == "raw"
+        row["raw_prompt"] = raw_text(prompt) if is_raw else as_messages(prompt)
         if self.prompt_key != "raw_prompt":
             del row[self.prompt_key]
-        row["extra_info"] = row.get("extra_info") or {}
-        row["data_source"] = row.get("data_source") or "unknown"
-        row["reward_model"] = row.get("reward_model") or {}
+        defaults = {"extra_info": {}, "data_source": "unknown", "reward_model": {}}
+        row |= {name: row.get(name) or default for name, default in defaults.items()}
         row["agent_name"] = row.get("agent_name")
         row |= {name: loop_kwargs(row, name) for name in KWARGS_COLUMNS}
         return row
@@ -365,34 +350,3 @@ def loop_kwargs(row: Row, name: str) -> Fields:
     extra_info = row.get("extra_info") or {}
     value: Fields = remove_nulls(row.get(name) or extra_info.get(name) or {})
     return value
-
-
-def with_typed_parts(
-    messages: Sequence[Message], row: Row, image_key: str, video_key: str
-) -> list[Message]:
-    """Replaces `<image>` and `<video>` in text by typed parts; their number must match the row's media."""
-    media_counts: Counter[str] = Counter()
-    typed_messages: list[Message] = []
-    for message in messages:
-        parts = message["content"]
-        if isinstance(parts, str):
-            text_and_kinds = re.split("<(image|video)>", parts)  # text and media kinds alternate
-            parts = [
-                {"type": piece} if i % 2 else {"type": "text", "text": piece}
-                for i, piece in enumerate(text_and_kinds)
-                if piece
-            ]
-        media = [part["type"] for part in parts if part.get("type") in ("image", "video")]
-        media_counts.update(media)
-        typed_messages.append({**message, "content": parts} if media else dict(message))
-    for kind, key in (("image", image_key), ("video", video_key)):
-        column = row.get(key)
-        if column is not None and hasattr(column, "tolist"):
-            column = column.tolist()
-        if column is not None and not isinstance(column, list | tuple):
-            raise PromptError(f"column {key!r} must be a list, got {short_repr(column)}")
-        if column and media_counts[kind] != len(column):
-            raise PromptError(
-                f"the prompt has {media_counts[kind]} <{kind}>, column {key!r} has {len(column)}"
-            )
-    return typed_messages

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from hone.config.data import CustomClassConfig
 from hone.data.dataset import RLHFDataset
+from hone.data.loader import Stateful
 from hone.data.rows import DataError
-from hone.data.samplers import Stateful
 from hone.plugins import PluginError, load_extern_object
 from hone.plugins import load_object as load_object_by_path
 from hone.types import Fields, Function, Row, Settings

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hone.config.sft import PackedDataConfig
-from hone.data.prompts import PromptError
+from hone.data.prompts import Prompt, PromptError, render_prompt, tokenise
 from hone.data.rows import (
     BadRowPolicy,
     DataError,
@@ -22,17 +22,14 @@ from hone.data.schema import text_problem
 from hone.tokenizer import Tokenizer
 from hone.types import Row
 
-THREADS = 4
-"""Tokenizers release the GIL, so threads run in parallel."""
-CHUNK_ROWS = 256
-"""Rows per call of the progress callback."""
+THREADS = 4  # tokenizers release the GIL, so threads run in parallel
+CHUNK_ROWS = 256  # rows per call of the progress callback
 MAX_CACHED_TOKENS = 100_000_000
 """Limit of the cache in memory; rows that do not fit are encoded again at each read."""
 _ARRAY_TYPES = {"loss_mask": "b", "labels": "f", "margin": "d"}
 """Array types of the encoded columns; token ids and counts are integers."""
 
-EncodedRow = dict[str, list[Any]]
-"""Columns of one row, such as `input_ids` and `loss_mask`."""
+EncodedRow = dict[str, list[Any]]  # columns of one row, such as `input_ids` and `loss_mask`
 
 
 class UntrainableRow(PromptError):
@@ -67,17 +64,16 @@ class EncodedDataset:
         self.max_length, self.truncation = config.max_length, config.truncation
         self.max_tokens = config.max_length if config.truncation == "error" else None
         """Token limit of a row; None if longer rows are truncated."""
-        valid_positions = []
+        positions = []
         for position, row in enumerate(self.store.scan()):
             try:
                 self.check(row)
-                valid_positions.append(position)
+                positions.append(position)
             except PromptError as error:
-                self._report(position, getattr(error, "reason", "not in the schema"), error)
+                self._report(position, error, "not in the schema")
+        self._require_rows(positions)
         shuffle, seed = config.shuffle, config.seed
-        self.positions = sample_positions(
-            self._require_rows(valid_positions), max_samples, shuffle=shuffle, seed=seed
-        )
+        self.positions = sample_positions(positions, max_samples, shuffle=shuffle, seed=seed)
         self._cache: dict[int, dict[str, array[Any]]] = {}
 
     def read(self, files: Files) -> RowStore:
@@ -90,6 +86,19 @@ class EncodedDataset:
     def encode_row(self, row: Row) -> EncodedRow:
         """Returns the encoded and truncated columns of a row; raises PromptError on a bad row."""
         raise NotImplementedError
+
+    def render(self, prompt: Prompt) -> list[int]:
+        """Returns the token ids of a prompt, as in RL."""
+        return render_prompt(
+            prompt,
+            self.tokenizer,
+            self.config.prompt_format,
+            template_kwargs=self.template_kwargs,
+            max_tokens=self.max_tokens,
+        )
+
+    def tokenise(self, text: str) -> list[int]:
+        return tokenise(text, self.tokenizer, self.max_tokens)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -104,10 +113,7 @@ class EncodedDataset:
         return result
 
     def encode_all(self, on_progress: Callable[[int], None] | None = None) -> None:
-        """Encodes all rows, so that bad rows raise DataError or are skipped before the first step.
-
-        `on_progress` is called with the number of rows of each chunk.
-        """
+        """Encodes all rows before the first step; `on_progress` gets the number of rows of each chunk."""
         if all(position in self._cache for position in self.positions):
             return  # encode_all was called before
         encoded_positions: list[int] = []
@@ -120,8 +126,7 @@ class EncodedDataset:
                 results = threads.map(self._encode_position, chunk)
                 for position, result in zip(chunk, results, strict=True):
                     if isinstance(result, PromptError):
-                        reason = getattr(result, "reason", "cannot be rendered")
-                        self._report(position, reason, result)
+                        self._report(position, result, "cannot be rendered")
                         continue
                     encoded_positions.append(position)
                     cached_tokens += max(map(len, result.values()))
@@ -132,7 +137,8 @@ class EncodedDataset:
                         }
                 if on_progress is not None:
                     on_progress(len(chunk))
-        self.positions = self._require_rows(encoded_positions)
+        self._require_rows(encoded_positions)
+        self.positions = encoded_positions
 
     def key(self, index: int) -> tuple[str, int]:
         """Returns (dataset name, row number), from which the loader derives the uid."""
@@ -145,10 +151,9 @@ class EncodedDataset:
 
     def check_length(self, num_tokens: int) -> None:
         if num_tokens > self.max_length and self.truncation == "error":
+            message = f"the row has {num_tokens} tokens, data.max_length={self.max_length}"
             raise UntrainableRow(
-                "too long",
-                f"the row has {num_tokens} tokens, data.max_length={self.max_length}; raise it, or"
-                " set data.truncation=left|right",
+                "too long", f"{message}; raise it, or set data.truncation=left|right"
             )
 
     def _encode_position(self, position: int) -> EncodedRow | PromptError:
@@ -157,17 +162,16 @@ class EncodedDataset:
         except PromptError as error:
             return error
 
-    def _report(self, position: int, reason: str, error: PromptError) -> None:
+    def _report(self, position: int, error: PromptError, default_reason: str) -> None:
+        reason = getattr(error, "reason", default_reason)
         self.bad_rows.report(reason, f"{self.store.where(position)}: {error}")
 
-    def _require_rows(self, positions: list[int]) -> list[int]:
+    def _require_rows(self, positions: list[int]) -> None:
         if not positions:
             raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
-        return positions
 
 
 def check_row_text(row: Row, *columns: str) -> None:
     """Raises PromptError for invalid Unicode in any column, or for NUL in the given columns."""
-    problem = text_problem(row, columns)
-    if problem is not None:
+    if problem := text_problem(row, columns):
         raise PromptError(str(problem))

@@ -45,19 +45,15 @@ def file_system(url: StrPath) -> tuple[AbstractFileSystem, str]:
         if "libjvm" not in str(error) and "libhdfs" not in str(error):
             raise
         try:
-            return _hdfs_native_file_system(str(url))
+            from hdfs_native.fsspec import HdfsFileSystem
+
+            hdfs = HdfsFileSystem(**HdfsFileSystem._get_kwargs_from_urls(str(url)))
+            return hdfs, str(hdfs._strip_protocol(str(url)))
         except ImportError:
             raise OSError(
                 f"{url} cannot be opened: install hdfs-native (pip install hdfs-native), or Java "
                 "and Hadoop's libhdfs (JAVA_HOME, HADOOP_HOME, CLASSPATH); webhdfs:// needs neither"
             ) from error
-
-
-def _hdfs_native_file_system(url: str) -> tuple[AbstractFileSystem, str]:
-    from hdfs_native.fsspec import HdfsFileSystem
-
-    system = HdfsFileSystem(**HdfsFileSystem._get_kwargs_from_urls(url))
-    return system, str(system._strip_protocol(url))
 
 
 def _pyarrow_s3_file_system() -> AbstractFileSystem:
@@ -97,7 +93,11 @@ def copy_to_local(
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     if cache_dir is None and (cache.is_symlink() or cache.stat().st_uid != os.getuid()):
         raise OSError(f"{cache} belongs to another user; set TMPDIR to a folder of your own")
-    version = ",".join(f"{name} {key}" for name, key in sorted(_file_versions(src).items()))
+    system, _ = file_system(src)
+    files = sorted(remote_files(src).items())
+    if not files:
+        raise FileNotFoundError(f"there is no file at {src}")
+    version = ",".join(f"{name} {system.ukey(path)}" for name, path in files)
     target = Path(get_local_temp_path(src, cache / md5_encode(version)))
     if always_recopy:
         shutil.rmtree(target.parent, ignore_errors=True)
@@ -127,15 +127,6 @@ def remote_files(url: StrPath) -> dict[str, str]:
     prefix = root.lstrip("/") + "/"
     paths = system.find(root) if system.exists(root) else []
     return {path.lstrip("/").removeprefix(prefix): path for path in paths}
-
-
-def _file_versions(url: StrPath) -> dict[str, str]:
-    """Returns {relative name: version key} of the files under a remote path."""
-    system, _ = file_system(url)
-    files = remote_files(url)
-    if not files:
-        raise FileNotFoundError(f"there is no file at {url}")
-    return {name: system.ukey(path) for name, path in files.items()}
 
 
 def glob_remote(pattern: str) -> list[str]:

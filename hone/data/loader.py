@@ -1,20 +1,24 @@
-"""An endless, seeded loader of prompt batches that resumes exactly from a checkpoint."""
+"""An endless, seeded loader of prompt batches that resumes exactly from a checkpoint, and its samplers.
+
+A sampler yields row indices: all rows, several files mixed by weights, or a user's own order.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import random
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from hone.config.data import DataConfig
 from hone.data.rows import DataError
-from hone.data.samplers import MixtureSampler, Sampler, Stateful
-from hone.types import Row, Settings
+from hone.types import Fields, Row, Settings
 
 if TYPE_CHECKING:
     from hone.protocol import DataProto
@@ -34,24 +38,6 @@ class Dataset(Protocol):
     def __getitem__(self, index: int) -> Row: ...
 
 
-class LoaderState(TypedDict):
-    """The state of a loader in plain values.
-
-    `past` has the number of rows of each finished epoch, and `epoch_rows` that of this epoch;
-    `drawn` and `counts` are the draws of this epoch, in total and by row.
-    """
-
-    version: int
-    order: str
-    epoch: int
-    drawn: int
-    past: list[int]
-    epoch_rows: int
-    counts: list[tuple[int, int]] | None
-    sampler: Settings | None
-    dataset: Settings | None
-
-
 def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
     """Returns 16 hex characters that identify a draw of a row, the same in a replayed run."""
     text = f"{dataset}\x1f{row}\x1f{epoch}\x1f{occurrence}"
@@ -68,6 +54,22 @@ def collate_fn(rows: Sequence[Row]) -> Batch:
     return columns
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """A sampler, dataset or generator whose state, in plain values, is saved in the checkpoint."""
+
+    def state_dict(self) -> Fields: ...
+
+    def load_state_dict(self, state: Settings) -> None: ...
+
+
+def permutation(values: Sequence[int], seed: str) -> list[int]:
+    """Returns a shuffled copy; a string seed is stable across Python versions."""
+    copy = list(values)
+    random.Random(seed).shuffle(copy)
+    return copy
+
+
 class AllRows:
     """The default sampler: all rows in file order, or in a new permutation per epoch."""
 
@@ -76,10 +78,98 @@ class AllRows:
         self._shuffle, self._seed = shuffle, seed
 
     def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
-        order = list(range(num_rows))
-        if self._shuffle:  # a string seed is stable across Python versions
-            random.Random(f"epoch:{self._seed}:{epoch}").shuffle(order)
-        return iter(order)
+        rows = range(num_rows)
+        return iter(permutation(rows, f"epoch:{self._seed}:{epoch}") if self._shuffle else rows)
+
+
+class MixtureSampler:
+    """Draws rows from several data files in given proportions.
+
+    Each draw takes the file that is furthest behind its share. Each row of a file is drawn once
+    before any is repeated; an exhausted file starts over with a new permutation.
+    """
+
+    def __init__(
+        self,
+        indices_by_file: Sequence[Sequence[int]],
+        weights: Sequence[float],
+        *,
+        shuffle: bool,
+        seed: int | None,
+    ) -> None:
+        if len(indices_by_file) != len(weights):
+            raise DataError(
+                f"data.dataset_weights has {len(weights)} numbers for {len(indices_by_file)} data"
+                " files; give one weight per file of data.train_files"
+            )
+        if any(weight < 0 for weight in weights) or sum(weights) <= 0:
+            raise DataError(
+                f"data.dataset_weights={list(weights)} needs values of at least 0, and one above 0"
+            )
+        for file_index, (indices, weight) in enumerate(zip(indices_by_file, weights, strict=True)):
+            if weight > 0 and not indices:
+                raise DataError(
+                    f"data.dataset_weights[{file_index}]={weight}, but that file has no usable rows"
+                )
+        total = float(sum(weights))
+        self.indices_by_file = [list(indices) for indices in indices_by_file]
+        self.shares = [weight / total for weight in weights]
+        self.shuffle = shuffle
+        self.seed = seed
+        self.name = f"mixture {[round(share, 6) for share in self.shares]} with seed {seed}"
+
+    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
+        counts = [0] * len(self.indices_by_file)
+        order = []  # file index of each draw, the same in every epoch
+        for num_draws in range(1, num_rows + 1):
+            pairs = zip(self.shares, counts, strict=True)
+            deficits = [share * num_draws - count for share, count in pairs]
+            file_index = deficits.index(max(deficits))
+            counts[file_index] += 1
+            order.append(file_index)
+        draws = [self._draws_from(index, epoch * count) for index, count in enumerate(counts)]
+        return (next(draws[file_index]) for file_index in order)
+
+    def _draws_from(self, file_index: int, start: int) -> Iterator[int]:
+        """Yields row indices of one file endlessly; `start` rows of the file were drawn before."""
+        pass_number, offset = divmod(start, max(len(self.indices_by_file[file_index]), 1))
+        while True:
+            indices = self.indices_by_file[file_index]
+            if self.shuffle:
+                indices = permutation(indices, f"mixture:{self.seed}:{file_index}:{pass_number}")
+            yield from indices[offset:]
+            pass_number, offset = pass_number + 1, 0
+
+
+class AbstractSampler(ABC):
+    """Base class of a user's sampler (data.sampler.class_path); each `iter` yields one epoch.
+
+    On resume, the loader replays the draws of a sampler without state; `set_epoch(n)`, if defined,
+    is called before each epoch. A sampler whose order depends on `update` must define
+    `state_dict()`, which returns plain values, and `load_state_dict(state)`, after which `iter`
+    yields the rest of the epoch.
+    """
+
+    def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
+        self.data_source = data_source
+        self.data_config = data_config
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[int]: ...
+
+    def __len__(self) -> int:
+        return len(self.data_source)
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that each finished batch updates; column `dataset_index` has the row indices."""
+
+    @abstractmethod
+    def update(self, batch: DataProto) -> None:
+        """Updates the sampler with the columns of a finished batch."""
+
+
+Sampler: TypeAlias = MixtureSampler | AbstractSampler
 
 
 class PromptLoader:
@@ -98,8 +188,7 @@ class PromptLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
-        default = AllRows(shuffle=shuffle, seed=seed)
-        self.sampler: Sampler | AllRows = default if sampler is None else sampler
+        self.sampler = AllRows(shuffle=shuffle, seed=seed) if sampler is None else sampler
         self._order_name = str(getattr(self.sampler, "name", type(self.sampler).__qualname__))
         self._past_epoch_sizes: list[int] = []
         self._draw_counts: Counter[int]  # draws of each row in this epoch
@@ -164,17 +253,21 @@ class PromptLoader:
         if not rows:
             return 0
         if isinstance(self.sampler, MixtureSampler):
+            key = "data.dataset_weights"
             raise DataError(
-                "on_batch_end added rows, but data.dataset_weights gives no weight to them; unset"
-                " data.dataset_weights"
+                f"on_batch_end added rows, but {key} gives no weight to them; unset {key}"
             )
         dataset, old_length = self.dataset, len(self.dataset)
         assert hasattr(dataset, "append"), "a data set with on_batch_end has append"
         dataset.append(rows)
         return len(dataset) - old_length
 
-    def state_dict(self) -> LoaderState:
-        """Returns the state in plain values."""
+    def state_dict(self) -> Fields:
+        """Returns the state in plain values.
+
+        `past` has the number of rows of each finished epoch, and `epoch_rows` that of this epoch;
+        `drawn` and `counts` are the draws of this epoch, in total and by row.
+        """
         sampler = self.sampler if isinstance(self.sampler, Stateful) else None
         return {
             "version": STATE_VERSION,
@@ -188,7 +281,7 @@ class PromptLoader:
             "dataset": self.dataset.state_dict() if isinstance(self.dataset, Stateful) else None,
         }
 
-    def load_state_dict(self, state: LoaderState) -> None:
+    def load_state_dict(self, state: Settings) -> None:
         """Continues from a state, which a loader with another batch size may have saved."""
         if state["version"] != STATE_VERSION:
             raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")

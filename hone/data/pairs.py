@@ -19,8 +19,6 @@ from hone.data.prompts import (
     PromptError,
     as_messages,
     check_message_roles,
-    render_prompt,
-    tokenise,
 )
 from hone.text import short_repr
 from hone.types import Row
@@ -74,10 +72,10 @@ class PairDataset(EncodedDataset):
             chosen_text, rejected_text = _response_text(chosen), _response_text(rejected)
             prompt = prompt if isinstance(prompt, str) else as_messages(prompt)
         margin = row.get(config.margin_key)
-        if margin is not None and not _is_finite_number(margin):
-            raise PromptError(
-                f"column {config.margin_key!r} must be a number, got {short_repr(margin)}"
-            )
+        is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+        if margin is not None and not (is_number and abs(margin) <= sys.float_info.max):
+            text = short_repr(margin)
+            raise PromptError(f"column {config.margin_key!r} must be a number, got {text}")
         return Pair(prompt, chosen_text, rejected_text, float(margin or 0.0))
 
     def check(self, row: Row) -> None:
@@ -88,10 +86,8 @@ class PairDataset(EncodedDataset):
             raise UntrainableRow("empty response", "a response of the pair is empty")
         if pair.chosen.strip() == pair.rejected.strip():
             raise UntrainableRow("tie", "the two responses of the pair are the same")
-        if self.config.drop_duplicates:
-            self._check_duplicate(pair)
-
-    def _check_duplicate(self, pair: Pair) -> None:
+        if not self.config.drop_duplicates:
+            return
         pairs_seen: set[tuple[str, str, str]] = self.__dict__.setdefault("_pairs_seen", set())
         key = (str(pair.prompt), pair.chosen.strip(), pair.rejected.strip())
         if key in pairs_seen:
@@ -104,19 +100,10 @@ class PairDataset(EncodedDataset):
 
     def encode_row(self, row: Row) -> EncodedRow:
         pair = self.pair(row)
-        prompt = render_prompt(
-            pair.prompt,
-            self.tokenizer,
-            self.config.prompt_format,
-            template_kwargs=self.template_kwargs,
-            max_tokens=self.max_tokens,
-        )
+        prompt = self.render(pair.prompt)
         eos = self.tokenizer.eos_token_id
         end = [] if eos is None else [int(eos)]
-        chosen, rejected = (
-            tokenise(text, self.tokenizer, self.max_tokens) + end
-            for text in (pair.chosen, pair.rejected)
-        )
+        chosen, rejected = self.tokenise(pair.chosen) + end, self.tokenise(pair.rejected) + end
         response_length = max(len(chosen), len(rejected))
         self.check_length(len(prompt) + response_length)
         prompt = prompt[max(0, len(prompt) + response_length - self.max_length) :]
@@ -183,9 +170,3 @@ def _split_dialogue(value: Any) -> tuple[list[Message], str]:
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise PromptError("a dialogue without a prompt must end with the assistant's response")
     return messages[:-1], _response_text(messages[-1])
-
-
-def _is_finite_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) <= sys.float_info.max

@@ -1,7 +1,4 @@
-"""`hone data prepare NAME`: converts upstream or generated records to parquet rows.
-
-One table lists all datasets; the options of a dataset are its builder's keyword arguments.
-"""
+"""`hone data prepare NAME`: converts upstream or generated records to parquet rows."""
 
 from __future__ import annotations
 
@@ -35,24 +32,22 @@ Builder = Callable[..., Splits]
 class DatasetRecipe:
     """How one dataset is built."""
 
-    builder: Builder | None
-    """Builds rows from a source; None if the dataset is only generated."""
+    builder: Builder | None  # builds rows from a source; None if the dataset is only generated
     summary: str
-    preset: Settings = field(default_factory=dict)
-    """Builder arguments that the recipe sets."""
-    generator: Builder | None = None
-    """Generates rows if no source is given."""
-    writes_examples: bool = False
-    """Whether the first row of each split is also written as JSON."""
+    preset: Settings = field(default_factory=dict)  # builder arguments that the recipe sets
+    generator: Builder | None = None  # generates rows if no source is given
+    writes_examples: bool = False  # whether the first row of each split is also written as JSON
 
 
 def _row_recipe(
-    upstream: UpstreamDataset, make_row: MakeRow, summary: str, examples: bool = False
+    upstream: UpstreamDataset, make_row: MakeRow, summary: str, writes_examples: bool = False
 ) -> DatasetRecipe:
     """Returns a recipe with one row per record."""
-    return DatasetRecipe(
-        lambda source: source.build_rows(upstream, make_row), summary, writes_examples=examples
-    )
+
+    def build(source: Source) -> Splits:
+        return source.build_rows(upstream, make_row)
+
+    return DatasetRecipe(build, summary, writes_examples=writes_examples)
 
 
 def _gsm8k_recipe(kind: str, summary: str) -> DatasetRecipe:
@@ -74,7 +69,7 @@ RECIPES: dict[str, DatasetRecipe] = {
     ),
     "gsm8k_multiturn_w_interaction": _gsm8k_recipe("interaction", "gsm8k with a simulated user"),
     "gsm8k_multiturn_sft": _gsm8k_recipe("conversation", "gsm8k as conversations for SFT"),
-    "math": _row_recipe(maths.MATH, maths.math_row, "competition maths", examples=True),
+    "math": _row_recipe(maths.MATH, maths.math_row, "competition maths", writes_examples=True),
     "countdown": DatasetRecipe(
         countdown.upstream_splits,
         "reach a target with given numbers (generated, or from upstream)",
@@ -134,8 +129,7 @@ class PrepareReport:
     """The written files and their row counts."""
 
     name: str
-    rows: dict[str, int]
-    """File -> number of rows."""
+    rows: dict[str, int]  # file -> number of rows
 
     def __str__(self) -> str:
         width = max(map(len, self.rows), default=0)
@@ -179,25 +173,18 @@ def prepare(
     arguments = {**recipe.preset, **options}
     if not is_generated:
         arguments["source"] = Source(source_dir)
-    splits = builder(**arguments)
-    return PrepareReport(
-        name, _write_splits(splits, Path(local_dir).expanduser(), recipe.writes_examples)
-    )
-
-
-def _write_splits(splits: Splits, folder: Path, writes_examples: bool) -> dict[str, int]:
-    row_counts: dict[str, int] = {}
-    for split, rows in splits.items():
+    folder, row_counts = Path(local_dir).expanduser(), {}
+    for split, rows in builder(**arguments).items():
         if not rows:
             raise DataError(f"split {split!r} has no rows; nothing was written for it")
         path = folder / f"{split}.parquet"
         write_parquet(rows, path)
         row_counts[str(path)] = len(rows)
-        if writes_examples:
+        if recipe.writes_examples:
             text = json.dumps(rows[0], ensure_ascii=False, indent=2) + "\n"
             with write_file(folder / f"{split}_example.json") as temporary:
                 temporary.write_text(text, encoding="utf-8")
-    return row_counts
+    return PrepareReport(name, row_counts)
 
 
 def _option_parameters(recipe: DatasetRecipe, builder: Builder) -> Mapping[str, inspect.Parameter]:
@@ -212,10 +199,7 @@ def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentP
     recipe = find_recipe(name)
     parser = argparse.ArgumentParser(prog=program, description=f"Prepare {name}: {recipe.summary}.")
     parser.add_argument(
-        "--local_dir",
-        "--local_save_dir",
-        required=True,
-        help="folder to write the parquet files to",
+        "--local_dir", "--local_save_dir", required=True, help="folder for the parquet files"
     )
     parser.add_argument(
         "--source_dir",

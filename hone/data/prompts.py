@@ -235,11 +235,6 @@ def _encode(text: str, tokenizer: Tokenizer) -> list[int]:
         raise
 
 
-def needs_length_check(text: str, max_tokens: int) -> bool:
-    """Returns whether a text is so long that its start should be tokenised first."""
-    return len(text) > MAX_CHARACTERS_PER_TOKEN * (max_tokens + 64)
-
-
 def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
     """Truncates to `max_length` ids by dropping those at the left, right or middle.
 
@@ -287,8 +282,12 @@ def token_counts(
             prompt = render()
             if isinstance(prompt, list):
                 return len(prompt)
-            is_long = max_tokens is not None and needs_length_check(prompt, max_tokens)
-            if can_batch and not is_long and find_flaw(prompt, allow_nul=True) is None:
+            max_length = MAX_CHARACTERS_PER_TOKEN * (max_tokens + 64) if max_tokens else len(prompt)
+            if (
+                can_batch
+                and len(prompt) <= max_length
+                and find_flaw(prompt, allow_nul=True) is None
+            ):
                 return prompt
             return len(tokenise(prompt, tokenizer, max_tokens))
         except PromptError as error:

@@ -21,8 +21,7 @@ PURE_INSTRUCTION = (
     'Please reason step by step, separate the steps with "\\n\\n", and put the final answer within '
     "\\boxed{}."
 )
-PURE_DATA_SOURCE = "numina_olympiads"
-"""PURE's data source for rows that have none."""
+PURE_DATA_SOURCE = "numina_olympiads"  # PURE's data source for rows that have none
 
 
 def as_data_config(config: DataConfig | Settings) -> DataConfig:

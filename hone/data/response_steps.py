@@ -11,8 +11,7 @@ from hone.tokenizer import Tokenizer
 
 REPLACEMENT_CHARACTER = "\ufffd"
 """The character that a tokenizer decodes an incomplete character to."""
-MAX_CHARACTER_TOKENS = 4
-"""A character has at most four bytes in UTF-8, so at most four tokens."""
+MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes in UTF-8, so at most four tokens
 
 
 def separator_ids(tokenizer: Tokenizer, text: str) -> Tensor:
@@ -43,20 +42,13 @@ class TokenTextSplitter:
         return ["" if i in self._special_ids else next(next_text) for i in ids]
 
     def _decode_in_context(self, ids: Sequence[int]) -> list[str]:
-        """Decodes each token together with the previous one.
-
-        A token's text may depend on the previous token: a leading space, or parts of one character.
-        """
+        """Decodes each token after the previous one, on which a space or character may depend."""
         texts: list[str] = []
         start = decoded_end = 0
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[start:end])
-            num_pending = end - decoded_end
-            if (
-                text.endswith(REPLACEMENT_CHARACTER)
-                and num_pending < MAX_CHARACTER_TOKENS
-                and end < len(ids)
-            ):
+            is_pending = end - decoded_end < MAX_CHARACTER_TOKENS and end < len(ids)
+            if is_pending and text.endswith(REPLACEMENT_CHARACTER):
                 texts.append("")
                 continue
             texts.append(text[len(self._decode(ids[start:decoded_end])) :])

@@ -50,10 +50,8 @@ class BadRowPolicy:
     """The policy for bad rows (`raise` or `skip`), and the counts of bad rows so far."""
 
     policy: str
-    counts: Counter[str] = field(default_factory=Counter)
-    """Number of skipped rows by reason."""
-    examples: list[str] = field(default_factory=list)
-    """The first messages, for the log."""
+    counts: Counter[str] = field(default_factory=Counter)  # number of skipped rows by reason
+    examples: list[str] = field(default_factory=list)  # the first messages, for the log
     policy_key: str | None = "data.on_bad_row"
     """The config key that sets the policy, for messages; None if the program has no such key."""
 
@@ -85,10 +83,8 @@ class FileRows:
 
     path: str
     content: pa.Table | list[Row]
-    row_numbers: Sequence[int]
-    """Zero-based row numbers in the file; bad rows leave gaps."""
-    fingerprint: str = ""
-    """Hash of the file's content."""
+    row_numbers: Sequence[int]  # zero-based row numbers in the file; bad rows leave gaps
+    fingerprint: str = ""  # hash of the file's content
 
     def __len__(self) -> int:
         return len(self.row_numbers)
@@ -118,10 +114,7 @@ class FileRows:
 
 
 def expand_files(files: Files, setting: str = TRAINING_SETTING) -> list[str]:
-    """Expands `~`, `$VAR` and `*` in one or more file names; every pattern must match a file.
-
-    Remote files are copied to this machine.
-    """
+    """Expands `~`, `$VAR` and `*` in one or more file names, and copies remote files."""
     names = [files] if isinstance(files, (str, os.PathLike)) else list(files)
     if not names:
         raise DataError(f"no data files were named; check {setting}")
@@ -133,11 +126,8 @@ def expand_files(files: Files, setting: str = TRAINING_SETTING) -> list[str]:
         is_pattern = glob.has_magic(path) and not os.path.exists(path)
         try:
             glob_files = glob_remote if is_non_local(path) else glob.glob
-            matches = (
-                [copy_to_local(p) for p in sorted(glob_files(path))]
-                if is_pattern
-                else [copy_to_local(path)]
-            )
+            names_of_files = sorted(glob_files(path)) if is_pattern else [path]
+            matches = [copy_to_local(file) for file in names_of_files]
         except OSError as error:
             raise SettingError(f"{path} cannot be read: {error}; check {setting}", path) from error
         if not matches:
@@ -164,10 +154,7 @@ def positions_fingerprint(store: RowStore, positions: Sequence[int]) -> str:
 def sample_positions(
     positions: list[int], count: int, *, shuffle: bool, seed: int | None
 ) -> list[int]:
-    """Returns `count` positions in order: a random sample with `shuffle`, else the first ones.
-
-    Returns all positions if `count` is not positive.
-    """
+    """Returns `count` positions (all if not positive): a random sample with `shuffle`, or the first."""
     if not 0 < count < len(positions):
         return positions
     if not shuffle:
@@ -207,13 +194,13 @@ def _read_json(path: str, bad_rows: BadRowPolicy) -> FileRows:
             lines = text.split("\n") if is_document else file
             values = map(_parse_json_line, (line for line in lines if line.strip()))
         for number, (row, problem) in enumerate(values):
-            if problem is None and not isinstance(row, dict):
-                problem = "not an object", f"a {type(row).__name__}, not an object of columns"
-            if problem is not None:
-                bad_rows.report(problem[0], f"{path}, row {number}: {problem[1]}")
-            elif isinstance(row, dict):
+            if problem is None and isinstance(row, dict):
                 rows.append(row)
                 numbers.append(number)
+                continue
+            kind = type(row).__name__
+            reason, text = problem or ("not an object", f"a {kind}, not an object of columns")
+            bad_rows.report(reason, f"{path}, row {number}: {text}")
     return FileRows(path, rows, numbers)
 
 
@@ -281,14 +268,11 @@ class RowStore:
         self.files = list(files)
         self._file_starts = [0, *accumulate(map(len, self.files))]
         self._dataset_names: list[str] = []
-        num_copies: Counter[str] = Counter()
-        # A file that is listed twice gets two names, so that uids are unique.
-        for file in self.files:
-            copy_index = num_copies[file.fingerprint]
-            num_copies[file.fingerprint] += 1
-            self._dataset_names.append(
-                f"{file.fingerprint}#{copy_index}" if copy_index else file.fingerprint
-            )
+        fingerprints = [file.fingerprint for file in self.files]
+        for index, fingerprint in enumerate(fingerprints):
+            # A file that is listed twice gets two names, so that uids are unique.
+            copy_index = fingerprints[:index].count(fingerprint)
+            self._dataset_names.append(f"{fingerprint}#{copy_index}" if copy_index else fingerprint)
 
     def __len__(self) -> int:
         return self._file_starts[-1]
@@ -334,9 +318,7 @@ def read_rows(files: Files, bad_rows: BadRowPolicy, setting: str = TRAINING_SETT
             fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
             return RowStore([FileRows("rows in memory", rows, range(len(rows)), fingerprint)])
     paths = expand_files(files, setting)
-    readable_files = [
-        file for path in paths if (file := read_file(path, bad_rows, setting)) is not None
-    ]
+    readable_files = [file for path in paths if (file := read_file(path, bad_rows, setting))]
     if not readable_files:
         raise DataError(
             f"no rows could be read from {', '.join(paths)}: {'; '.join(bad_rows.examples)}"
@@ -356,10 +338,7 @@ def as_table(rows: Sequence[Row]) -> pa.Table:
         values = [row.get(name) for row in rows]
         try:
             column = pa.array(values)
-            if _has_type(
-                column.type,
-                lambda data_type: pa.types.is_struct(data_type) and not data_type.num_fields,
-            ):
+            if _has_type(column.type, lambda t: pa.types.is_struct(t) and not t.num_fields):
                 column = pa.array([_without_empty_structs(value) for value in values])
         except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
             raise DataError(

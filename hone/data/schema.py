@@ -12,8 +12,7 @@ from hone.types import JsonValue, Row
 NAME_COLUMNS = ("data_source", "agent_name")
 KWARGS_COLUMNS = ("tools_kwargs", "interaction_kwargs", "tool_config")
 OBJECT_COLUMNS = ("reward_model", "extra_info", *KWARGS_COLUMNS)
-COLUMNS = (*NAME_COLUMNS, *OBJECT_COLUMNS)
-"""The columns that are checked besides the prompt."""
+COLUMNS = (*NAME_COLUMNS, *OBJECT_COLUMNS)  # the columns that are checked besides the prompt
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,9 @@ class SchemaCheck:
     def _prompt_problem(self, row: Row) -> Problem | None:
         prompt = row.get(self.prompt_key)
         if prompt is None or (isinstance(prompt, (str, list)) and not prompt):
-            return Problem(
-                "missing prompt",
-                f"column {self.prompt_key!r} (data.prompt_key) is missing or empty;"
-                f" the row has {', '.join(map(str, row)) or 'no columns'}",
-            )
+            message = f"column {self.prompt_key!r} (data.prompt_key) is missing or empty"
+            columns = ", ".join(map(str, row)) or "no columns"
+            return Problem("missing prompt", f"{message}; the row has {columns}")
         reason = "wrong type"
         try:
             if self.prompt_format == "raw":
@@ -77,11 +74,9 @@ class SchemaCheck:
             "reward_model.ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
         }
         types = {name: json_type(value) for name, value in values.items() if value is not None}
-        for name, value_type in types.items():
-            if self._types.get(name, value_type) != value_type:
-                return Problem(
-                    "mixed schema", f"{name} is {value_type}, earlier rows have {self._types[name]}"
-                )
+        for name, kind in types.items():
+            if (earlier := self._types.get(name, kind)) != kind:
+                return Problem("mixed schema", f"{name} is {kind}, earlier rows have {earlier}")
         self._types.update(types)
         return None
 
@@ -95,22 +90,18 @@ def text_problem(row: Row, columns_without_nul: Collection[str]) -> Problem | No
 
 
 def _type_problems(row: Row) -> Iterator[Problem]:
-    for names, expected_type, article in (
-        (OBJECT_COLUMNS, "object", "an "),
-        (NAME_COLUMNS, "text", ""),
-    ):
-        for name in names:
-            if (actual_type := json_type(row.get(name))) not in (expected_type, "null"):
-                yield Problem(
-                    "wrong type",
-                    f"column {name!r} must be {article}{expected_type}, got {actual_type}",
-                )
-    for prefix, fields in (("", row), ("extra_info.", row.get("extra_info") or {})):
+    for name in NAME_COLUMNS:
+        if (actual_type := json_type(row.get(name))) not in ("text", "null"):
+            yield Problem("wrong type", f"column {name!r} must be text, got {actual_type}")
+    values = {f"column {name!r}": row.get(name) for name in OBJECT_COLUMNS}
+    extra_info = row.get("extra_info") if isinstance(row.get("extra_info"), Mapping) else {}
+    for prefix, fields in (("", row), ("extra_info.", extra_info or {})):
         for name in KWARGS_COLUMNS:
             arguments = fields.get(name)
-            values = {f"{prefix}{name}": arguments}
+            if prefix:
+                values[f"{prefix}{name}"] = arguments
             if name == "tools_kwargs" and isinstance(arguments, Mapping):
                 values |= {f"{prefix}{name}.{tool}": kwargs for tool, kwargs in arguments.items()}
-            for path, value in values.items():
-                if (actual_type := json_type(value)) not in ("object", "null"):
-                    yield Problem("wrong type", f"{path} must be an object, got {actual_type}")
+    for path, value in values.items():
+        if (actual_type := json_type(value)) not in ("object", "null"):
+            yield Problem("wrong type", f"{path} must be an object, got {actual_type}")

@@ -54,11 +54,12 @@ class SFTDataset(EncodedDataset):
     def encode_untruncated(self, row: Row) -> TokensAndMask:
         """Returns token ids and mask of one row before truncation."""
         prompt, response = self._prompt_and_response(row)
+        config = self.config
         return encode_single_turn(
             prompt,
             response,
             self.tokenizer,
-            self.config.prompt_format,
+            config.prompt_format,
             self.template_kwargs,
             self.max_tokens,
         )
@@ -93,10 +94,7 @@ class SFTDataset(EncodedDataset):
 
 
 class MultiTurnSFTDataset(SFTDataset):
-    """Rows with a conversation in column `messages_key`.
-
-    The columns `tools_key` and `enable_thinking_key` are optional.
-    """
+    """Rows with a conversation, and optional columns `tools_key` and `enable_thinking_key`."""
 
     def encode_untruncated(self, row: Row) -> TokensAndMask:
         multiturn = self.config.multiturn

@@ -18,16 +18,14 @@ from hone.text import short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import JsonValue, Row
 
-_MAX_VALUE_CHARACTERS = 300
-"""Maximum characters of a value outside the prompt and the targets."""
+_MAX_VALUE_CHARACTERS = 300  # maximum characters of a value outside the prompt and the targets
 
 
 def parse_row_numbers(text: str, count: int) -> list[int]:
     """Parses row numbers such as `0,3-5`; raises DataError for a number outside the file."""
     numbers: list[int] = []
     for part in text.replace(" ", "").split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if match is None:
+        if not (match := re.fullmatch(r"(\d+)(?:-(\d+))?", part)):
             raise DataError(f"--rows {text}: write numbers and ranges, as in 0,3-5")
         first, last = int(match[1]), int(match[2] or match[1])
         if last >= count:

@@ -20,7 +20,6 @@ from hone.data.prompts import (
     PromptError,
     as_messages,
     check_message_roles,
-    render_prompt,
     tokenise,
     truncate,
 )
@@ -47,13 +46,12 @@ class Solution:
 
 def single_token_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separator") -> int:
     """Returns the token id of a text, which must be one token."""
-    text = unescape_newlines(text)
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenise(unescape_newlines(text), tokenizer)
     if len(ids) != 1:
         raise ConfigError(
             f"{key}={text!r} has {len(ids)} tokens with this tokenizer; use a text with one token"
         )
-    return int(ids[0])
+    return ids[0]
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,7 @@ class StepSeparator:
     """The separator tokens after each step, and where the step is scored."""
 
     tokens: list[int]
-    score_index: int
-    """Index in `tokens` of the token after which the step is scored."""
+    score_index: int  # index in `tokens` of the token after which the step is scored
     label_tokens: tuple[int, int] | None
     """The tokens (bad step, good step) of a causal model; None for a token classifier."""
 
@@ -73,19 +70,13 @@ def build_step_separator(
     label_texts: tuple[str, str] | None,
     config_block: str = "data",
 ) -> StepSeparator:
-    """Returns the separator of a process reward model.
-
-    `label_texts` are (good step, bad step); a token classifier has none, and its separator must be one
-    token.
-    """
+    """Returns the separator; `label_texts` are (good step, bad step), None for a token classifier."""
     key = f"{config_block}.step_separator"
     if label_texts is None:
         return StepSeparator([single_token_id(tokenizer, separator, key)], 0, None)
     labels_key = f"{config_block}.step_labels"
     good, bad = (single_token_id(tokenizer, label, labels_key) for label in label_texts)
-    tokens = list(
-        map(int, tokenizer.encode(unescape_newlines(separator), add_special_tokens=False))
-    )
+    tokens = tokenise(unescape_newlines(separator), tokenizer)
     text_indices = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
     if not tokens or good == bad:
         raise ConfigError(
@@ -116,17 +107,20 @@ class StepDataset(EncodedDataset):
             self.tokenizer, config.step_separator, config.step_labels
         )
         # Rows of one problem share their prompt and most of their steps.
-        self._prompt_ids = lru_cache(MAX_CACHED_TEXTS)(self._render)
-        self._step_ids = lru_cache(MAX_CACHED_TEXTS)(self._tokenise)
+        self._prompt_ids = lru_cache(MAX_CACHED_TEXTS)(self.render)
+        self._step_ids = lru_cache(MAX_CACHED_TEXTS)(self.tokenise)
         store = super().read(files)
         expanded_files, num_unrated = [], 0
         for file in store.files:
             rows: list[Row] = []
             numbers: list[int] = []
             for number, row in zip(file.row_numbers, file.scan(), strict=True):
-                is_prm800k = _layout_of(row, self.config) == "prm800k"
-                parts = _split_into_completions(row) if is_prm800k else [row]
-                rated_parts = [part for part in parts if not is_prm800k or self._is_rated(part)]
+                parts = rated_parts = [row]
+                if _layout_of(row, self.config) == "prm800k":
+                    parts = _split_into_completions(row)
+                    # A row without a rating column stays, so that it is reported as a bad row.
+                    unrated = (None,) if config.neutral_label is not None else (None, 0)
+                    rated_parts = [part for part in parts if part.get("rating", 1) not in unrated]
                 num_unrated += len(parts) - len(rated_parts)
                 rows += rated_parts
                 numbers += [number] * len(rated_parts)
@@ -135,11 +129,6 @@ class StepDataset(EncodedDataset):
             self.bad_rows.counts["no rating"] += num_unrated
             self.bad_rows.examples.append(f"{num_unrated} steps of PRM800K have no rating")
         return RowStore(expanded_files)
-
-    def _is_rated(self, row: Row) -> bool:
-        # A row without the column counts as rated, so that it is reported as a bad row.
-        rating = row.get("rating", "")
-        return rating is not None and (rating != 0 or self.config.neutral_label is not None)
 
     def solution(self, row: Row) -> Solution:
         """Returns the solution of a row; raises PromptError on a bad row."""
@@ -161,7 +150,7 @@ class StepDataset(EncodedDataset):
     def encode_row(self, row: Row) -> EncodedRow:
         solution = self.solution(row)
         is_text = isinstance(solution.prompt, str)
-        prompt = (self._prompt_ids if is_text else self._render)(solution.prompt)
+        prompt = (self._prompt_ids if is_text else self.render)(solution.prompt)
         if not prompt:
             raise PromptError("the prompt is empty")
         ids, mask, labels = list(prompt), [0] * len(prompt), [0.0] * len(prompt)
@@ -189,18 +178,6 @@ class StepDataset(EncodedDataset):
             "labels": labels,
             "prompt_tokens": [num_prompt_tokens],
         }
-
-    def _render(self, prompt: Prompt) -> list[int]:
-        return render_prompt(
-            prompt,
-            self.tokenizer,
-            self.config.prompt_format,
-            template_kwargs=self.template_kwargs,
-            max_tokens=self.max_tokens,
-        )
-
-    def _tokenise(self, text: str) -> list[int]:
-        return tokenise(text, self.tokenizer, self.max_tokens)
 
 
 def _layout_of(row: Row, config: StepDataConfig) -> str | None:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from hone.agents.agent_data import AgentData
+from hone.agents.contract import default_sampling
 from hone.agents.loop_thread import run_with_engine
 from hone.agents.loops.search import STOPS, SearchConversation, retrieval_client
-from hone.agents.trajectory import default_sampling
 from hone.config.generation import GenerationConfig
 from hone.config.rollout import SamplingConfig
 from hone.controller.threads import set_thread_count

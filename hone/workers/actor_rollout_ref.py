@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hone.agents.collate import add_verl_columns, collate_outputs, join_ranks
-from hone.agents.trajectory import default_sampling, loop_metrics, validation_sampling
+from hone.agents.collate import add_verl_columns, collate_outputs, join_ranks, loop_metrics
+from hone.agents.contract import default_sampling, validation_sampling
 from hone.config.block import Block
 from hone.config.rollout import RolloutConfig
 from hone.controller import Dispatch, Worker, register

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.agents.collate import collate_outputs, object_array
+from hone.agents.collate import collate_outputs, loop_metrics, object_array
 from hone.agents.runner import LoopRunner
-from hone.agents.trajectory import loop_metrics
 from hone.config import PPOTrainerConfig, load_config
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto

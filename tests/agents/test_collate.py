@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hone.agents.collate import (
+    BadTrajectory,
     add_verl_columns,
     collate_outputs,
     input_ids,
@@ -17,7 +18,6 @@ from hone.agents.collate import (
     position_ids,
 )
 from hone.agents.contract import AgentLoopOutput
-from hone.agents.trajectory import BadTrajectory
 from hone.protocol import DataProto
 from hone.protocol.rows import deeply_equal, object_array
 

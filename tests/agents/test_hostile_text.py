@@ -21,7 +21,7 @@ from hone.agents.parsers.json_calls import HermesToolParser
 from hone.agents.runner import LoopRunner
 from hone.agents.tools.function_tool import tool_of
 from hone.agents.tools.loading import Tool
-from hone.agents.tools.session import CallLimits, ToolSession
+from hone.agents.tools.session import ToolSession
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rollout.scripted import ScriptedRollout
@@ -74,7 +74,7 @@ def make_session() -> ToolSession:
     def truncate(text: str) -> str:
         return truncate_tokens(truncate_text(text, 100, "middle"), TOKENIZER, 50, "right")
 
-    return ToolSession(TOOLS, AgentData([], [1], "r", {}), CallLimits(99, None, 60.0, truncate))
+    return ToolSession(TOOLS, AgentData([], [1], "r", {}), 99, None, 60.0, truncate)
 
 
 @settings(max_examples=40, deadline=None)
@@ -83,8 +83,8 @@ def test_every_call_of_hostile_text_is_answered(pieces: list[str]) -> None:
     calls = HermesToolParser().calls("".join(pieces))
     session = make_session()
     answers = asyncio.run(session.run_calls(calls))
-    assert len(answers) == len(calls) == len(session.record.outputs)
-    json.dumps(session.record.outputs, ensure_ascii=False).encode("utf-8")
+    assert len(answers) == len(calls) == len(session.outputs)
+    json.dumps(session.outputs, ensure_ascii=False).encode("utf-8")
     observation_ids(
         [{"role": "tool", "content": answer} for answer in answers],
         TOKENIZER,

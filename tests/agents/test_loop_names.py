@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hone.agents.contract import LOOPS
-from hone.agents.trajectory import LoopNames
+from hone.agents.loop_names import LoopNames
 from hone.config import PPOTrainerConfig
 from hone.config.rollout import BUILT_IN_LOOPS
 from hone.plugins import PluginError

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput, SingleTurnAgentLoop
-from hone.agents.runner import LoopRunner
-from hone.agents.trajectory import AgentLoopFailed
+from hone.agents.runner import AgentLoopFailed, LoopRunner
 from hone.event_loop import run_with_deadline
 from hone.ops.counter_rng import fold_seed
 from hone.plugins import PluginError

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
-from hone.agents.runner import LoopRunner
-from hone.agents.trajectory import AgentLoopFailed
+from hone.agents.runner import AgentLoopFailed, LoopRunner
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutError
 from hone.rollout.scripted import ScriptedRollout

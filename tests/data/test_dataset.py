@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from hone.data.dataset import RLHFDataset, with_typed_parts
-from hone.data.prompts import PromptError
+from hone.data.dataset import RLHFDataset
 from hone.data.rows import DataError, write_parquet
 
 
@@ -187,19 +186,6 @@ def test_state_of_other_data_is_refused(
     other = RLHFDataset(write_jsonl(make_rows(4), "other.jsonl"), tokenizer, config())
     with pytest.raises(DataError, match="differ from the checkpoint's data"):
         other.load_state_dict(state)
-
-
-def test_image_marks_become_typed_parts_and_must_match_the_images() -> None:
-    messages = [{"role": "user", "content": "<image>what is <image>this?"}]
-    typed = with_typed_parts(messages, {"images": ["a", "b"]}, "images", "videos")
-    assert typed[0]["content"] == [
-        {"type": "image"},
-        {"type": "text", "text": "what is "},
-        {"type": "image"},
-        {"type": "text", "text": "this?"},
-    ]
-    with pytest.raises(PromptError, match="prompt has 2 <image>, column 'images' has 1"):
-        with_typed_parts(messages, {"images": ["a"]}, "images", "videos")
 
 
 def test_another_selection_of_the_same_rows_is_other_data(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hone.agents.contract import ServerManager
-from hone.agents.trajectory import loop_arguments
+from hone.agents.loop_names import loop_arguments
 from hone.config import load_config
 from hone.models.tiny import character_tokenizer
 from hone.plugins import load_object

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hone.agents.contract import ServerManager
-from hone.agents.trajectory import loop_arguments
+from hone.agents.loop_names import loop_arguments
 from hone.config import load_config
 from hone.engine.engine import Engine
 from hone.models.load import load_tokenizer

@@ -45,10 +45,9 @@ class EnvironmentInteraction(BaseInteraction):
         except BaseException:
             await self.finalize_interaction(instance_id)
             raise
-        observation = (
-            result[0] if isinstance(result, tuple) else getattr(result, "observation", result)
-        )
-        return instance_id, _observation_text(observation)
+        if isinstance(result, tuple):
+            return instance_id, _observation_text(result[0])
+        return instance_id, _observation_text(getattr(result, "observation", result))
 
     async def check_creation(self) -> None:
         """Creates an environment and closes it, to raise its errors before training."""
@@ -99,9 +98,8 @@ async def _make_in_thread(make_environment: Callable[[], Any]) -> Any:
 
 
 async def _close(environment: Any) -> None:
-    close = getattr(environment, "close", None)
-    if close is not None:
-        await _call(close)
+    if hasattr(environment, "close"):
+        await _call(environment.close)
 
 
 async def _call(function: Function, *arguments: Any, **kwargs: Any) -> Any:
@@ -125,9 +123,8 @@ def _parse_step(step_result: Any) -> tuple[Any, float, bool]:
 
 def _observation_text(observation: Any) -> str:
     """Returns an observation's text: of an object or dict, the first of `_TEXT_FIELDS` with a string."""
-    fields = (
-        observation if isinstance(observation, Mapping) else getattr(observation, "__dict__", {})
-    )
+    is_mapping = isinstance(observation, Mapping)
+    fields = observation if is_mapping else getattr(observation, "__dict__", {})
     for name in _TEXT_FIELDS:
         if isinstance(value := fields.get(name), str):
             return value
@@ -155,10 +152,7 @@ class OpenEnvEnvironment:
 
 
 class ReasoningGymEnvironment:
-    """A reasoning-gym dataset: `reset(index=3)` returns question 3, `step` scores the answer.
-
-    `environment` is the name of the dataset, as the config entry `reasoning_gym:NAME` gives it.
-    """
+    """The reasoning-gym dataset `environment`: `reset` returns a question, `step` scores the answer."""
 
     def __init__(
         self, environment: str, size: int = 500, seed: int = 42, **options: JsonValue

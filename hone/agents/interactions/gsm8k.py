@@ -1,13 +1,10 @@
-"""An interaction for GSM8K: reports whether the answer after `####` is right; the model may try again.
-
-A row's `interaction_kwargs`: `{name: gsm8k, query, ground_truth}`.
-"""
+"""The interaction of rows with `interaction_kwargs: {name: gsm8k, query, ground_truth}`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hone.agents.interactions.contract import BaseInteraction, Messages
+from hone.agents.interactions.contract import BaseInteraction, Messages, content_text
 from hone.rewards.scores import gsm8k
 from hone.types import Fields, JsonValue, Settings
 
@@ -26,10 +23,7 @@ class Gsm8kInteraction(BaseInteraction):
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: JsonValue
     ) -> str:
         instance_id = await super().start_interaction(instance_id)
-        self._instance_dict[instance_id] = {
-            "response": "",
-            "ground_truth": ground_truth,
-        }
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth}
         return instance_id
 
     async def generate_response(
@@ -42,22 +36,8 @@ class Gsm8kInteraction(BaseInteraction):
 
     async def calculate_score(self, instance_id: str, **kwargs: JsonValue) -> float:
         state = self._instance_dict[instance_id]
-        return gsm8k.compute_score(
-            _content_text(state["response"]),
-            state["ground_truth"],
-            method="strict",
-            format_score=0.0,
-            score=1.0,
-        )
+        response = content_text(state["response"])
+        return gsm8k.compute_score(response, state["ground_truth"], "strict", 0.0, 1.0)
 
     async def finalize_interaction(self, instance_id: str, **kwargs: JsonValue) -> None:
         del self._instance_dict[instance_id]
-
-
-def _content_text(content: JsonValue) -> str:
-    """Returns the text of a message content: a string, a list of parts, or None."""
-    if isinstance(content, list | tuple):
-        return "".join(
-            _content_text(part.get("text")) for part in content if isinstance(part, dict)
-        )
-    return content if isinstance(content, str) else ""

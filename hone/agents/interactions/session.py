@@ -40,68 +40,61 @@ class InteractionSession:
 
     async def start(self, remaining_s: float) -> str | None:
         """Starts the interaction; returns the first observation or None."""
-        self._instance_id, observation = (
-            await self._call("start_interaction", self._start_interaction(), remaining_s)
-            or (None,) * 2
-        )
-        return observation
 
-    async def _start_interaction(self) -> tuple[str, str | None]:
-        result: Any = await self._interaction.start_interaction(
-            uuid4().hex, **self._interaction_kwargs
-        )
-        if not isinstance(result, tuple):
-            return result, None
-        instance_id, observation = result
-        if not isinstance(observation, str):
-            raise TypeError(f"the first observation is {observation!r}; return text")
-        return instance_id, clean_text(observation)
+        async def start_interaction() -> tuple[str, str | None]:
+            kwargs = self._interaction_kwargs
+            result: Any = await self._interaction.start_interaction(uuid4().hex, **kwargs)
+            instance_id, observation = result if isinstance(result, tuple) else (result, None)
+            if isinstance(result, tuple) and not isinstance(observation, str):
+                raise TypeError(f"the first observation is {observation!r}; return text")
+            return instance_id, None if observation is None else clean_text(observation)
+
+        result = await self._call("start_interaction", start_interaction(), remaining_s)
+        self._instance_id, observation = result or (None, None)
+        return observation
 
     async def reply(self, messages: Messages, remaining_s: float) -> str | None:
         """Returns the reply to the model's last turn; None ends the conversation."""
         if self._instance_id is None or self.failures:
             return None
-        result = await self._call(
-            "generate_response", self._generate_response(self._instance_id, messages), remaining_s
-        )
-        if result is None:
-            return None
-        reply, score = result
+        instance_id = self._instance_id
+
+        async def generate_response() -> tuple[str | None, float | None]:
+            done, text, score, _ = await self._interaction.generate_response(
+                instance_id, [dict(message) for message in messages], **self._interaction_kwargs
+            )
+            if not done and not isinstance(text, str):
+                raise TypeError(
+                    f"generate_response returned the reply {text!r}; return text, or end the "
+                    "conversation"
+                )
+            return None if done else clean_text(text), _check_finite(score)
+
+        result = await self._call("generate_response", generate_response(), remaining_s)
+        reply, score = result or (None, None)
         if score is not None:
             self.turn_scores.append(score)
         return reply
-
-    async def _generate_response(
-        self, instance_id: str, messages: Messages
-    ) -> tuple[str | None, float | None]:
-        copies = [dict(message) for message in messages]
-        done, text, score, _ = await self._interaction.generate_response(
-            instance_id, copies, **self._interaction_kwargs
-        )
-        if not done and not isinstance(text, str):
-            raise TypeError(
-                f"generate_response returned the reply {text!r}; return text, or end the "
-                "conversation"
-            )
-        return None if done else clean_text(text), _check_finite(score)
 
     async def score(self) -> float | None:
         """Returns the interaction's score of the conversation, or None after a failure."""
         if self._instance_id is None or self.failures:
             return None
-        return await self._call("calculate_score", self._calculate_score(self._instance_id))
+        instance_id = self._instance_id
 
-    async def _calculate_score(self, instance_id: str) -> float | None:
-        return _check_finite(await _call_with_id(self._interaction.calculate_score, instance_id))
+        async def calculate_score() -> float | None:
+            return _check_finite(
+                await _call_with_id(self._interaction.calculate_score, instance_id)
+            )
+
+        return await self._call("calculate_score", calculate_score())
 
     async def release(self) -> None:
         """Releases the state of the conversation; also called after a failure."""
         if self._instance_id is not None:
             instance_id, self._instance_id = self._instance_id, None
-            await self._call(
-                "finalize_interaction",
-                _call_with_id(self._interaction.finalize_interaction, instance_id),
-            )
+            work = _call_with_id(self._interaction.finalize_interaction, instance_id)
+            await self._call("finalize_interaction", work)
 
     async def _call(
         self, method: str, work: Coroutine[None, None, T], remaining_s: float = float("inf")

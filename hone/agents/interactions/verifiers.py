@@ -15,10 +15,12 @@ import unittest.mock
 from collections.abc import Sequence
 from typing import Any
 
+from hone.agents.interactions.contract import content_text
 from hone.agents.tools.contract import ToolError
 from hone.types import JsonValue, Row
 
 _load_lock = threading.Lock()
+_NEEDS_TOOL_CALLS = "{} needs the tool calls of a chat API (tool_defs), which is not supported"
 _INSTALL = "pip install 'verifiers>=0.1.14,<0.4'"
 
 
@@ -62,9 +64,7 @@ class VerifiersEnvironment:
     async def _answer(self, prompt: Sequence[Any], tools: Sequence[Any] | None) -> str:
         """Returns the model's answer to a prompt of the environment."""
         if tools:
-            raise ToolError(
-                "the environment needs the tool calls of a chat API, which is not supported"
-            )
+            raise ToolError(_NEEDS_TOOL_CALLS.format("the environment"))
         self._events.put_nowait(prompt)
         return await self._answers.get()
 
@@ -76,18 +76,8 @@ class VerifiersEnvironment:
         if isinstance(event, dict):
             return "", event["reward"], True
         messages = [m if isinstance(m, dict) else m.model_dump() for m in event]
-        assistant_indices = [
-            i for i, message in enumerate(messages) if message["role"] == "assistant"
-        ]
-        new_messages = messages[assistant_indices[-1] + 1 :] if assistant_indices else messages
-        text = "\n\n".join(_content_text(message["content"]) for message in new_messages)
-        return text, 0.0, False
-
-
-def _content_text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(str(part.get("text", "")) for part in content or () if isinstance(part, dict))
+        start = max((i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
+        return "\n\n".join(content_text(m["content"]) for m in messages[start:]), 0.0, False
 
 
 def _client(answer: Any) -> Any:
@@ -128,8 +118,5 @@ def _load_environment(name: str, options: str) -> Any:
     with _load_lock, unittest.mock.patch("signal.signal"):
         environment = verifiers.load_environment(name, **json.loads(options))
     if getattr(environment, "tool_defs", None):
-        raise ToolError(
-            f"the environment {name} needs the tool calls of a chat API (tool_defs), which is not "
-            "supported"
-        )
+        raise ToolError(_NEEDS_TOOL_CALLS.format(f"the environment {name}"))
     return environment

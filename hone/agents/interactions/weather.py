@@ -1,7 +1,4 @@
-"""An interaction that checks for a tool call.
-
-A row's `interaction_kwargs`: `{name: weather, query}`.
-"""
+"""The interaction of rows with `interaction_kwargs: {name: weather, query}`."""
 
 from __future__ import annotations
 

@@ -7,15 +7,15 @@ trajectory ends with `<answer>…</answer>`, after `max_assistant_turns`, or at 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 from hone.agents.agent_data import AgentData
 from hone.agents.contract import AgentLoopBase, AgentLoopOutput
-from hone.data.prompts import truncate
+from hone.data.prompts import tokenise, truncate
 from hone.retrieval.client import RetrievalClient, RetrievalFailed, retrieve
 from hone.rollout.contract import TokenOutput
 from hone.text import clean_text
@@ -118,26 +118,22 @@ class SearchConversation:
         self, action: Action | None, agent_data: AgentData, counts: SearchCounts
     ) -> list[int]:
         """Returns the ids of a search's passages, or of a hint to the model if its turn has no action."""
+        encode = partial(tokenise, tokenizer=self.tokenizer)
         if action is None:
-            return self._encode(INVALID_ACTION_TEXT)
+            return encode(INVALID_ACTION_TEXT)
         agent_data.turn_spans[-1]["calls"] = 1
         started = time.perf_counter()
         passages = await asyncio.wrap_future(self.client.submit(action.content))
         agent_data.seconds["tools"] += time.perf_counter() - started
         counts.retrieval_failures += passages is None
         text = clean_text(format_passages(passages or ()).strip())
-        ids = self._encode(INFORMATION_START + text + INFORMATION_END)
+        ids = encode(INFORMATION_START + text + INFORMATION_END)
         max_tokens = self.max_observation_tokens
         if max_tokens is None or len(ids) <= max_tokens:
             return ids
-        closing = self._encode(INFORMATION_END)
-        return [
-            *self._encode(INFORMATION_START + text)[: max(max_tokens - len(closing), 0)],
-            *closing,
-        ]
-
-    def _encode(self, text: str) -> list[int]:
-        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
+        closing = encode(INFORMATION_END)
+        passage_tokens = max(max_tokens - len(closing), 0)
+        return [*encode(INFORMATION_START + text)[:passage_tokens], *closing]
 
 
 class SearchAgentLoop(AgentLoopBase):
@@ -146,17 +142,16 @@ class SearchAgentLoop(AgentLoopBase):
     def problems(self) -> Iterator[str]:
         """Yields a problem for a token limit below that of the tags, and if the service does not answer."""
         limit = self.rollout_config.multi_turn.max_observation_tokens
-        tags = self.tokenizer.encode(INFORMATION_START + INFORMATION_END, add_special_tokens=False)
+        tags = tokenise(INFORMATION_START + INFORMATION_END, self.tokenizer)
         if limit is not None and limit <= len(tags):
             yield (
                 f"actor_rollout_ref.rollout.multi_turn.max_observation_tokens={limit} leaves no token "
                 f"for passages, because <information> and </information> have {len(tags)}; raise it"
             )
         retriever = self.config.retriever
+        timeout_s = min(retriever.timeout_s, _PROBE_TIMEOUT_S)
         try:
-            retrieve(
-                retriever.url, ["capital of France"], 1, min(retriever.timeout_s, _PROBE_TIMEOUT_S)
-            )
+            retrieve(retriever.url, ["capital of France"], 1, timeout_s)
         except RetrievalFailed as error:
             yield (
                 f"retriever.url does not answer ({error}); start `hone serve-retriever --corpus "
@@ -168,17 +163,14 @@ class SearchAgentLoop(AgentLoopBase):
         prompt = truncate(self.prompt_ids(row), self.prompt_length, self.data_config.truncation)
         agent_data = AgentData([], list(prompt), row["trajectory_id"], {})
         max_tokens_per_turn = sampling_params.get("max_tokens") or self.response_length
-        stops = (*(sampling_params.get("stop") or ()), *STOPS)
 
         async def generate(prompt_ids: list[int], max_tokens: int) -> TokenOutput:
+            sampling = sampling_params | {
+                "max_tokens": min(max_tokens_per_turn, max_tokens),
+                "stop": (*(sampling_params.get("stop") or ()), *STOPS),
+            }
             return await self.server_manager.generate(
-                agent_data.request_id,
-                prompt_ids=prompt_ids,
-                sampling_params={
-                    **sampling_params,
-                    "max_tokens": min(max_tokens_per_turn, max_tokens),
-                    "stop": stops,
-                },
+                agent_data.request_id, prompt_ids=prompt_ids, sampling_params=sampling
             )
 
         retriever = self.config.retriever
@@ -193,7 +185,7 @@ class SearchAgentLoop(AgentLoopBase):
         return agent_data.to_output({"turn_spans": agent_data.turn_spans, **columns})
 
 
-@functools.cache
+@cache
 def retrieval_client(url: str, topk: int, timeout_s: float, retries: int) -> RetrievalClient:
     """Returns this process's client of a service; the client batches queries of all trajectories."""
     return RetrievalClient(url, topk, timeout_s=timeout_s, retries=retries)

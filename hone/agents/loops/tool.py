@@ -28,7 +28,7 @@ from hone.agents.observations import (
 from hone.agents.parsers.contract import ToolCall, ToolParser
 from hone.agents.tools.contract import ToolError
 from hone.agents.tools.loading import Tool, initialize_interactions_from_config, load_all_tools
-from hone.agents.tools.session import CallLimits, ToolSession
+from hone.agents.tools.session import ToolSession
 from hone.config.rollout import MultiTurnConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.prompts import Message, PromptError, as_messages, raw_text, truncate
@@ -76,21 +76,19 @@ class ToolAgentLoop(AgentLoopBase):
         if unknown := sorted(set(options) - set(TOOL_CONFIG_KEYS)):
             raise ToolError(f"tool_config has no {unknown[0]!r}; use {', '.join(TOOL_CONFIG_KEYS)}")
         names = options.get("available_tools", [*self.tools])
+        key = "tool_config.available_tools"
         if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
-            raise ToolError(
-                f"tool_config.available_tools={short_repr(names)}; give a list of names"
-            )
+            raise ToolError(f"{key}={short_repr(names)}; give a list of names")
         if unknown_tools := [name for name in names if name not in self.tools]:
+            tools = ", ".join(self.tools) or "none"
             raise ToolError(
-                f"tool_config.available_tools names {short_repr(unknown_tools[0])}; the tools of this run "
-                f"are {', '.join(self.tools) or 'none'}"
+                f"{key} names {short_repr(unknown_tools[0])}; the tools of this run are {tools}"
             )
         default_tool_format = "react" if self.format == "react" else "function_calling"
         tool_format = options.get("tool_format", default_tool_format)
         if tool_format not in _TOOL_FORMATS:
-            raise ToolError(
-                f"tool_config.tool_format={short_repr(tool_format)}; give {' or '.join(_TOOL_FORMATS)}"
-            )
+            formats = " or ".join(_TOOL_FORMATS)
+            raise ToolError(f"tool_config.tool_format={short_repr(tool_format)}; give {formats}")
         for name, expected_types, exclusive_minimum, expected_text in (
             ("max_tool_calls", int, -1, "a count"),
             ("timeout", int | float, 0, "seconds"),
@@ -135,21 +133,20 @@ class ToolAgentLoop(AgentLoopBase):
                 observation = await interaction.start(deadline - time.monotonic())
             agent_data = self._start_trajectory(row, observation, interaction)
             agent_data.turn_scores = interaction.turn_scores if interaction else []
-            tool_session = ToolSession(self.tools, agent_data, self._call_limits())
+            tool_session = self._tool_session(agent_data)
             exit_stack.push_async_callback(tool_session.release)
             await self._run_turns(agent_data, tool_session, interaction, deadline, sampling_params)
             scores = await tool_session.scores()
             if interaction is not None and (score := await interaction.score()) is not None:
                 scores[interaction.name] = score
-        record = tool_session.record
         extra_fields = agent_data.extra_fields | {
-            "tool_outputs": record.outputs,
+            "tool_outputs": tool_session.outputs,
             "tool_rewards": agent_data.tool_rewards,
             "turn_scores": agent_data.turn_scores,
             "turn_rewards": agent_data.turn_rewards,
-            "timeouts": [*record.timeouts, *(interaction.timeouts if interaction else [])],
-            "tool_call_counts": len(record.outputs),
-            "tool_failures": record.failures + (interaction.failures if interaction else 0),
+            "timeouts": [*tool_session.timeouts, *(interaction.timeouts if interaction else [])],
+            "tool_call_counts": len(tool_session.outputs),
+            "tool_failures": tool_session.failures + (interaction.failures if interaction else 0),
             "reward_scores": scores,
             "turn_spans": agent_data.turn_spans,
         }
@@ -158,10 +155,7 @@ class ToolAgentLoop(AgentLoopBase):
     def whole_prompt(
         self, prompt: str | list[Message], tool_config: Settings | None = None
     ) -> tuple[str | list[Message], list[Settings]]:
-        """Returns the prompt and the tool schemas that the chat template renders.
-
-        If the parser describes the tools instead, the prompt has its instructions, without schemas.
-        """
+        """Returns the prompt, with the parser's instructions if any, and the template's tool schemas."""
         tools, _, parser = self.settings_of_row(tool_config)
         schemas = [tool.tool_schema for tool in tools.values()]
         if schemas and not parser.template_renders_tools:
@@ -208,10 +202,14 @@ class ToolAgentLoop(AgentLoopBase):
     ) -> None:
         while True:
             text, ids = await self._generate_turn(agent_data, sampling_params)
-            if not ids or self._is_at_limit(agent_data):
+            is_last_turn = (
+                agent_data.assistant_turns == self.multi_turn.max_assistant_turns
+                or agent_data.user_turns == self.multi_turn.max_user_turns
+            )
+            if not ids or is_last_turn or self._remaining_tokens(agent_data) <= 0:
                 return
             if time.monotonic() > deadline:
-                tool_session.record.timeouts.append("trajectory")
+                tool_session.timeouts.append("trajectory")
                 return
             calls = await self._parse_calls(text, ids)
             if calls:
@@ -232,12 +230,15 @@ class ToolAgentLoop(AgentLoopBase):
             else:
                 return
             try:
-                if not self._append_observation(agent_data, new_messages, text):
-                    return
+                observation = self._observation_ids(new_messages, text, agent_data.prompt_ids[-1])
             except (PromptError, BrokenTemplate) as error:  # the answer is third-party text
                 logger.warning("the answer cannot be rendered: %s", error_text(error))
-                tool_session.record.failures += 1
+                tool_session.failures += 1
                 return
+            if len(observation) >= self._remaining_tokens(agent_data):
+                return
+            agent_data.add_observation(observation, new_messages[0]["role"])
+            agent_data.messages += new_messages
 
     async def _parse_calls(self, text: str, ids: Sequence[int]) -> list[ToolCall]:
         """Returns the calls in the model's text; a parser error becomes one failed call."""
@@ -280,30 +281,9 @@ class ToolAgentLoop(AgentLoopBase):
         return content, output.token_ids
 
     def _remaining_tokens(self, agent_data: AgentData) -> int:
-        """Returns how many more tokens the response may have."""
         response_tokens = len(agent_data.response_mask)
         prompt_tokens = len(agent_data.prompt_ids) - response_tokens
         return self.response_limit(prompt_tokens) - response_tokens
-
-    def _is_at_limit(self, agent_data: AgentData) -> bool:
-        max_turns = self.multi_turn.max_assistant_turns
-        max_user_turns = self.multi_turn.max_user_turns
-        return (
-            self._remaining_tokens(agent_data) <= 0
-            or (max_turns is not None and agent_data.assistant_turns >= max_turns)
-            or (max_user_turns is not None and agent_data.user_turns >= max_user_turns)
-        )
-
-    def _append_observation(
-        self, agent_data: AgentData, messages: list[Message], text: str
-    ) -> bool:
-        """Appends tool or user messages; returns false if they would leave no tokens for a turn."""
-        ids = self._observation_ids(messages, text, agent_data.prompt_ids[-1])
-        if len(ids) >= self._remaining_tokens(agent_data):
-            return False
-        agent_data.add_observation(ids, str(messages[0]["role"]))
-        agent_data.messages += messages
-        return True
 
     def _observation_ids(self, messages: list[Message], text: str, last_id: int) -> Sequence[int]:
         """Returns the ids of tool or user messages; `text` and `last_id` are from the turn before."""
@@ -321,22 +301,20 @@ class ToolAgentLoop(AgentLoopBase):
             chat=self.config.data.prompt_format == "chat",
         )
 
-    def _call_limits(self) -> CallLimits:
-        multi_turn = self.multi_turn
-        side = multi_turn.tool_response_truncate_side
-        max_chars, max_tokens = (
-            multi_turn.max_tool_response_length,
-            multi_turn.max_observation_tokens,
-        )
+    def _tool_session(self, agent_data: AgentData) -> ToolSession:
+        limits = self.multi_turn
+        side = limits.tool_response_truncate_side
 
         def truncate_answer(text: str) -> str:
-            text = truncate_text(text, max_chars, side)
-            return truncate_tokens(text, self.tokenizer, max_tokens, side)
+            text = truncate_text(text, limits.max_tool_response_length, side)
+            return truncate_tokens(text, self.tokenizer, limits.max_observation_tokens, side)
 
-        return CallLimits(
-            multi_turn.max_parallel_calls,
-            multi_turn.max_tool_calls,
-            multi_turn.tool_timeout_s,
+        return ToolSession(
+            self.tools,
+            agent_data,
+            limits.max_parallel_calls,
+            limits.max_tool_calls,
+            limits.tool_timeout_s,
             truncate_answer,
         )
 

@@ -13,8 +13,7 @@ from hone.text import BadText, read_json
 from hone.tokenizer import Tokenizer
 from hone.types import JsonObject, JsonValue
 
-MAX_CALL_CHARS = 65_536
-"""Maximum length of a call; a longer call gets an `error` and is not parsed."""
+MAX_CALL_CHARS = 65_536  # maximum length of a call; a longer call gets an `error` and is not parsed
 STRING_TYPES = ("string", ["string", "null"], ["null", "string"])
 """JSON-schema types of text parameters, for which the argument `1999` is text, not a number."""
 P = TypeVar("P", bound="type[ToolParser]")
@@ -48,10 +47,8 @@ class ToolParser:
 
     template_renders_tools = True
     """Whether the chat template, rather than the parser, renders tool schemas and tool answers."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a turn so that its calls are run."""
-    stop_tokens: tuple[str, ...] = ()
-    """Special tokens that end a turn so that its calls are run."""
+    stop: tuple[str, ...] = ()  # strings that end a turn so that its calls are run
+    stop_tokens: tuple[str, ...] = ()  # special tokens that end a turn so that its calls are run
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer
@@ -66,7 +63,11 @@ class ToolParser:
 
     def calls(self, text: str) -> list[ToolCall]:
         """Returns every call in the text; a malformed call has an `error`."""
-        raise NotImplementedError(f"{type(self).__name__} has neither calls nor extract_tool_calls")
+        if type(self).calls_with_schemas is ToolParser.calls_with_schemas:
+            raise NotImplementedError(
+                f"{type(self).__name__} has neither calls nor extract_tool_calls"
+            )
+        return self.calls_with_schemas((), text)
 
     def calls_with_schemas(self, tools: Schemas, text: str) -> list[ToolCall]:
         """Returns every call in the text; overridden by parsers that need the tool schemas."""
@@ -121,9 +122,6 @@ class DelimitedParser(ToolParser):
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
         """Returns the calls in the text between two delimiters."""
         raise NotImplementedError
-
-    def calls(self, text: str) -> list[ToolCall]:
-        return self.calls_with_schemas((), text)
 
     def calls_with_schemas(self, tools: Schemas, text: str) -> list[ToolCall]:
         calls: list[ToolCall] = []

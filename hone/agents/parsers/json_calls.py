@@ -101,8 +101,7 @@ class GptOssToolParser(DelimitedParser):
 
 
 class Llama3JsonToolParser(ToolParser):
-    """Named `llama3_json`: `{"name": …, "parameters": {…}}`, separated by `;`, as the whole turn or
-    after `<|python_tag|>`."""
+    """Named `llama3_json`: `{"name": …, "parameters": {…}}; …` as a whole turn or after the prefix."""
 
     prefix = "<|python_tag|>"
 

@@ -1,7 +1,4 @@
-"""Parser of calls in Python syntax, as in Llama 3.2 and 4: `[add(a=1, b="two"), stop()]`.
-
-Nothing is evaluated, and the time is linear in the text length.
-"""
+"""Parser of calls in Python syntax, as in Llama 3.2 and 4: `[add(a=1, b="two"), stop()]`."""
 
 from __future__ import annotations
 

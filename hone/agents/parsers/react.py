@@ -1,7 +1,4 @@
-"""The ReAct parser: `Thought: … Action: NAME Action Input: {…} Observation: …`.
-
-The prompt explains the format; a tool's answer follows `Observation:` in the model's turn.
-"""
+"""The ReAct parser: `Thought: … Action: NAME Action Input: {…} Observation: …`."""
 
 from __future__ import annotations
 
@@ -73,9 +70,6 @@ class ReactToolParser(ToolParser):
         if schema.get("type") in STRING_TYPES and not isinstance(value, str):
             value = argument_text
         return [ToolCall(name, {first_parameter: value})]
-
-    def calls(self, text: str) -> list[ToolCall]:
-        return self.calls_with_schemas((), text)
 
     def instructions(self, tools: Schemas) -> str:
         tool_lines = []

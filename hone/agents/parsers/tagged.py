@@ -32,11 +32,8 @@ class Qwen3XMLToolParser(_TaggedParser):
     """Named `qwen3_coder`: the tool's schema defines which arguments are strings."""
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        calls = [
-            _parse_qwen3_call(call, tools)
-            for call in texts_between(body, "<function=", "</function>")
-        ]
-        return calls or [bad_call(_EXPECTED_FORMAT)]
+        bodies = texts_between(body, "<function=", "</function>")
+        return [_parse_qwen3_call(call, tools) for call in bodies] or [bad_call(_EXPECTED_FORMAT)]
 
     def _parse_xml_function_call(
         self, function_call_str: str, tools: Schemas | None
@@ -72,11 +69,8 @@ class GLMToolParser(_TaggedParser):
             key, separator, value = pair.partition("</arg_key>")
             value_start = value.lstrip()
             if not separator or not value_start.startswith("<arg_value>"):
-                return [
-                    bad_call("an argument is <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>")
-                ]
-            json_type = schemas.get(key.strip(), {}).get("type")
-            arguments[key.strip()] = parse_value(
-                value_start.removeprefix("<arg_value>").strip(), json_type
-            )
+                expected_format = "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
+                return [bad_call(f"an argument is {expected_format}")]
+            key, value = key.strip(), value_start.removeprefix("<arg_value>").strip()
+            arguments[key] = parse_value(value, schemas.get(key, {}).get("type"))
         return [ToolCall(name, arguments)]

@@ -51,8 +51,25 @@ CallResult: TypeAlias = tuple[ToolResponse, float, Fields]
 """The answer, reward and metrics of a call."""
 
 
-@dataclass(frozen=True)
-class OpenAIFunctionPropertySchema:
+@dataclass(frozen=True, kw_only=True)
+class _Schema:
+    def model_dump(self, **_: JsonValue) -> JsonObject:
+        """Returns the schema as JSON, in the order of the fields and without null values."""
+        fields = {name: _to_json(value) for name, value in vars(self).items() if value is not None}
+        extra_keys = fields.pop("extra_keys", {})
+        return fields | extra_keys
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, _Schema):
+        return value.model_dump()
+    if isinstance(value, Mapping):
+        return {name: _to_json(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAIFunctionPropertySchema(_Schema):
     """One parameter; other JSON Schema keys are stored in `extra_keys`."""
 
     type: str | list[str] | None = None
@@ -68,18 +85,14 @@ class OpenAIFunctionPropertySchema:
         extra_keys = {name: value for name, value in data.items() if name not in fields}
         return OpenAIFunctionPropertySchema(**fields, extra_keys=extra_keys)
 
-    def model_dump(self, **_: JsonValue) -> JsonObject:
-        fields = {"type": self.type, "description": self.description, "enum": self.enum}
-        return {**{k: v for k, v in fields.items() if v is not None}, **self.extra_keys}
 
-
-@dataclass(frozen=True)
-class OpenAIFunctionParametersSchema:
+@dataclass(frozen=True, kw_only=True)
+class OpenAIFunctionParametersSchema(_Schema):
     """The parameters of a function, always an object."""
 
+    type: str = "object"
     properties: Mapping[str, OpenAIFunctionPropertySchema] = field(default_factory=dict)
     required: tuple[str, ...] = ()
-    type: str = "object"
 
     @staticmethod
     def model_validate(data: Settings) -> OpenAIFunctionParametersSchema:
@@ -96,23 +109,14 @@ class OpenAIFunctionParametersSchema:
             properties={k: validate(v) for k, v in properties.items()}, required=tuple(required)
         )
 
-    def model_dump(self, **_: JsonValue) -> JsonObject:
-        return {
-            "type": self.type,
-            "properties": {name: p.model_dump() for name, p in self.properties.items()},
-            "required": list(self.required),
-        }
 
-
-@dataclass(frozen=True)
-class OpenAIFunctionSchema:
+@dataclass(frozen=True, kw_only=True)
+class OpenAIFunctionSchema(_Schema):
     """A function as the chat template renders it."""
 
     name: str
     description: str = ""
-    parameters: OpenAIFunctionParametersSchema = field(
-        default_factory=OpenAIFunctionParametersSchema
-    )
+    parameters: OpenAIFunctionParametersSchema = OpenAIFunctionParametersSchema()
 
     @staticmethod
     def model_validate(data: Settings) -> OpenAIFunctionSchema:
@@ -125,20 +129,13 @@ class OpenAIFunctionSchema:
             parameters=OpenAIFunctionParametersSchema.model_validate(data.get("parameters") or {}),
         )
 
-    def model_dump(self, **_: JsonValue) -> JsonObject:
-        return {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters.model_dump(),
-        }
 
-
-@dataclass(frozen=True)
-class OpenAIFunctionToolSchema:
+@dataclass(frozen=True, kw_only=True)
+class OpenAIFunctionToolSchema(_Schema):
     """`{"type": "function", "function": {...}}` as an object with the methods of pydantic."""
 
-    function: OpenAIFunctionSchema
     type: str = "function"
+    function: OpenAIFunctionSchema
 
     @staticmethod
     def model_validate(data: Settings) -> OpenAIFunctionToolSchema:
@@ -146,10 +143,8 @@ class OpenAIFunctionToolSchema:
             raise ToolError(
                 f"a tool schema is {{type: function, function: {{name, …}}}}, got {data}"
             )
-        return OpenAIFunctionToolSchema(OpenAIFunctionSchema.model_validate(data["function"]))
-
-    def model_dump(self, **_: JsonValue) -> JsonObject:
-        return {"type": self.type, "function": self.function.model_dump()}
+        function = OpenAIFunctionSchema.model_validate(data["function"])
+        return OpenAIFunctionToolSchema(function=function)
 
 
 def _require(value: object, expected_type: type | UnionType, rule: str) -> None:
@@ -191,10 +186,8 @@ class OpenAIFunctionCallSchema:
             arguments = read_json(parsed_schema.arguments, strict=True)
         except BadText:
             arguments = None
-        is_object = isinstance(arguments, dict)
-        return OpenAIFunctionCallSchema(
-            parsed_schema.name, arguments if is_object else {}
-        ), not is_object
+        failed = not isinstance(arguments, dict)
+        return OpenAIFunctionCallSchema(parsed_schema.name, {} if failed else arguments), failed
 
 
 @dataclass(frozen=True)
@@ -259,31 +252,21 @@ def normalize_function_tool_return(result: ToolResult) -> CallResult:
 
     A pair of two numbers or of two strings is data without a reward.
     """
-    if isinstance(result, tuple) and not 1 <= len(result) <= 3:
+    if not isinstance(result, tuple):
+        return normalize_tool_return(result)
+    if not 1 <= len(result) <= 3:
         raise TypeError(
             "a function tool returns (answer,), (answer, reward) or (answer, reward, metrics): a "
             f"tuple of length 1, 2, or 3, got {len(result)}; return a list if the answer is data"
         )
-    if _is_answer_tuple(result):
-        return normalize_tool_return(result)
-    return to_tool_response(result), 0.0, {}
-
-
-def _is_answer_tuple(result: ToolResult) -> bool:
-    """Returns whether the result is (answer[, reward[, metrics]]), not a tuple of data."""
-    if not isinstance(result, tuple):
-        return False
-    if len(result) == 1:
-        return True
-    return (
-        isinstance(result[0], str | ToolResponse | Mapping | list | None)
-        and (result[1] is None or _is_number(result[1]))
-        and (len(result) == 2 or isinstance(result[2], Mapping | None))
+    answer, reward, metrics = (*result, None, None)[:3]
+    is_number = isinstance(reward, int | float) or hasattr(reward, "dtype")
+    is_answer_tuple = len(result) == 1 or (
+        isinstance(answer, str | ToolResponse | Mapping | list | None)
+        and (reward is None or is_number)
+        and isinstance(metrics, Mapping | None)
     )
-
-
-def _is_number(value: ToolAnswer) -> bool:
-    return isinstance(value, int | float) or (hasattr(value, "item") and hasattr(value, "dtype"))
+    return normalize_tool_return(result) if is_answer_tuple else (to_tool_response(result), 0.0, {})
 
 
 def normalize_tool_return(result: ToolResult) -> CallResult:

@@ -1,16 +1,6 @@
 """Plain functions as tools: `@function_tool` derives the schema from signature and docstring.
 
-    @function_tool
-    def add(a: float, b: float = 1.0) -> str:
-        '''Add two numbers.
-
-        Args:
-            a: the first number
-        '''
-        return str(a + b)
-
 A function returns text, JSON data or a ToolResponse, alone or as (answer, reward[, metrics]).
-A function tool has no state; a tool that needs state is a `BaseTool`.
 """
 
 from __future__ import annotations
@@ -74,11 +64,7 @@ def function_tool(
     description: str | None = None,
     schema: Schema | None = None,
 ) -> F | Callable[[F], F]:
-    """Makes a tool of a function in the file `multi_turn.function_tool_path`.
-
-    `@function_tool`, `@function_tool()`, `@function_tool("name")` and
-    `@function_tool(name=…, description=…, schema=…)` all work.
-    """
+    """Makes a tool of a function in the file `multi_turn.function_tool_path`."""
     if callable(name):
         return _register(name, None, description, schema)
     if name is not None and not isinstance(name, str):
@@ -88,15 +74,12 @@ def function_tool(
 
 def _register(function: F, name: str | None, description: str | None, schema: Schema | None) -> F:
     tool = tool_of(function, name, description, schema)
-    registered_tool = FUNCTION_TOOL_REGISTRY.get(tool.name)
-    if (
-        registered_tool is not None
-        and registered_tool.fn is not function
-        and _module_of(registered_tool.fn) == _module_of(function)
-    ):
+    earlier = FUNCTION_TOOL_REGISTRY.get(tool.name, tool).fn
+    modules = {getattr(fn, "__module__", None) for fn in (earlier, function)}
+    if earlier is not function and len(modules) == 1:
         raise ToolError(
-            f"the function tool {tool.name!r} is already registered to "
-            f"{_name_of(registered_tool.fn)}; give {_name_of(function)} another name"
+            f"the function tool {tool.name!r} is already registered to {_name_of(earlier)}; give "
+            f"{_name_of(function)} another name"
         )
     FUNCTION_TOOL_REGISTRY[tool.name] = tool
     setattr(function, _TOOL_ATTRIBUTE, tool)
@@ -110,16 +93,6 @@ def tool_of(
     schema: Schema | None = None,
 ) -> FunctionTool:
     """Makes a tool from a function; name, description and schema default to the function's own."""
-    tool_schema = _schema_of(function, name, description, schema)
-    if description is None and isinstance(schema, OpenAIFunctionToolSchema):
-        tool_schema = schema if name in (None, schema.function.name) else tool_schema
-    is_async = inspect.iscoroutinefunction(function)
-    return FunctionTool(tool_schema.function.name, function, tool_schema, is_async)
-
-
-def _schema_of(
-    function: Function, name: str | None, description: str | None, schema: Schema | None
-) -> OpenAIFunctionToolSchema:
     if schema is None:
         if not description and not inspect.getdoc(function):
             raise ToolError(
@@ -138,15 +111,13 @@ def _schema_of(
         definition["name"] = name or definition.get("name") or _name_of(function)
         if description is not None:
             definition["description"] = description
-    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": definition})
+    tool_schema = OpenAIFunctionToolSchema.model_validate({"function": definition})
+    is_async = inspect.iscoroutinefunction(function)
+    return FunctionTool(tool_schema.function.name, function, tool_schema, is_async)
 
 
 def _name_of(function: Function) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _module_of(function: Function) -> str | None:
-    return getattr(function, "__module__", None)
 
 
 def get_function_tool(name: str) -> FunctionTool:
@@ -165,17 +136,11 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
         raise MissingFile(f"function_tool_path does not exist: {str(file)!r}{start_folder(file)}")
     key = str(file.resolve()) if file.is_file() else path
     if key not in _LOADED_FUNCTION_TOOL_PATHS:
-        values = vars(load_module(path)).values()
-        tools = [tool for tool in (_attached_tool(value) for value in values) if tool is not None]
-        unique_tools = list({id(tool): tool for tool in tools}.values())
+        values = [value for value in vars(load_module(path)).values() if callable(value)]
+        tools = [getattr(value, _TOOL_ATTRIBUTE, None) for value in values]
+        unique_tools = list({id(t): t for t in tools if isinstance(t, FunctionTool)}.values())
         FUNCTION_TOOL_REGISTRY.update({tool.name: tool for tool in unique_tools})
         if not unique_tools:
             logger.warning("%s: no @function_tool decorators found above its functions", path)
         _LOADED_FUNCTION_TOOL_PATHS[key] = unique_tools
     return _LOADED_FUNCTION_TOOL_PATHS[key]
-
-
-def _attached_tool(value: Function) -> FunctionTool | None:
-    """Returns the tool that `@function_tool` attached to a function, or None."""
-    tool = getattr(value, _TOOL_ATTRIBUTE, None) if callable(value) else None
-    return tool if isinstance(tool, FunctionTool) else None

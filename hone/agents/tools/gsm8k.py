@@ -1,7 +1,4 @@
-"""The tool `calc_gsm8k_reward`: scores an answer before the model gives the final one.
-
-A row's `tools_kwargs.calc_gsm8k_reward.create_kwargs`: `{ground_truth}`.
-"""
+"""The tool of rows with `tools_kwargs.calc_gsm8k_reward.create_kwargs: {ground_truth}`."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from hone.agents.tools.contract import (
 from hone.rewards.scores.gsm8k import compute_score
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
-NO_IMPROVEMENT_REWARD = -0.05
-"""Reward of a call whose score does not exceed the best earlier score."""
+NO_IMPROVEMENT_REWARD = -0.05  # reward of a call whose score does not exceed the best earlier score
 
 
 class Gsm8kTool(BaseTool):

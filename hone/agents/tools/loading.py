@@ -1,23 +1,6 @@
 """Loads the tools and interactions of a run: YAML lists, and a Python file of decorated functions.
 
-tools:
-  - class_name: hone.agents.tools.gsm8k.Gsm8kTool
-    config: {type: native}
-    tool_schema: {type: function, function: {name: …, description: …, parameters: …}}
-  - name: calculator        # a built-in tool with your description
-    description: …
-    parameters: {expression: {type: string, description: …}}
-  - config: {type: mcp}     # every tool of MCP servers, see mcp.py
-    mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
-
-interaction:
-  - name: gsm8k
-    class_name: hone.agents.interactions.gsm8k.Gsm8kInteraction
-    config: {}
-  - name: maze                        # a class with `reset` and `step` is an environment
-    class_name: my_env.py:Maze
-  - name: reasoning_gym:leg_counting  # a reasoning-gym dataset by name
-  - name: verifiers:my-env            # an environment of the package verifiers
+docs/agents.md describes both lists.
 """
 
 from __future__ import annotations
@@ -50,8 +33,7 @@ _ENVIRONMENT_CLASSES = {
     "verifiers": "hone.agents.interactions.verifiers.VerifiersEnvironment",
 }
 """Classes of interactions whose name is `<library>:<environment>`, by library."""
-Tool: TypeAlias = BaseTool | FunctionTool
-"""A tool object, or a function without state."""
+Tool: TypeAlias = BaseTool | FunctionTool  # a tool object, or a function without state
 
 
 def load_all_tools(
@@ -62,13 +44,13 @@ def load_all_tools(
     function_tools = load_function_tools_from_path(function_tool_path) if function_tool_path else []
     if function_tool_path and not function_tools:
         raise ToolError(
-            f"{function_tool_path} has no tool; put @function_tool "
-            "(hone.tools.function_tool) above a function"
+            f"{function_tool_path} has no tool; put @function_tool (hone.tools.function_tool) above "
+            "a function"
         )
-    duplicates = sorted(
-        {tool.name for tool in listed_tools} & {tool.name for tool in function_tools}
+    listed_names, names = (
+        {tool.name for tool in tools} for tools in (listed_tools, function_tools)
     )
-    if duplicates:
+    if duplicates := sorted(listed_names & names):
         raise ToolError(
             f"the function tools {duplicates} collide with tools of {tool_config_path}; rename them"
         )
@@ -148,7 +130,9 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
             entry_tools = mcp_tools(cls, config, entry.get("mcp"), path)
         else:
             with _named_errors(entry, path):
-                entry_tools = [cls(config=config, tool_schema=_entry_schema(entry, path))]
+                schema = entry.get("tool_schema")
+                schema = OpenAIFunctionToolSchema.model_validate(schema) if schema else None
+                entry_tools = [cls(config=config, tool_schema=schema)]
         for tool in entry_tools:
             if not hasattr(tool, "execute") or not getattr(tool, "name", None):
                 raise ToolError(
@@ -156,9 +140,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
                     "hone.tools.base_tool.BaseTool"
                 )
             if tool.name in tools:
-                raise ToolError(
-                    f"{path}: two tools are called {tool.name!r}; give each its own name"
-                )
+                raise ToolError(f"{path}: two tools are called {tool.name!r}; rename one of them")
             tools[tool.name] = tool
     return list(tools.values())
 
@@ -197,8 +179,6 @@ def _named_errors(entry: Settings, path: str) -> Iterator[None]:
     """Turns an error of a constructor, which may be user code, into a ToolError that names the entry."""
     try:
         yield
-    except ToolError:
-        raise
     except Exception as error:
         raise ToolError(f"{path}, {entry['class_name']}: {error_text(error)}") from error
 
@@ -208,13 +188,3 @@ def _entry_config(entry: Settings, path: str) -> Settings:
     if not isinstance(config, Mapping):
         raise ToolError(f"{path}: `config` is an object of settings, got {short_repr(config)}")
     return config
-
-
-def _entry_schema(entry: Settings, path: str) -> OpenAIFunctionToolSchema | None:
-    schema = entry.get("tool_schema")
-    if not schema:
-        return None
-    try:
-        return OpenAIFunctionToolSchema.model_validate(schema)
-    except (ToolError, AttributeError) as error:
-        raise ToolError(f"{path}, {entry['class_name']}: {error}") from error

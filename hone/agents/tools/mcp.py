@@ -1,10 +1,5 @@
 """Tools of MCP servers, over stdio or streamable HTTP, with the official client (`hone-rl[mcp]`).
 
-`mcp_servers_config_path` is a JSON file in the usual format of MCP clients:
-
-    {"mcpServers": {"files": {"command": "python", "args": ["server.py"]},
-                    "web": {"url": "http://localhost:8000/mcp", "auth_token": "…"}}}
-
 Each server has one session in a separate thread; the next call reopens a session that failed.
 """
 
@@ -28,8 +23,7 @@ from hone.text import BadText, clean_values, error_text, read_json, short_repr
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
 T = TypeVar("T")
-CONNECT_TIMEOUT_S = 60.0
-"""Time limit for a server to start and list its tools."""
+CONNECT_TIMEOUT_S = 60.0  # time limit for a server to start and list its tools
 _REQUEST_ERRORS = (-32600, -32601, -32602, -32603, -32002)
 """JSON-RPC codes of errors that concern one request and do not end the session."""
 
@@ -50,9 +44,7 @@ class MCPBaseTool(BaseTool):
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Fields]:
         """Returns the text of a result's parts, and the metrics."""
-        texts = [getattr(part, "text", None) for part in content]
-        pairs = zip(texts, content, strict=True)
-        return "\n".join(f"({p.type})" if text is None else text for text, p in pairs), {}
+        return "\n".join(getattr(part, "text", f"({part.type})") for part in content), {}
 
 
 class McpServer:
@@ -117,12 +109,10 @@ class McpServer:
     async def _open_session(self) -> Any:
         async with self._lock:
             if self._session_task is None or self._session_task.done():
-                session_future: asyncio.Future[Any] = self._loop.create_future()
+                self._session_future: asyncio.Future[Any] = self._loop.create_future()
                 self._close_event = asyncio.Event()
-                self._session_task = self._loop.create_task(
-                    self._run_session(session_future, self._close_event)
-                )
-                self._session_future = session_future
+                session = self._run_session(self._session_future, self._close_event)
+                self._session_task = self._loop.create_task(session)
         return await asyncio.shield(self._session_future)
 
     async def _run_session(
@@ -140,10 +130,9 @@ class McpServer:
                 session_future.set_result(session)
                 await close_event.wait()
         except BaseException as error:
+            error = error if isinstance(error, Exception) else RuntimeError(error)
             if not session_future.done():
-                session_future.set_exception(
-                    error if isinstance(error, Exception) else RuntimeError(error)
-                )
+                session_future.set_exception(error)
 
 
 def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -151,10 +140,8 @@ def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any
         from mcp import StdioServerParameters
         from mcp.client.stdio import stdio_client
 
-        names = ("command", "args", "env", "cwd")
-        return stdio_client(
-            StdioServerParameters(**{n: settings[n] for n in names if n in settings})
-        )
+        names = {"command", "args", "env", "cwd"} & settings.keys()
+        return stdio_client(StdioServerParameters(**{name: settings[name] for name in names}))
     from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
 
     headers = dict(settings.get("headers") or {})
@@ -166,21 +153,19 @@ def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any
 def mcp_tools(
     cls: type[MCPBaseTool], config: Settings, mcp_config: JsonValue, path: str
 ) -> list[MCPBaseTool]:
-    """Returns a `cls` object for each tool of the MCP servers that one entry of the tool list names.
-
-    `path` is the file of the tool list, for messages.
-    """
+    """Returns a `cls` object for each tool of the MCP servers that one entry of the tool list names."""
     try:
         import mcp as _  # noqa: F401
     except ModuleNotFoundError as error:
         raise ToolError(f"{path}: MCP tools need the client: pip install 'hone-rl[mcp]'") from error
     options: Fields = dict(mcp_config) if isinstance(mcp_config, dict) else {}
-    servers_file = options.get("mcp_servers_config_path")
-    servers = (
-        options.get("mcpServers")
-        if servers_file is None
-        else _read_servers(str(servers_file), path)
-    )
+    servers = options.get("mcpServers")
+    if (file := options.get("mcp_servers_config_path")) is not None:
+        try:
+            data = read_json(Path(str(file)).expanduser().read_text())
+        except (OSError, BadText) as error:
+            raise ToolError(f"{path}: {file} cannot be read: {error}") from error
+        servers = data.get("mcpServers") if isinstance(data, dict) else None
     if not isinstance(servers, dict) or not servers:
         raise ToolError(
             f"{path}: give the servers of `mcp` in mcpServers or mcp_servers_config_path; "
@@ -194,30 +179,18 @@ def mcp_tools(
         server = McpServer(str(name), settings)
         for spec in server.tools():
             if selected_names is None or spec.name in selected_names:
-                tools.append(_make_tool(cls, config, spec, server))
+                function = {
+                    "name": spec.name,
+                    "description": spec.description or "",
+                    "parameters": spec.input_schema or {},
+                }
+                schema = OpenAIFunctionToolSchema.model_validate(
+                    {"function": clean_values(function)}
+                )
+                tool = cls(config=config, tool_schema=schema)
+                tool.server = server
+                tools.append(tool)
     missing = sorted({*(selected_names or ())} - {tool.name for tool in tools})
     if missing:
         raise ToolError(f"{path}: no MCP server has the tool {missing[0]!r} of tool_selected_list")
     return tools
-
-
-def _make_tool(
-    cls: type[MCPBaseTool], config: Settings, spec: Any, server: McpServer
-) -> MCPBaseTool:
-    function = {
-        "name": spec.name,
-        "description": spec.description or "",
-        "parameters": spec.input_schema or {},
-    }
-    schema = OpenAIFunctionToolSchema.model_validate({"function": clean_values(function)})
-    tool = cls(config=config, tool_schema=schema)
-    tool.server = server
-    return tool
-
-
-def _read_servers(servers_file: str, path: str) -> JsonValue:
-    try:
-        data = read_json(Path(servers_file).expanduser().read_text())
-    except (OSError, BadText) as error:
-        raise ToolError(f"{path}: {servers_file} cannot be read: {error}") from error
-    return data.get("mcpServers") if isinstance(data, dict) else None

@@ -47,11 +47,8 @@ class SearchTool(BaseTool):
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Fields]:
         query_list = parameters.get("query_list")
-        queries = (
-            [text for text in query_list if isinstance(text, str)]
-            if isinstance(query_list, list)
-            else []
-        )
+        items = query_list if isinstance(query_list, list) else [query_list]
+        queries = [text for text in items if isinstance(text, str)]
         if not queries or queries != query_list:
             raise ToolError("query_list must be a list of questions")
         results = await run_in_thread(self._retrieve, queries=queries)

@@ -19,7 +19,6 @@ from hone.agents.agent_data import AgentData
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.contract import (
     BaseTool,
-    CallResult,
     ToolError,
     normalize_function_tool_return,
     normalize_tool_return,
@@ -29,32 +28,10 @@ from hone.agents.tools.function_tool import FunctionTool
 from hone.agents.tools.loading import Tool
 from hone.event_loop import DeadlineExceeded, run_with_deadline
 from hone.text import clean_text, clean_values, error_text
-from hone.types import Fields, Function, Settings
+from hone.types import Function, Settings
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class CallLimits:
-    """Limits on the number of calls and on the time of each call."""
-
-    max_calls_per_turn: int
-    max_calls: int | None
-    timeout_s: float
-    truncate: Callable[[str], str]
-    """Truncates an answer to the length limit."""
-
-
-@dataclass
-class ToolRecord:
-    """The calls, timeouts and failures of one trajectory."""
-
-    outputs: list[dict[str, Any]] = field(default_factory=list)
-    """One entry per call: `name`, `arguments`, `text`, `reward` and `metrics`."""
-    timeouts: list[str] = field(default_factory=list)
-    """The names of the tools that timed out."""
-    failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,87 +43,76 @@ class _Answer:
     timed_out: bool = False
 
 
-class _ToolFailed(Exception):
-    """A tool's method raised or timed out; the model reads the message."""
-
-    def __init__(self, message: str, timed_out: bool = False) -> None:
-        super().__init__(message)
-        self.timed_out = timed_out
-
-
+@dataclass
 class ToolSession:
     """Runs the calls of one trajectory; a tool's state is created at its first call."""
 
-    def __init__(
-        self,
-        tools: Mapping[str, Tool],
-        agent_data: AgentData,
-        limits: CallLimits,
-    ) -> None:
-        self._tools = tools
-        self.agent_data = agent_data
-        self._limits = limits
+    tools: Mapping[str, Tool]
+    agent_data: AgentData
+    max_calls_per_turn: int
+    max_calls: int | None
+    timeout_s: float  # time limit of each call
+    truncate: Callable[[str], str]  # truncates an answer to the length limit
+    outputs: list[dict[str, Any]] = field(default_factory=list)
+    """One entry per call: `name`, `arguments`, `text`, `reward` and `metrics`."""
+    timeouts: list[str] = field(default_factory=list)  # the names of the tools that timed out
+    failures: int = 0
+
+    def __post_init__(self) -> None:
         self._instances: dict[str, tuple[BaseTool, str]] = {}
         self._num_calls = 0
-        self.record = ToolRecord()
 
     async def run_calls(self, calls: Sequence[ToolCall]) -> list[str]:
         """Runs the calls of one turn concurrently, and returns one answer text per call."""
         calls = [_clean_call(call) for call in calls]
-        refusals = [self._refusal(index, call) for index, call in enumerate(calls)]
-        error_answers = [
-            self._error_answer(text) if text is not None else None for text in refusals
-        ]
+        errors = [self._refusal(index, call) for index, call in enumerate(calls)]
         for index, call in enumerate(calls):
-            if error_answers[index] is None:
-                error_answers[index] = await self._create_state(call.name)
+            if errors[index] is None:
+                errors[index] = await self._create_state(call.name)
+        pairs = zip(calls, errors, strict=True)
         answers = await asyncio.gather(
-            *(
-                self._run_call(call, error_answer)
-                for call, error_answer in zip(calls, error_answers, strict=True)
-            )
+            *(self._attempt(call.name, self._execute(call, error)) for call, error in pairs)
         )
         # Calls are recorded in call order, because they end in any order.
         for call, answer in zip(calls, answers, strict=True):
-            self._record_call(call, answer)
+            self._count_failure(call.name, answer)
+            if answer.reward is not None:
+                self.agent_data.tool_rewards.append(answer.reward)
+                self.agent_data.add_reward(call.name, answer.reward)
+            self.outputs.append(
+                {
+                    "name": call.name,
+                    "arguments": dict(call.arguments),
+                    "text": answer.text,
+                    "reward": answer.reward,
+                    "metrics": clean_values(answer.metrics),
+                }
+            )
         return [answer.text for answer in answers]
 
-    def _record_call(self, call: ToolCall, answer: _Answer) -> None:
-        self.record.failures += answer.failed
-        if answer.timed_out:
-            self.record.timeouts.append(call.name)
-        if answer.reward is not None:
-            self.agent_data.tool_rewards.append(answer.reward)
-            self.agent_data.add_reward(call.name, answer.reward)
-        self.record.outputs.append(
-            {
-                "name": call.name,
-                "arguments": dict(call.arguments),
-                "text": answer.text,
-                "reward": answer.reward,
-                "metrics": clean_values(answer.metrics),
-            }
-        )
-
-    def _refusal(self, index: int, call: ToolCall) -> str | None:
-        """Returns why a call is refused, or None; counts the call unless a limit refuses it."""
-        max_calls = self._limits.max_calls
-        if index >= self._limits.max_calls_per_turn:
-            return f"not run: at most {self._limits.max_calls_per_turn} tool calls per turn"
-        if max_calls is not None and self._num_calls >= max_calls:
-            return f"not run: all {max_calls} tool calls are used up; answer without tools"
+    def _refusal(self, index: int, call: ToolCall) -> _Answer | None:
+        """Returns the answer to a call that is refused, else None; counts a call within the limits."""
+        if index >= self.max_calls_per_turn:
+            return self._error(f"not run: at most {self.max_calls_per_turn} tool calls per turn")
+        if self.max_calls is not None and self._num_calls >= self.max_calls:
+            return self._error(
+                f"not run: all {self.max_calls} tool calls are used up; answer without tools"
+            )
         self._num_calls += 1
         if call.error:
-            return call.error
-        if call.name not in self._tools:
-            return f"there is no tool {call.name[:100]!r}; the tools are {', '.join(self._tools)}"
-        required_names = self._tools[call.name].tool_schema.function.parameters.required
+            return self._error(call.error)
+        if call.name not in self.tools:
+            names = ", ".join(self.tools)
+            return self._error(f"there is no tool {call.name[:100]!r}; the tools are {names}")
+        required_names = self.tools[call.name].tool_schema.function.parameters.required
         missing_names = [name for name in required_names if name not in call.arguments]
-        return f"{call.name} needs {', '.join(missing_names)}" if missing_names else None
+        if missing_names:
+            return self._error(f"{call.name} needs {', '.join(missing_names)}")
+        return None
 
     async def _create_state(self, name: str) -> _Answer | None:
         """Creates a tool's state; returns an error answer on failure, else None."""
-        tool = self._tools[name]
+        tool = self.tools[name]
         if name in self._instances or isinstance(tool, FunctionTool):
             return None
 
@@ -158,56 +124,45 @@ class ToolSession:
             result = await tool.create(uuid4().hex, **kwargs)
             return result[0] if isinstance(result, tuple) else result
 
-        try:
-            self._instances[name] = tool, await self._with_deadline(name, create())
-        except _ToolFailed as failure:
-            return self._error_answer(str(failure), failure.timed_out)
+        instance_id = await self._attempt(name, create())
+        if isinstance(instance_id, _Answer):
+            return instance_id
+        self._instances[name] = tool, instance_id
         return None
 
-    async def _run_call(self, call: ToolCall, error_answer: _Answer | None) -> _Answer:
-        """Returns `error_answer` if there is one, else runs the call."""
-        if error_answer is not None:
-            return error_answer
-
-        async def execute() -> tuple[str, float, Fields]:
-            response, reward, metrics = await self._execute(call)
-            if response.image or response.video:
-                raise ToolError("images and video are not supported; return text only")
-            return response_text(response), reward, metrics
-
-        try:
-            text, reward, metrics = await self._with_deadline(call.name, execute())
-        except _ToolFailed as failure:
-            return self._error_answer(str(failure), failure.timed_out)
-        return _Answer(self._limits.truncate(text), reward, metrics)
-
-    async def _execute(self, call: ToolCall) -> CallResult:
-        tool, arguments = self._tools[call.name], dict(call.arguments)
+    async def _execute(self, call: ToolCall, error: _Answer | None) -> _Answer:
+        """Returns `error` if there is one, else runs the call."""
+        if error is not None:
+            return error
+        tool, arguments = self.tools[call.name], dict(call.arguments)
         if isinstance(tool, FunctionTool):
-            return normalize_function_tool_return(await tool.call(arguments))
-        kwargs = dict(self._kwargs_of(call.name, "execute_kwargs"))
-        if _accepts(tool.execute, "agent_data"):
-            kwargs["agent_data"] = self.agent_data
-        _, instance_id = self._instances[call.name]
-        return normalize_tool_return(await tool.execute(instance_id, arguments, **kwargs))
+            result = normalize_function_tool_return(await tool.call(arguments))
+        else:
+            kwargs = dict(self._kwargs_of(call.name, "execute_kwargs"))
+            if _accepts(tool.execute, "agent_data"):
+                kwargs["agent_data"] = self.agent_data
+            _, instance_id = self._instances[call.name]
+            result = normalize_tool_return(await tool.execute(instance_id, arguments, **kwargs))
+        response, reward, metrics = result
+        if response.image or response.video:
+            raise ToolError("images and video are not supported; return text only")
+        return _Answer(self.truncate(response_text(response)), reward, metrics)
 
-    async def _with_deadline(self, name: str, work: Coroutine[None, None, T]) -> T:
-        """Returns the result of a tool's method; raises _ToolFailed on an error or a timeout."""
+    async def _attempt(self, name: str, work: Coroutine[None, None, T]) -> T | _Answer:
+        """Returns the result of a tool's method, or an error answer after an error or a timeout."""
+        timed_out = False
         try:
-            return await run_with_deadline(work, self._limits.timeout_s)
+            return await run_with_deadline(work, self.timeout_s)
         except DeadlineExceeded:
-            message = f"{name} took longer than {self._limits.timeout_s:g} s"
-            logger.warning("tool %s", message)
-            raise _ToolFailed(message, timed_out=True) from None
+            message, timed_out = f"{name} took longer than {self.timeout_s:g} s", True
         except Exception as error:  # a tool is user code: any exception becomes an answer
             message = f"{name} failed: {error_text(error)}"
-            logger.warning("tool %s", message)
-            raise _ToolFailed(message) from error
+        logger.warning("tool %s", message)
+        return self._error(message, timed_out)
 
-    def _error_answer(self, text: str, timed_out: bool = False) -> _Answer:
-        return _Answer(
-            self._limits.truncate(clean_text(f"Error: {text}")), failed=True, timed_out=timed_out
-        )
+    def _error(self, text: str, timed_out: bool = False) -> _Answer:
+        text = self.truncate(clean_text(f"Error: {text}"))
+        return _Answer(text, failed=True, timed_out=timed_out)
 
     def _kwargs_of(self, name: str, key: str) -> Settings:
         return (self.agent_data.tools_kwargs.get(name) or {}).get(key) or {}
@@ -216,11 +171,9 @@ class ToolSession:
         """Returns the score of each used tool; a tool that fails scores 0 and counts as a failure."""
         scores: dict[str, float] = {}
         for name, (tool, instance_id) in self._instances.items():
-            try:
-                scores[name] = await self._with_deadline(name, self._score(tool, name, instance_id))
-            except _ToolFailed as failure:
-                scores[name] = 0.0
-                self._count_failure(name, failure)
+            score = await self._attempt(name, self._score(tool, name, instance_id))
+            self._count_failure(name, score)
+            scores[name] = 0.0 if isinstance(score, _Answer) else score
         return scores
 
     async def _score(self, tool: BaseTool, name: str, instance_id: str) -> float:
@@ -232,20 +185,20 @@ class ToolSession:
 
     async def release(self) -> None:
         """Releases the state of every tool; failures are counted."""
+
+        async def release_tool(tool: BaseTool, name: str, instance_id: str) -> None:
+            await tool.release(instance_id, **self._kwargs_of(name, "release_kwargs"))
+
         while self._instances:
             name, (tool, instance_id) = self._instances.popitem()
-            try:
-                await self._with_deadline(name, self._release(tool, name, instance_id))
-            except _ToolFailed as failure:
-                self._count_failure(name, failure)
+            self._count_failure(
+                name, await self._attempt(name, release_tool(tool, name, instance_id))
+            )
 
-    async def _release(self, tool: BaseTool, name: str, instance_id: str) -> None:
-        await tool.release(instance_id, **self._kwargs_of(name, "release_kwargs"))
-
-    def _count_failure(self, name: str, failure: _ToolFailed) -> None:
-        self.record.failures += 1
-        if failure.timed_out:
-            self.record.timeouts.append(name)
+    def _count_failure(self, name: str, result: _Answer | float | None) -> None:
+        if isinstance(result, _Answer):
+            self.failures += result.failed
+            self.timeouts += [name] * result.timed_out
 
 
 def _accepts(function: Function, name: str) -> bool:

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 from hone.agents.tools.contract import ToolError
 from hone.types import Fields, Function
 
-JsonSchema: TypeAlias = Fields
-"""The JSON schema of all parameters or of one."""
+JsonSchema: TypeAlias = Fields  # the JSON schema of all parameters or of one
 
 _JSON_TYPES = {
     str: "string",

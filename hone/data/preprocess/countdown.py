@@ -70,31 +70,17 @@ class Ranges:
 
     def __post_init__(self) -> None:
         if not 2 <= self.min_numbers <= self.max_numbers:
-            raise DataError(
-                f"{self.min_numbers} to {self.max_numbers} numbers per problem: need 2 <= min <="
-                " max"
-            )
+            counts = f"{self.min_numbers} to {self.max_numbers}"
+            raise DataError(f"{counts} numbers per problem: need 2 <= min <= max")
         if not 0 <= self.min_number <= self.max_number:
-            raise DataError(
-                f"numbers from {self.min_number} to {self.max_number}: need 0 <= min <= max"
-            )
-
-    @property
-    def number_counts(self) -> range:
-        return range(self.min_numbers, self.max_numbers + 1)
-
-    @property
-    def numbers(self) -> range:
-        return range(self.min_number, self.max_number + 1)
-
-    @property
-    def targets(self) -> range:
-        return range(self.min_target, self.max_target + 1)
+            numbers = f"{self.min_number} to {self.max_number}"
+            raise DataError(f"numbers from {numbers}: need 0 <= min <= max")
 
 
 def _draw_problem(rng: random.Random, ranges: Ranges) -> CountdownProblem | None:
     """Combines random pairs of terms until one is left; returns None on an inexact division."""
-    numbers = tuple(rng.choice(ranges.numbers) for _ in range(rng.choice(ranges.number_counts)))
+    count = rng.randint(ranges.min_numbers, ranges.max_numbers)
+    numbers = tuple(rng.randint(ranges.min_number, ranges.max_number) for _ in range(count))
     terms = [(number, str(number)) for number in numbers]
     while len(terms) > 1:
         rng.shuffle(terms)
@@ -120,17 +106,16 @@ def generate_problems(
     misses = 0
     while len(problems) < count:
         problem = _draw_problem(rng, ranges)
-        if problem is None or problem.target not in ranges.targets or problem.key in used_keys:
-            misses += 1
-            if misses > MAX_CONSECUTIVE_MISSES:
-                raise DataError(
-                    f"found only {len(problems)} of {count} distinct countdown problems; widen the"
-                    " range of numbers or targets, or ask for fewer"
-                )
-            continue
-        misses = 0
-        used_keys.add(problem.key)
-        problems.append(problem)
+        is_in_range = problem and ranges.min_target <= problem.target <= ranges.max_target
+        if problem and is_in_range and problem.key not in used_keys:
+            misses = 0
+            used_keys.add(problem.key)
+            problems.append(problem)
+        elif (misses := misses + 1) > MAX_CONSECUTIVE_MISSES:
+            raise DataError(
+                f"found only {len(problems)} of {count} distinct countdown problems; widen the"
+                " range of numbers or targets, or ask for fewer"
+            )
     return problems
 
 
@@ -142,9 +127,8 @@ def countdown_row(record: Row, split: str, index: int, *, template: str) -> Row:
     prompt = TEMPLATES[template].format(numbers=numbers, target=record["target"])
     truth: Fields = {"target": target, "numbers": list(numbers)}
     row = task_row("countdown", prompt, "math", truth, split, index)
-    solution = record.get("solution")
-    solution_column = {} if solution is None else {"solution": solution}
-    return {"target": target, "nums": numbers, **row, **solution_column}
+    solution = {"solution": record["solution"]} if record.get("solution") is not None else {}
+    return {"target": target, "nums": numbers, **row, **solution}
 
 
 def upstream_splits(

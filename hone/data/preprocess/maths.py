@@ -161,8 +161,7 @@ GEO3K_SYSTEM = (
     + CHECK_INSTRUCTION.format(tool=GEO3K_TOOL)
     + "\\boxed{}."
 )
-HOLD_OUT_EVERY = 5
-"""Every fifth problem of a source without splits is a test problem."""
+HOLD_OUT_EVERY = 5  # every fifth problem of a source without splits is a test problem
 
 
 def geo3k_row(record: Row, split: str, index: int, *, with_tool: bool) -> Row:

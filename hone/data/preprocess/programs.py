@@ -9,8 +9,7 @@ from hone.data.preprocess.sources import Source, Splits, UpstreamDataset, rows_b
 from hone.types import JsonValue, Row
 
 CODE_BLOCK_INSTRUCTION = "Write the whole solution in one Python code block (```python)."
-CODE_PLACEHOLDER = "__CODE__"
-"""The text that the scorer replaces with the model's program."""
+CODE_PLACEHOLDER = "__CODE__"  # the text that the scorer replaces with the model's program
 
 HUMANEVAL = UpstreamDataset(("humaneval",), "openai/openai_humaneval", splits={"test": ("test",)})
 MBPP = UpstreamDataset(

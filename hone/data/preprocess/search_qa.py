@@ -18,8 +18,7 @@ _OTHER_SETS = ("triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "b
 QUESTION_SETS = {"nq": _upstream("nq", "nq_open", train=("ambig_nq/train",))}
 QUESTION_SETS |= {name: _upstream(name) for name in _OTHER_SETS}
 WIKI_QA = UpstreamDataset(("wiki_corpus",), "", splits={"questions": ("questions",)})
-HOLD_OUT_EVERY = 8
-"""Every eighth closed-world question is a test question."""
+HOLD_OUT_EVERY = 8  # every eighth closed-world question is a test question
 
 _ANSWER_INSTRUCTION = (
     " When you know enough, answer inside <answer> and </answer> without detailed illustration,"

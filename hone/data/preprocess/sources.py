@@ -21,8 +21,7 @@ MakeRow = Callable[[Row, str, int], Row | None]
 class UpstreamDataset:
     """The names of a dataset: its local folders and file stems, its path and config on the Hub."""
 
-    folders: Sequence[str]
-    """Possible folder names; the first is the usual one."""
+    folders: Sequence[str]  # possible folder names; the first is the usual one
     hub_path: str
     config_name: str | None = None
     splits: Mapping[str, Sequence[str]] = field(
@@ -62,13 +61,12 @@ class Source:
                     return path
         return None
 
-    def existing_splits(self, upstream: UpstreamDataset, *splits: str) -> Splits:
-        """Returns the given splits (default: all) that exist; raises DataError if none exists."""
-        splits = splits or tuple(upstream.splits)
-        pairs = ((split, self.find_records(upstream, split)) for split in splits)
+    def existing_splits(self, upstream: UpstreamDataset) -> Splits:
+        """Returns the splits that exist; raises DataError if none exists."""
+        pairs = ((split, self.find_records(upstream, split)) for split in upstream.splits)
         existing_splits = {split: records for split, records in pairs if records is not None}
         if not existing_splits:
-            names = [name for split in splits for name in upstream.splits[split]]
+            names = [name for names in upstream.splits.values() for name in names]
             where = f"folder {self.folder}" if self.folder else f"Hub data set {upstream.hub_path}"
             raise DataError(
                 f"{where} has none of {', '.join(names)} for {upstream.folders[0]}; files are"

@@ -19,7 +19,7 @@ from hone.agents.collate import (
 from hone.algorithms.row_selection import interquartile, keep_informative, remove_extreme
 from hone.columns import require
 from hone.config import PPOTrainerConfig
-from hone.data.loader import LoaderState, PromptLoader
+from hone.data.loader import PromptLoader
 from hone.ops.groups import Groups
 from hone.protocol import DataProto
 from hone.tracking.console import screen
@@ -27,6 +27,7 @@ from hone.trainer.ppo.metrics import split_attention_mask
 from hone.trainer.ppo.response_metrics import filter_metrics, verifiable_rewards
 from hone.trainer.ppo.scoring import extra_numbers, has_extra, has_rule_score
 from hone.trainer.ppo.source import TrajectorySource
+from hone.types import Fields
 
 _CHUNKS_PER_ROUND = 4
 """Parts of a round; one chunk is scored while later chunks are still generated."""
@@ -41,7 +42,7 @@ class _Round:
     """One batch of prompts: the numbers of its groups, and the loader's state after the batch."""
 
     group_numbers: range
-    loader_state: LoaderState
+    loader_state: Fields
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hone.config import PPOTrainerConfig, config_to_dict
-from hone.data.loader import Dataset
-from hone.data.samplers import Stateful
+from hone.data.loader import Dataset, Stateful
 from hone.tracking import RunFolder
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ppo.plan import Plan

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hone.agents.contract import AgentLoopBase, ServerManager
+from hone.agents.loop_names import LoopNames, loop_arguments
 from hone.agents.loops.tool import ToolAgentLoop
 from hone.agents.observations import Drift, drifts, observation_ids
 from hone.agents.tools.contract import BaseTool, ToolError
-from hone.agents.trajectory import LoopNames, loop_arguments
 from hone.config import PPOTrainerConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset, loop_kwargs

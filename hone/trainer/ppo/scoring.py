@@ -21,7 +21,7 @@ from hone.agents.collate import (
     turn_rewards,
 )
 from hone.agents.contract import LOOPS
-from hone.agents.trajectory import LoopNames
+from hone.agents.loop_names import LoopNames
 from hone.algorithms.credit import assign_credit
 from hone.columns import COLUMNS, REWARD_PREFIX, declaration, is_data_column, reward_column, write
 from hone.config import PPOTrainerConfig

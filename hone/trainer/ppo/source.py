@@ -17,10 +17,10 @@ from hone.agents.collate import (
     TRAJECTORY_ROW,
     collate_outputs,
     fill_object_columns,
+    loop_metrics,
     repeat_rows_per_output,
 )
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
-from hone.agents.trajectory import loop_metrics
 from hone.columns import write
 from hone.config.rollout import CheckpointEngineConfig
 from hone.controller import WorkerGroup

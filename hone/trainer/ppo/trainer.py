@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hone.agents.trajectory import default_sampling, validation_sampling
+from hone.agents.contract import default_sampling, validation_sampling
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import add_columns, require, write
 from hone.config import PPOTrainerConfig, config_to_dict

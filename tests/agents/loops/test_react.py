@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hone.agents.trajectory import AgentLoopFailed
+from hone.agents.runner import AgentLoopFailed
 from hone.protocol import DataProto
 from hone.rollout.scripted import ScriptedRollout
 

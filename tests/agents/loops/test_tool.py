@@ -11,7 +11,7 @@ import pytest
 
 from hone.agents.interactions.gsm8k import INCORRECT_REPLY
 from hone.agents.loops.tool import ToolAgentLoop
-from hone.agents.trajectory import AgentLoopFailed
+from hone.agents.runner import AgentLoopFailed
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rollout.scripted import ScriptedRollout

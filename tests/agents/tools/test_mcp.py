@@ -19,7 +19,7 @@ from hone.agents.agent_data import AgentData
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.contract import ToolError
 from hone.agents.tools.loading import initialize_tools_from_config
-from hone.agents.tools.session import CallLimits, ToolSession
+from hone.agents.tools.session import ToolSession
 
 pytest.importorskip("mcp", reason="pip install 'hone-rl[mcp]'")
 
@@ -88,9 +88,9 @@ def listed(folder: Path, settings: dict[str, Any], *names: str) -> dict[str, Any
 
 def answers(tools: dict[str, Any], *calls: ToolCall) -> tuple[list[str], int]:
     """Returns the answers of calls, each made in a new event loop, and the failures."""
-    session = ToolSession(tools, AgentData([], [1], "r", {}), CallLimits(9, None, 60.0, str))
+    session = ToolSession(tools, AgentData([], [1], "r", {}), 9, None, 60.0, str)
     texts = [text for call in calls for text in asyncio.run(session.run_calls([call]))]
-    return texts, session.record.failures
+    return texts, session.failures
 
 
 ADD = ToolCall("add", {"a": 2, "b": 3})

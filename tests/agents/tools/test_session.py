@@ -12,7 +12,7 @@ import pytest
 from hone.agents.agent_data import AgentData
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
-from hone.agents.tools.session import CallLimits, ToolSession
+from hone.agents.tools.session import ToolSession
 
 
 class Echo(BaseTool):
@@ -61,7 +61,7 @@ def make_session(tool: BaseTool, kwargs: Any = None, **changes: Any) -> ToolSess
         "truncate": lambda text: text[:80],
     }
     data = AgentData([], [1], "r", kwargs or {})
-    return ToolSession({tool.name: tool}, data, CallLimits(**{**limits, **changes}))
+    return ToolSession({tool.name: tool}, data, **{**limits, **changes})
 
 
 def echo(text: str, **more: Any) -> ToolCall:
@@ -74,8 +74,8 @@ def test_calls_of_a_turn_run_together_and_are_kept_in_their_order() -> None:
     calls = [echo("late", wait=0.2), echo("b"), echo("c")]
     assert asyncio.run(session.run_calls(calls)) == ["late", "b", "c"]
     assert tool.most_at_once == 3
-    assert [output["text"] for output in session.record.outputs] == ["late", "b", "c"]
-    assert session.record.outputs[0] == {
+    assert [output["text"] for output in session.outputs] == ["late", "b", "c"]
+    assert session.outputs[0] == {
         "name": "echo",
         "arguments": {"text": "late", "wait": 0.2},
         "text": "late",
@@ -107,8 +107,8 @@ def test_the_rows_arguments_reach_create_and_execute() -> None:
 def test_a_call_that_cannot_be_made_is_answered_and_counted(call: ToolCall, answer: str) -> None:
     session = make_session(Echo(), timeout_s=0.05 if "wait" in call.arguments else 60.0)
     assert asyncio.run(session.run_calls([call])) == [answer]
-    assert session.record.failures == 1
-    assert session.record.timeouts == (["echo"] if "longer" in answer else [])
+    assert session.failures == 1
+    assert session.timeouts == (["echo"] if "longer" in answer else [])
     assert session.agent_data.tool_rewards == []
 
 
@@ -244,8 +244,8 @@ def test_no_verb_of_a_tool_stops_a_run(
     assert answer.startswith(f"Error: {reason}") if verb in ("create", "execute") else answer == "a"
     expected_scores = {"create": {}, "calc_reward": {"echo": 0.0}}.get(verb, {"echo": 0.75})
     assert scores == expected_scores
-    assert session.record.failures == 1
-    assert session.record.timeouts == (["echo"] if failure_kind == "hangs" else [])
+    assert session.failures == 1
+    assert session.timeouts == (["echo"] if failure_kind == "hangs" else [])
     assert reason in caplog.text
 
 
@@ -273,7 +273,7 @@ def test_a_call_that_fails_in_an_odd_place_is_told_as_it_is(
     session = make_session(tool, {"echo": kwargs})
     (answer,), _ = asyncio.run(run_session(session))
     assert answer.startswith(f"Error: echo failed: {error}")
-    assert (session.record.failures, session.record.timeouts) == (1, [])
+    assert (session.failures, session.timeouts) == (1, [])
 
 
 def test_a_score_that_is_no_finite_number_counts_0_and_as_a_failure() -> None:
@@ -283,7 +283,7 @@ def test_a_score_that_is_no_finite_number_counts_0_and_as_a_failure() -> None:
 
     session = make_session(Undecided())
     assert asyncio.run(run_session(session))[1] == {"echo": 0.0}
-    assert session.record.failures == 1
+    assert session.failures == 1
 
 
 def test_a_tool_may_read_the_trajectory_so_far() -> None:
@@ -312,7 +312,7 @@ def test_an_image_is_an_error_and_not_lost() -> None:
     session = make_session(Camera())
     (answer,) = asyncio.run(session.run_calls([echo("a")]))
     assert answer.startswith("Error: echo failed: ToolError: images and video are not supported")
-    assert (session.record.failures, session.agent_data.tool_rewards) == (1, [])
+    assert (session.failures, session.agent_data.tool_rewards) == (1, [])
 
 
 def test_an_array_is_json_and_not_shortened() -> None:

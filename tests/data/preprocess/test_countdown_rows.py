@@ -88,9 +88,10 @@ def test_generated_problems_are_solvable_distinct_and_in_range(
     problems = generate_problems(12, seed=seed, ranges=ranges)
     assert len({problem.key for problem in problems}) == 12
     for problem in problems:
-        assert len(problem.numbers) in ranges.number_counts
-        assert all(number in ranges.numbers for number in problem.numbers)
-        assert problem.target in ranges.targets
+        assert ranges.min_numbers <= len(problem.numbers) <= ranges.max_numbers
+        assert ranges.min_number <= min(problem.numbers)
+        assert max(problem.numbers) <= ranges.max_number
+        assert ranges.min_target <= problem.target <= ranges.max_target
         assert is_solvable(problem.numbers, problem.target)
 
 

@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from hone.agents.contract import AgentLoopOutput
-from hone.agents.trajectory import (
-    BadTrajectory,
-    check_output,
-    default_sampling,
-    metric_values,
-    validation_sampling,
-)
+from hone.agents.collate import BadTrajectory, check_output, metric_values
+from hone.agents.contract import AgentLoopOutput, default_sampling, validation_sampling
 from hone.config import load_config
 
 
