@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ class Column:
     step: str
     """The step of the training loop that writes the column."""
     when: str
-    """When the step writes the column: "always", or a condition on the config."""
+    """"always", or the condition on the config under which the step writes the column."""
     meaning: str
 
     @property
@@ -41,27 +41,16 @@ class Column:
         """The number of dimensions in `shape`."""
         return self.shape.count(",") + 1
 
-    def missing_message(self) -> str:
-        """Returns an error message that names the step that writes the column."""
-        if self.when == _ALWAYS:
-            writer = f"step {self.step!r} always writes it"
-        else:
-            writer = f"step {self.step!r} writes it if {self.when}"
-        return f"batch has no {self.name!r} ({self.meaning}): {writer}"
-
 
 class MissingColumn(KeyError):
     """A step reads a column that no earlier step has written."""
 
     def __init__(self, message: str, name: str) -> None:
-        super().__init__(message)
+        super().__init__(message, name)  # two arguments, so that the error can be pickled
         self.message, self.name = message, name
 
-    def __str__(self) -> str:  # KeyError would put the message in quotes
+    def __str__(self) -> str:
         return self.message
-
-    def __reduce__(self) -> tuple[type[MissingColumn], tuple[str, str]]:
-        return type(self), (self.message, self.name)
 
 
 class ColumnWrittenTwice(ValueError):
@@ -185,19 +174,12 @@ _DECLARATIONS = {  # {(step, when): one line per column}
 }
 
 
-def _parse_columns(step: str, when: str, lines: str) -> Iterator[Column]:
-    """Yields the column of each line `name dtype shape: meaning`."""
-    for line in filter(None, map(str.strip, lines.splitlines())):
-        head, _, meaning = line.partition(": ")
-        name, dtype, shape = head.split(maxsplit=2)
-        yield Column(name, shape, dtype, step, when, meaning)
-
-
-COLUMNS: dict[str, Column] = {
-    column.name: column
-    for (step, when), lines in _DECLARATIONS.items()
-    for column in _parse_columns(step, when, lines)
-}
+COLUMNS: dict[str, Column] = {}
+for (_step, _when), _lines in _DECLARATIONS.items():
+    for _line in filter(None, map(str.strip, _lines.splitlines())):
+        _head, _, _meaning = _line.partition(": ")
+        _name, _dtype, _shape = _head.split(maxsplit=2)
+        COLUMNS[_name] = Column(_name, _shape, _dtype, _step, _when, _meaning)
 
 
 def reward_column(part: str) -> str:
@@ -229,9 +211,12 @@ def require(batch: DataProto, name: str) -> Tensor:
     if batch.has_column(name):
         values: Tensor = batch.column(name)
         return values
-    column = declaration(name)
-    if column is not None:
-        raise MissingColumn(column.missing_message(), name)
+    if (column := declaration(name)) is not None:
+        is_always = column.when == _ALWAYS
+        writes = "always writes it" if is_always else f"writes it if {column.when}"
+        raise MissingColumn(
+            f"batch has no {name!r} ({column.meaning}): step {column.step!r} {writes}", name
+        )
     matches = difflib.get_close_matches(name, [*COLUMNS, *batch.column_names()], n=1)
     hint = f" Did you mean {matches[0]!r}?" if matches else ""
     raise MissingColumn(
@@ -247,12 +232,10 @@ def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
         raise ColumnWrittenTwice(
             f"column {name!r} has already been written{writer}; choose another name for yours"
         )
-    if column is not None:
-        problem = _mismatch(column, value)
-        if problem:
-            raise ValueError(
-                f"column {name!r} ({column.meaning}) is {column.dtype} {column.shape}; {problem}"
-            )
+    if column is not None and (problem := _mismatch(column, value)):
+        raise ValueError(
+            f"column {name!r} ({column.meaning}) is {column.dtype} {column.shape}; got {problem}"
+        )
     batch.set_column(name, value)
 
 
@@ -264,16 +247,14 @@ def add_columns(batch: DataProto, result: DataProto, names: Iterable[str] | None
 
 
 def _mismatch(column: Column, value: Tensor | np.ndarray) -> str | None:
-    """Returns what differs between a value and its declaration, or None."""
+    """Returns what a value has instead of its declared type, shape or dtype; None if the value fits."""
     if column.dtype == "object":
-        return None if isinstance(value, np.ndarray) else f"got a {type(value).__name__}"
+        return None if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
     if isinstance(value, np.ndarray) or not hasattr(value, "is_floating_point"):
-        return f"got a {type(value).__name__}, not a tensor"
+        return f"a {type(value).__name__}, not a tensor"
     # Multimodal RoPE has one position per axis.
     has_rope_axes = column.name == "position_ids" and value.ndim == 3
     if value.ndim != column.ndim and not has_rope_axes:
-        return f"got shape {tuple(value.shape)}"
-    is_float = value.is_floating_point()
-    if (column.dtype == "float" and not is_float) or (column.dtype == "int" and is_float):
-        return f"got {value.dtype}"
-    return None
+        return f"shape {tuple(value.shape)}"
+    is_wrong_dtype = column.dtype == ("int" if value.is_floating_point() else "float")
+    return str(value.dtype) if is_wrong_dtype else None

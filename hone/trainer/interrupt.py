@@ -20,7 +20,6 @@ from typing import TypeAlias
 log = logging.getLogger(__name__)
 
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], None]
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNAL_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
@@ -76,14 +75,12 @@ def signal_handler(handle: SignalHandler) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous_handlers = {
-        signal_number: signal.signal(signal_number, handle) for signal_number in SIGNALS
-    }
+    previous_handlers = {number: signal.signal(number, handle) for number in SIGNAL_NAMES}
     try:
         yield
     finally:
-        for signal_number, handler in previous_handlers.items():
-            signal.signal(signal_number, signal.SIG_DFL if handler is None else handler)
+        for number, handler in previous_handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Interrupted(SystemExit):
@@ -121,10 +118,10 @@ class GracefulStop:
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Requests a stop on every rank if any rank received a signal; all ranks must call this method."""
-        flags = (float(self.signal_number == signal_number) for signal_number in SIGNALS)
-        for signal_number, rank_count in zip(SIGNALS, sum_over_ranks(*flags), strict=True):
+        flags = (float(self.signal_number == number) for number in SIGNAL_NAMES)
+        for number, rank_count in zip(SIGNAL_NAMES, sum_over_ranks(*flags), strict=True):
             if rank_count:
-                self.signal_number = signal_number
+                self.signal_number = number
 
     def raise_if_requested(self, step: int) -> None:
         if self.signal_number is not None:
@@ -154,7 +151,7 @@ def exit_on_signal() -> Iterator[None]:
 
     def handle(signal_number: int, frame: FrameType | None) -> None:
         if is_rank():
-            for number in SIGNALS:
+            for number in SIGNAL_NAMES:
                 signal.signal(number, signal.SIG_IGN)  # the launcher forwards the same request
         _raise_exit(signal_number, restore_default=not is_rank())
 

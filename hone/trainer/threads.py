@@ -57,11 +57,12 @@ def busy_warning(threads: int, device: str) -> str | None:
 
 def _threads_of_resumed_run(trainer: Block) -> int | None:
     """Returns the number of threads in the config of the resumed run, if there is one."""
-    mode, path = trainer.get("resume_mode", "disable"), trainer.get("resume_from_path", "")
+    mode = trainer.get("resume_mode", "disable")
     if mode == "disable":
         return None
     folder = trainer["default_local_dir"]
-    run = RunFolder(folder if mode == "auto" else Path(path or folder).parent)
+    path = trainer.get("resume_from_path", "") or folder
+    run = RunFolder(folder if mode == "auto" else Path(path).parent)
     if mode == "auto" and not run.checkpoints():
         return None
     try:

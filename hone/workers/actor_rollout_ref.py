@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,6 @@ import numpy as np
 from hone.agents.collate import add_verl_columns, collate_outputs, join_ranks, loop_metrics
 from hone.agents.contract import default_sampling, validation_sampling
 from hone.config.block import Block
-from hone.config.rollout import RolloutConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import (
     DEFAULT_MESH,
@@ -26,9 +27,8 @@ from hone.controller.decorator import (
     WorkerGroupLike,
     dispatch_nd_compute_dataproto,
 )
-from hone.engine.contract import Mesh
 from hone.protocol import DataProto, object_array
-from hone.types import Fields, Function, Settings
+from hone.types import Function
 from hone.workers.rollout_worker import RolloutWorker
 from hone.workers.train import ActorWorker, ReferenceWorker, TrainWorker, full_config
 
@@ -50,46 +50,20 @@ def collect_trajectories(group: WorkerGroupLike, results: list[DataProto]) -> Da
 
 def with_row_ids(prompts: DataProto) -> DataProto:
     """Returns the rows without tensors; adds columns `uid`, `sample_index` and, if known, `prompt_ids`."""
-    rows = prompts.select()
-    columns = dict(rows.non_tensor_batch)
-    prompt_ids = _prompt_ids(rows)
-    if prompt_ids is not None:
+    columns, meta_info = dict(prompts.non_tensor_batch), dict(prompts.meta_info)
+    row_prompts: Iterable[object] = columns.get("raw_prompt", range(len(prompts)))
+    if (prompt_ids := _prompt_ids(prompts)) is not None:
         columns["prompt_ids"] = object_array(prompt_ids)
+        row_prompts = prompt_ids
     if "uid" not in columns:
-        raw_prompts = columns.get("raw_prompt", range(len(rows)))
-        row_prompts = prompt_ids if prompt_ids is not None else raw_prompts
         uids = [hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest() for x in row_prompts]
         columns["uid"] = np.array(uids, dtype=object)
-        rows.meta_info[HAS_GENERATED_UIDS] = True
+        meta_info[HAS_GENERATED_UIDS] = True
     if "sample_index" not in columns:
-        counts: Counter[str] = Counter()
-        indices = []
-        for uid in columns["uid"]:
-            indices.append(counts[uid])
-            counts[uid] += 1
+        counters: defaultdict[str, count[int]] = defaultdict(count)
+        indices = [next(counters[uid]) for uid in columns["uid"]]
         columns["sample_index"] = np.array(indices, dtype=object)
-    return DataProto(None, columns, rows.meta_info)
-
-
-def with_call_number(rows: DataProto, call: int) -> DataProto:
-    """Returns the rows with `trajectory_id`, and with the call number appended to generated uids.
-
-    The call number makes the next call with the same prompts sample other responses.
-    """
-    columns = dict(rows.non_tensor_batch)
-    if rows.meta_info.get(HAS_GENERATED_UIDS):
-        columns["uid"] = np.array([f"{uid}-{call}" for uid in columns["uid"]], dtype=object)
-    samples = zip(columns["uid"], columns["sample_index"], strict=True)
-    columns["trajectory_id"] = np.array([f"{uid}-{i}" for uid, i in samples], dtype=object)
-    return DataProto(None, columns, dict(rows.meta_info))
-
-
-def select_sampling_params(meta_info: Settings, rollout: RolloutConfig) -> Fields:
-    """Returns `sampling_params` from `meta_info`, or the config's for `validate` and `do_sample`."""
-    if "sampling_params" in meta_info:
-        return dict(meta_info["sampling_params"])
-    sampling = (validation_sampling if meta_info.get("validate") else default_sampling)(rollout)
-    return sampling if meta_info.get("do_sample", True) else sampling | {"temperature": 0.0}
+    return DataProto(None, columns, meta_info)
 
 
 def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
@@ -100,10 +74,8 @@ def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
             return [list(ids) for ids in columns[name]]
     for name in ("input_ids", "prompts"):
         if rows.has_column(name) and rows.has_column("attention_mask"):
-            ids = rows.batch[name]
-            mask = rows.batch["attention_mask"][:, : ids.shape[1]]
-            rows_and_masks = zip(ids, mask.bool(), strict=True)
-            return [row[: len(is_token)][is_token].tolist() for row, is_token in rows_and_masks]
+            pairs = zip(rows.batch[name], rows.batch["attention_mask"].bool(), strict=True)
+            return [ids[is_token[: len(ids)]].tolist() for ids, is_token in pairs]
     return None
 
 
@@ -159,20 +131,14 @@ class ActorRolloutRefWorker(Worker):
             member.init_model()
         if "ref" in self.members:
             self.reference.init_model()
-        mesh = self.engine_mesh
-        self.register_mesh(DEFAULT_MESH, mesh.data_parallel_rank, mesh.collects)
-
-    @property
-    def engine_mesh(self) -> Mesh:
-        """The mesh of this process's engines; it must be the same for all, since they get the same rows."""
-        workers = [m for m in self.members.values() if isinstance(m, TrainWorker)]
-        meshes = {worker.engine.mesh for worker in workers}
-        if len(meshes) != 1:
+        train_workers = [m for m in self.members.values() if isinstance(m, TrainWorker)]
+        mesh, *other_meshes = {worker.engine.mesh for worker in train_workers}
+        if other_meshes:  # all engines get the same rows
             raise ValueError(
-                f"actor and reference have different meshes ({meshes}); give both the same strategy, or put "
-                "them in separate workers"
+                f"actor and reference have different meshes ({mesh}, {other_meshes[0]}); give both the same "
+                "strategy, or put them in separate workers"
             )
-        return meshes.pop()
+        self.register_mesh(DEFAULT_MESH, mesh.data_parallel_rank, mesh.collects)
 
     @register(
         dispatch_mode=replace(
@@ -185,28 +151,33 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generates one trajectory per row with the row's agent loop."""
         self._call_count += 1
-        rows = with_call_number(with_row_ids(prompts), self._call_count)
-        rollout = self.config.actor_rollout_ref.rollout
-        rows.meta_info = {"sampling_params": select_sampling_params(prompts.meta_info, rollout)}
+        rows, info = with_row_ids(prompts), prompts.meta_info
+        columns, rollout = rows.non_tensor_batch, self.config.actor_rollout_ref.rollout
+        if rows.meta_info.get(HAS_GENERATED_UIDS):
+            # The call number makes the next call with the same prompts sample other responses.
+            uids = [f"{uid}-{self._call_count}" for uid in columns["uid"]]
+            columns["uid"] = np.array(uids, dtype=object)
+        samples = zip(columns["uid"], columns["sample_index"], strict=True)
+        columns["trajectory_id"] = np.array([f"{uid}-{i}" for uid, i in samples], dtype=object)
+        sampling = (validation_sampling if info.get("validate") else default_sampling)(rollout)
+        if not info.get("do_sample", True):
+            sampling |= {"temperature": 0.0}
+        rows.meta_info = {"sampling_params": info.get("sampling_params", sampling)}
         self.rollout.submit(rows)
         result = self.rollout.finished(None, 0.0)
         if not self.rollout.is_leader:
             return DataProto()
-        outputs = {
-            row: output
-            for group in result.groups
-            for row, output in zip(group.rows, group.outputs, strict=True)
-        }
-        if sum(len(group.outputs) for group in result.groups) > len(rows):
+        pairs = [p for g in result.groups for p in zip(g.rows, g.outputs, strict=True)]
+        if len(pairs) > len(rows):
             raise ValueError(
                 "an agent loop returned several rows for a trajectory, and generate_sequences returns "
                 "one row per prompt row; train with hone.trainer.main_ppo"
             )
-        ordered_outputs = [outputs[row] for row in range(len(rows))]
-        batch = collate_outputs(ordered_outputs, pad_token_id=self.actor.tokenizer.pad_token_id)
+        outputs = [output for _, output in sorted(pairs, key=lambda pair: pair[0])]
+        batch = collate_outputs(outputs, pad_token_id=self.actor.tokenizer.pad_token_id)
         if not rollout.calculate_log_probs:
             batch.batch.pop("rollout_log_probs", None)
-        metrics = loop_metrics([output.metrics for output in ordered_outputs])
+        metrics = loop_metrics([output.metrics for output in outputs])
         batch.meta_info["metrics"] = metrics | result.metrics
         batch.meta_info["temperature"] = rollout.temperature
         return add_verl_columns(batch)

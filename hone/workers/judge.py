@@ -1,6 +1,6 @@
-"""The worker of the judge's model (`reward_model.type=judge`): completes prompts with the native engine.
+"""The worker of the judge's model (`reward_model.type=judge`), which only completes texts.
 
-The trainer writes the prompts and parses the grades; this worker only generates.
+The trainer writes the prompts and parses the grades.
 """
 
 from __future__ import annotations
@@ -48,33 +48,28 @@ class JudgeWorker(Worker):
         dtype = pick_dtype(fsdp_config.dtype, self.device)
         lm = load_causal_lm(path, dtype=dtype, device=self.device)
         policy = PolicyModel(lm.to(self.device).eval()).requires_grad_(False)
-        max_positions = (
-            getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 1 << 20
-        )
+        text_config, max_tokens = lm.config.get_text_config(), config.judge.max_tokens
+        max_positions = getattr(text_config, "max_position_embeddings", None) or 1 << 20
         max_row_length = run_config.data.max_prompt_length + run_config.data.max_response_length
-        self._max_prompt_length = min(
-            config.max_length or 2 * max_row_length + 1024, max_positions - config.judge.max_tokens
-        )
+        max_length = config.max_length or 2 * max_row_length + 1024
+        self._max_prompt_length = min(max_length, max_positions - max_tokens)
         if self._max_prompt_length < 1:
             raise ValueError(
-                f"reward_model.judge.max_tokens={config.judge.max_tokens} leaves no room for a prompt in "
+                f"reward_model.judge.max_tokens={max_tokens} leaves no room for a prompt in "
                 f"the judge's {max_positions:,} positions; lower it"
             )
-        self.engine = build_native(
-            RolloutSpec(
-                replace(
-                    run_config.actor_rollout_ref.rollout,
-                    exact=False,
-                    max_model_len=self._max_prompt_length + config.judge.max_tokens,
-                ),
-                model_path=path,
-                load_policy=lambda: policy,
-                dtype=dtype,
-                device=self.device,
-                tokenizer=self.tokenizer,
-                eos_ids=tuple(eos_ids(lm.config, lm.generation_config, self.tokenizer)),
-            )
+        max_model_len = self._max_prompt_length + max_tokens
+        rollout = run_config.actor_rollout_ref.rollout
+        spec = RolloutSpec(
+            replace(rollout, exact=False, max_model_len=max_model_len),
+            model_path=path,
+            load_policy=lambda: policy,
+            dtype=dtype,
+            device=self.device,
+            tokenizer=self.tokenizer,
+            eos_ids=tuple(eos_ids(lm.config, lm.generation_config, self.tokenizer)),
         )
+        self.engine = build_native(spec)
         run_coroutine(self.engine.sleep())
         self._offload = build_offload(policy, None, fsdp_config) or Offload()
         self._offload.start()
@@ -86,26 +81,27 @@ class JudgeWorker(Worker):
         The column `vote` numbers the completions of one text, and so gives each a seed of its own.
         """
         columns = requests.non_tensor_batch
-        texts_and_votes = list(zip(columns["text"], columns["vote"], strict=True))
+
+        async def complete_all() -> list[str | None]:
+            pairs = zip(columns["text"], columns["vote"], strict=True)
+            return list(await asyncio.gather(*(self._complete_one(*pair) for pair in pairs)))
+
         with self._offload.on_device():
             run_coroutine(self.engine.wake_up())
             try:
-                completions = run_with_engine(self.engine, self._complete_all(texts_and_votes))
+                completions = run_with_engine(self.engine, complete_all())
             finally:
                 run_coroutine(self.engine.sleep())
         return DataProto(None, {"completion": object_array(completions)})
 
-    async def _complete_all(self, requests: Sequence[Request]) -> list[str | None]:
-        return list(await asyncio.gather(*map(self._complete_one, requests)))
-
-    async def _complete_one(self, request: Request) -> str | None:
-        text, vote = request
-        if self.tokenizer.chat_template:
+    async def _complete_one(self, text: str, vote: int) -> str | None:
+        tokenizer = self.tokenizer
+        if tokenizer.chat_template:
             messages = [{"role": "user", "content": text}]
             text = str(
-                apply_template(messages, self.tokenizer, tokenize=False, add_generation_prompt=True)
+                apply_template(messages, tokenizer, tokenize=False, add_generation_prompt=True)
             )
-        ids = self.tokenizer.encode(text, add_special_tokens=not self.tokenizer.chat_template)
+        ids = tokenizer.encode(text, add_special_tokens=not tokenizer.chat_template)
         if len(ids) > self._max_prompt_length:
             return None
         uid = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
@@ -113,7 +109,7 @@ class JudgeWorker(Worker):
         seed = trajectory_seed(self.config.sampling_seed, uid, int(vote))
         sampling = Sampling(judge.max_tokens, judge.temperature, seed)
         output = await self.engine.generate(ids, sampling, f"{uid}/{vote}")
-        return str(self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
+        return str(tokenizer.decode(output.token_ids, skip_special_tokens=True))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -136,13 +132,9 @@ class JudgeWorkerClient:
         columns = {"text": object_array(list(texts)), "vote": object_array(list(votes))}
         result = self._group.call(JudgeWorker.complete, DataProto(None, columns))
         completions = dict(zip(unique_requests, result.non_tensor_batch["completion"], strict=True))
-        too_long = Failed(
-            "too_long", "the text is longer than the judge accepts; see reward_model.max_length"
-        )
-        return [
-            too_long if completions[request] is None else completions[request]
-            for request in requests
-        ]
+        message = "the text is longer than the judge accepts; see reward_model.max_length"
+        results = (completions[request] for request in requests)
+        return [Failed("too_long", message) if text is None else text for text in results]
 
     def pop_metrics(self) -> dict[str, float]:
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from hone.config.algorithm import RolloutCorrectionConfig
 from hone.engine.contract import ObjectiveOutput, Options
 from hone.ops.masked import masked_mean, zero_outside_mask
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask
-from hone.types import Fields, Function
+from hone.types import Fields
 
 _PREPARED_PREFIX = "prepared/"
 _NO_OPTIONS: Options = {}
@@ -48,7 +49,7 @@ class PolicyObjective:
         is_bypassed = correction is not None and correction.bypass_mode
         self._bypass_correction = correction if is_bypassed else None
         name = "bypass_mode" if is_bypassed else config.policy_loss.loss_mode
-        self._loss = TABLE.get(name)
+        self._loss: Any = TABLE.get(name)
         self._extra_columns = needed_columns(self._loss)
         # The entropy is always computed: the cost is low, and an entropy collapse must be visible.
         self.options: Options = {"temperature": temperature, "with_entropy": True}
@@ -69,10 +70,8 @@ class PolicyObjective:
         log_prob = outputs["log_probs"]
         has_old = batch.has_column("old_log_probs")
         old_log_prob = batch.column("old_log_probs") if has_old else log_prob
-        advantages, mask = require(batch, "advantages"), self.mask(batch)
-        prepare: Function | None = getattr(self._loss, "prepare", None)
-        assert prepare is not None, "a loss with needs_batch_statistics has prepare"
-        prepared = prepare(old_log_prob, log_prob, advantages, mask, self._config)
+        inputs = old_log_prob, log_prob, require(batch, "advantages"), self.mask(batch)
+        prepared = self._loss.prepare(*inputs, self._config)
         return {_PREPARED_PREFIX + name: values for name, values in prepared.items()}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
@@ -82,24 +81,21 @@ class PolicyObjective:
         old_log_prob = columns["old_log_probs"] if "old_log_probs" in names else log_prob.detach()
         is_weights = columns["rollout_is_weights"] if "rollout_is_weights" in names else None
         inputs = (old_log_prob, log_prob, require(batch, "advantages"), mask)
-        extra_arguments: Fields = {name: require(batch, name) for name in self._extra_columns}
+        arguments: Fields = {name: require(batch, name) for name in self._extra_columns}
         if self._bypass_correction is not None:
-            extra_arguments["rollout_correction"] = self._bypass_correction
+            arguments["rollout_correction"] = self._bypass_correction
         if self.needs_batch_statistics:
-            extra_arguments["prepared"] = {
-                name.removeprefix(_PREPARED_PREFIX): columns[name]
-                for name in names
-                if name.startswith(_PREPARED_PREFIX)
+            prepared_names = [name for name in names if name.startswith(_PREPARED_PREFIX)]
+            arguments["prepared"] = {
+                name.removeprefix(_PREPARED_PREFIX): columns[name] for name in prepared_names
             }
         if isinstance(self._loss, PolicyLoss):
-            tokens = self._loss.tokens(inputs, config, is_weights, **extra_arguments)
+            tokens = self._loss.tokens(inputs, config, is_weights, **arguments)
             losses, metrics = self._loss.per_token(tokens)
-            policy_loss, means = self._loss.reduce(tokens, losses, metrics, config.loss_agg_mode)
+            loss, means = self._loss.reduce(tokens, losses, metrics, config.loss_agg_mode)
         else:
-            policy_loss, means = call_custom_loss(
-                self._loss, inputs, config, is_weights, extra_arguments
-            )
-        loss, sums = policy_loss, {"actor/pg_loss": policy_loss.detach()}
+            loss, means = call_custom_loss(self._loss, inputs, config, is_weights, arguments)
+        sums = {"actor/pg_loss": loss.detach()}
         means = {**means, "actor/entropy": masked_mean(outputs["entropy"].detach(), mask)}
         if "routing_agreement" in outputs:
             agreement = outputs["routing_agreement"].detach()

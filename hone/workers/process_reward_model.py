@@ -1,38 +1,49 @@
-"""The process reward model, which scores every reasoning step of a response.
+"""Process reward models: a frozen model that scores every reasoning step, and PRIME's implicit model.
 
-It is a token classifier of two labels (PURE), or a causal language model whose logits of two tokens
-give the score (Math-Shepherd). A step ends at a token whose text ends in `split_step_char`, and at
-the end of the response. The model reads `step_separator` in place of that token and scores the step
-there. If the vocabularies of this model and the policy differ, the response is decoded, split by characters
-and encoded step by step.
+The frozen model is a token classifier of two labels (PURE), or a causal language model whose logits of two
+tokens give the score (Math-Shepherd). A step ends at a token whose text ends in `split_step_char`, and at the
+end of the response. The model reads `step_separator` in place of that token and scores the step there. If the
+vocabularies of both models differ, the response is decoded, split by characters and encoded step by step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 
 import torch
+from torch import Tensor
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.algorithms.credit import step_ends, step_rewards
+from hone.algorithms.aggregation import agg_loss
+from hone.algorithms.credit import outcome_losses, rival_logits, step_ends, step_rewards
+from hone.columns import require
 from hone.config import ConfigError
+from hone.config.engine import CheckpointConfig
+from hone.config.reward import RewardModelModelConfig
 from hone.controller import Dispatch, register
 from hone.data.prompts import Prompt, as_messages, render_prompt
 from hone.data.response_steps import TokenTextSplitter, separator_ids, split_steps
 from hone.data.steps import build_step_separator, unescape_newlines
+from hone.engine.build import build_strategy
+from hone.engine.contract import ObjectiveOutput, Options
 from hone.models.from_config import import_external
 from hone.models.load import load_config, load_tokenizer
-from hone.ops.masked import split_at_response
+from hone.ops.masked import masked_sum, split_at_response
 from hone.protocol import DataProto
-from hone.workers.engine_specs import process_reward_spec
+from hone.workers.engine_specs import implicit_reward_spec, process_reward_spec
+from hone.workers.objectives import TokenObjective, minibatches
 from hone.workers.train import TrainWorker
 
 logger = logging.getLogger(__name__)
+
+OUTCOME, GROUP = "outcome", "group"
+_REFERENCE_COLUMN, _RIVALS_COLUMN = "reference_log_probs", "rival_logits"
+_LOG_PROB_OPTIONS: Options = {"temperature": 1.0, "with_entropy": False}
 
 
 @dataclass(frozen=True)
@@ -43,9 +54,9 @@ class StepRow:
     response_ids: Sequence[int]
     """The response as the reward model reads it, with separators."""
     score_positions: Sequence[int]
-    """Index in `response_ids` at which each step is scored."""
+    """The index in `response_ids` at which each step is scored."""
     policy_positions: Sequence[int]
-    """Index in the policy's response of the token that ends each step."""
+    """The index in the policy's response of the token that ends each step."""
 
 
 class ProcessRewardModelWorker(TrainWorker):
@@ -57,20 +68,19 @@ class ProcessRewardModelWorker(TrainWorker):
         path, trust_remote_code = str(config.model.path), config.model.trust_remote_code
         import_external(config.model.external_lib)
         _check_head(path, config.step_labels)
-        self.tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+        self.tokenizer = policy_tokenizer = load_tokenizer(
+            path, trust_remote_code=trust_remote_code
+        )
+        if name := config.model.input_tokenizer:
+            policy_tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         self._step_end_text = unescape_newlines(config.split_step_char)
         self._separator = build_step_separator(
             self.tokenizer, config.step_separator, config.step_labels, "reward_model"
         )
-        policy_tokenizer = None
-        if name := config.model.input_tokenizer:
-            policy_tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        self._token_texts = TokenTextSplitter(policy_tokenizer or self.tokenizer)
+        self._token_texts = TokenTextSplitter(policy_tokenizer)
         self._step_end_ids = separator_ids(self.tokenizer, self._step_end_text)
         vocabulary = self.tokenizer.get_vocab().items()
-        self._has_policy_vocabulary = (
-            policy_tokenizer is None or policy_tokenizer.get_vocab().items() <= vocabulary
-        )
+        self._has_policy_vocabulary = policy_tokenizer.get_vocab().items() <= vocabulary
         self._has_warned = False
         spec = partial(process_reward_spec, label_tokens=self._separator.label_tokens)
         self.build_engine("fsdp2", spec, config.model.fsdp_config)
@@ -88,11 +98,10 @@ class ProcessRewardModelWorker(TrainWorker):
         truncated_steps = total_steps - sum(len(positions) for positions in position_maps)
         if truncated_steps and not self._has_warned:
             self._has_warned = True
-            logger.warning(
-                "reward_model.max_length=%s truncates %d steps of this batch, which get no reward",
-                config.max_length,
-                truncated_steps,
+            message = (
+                "reward_model.max_length=%s truncates %d steps of this batch, which get no reward"
             )
+            logger.warning(message, config.max_length, truncated_steps)
         batch = collate_outputs(inputs, pad_token_id=self.tokenizer.pad_token_id)
         rewards = step_rewards(self.engine.infer(batch)["scores"])
         scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
@@ -128,12 +137,19 @@ class ProcessRewardModelWorker(TrainWorker):
             pairs = zip(row.score_positions, row.policy_positions, strict=True)
             positions = {i + shift: policy_i for i, policy_i in pairs if i + shift + start > 0}
             response = [*ids[start:], pad_id]
-            mask = [0] * len(response)
-            for position in positions:
-                mask[position] = 1
+            mask = [int(position in positions) for position in range(len(response))]
             inputs.append(AgentLoopOutput(ids[:start], response, mask))
             position_maps.append(positions)
-        self._check_token_budget(max(len(row.prompt_ids) + len(row.response_ids) for row in inputs))
+        row_length = max(len(row.prompt_ids) + len(row.response_ids) for row in inputs)
+        config, ranks = self.config.reward_model, self.engine.mesh.sequence_size
+        budget = config.forward_max_token_len_per_gpu
+        if config.sequences_per_micro_batch(1) is None and row_length > budget * ranks:
+            per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
+            raise ConfigError(
+                f"a row has {row_length} tokens of the reward model, more than reward_model."
+                f"forward_max_token_len_per_gpu={budget}{per_rank}; raise it, or truncate rows from "
+                f"the left with reward_model.max_length={budget * ranks - 1}"
+            )
         return inputs, position_maps
 
     def _rows_from_ids(self, data: DataProto) -> list[StepRow]:
@@ -144,28 +160,23 @@ class ProcessRewardModelWorker(TrainWorker):
         # A policy with more embeddings than tokens can sample ids outside the vocabulary.
         is_valid = responses < self.engine.facts.vocabulary
         responses = torch.where(is_valid, responses, self.tokenizer.pad_token_id)
-        separated_responses = torch.where(
-            is_step_end, self._separator.tokens[0], responses
-        ).tolist()
-        end_positions: list[list[int]] = [[] for _ in separated_responses]
-        for row, position in is_step_end.nonzero().tolist():
-            end_positions[row].append(position)
+        responses = torch.where(is_step_end, self._separator.tokens[0], responses)
+        end_positions = [is_end.nonzero().squeeze(1).tolist() for is_end in is_step_end]
+        rows = zip(_prompt_ids(data), responses.tolist(), end_positions, strict=True)
         return [
             StepRow(prompt_ids, response_ids[: ends[-1] + 1 if ends else 0], ends, ends)
-            for prompt_ids, response_ids, ends in zip(
-                _prompt_ids(data), separated_responses, end_positions, strict=True
-            )
+            for prompt_ids, response_ids, ends in rows
         ]
 
     def _rows_from_text(self, data: DataProto) -> list[StepRow]:
         """Splits the text of the responses and encodes each step with the reward model's tokenizer."""
-        batch = data.batch
-        _, is_token = split_at_response(batch["attention_mask"].bool(), batch["responses"])
+        columns = data.batch
+        _, is_token = split_at_response(columns["attention_mask"].bool(), columns["responses"])
         prompts = _prompt_ids(data) if self._has_policy_vocabulary else self._render_prompts(data)
         rows = []
         for row, prompt_ids in enumerate(prompts):
-            ids = batch["responses"][row][is_token[row]].tolist()
-            policy_mask = batch["response_mask"][row][is_token[row]].tolist()
+            ids = columns["responses"][row][is_token[row]].tolist()
+            policy_mask = columns["response_mask"][row][is_token[row]].tolist()
             token_texts, response_ids = self._token_texts(ids), list[int]()
             score_positions, policy_positions = [], []
             for position, step in split_steps(token_texts, policy_mask, self._step_end_text):
@@ -191,19 +202,6 @@ class ProcessRewardModelWorker(TrainWorker):
 
         return [render(prompt) for prompt in data.non_tensor_batch["raw_prompt"]]
 
-    def _check_token_budget(self, row_length: int) -> None:
-        """Raises ConfigError if the longest row exceeds the token budget of a micro-batch."""
-        config = self.config.reward_model
-        budget, max_rows = config.forward_max_token_len_per_gpu, config.sequences_per_micro_batch(1)
-        ranks = self.engine.mesh.sequence_size
-        if max_rows is None and row_length > budget * ranks:
-            raise ConfigError(
-                f"a row has {row_length} tokens of the reward model, more than reward_model."
-                f"forward_max_token_len_per_gpu={budget}{f' on each of {ranks} ranks' * (ranks > 1)}; "
-                "raise it, or truncate rows from "
-                f"the left with reward_model.max_length={budget * ranks - 1}"
-            )
-
 
 def _prompt_ids(data: DataProto) -> list[list[int]]:
     """Returns the prompt tokens of each row without padding."""
@@ -227,3 +225,76 @@ def _check_head(path: str, step_labels: tuple[str, str] | None) -> None:
             f"reward_model.step_labels is for causal models, and reward_model.model.path={path} is a "
             f"{architecture}; leave it null"
         )
+
+
+class OutcomeObjective(TokenObjective):
+    """The mean of `outcome_losses` over responses."""
+
+    reads = ("response_mask", OUTCOME, GROUP, _REFERENCE_COLUMN, _RIVALS_COLUMN)
+    options = _LOG_PROB_OPTIONS
+
+    def __init__(self, config: RewardModelModelConfig) -> None:
+        self._beta = config.beta_train
+        self.needs_batch_statistics = config.loss_type == "dpo"
+
+    def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
+        log_ratio = outputs["log_probs"] - require(batch, _REFERENCE_COLUMN)
+        logit = self._beta * masked_sum(log_ratio, self.mask(batch), -1)
+        return {_RIVALS_COLUMN: rival_logits(logit, require(batch, OUTCOME), require(batch, GROUP))}
+
+    def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
+        mask = self.mask(batch)
+        log_ratio = outputs["log_probs"] - require(batch, _REFERENCE_COLUMN)
+        rivals = batch.column(_RIVALS_COLUMN) if self.needs_batch_statistics else None
+        losses = outcome_losses(log_ratio, require(batch, OUTCOME), mask, self._beta, rivals)
+        per_token = losses[:, None] * mask / mask.sum(-1, keepdim=True).clamp(min=1)
+        loss = agg_loss(per_token, mask, "seq-mean-token-sum")
+        return ObjectiveOutput(loss, {"reward_model/dpo_loss": loss.detach()})
+
+
+class ImplicitRewardModelWorker(TrainWorker):
+    """PRIME's reward model: a language model that is trained in every step, and its frozen copy.
+
+    The reward of a token is the log-ratio of the two models' probabilities.
+    """
+
+    @property
+    def checkpoint(self) -> CheckpointConfig:
+        return self.config.actor_rollout_ref.actor.checkpoint
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        model = self.config.reward_model.model
+        strategy = self.config.actor_rollout_ref.actor.strategy
+        import_external(model.external_lib)
+        self.build_engine(strategy, implicit_reward_spec, model.fsdp_config)
+        reference_spec = implicit_reward_spec(self.config, self, self.engine.device, frozen=True)
+        self._reference = build_strategy(strategy, reference_spec)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_rm(self, data: DataProto, *, num_step_rows: int) -> DataProto:
+        """Trains on the columns `outcome` and `group` of a step's rows; returns `log_ratio` [B, T].
+
+        `reward_model.model.update` says when the model is updated: before `log_ratio` is computed (`before`),
+        afterwards (`after`, `reverse`) or never (`none`).
+        """
+        config = self.config.reward_model
+        update_mode, metrics = config.model.update, {}
+        reference_log_probs = self._reference.infer(data, **_LOG_PROB_OPTIONS)["log_probs"]
+        data.batch[_REFERENCE_COLUMN] = reference_log_probs
+        log_probs = None
+        if update_mode in ("after", "reverse"):
+            log_probs = self.engine.infer(data, **_LOG_PROB_OPTIONS)["log_probs"]
+        if update_mode != "none":
+            batches = minibatches(
+                data,
+                rows_per_update=config.mini_batch_size,
+                epochs=1,
+                shuffle_seed=None,
+                num_step_rows=num_step_rows,
+            )
+            metrics = self.train("reward_model", OutcomeObjective(config.model), batches)
+        if log_probs is None:
+            log_probs = self.engine.infer(data, **_LOG_PROB_OPTIONS)["log_probs"]
+        log_ratio = (log_probs - reference_log_probs) * data.batch["response_mask"]
+        return DataProto.from_dict({"log_ratio": log_ratio}, meta_info={"metrics": metrics})

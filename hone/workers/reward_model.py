@@ -1,15 +1,14 @@
 """The outcome reward model: a frozen Hugging Face classifier with one label that scores each response.
 
-It runs on right-padded batches. A classifier whose head scores every token gives the score at the
-last token of the row; an encoder pools in its own way. Encoders read prompt and response as a pair of
-texts.
+A batch is right-padded. A classifier whose head scores every token gives the score at the last token of the
+row; an encoder pools in its own way. Encoders read prompt and response as a pair of texts.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,7 +37,6 @@ from hone.types import Fields
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 logger = logging.getLogger(__name__)
@@ -57,31 +55,33 @@ class RewardModelWorker(Worker):
 
         run_config, config = self.config, self.config.reward_model
         model = config.model
+        trust_remote_code = model.trust_remote_code
         self._classifier_kind = classifier_kind(
-            str(model.path), trust_remote_code=model.trust_remote_code
+            str(model.path), trust_remote_code=trust_remote_code
         )
-        auto_classes: dict[str, type[_BaseAutoModelClass]] = {
-            "sequence": transformers.AutoModelForSequenceClassification,
-            "token": transformers.AutoModelForTokenClassification,
-        }
+        auto_class: type[_BaseAutoModelClass] = transformers.AutoModelForTokenClassification
+        if self._classifier_kind == "sequence":
+            auto_class = transformers.AutoModelForSequenceClassification
         self.device = pick_device(run_config.trainer.device, self.local_rank)
         timeout_s = run_config.actor_rollout_ref.nccl_timeout
         prepare_process(self.device, self.world_size, timeout_s, [model.fsdp_config])
         import_external(model.external_lib)
-        self._load_model(auto_classes[self._classifier_kind])
+        self._load_model(auto_class)
         self._offload = build_offload(self.model, None, model.fsdp_config) or Offload()
         self._offload.start()
         self._micro_batch_rule = MicroBatchRule(
             config.sequences_per_micro_batch(self.world_size), config.forward_max_token_len_per_gpu
         )
-        self.tokenizer = self._load_tokenizer(str(model.path))
-        name = model.input_tokenizer
-        self.policy_tokenizer = self._load_tokenizer(name) if name else None
-        self.reads_pairs = (
-            self.tokenizer.cls_token_id is not None and not self.tokenizer.chat_template
-        )
+        tokenizer = load_tokenizer(str(model.path), trust_remote_code=trust_remote_code)
+        self.tokenizer = self.policy_tokenizer = tokenizer
+        if name := model.input_tokenizer:
+            self.policy_tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        self.reads_pairs = tokenizer.cls_token_id is not None and not tokenizer.chat_template
         self._reads_policy_ids = not self.reads_pairs and self._policy_ids_match()
-        self._max_length = self._max_row_length()
+        text_config = self.model.config.get_text_config()
+        max_positions = getattr(text_config, "max_position_embeddings", None)
+        limits = (config.max_length, max_positions, tokenizer.model_max_length)
+        self._max_length = min((limit for limit in limits if limit and limit > 0), default=None)
         self._has_warned = False
 
     def _load_model(self, auto_class: type[_BaseAutoModelClass]) -> None:
@@ -98,7 +98,18 @@ class RewardModelWorker(Worker):
                 output_loading_info=True,
                 **config_overrides,
             )
-        self._check_trained(loading_info["missing_keys"], loading_info["mismatched_keys"])
+        # transformers initializes missing weights at random.
+        key = f"reward_model.model.path={model.path}"
+        for name, stored_shape, _ in loading_info["mismatched_keys"]:
+            raise UnsupportedModel(
+                f"{key} has {stored_shape[0]} labels ({name}), and this reward model needs 1; name a "
+                "classifier with one label"
+            )
+        if names := sorted(loading_info["missing_keys"]):
+            raise UnsupportedModel(
+                f"{key} has no trained weights for {names[0]} of {type(self.model).__name__}; name a "
+                "trained reward model, or use reward_model.type=judge for a model that generates text"
+            )
         self.model.to(self.device).eval()
         if self._classifier_kind == "sequence" and hasattr(self.model, "sequence_summary"):
             raise UnsupportedModel(
@@ -106,31 +117,9 @@ class RewardModelWorker(Worker):
                 "reads padding; use a decoder or a BERT-like encoder with a classification head"
             )
 
-    def _check_trained(
-        self,
-        missing_keys: Iterable[str],
-        mismatched_keys: Iterable[tuple[str, Sequence[int], Sequence[int]]],
-    ) -> None:
-        """Raises UnsupportedModel if the head has several labels, or transformers has initialized weights."""
-        key = f"reward_model.model.path={self.config.reward_model.model.path}"
-        for name, stored_shape, _ in mismatched_keys:
-            raise UnsupportedModel(
-                f"{key} has {stored_shape[0]} labels ({name}), and this reward model needs 1; name a "
-                "classifier with one label"
-            )
-        if names := sorted(missing_keys):
-            raise UnsupportedModel(
-                f"{key} has no trained weights for {names[0]} of {type(self.model).__name__}; name a "
-                "trained reward model, or use reward_model.type=judge for a model that generates text"
-            )
-
-    def _load_tokenizer(self, path: str) -> PreTrainedTokenizerBase:
-        model = self.config.reward_model.model
-        return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
-
     def _policy_ids_match(self) -> bool:
         """Whether the policy's tokenizer and chat template give the same ids as the reward model's."""
-        if self.policy_tokenizer is None:
+        if self.policy_tokenizer is self.tokenizer:
             return True
         if self.policy_tokenizer.get_vocab() != self.tokenizer.get_vocab():
             return False
@@ -138,18 +127,6 @@ class RewardModelWorker(Worker):
         policy_template = custom_template or self.policy_tokenizer.chat_template
         template_matches = self.tokenizer.chat_template in (None, policy_template)
         return self.config.data.prompt_format != "chat" or template_matches
-
-    def _max_row_length(self) -> int | None:
-        """Returns the smallest of `reward_model.max_length` and the limits of model and tokenizer."""
-        max_positions = getattr(
-            self.model.config.get_text_config(), "max_position_embeddings", None
-        )
-        limits = (
-            self.config.reward_model.max_length,
-            max_positions,
-            self.tokenizer.model_max_length,
-        )
-        return min((limit for limit in limits if limit and limit > 0), default=None)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -178,12 +155,11 @@ class RewardModelWorker(Worker):
             return ids
         if not self._has_warned:
             self._has_warned = True
-            logger.warning(
+            message = (
                 "rows of more than %d tokens (reward_model.max_length) are truncated from the left; the "
-                "first of them has %d tokens",
-                self._max_length,
-                len(ids),
+                "first of them has %d tokens"
             )
+            logger.warning(message, self._max_length, len(ids))
         return ids[-self._max_length :]
 
     def _encode_rows(self, data: DataProto) -> list[list[int]]:
@@ -192,14 +168,10 @@ class RewardModelWorker(Worker):
         if self._reads_policy_ids:
             ids, mask = input_ids(data), columns["attention_mask"].bool()
             return [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
-        policy_tokenizer = self.policy_tokenizer or self.tokenizer
         _, mask = split_at_response(columns["attention_mask"].bool(), columns["responses"])
-        responses = [
-            escape_special_tokens(
-                policy_tokenizer.decode(ids[is_token], skip_special_tokens=True), self.tokenizer
-            )
-            for ids, is_token in zip(columns["responses"], mask, strict=True)
-        ]
+        rows = [ids[is_token] for ids, is_token in zip(columns["responses"], mask, strict=True)]
+        texts = [self.policy_tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
+        responses = [escape_special_tokens(text, self.tokenizer) for text in texts]
         prompts = list(data.non_tensor_batch["raw_prompt"])
         if self.config.data.prompt_format == "chat":
             prompts = [as_messages(prompt) for prompt in prompts]
@@ -208,11 +180,9 @@ class RewardModelWorker(Worker):
     def encode(self, prompt: Prompt, response: str) -> list[int]:
         """Returns the tokens of a prompt and its response."""
         if self.reads_pairs:
-            pair = prompt_text(prompt), response
-            truncation: Fields = {}
-            if self._max_length:
-                truncation = {"truncation": True, "max_length": self._max_length}
-            return list(self.tokenizer(*pair, **truncation)["input_ids"])
+            pair, max_length = (prompt_text(prompt), response), self._max_length
+            options = {"truncation": bool(max_length), "max_length": max_length or None}
+            return list(self.tokenizer(*pair, **options)["input_ids"])
         text = conversation_text(prompt, response, self.tokenizer)
         is_rendered = not isinstance(prompt, str) and has_template(self.tokenizer)
         return list(self.tokenizer.encode(text, add_special_tokens=not is_rendered))

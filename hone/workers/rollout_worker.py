@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -34,8 +34,7 @@ from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Location, receive
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import actor_spec
-from hone.workers.roofline import Roofline
-from hone.workers.train import ActorWorker
+from hone.workers.train import ActorWorker, Roofline
 
 WeightPath = Literal["shared", "gathered", "copied", "streamed"]
 """How new weights reach the rollout engine; the docstring of this module explains each way."""
@@ -57,16 +56,15 @@ class RolloutWorker(Worker):
         self.config = config
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         check_exact_mode(rollout, model.path)  # an error here comes before any model loads
-        self._tensor_parallel_size = (
-            rollout.tensor_model_parallel_size if rollout.name == "native" else 1
-        )
-        if self._tensor_parallel_size > 1:
+        size = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
+        if size > 1:
             from hone.rollout.native.sharded_build import check_sharding
 
-            check_sharding(self._tensor_parallel_size, self.world_size, model)
-        self.is_leader = self.rank % self._tensor_parallel_size == 0
+            check_sharding(size, self.world_size, model)
+        self._tensor_parallel_size = size
+        self.is_leader = self.rank % size == 0
         """Whether agent loops run on this rank, the first of the ranks that share one model."""
-        self.register_mesh(DEFAULT_MESH, self.rank // self._tensor_parallel_size, self.is_leader)
+        self.register_mesh(DEFAULT_MESH, self.rank // size, self.is_leader)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -76,13 +74,12 @@ class RolloutWorker(Worker):
         actor = self.colocated.get("actor")
         self.actor = actor if isinstance(actor, ActorWorker) else None
         model_spec = replace(actor_spec(run_config, self, self.device), optim=None)
+        is_sharded = self._tensor_parallel_size > 1
         if self.actor is None:
-            module_spec = model_spec
-            if config.rollout.name in ("vllm", "sglang") or self._tensor_parallel_size > 1:
+            module_spec = replace(model_spec, adapters=None) if is_sharded else model_spec
+            if is_sharded or config.rollout.name in ("vllm", "sglang"):
                 # The engine has its own copy of the weights on the device, so this module stays on the host.
                 module_spec = replace(module_spec, device=torch.device("cpu"))
-            if self._tensor_parallel_size > 1:
-                module_spec = replace(module_spec, adapters=None)
             policy = load_module(module_spec)
             assert isinstance(policy, PolicyModel)
             self._lease = Lease(policy.eval(), 0)
@@ -90,6 +87,7 @@ class RolloutWorker(Worker):
         else:
             self.facts = self.actor.engine.facts
         self._roofline = Roofline.for_device(self.facts, self.device)
+        all_eos_ids = (*self.facts.eos_ids, *eos_ids(None, None, tokenizer))
         with ExitStack() as stack:
             spec = RolloutSpec(
                 config.rollout,
@@ -98,21 +96,16 @@ class RolloutWorker(Worker):
                 dtype=model_spec.dtype,
                 device=self.device,
                 tokenizer=tokenizer,
-                eos_ids=tuple(
-                    dict.fromkeys((*self.facts.eos_ids, *eos_ids(None, None, tokenizer)))
-                ),
+                eos_ids=tuple(dict.fromkeys(all_eos_ids)),
                 rank=self.rank,
                 world_size=self.world_size,
-                current_weights=self.actor.engine.named_hf_weights
-                if self.actor is not None and self.world_size == 1
-                else None,
                 has_adapters=config.model.uses_lora and not config.rollout.merge_lora,
             )
-            self.engine = build_rollout(
-                self._tensor_parallel_spec(spec, model_spec)
-                if self._tensor_parallel_size > 1
-                else spec
-            )
+            if is_sharded:
+                spec = self._tensor_parallel_spec(spec, model_spec)
+            elif self.actor is not None and self.world_size == 1:
+                spec = replace(spec, current_weights=self.actor.engine.named_hf_weights)
+            self.engine = build_rollout(spec)
         if self.actor is None and not self.engine.traits.uses_training_module:
             del self._lease  # only the facts of the module were needed
         self._lease_address_version: int | None = None  # at the engine's last wake_up
@@ -131,27 +124,25 @@ class RolloutWorker(Worker):
         from hone.models.load import empty_causal_lm
         from hone.rollout.native.peers import connect
 
-        timeout_s = self.config.actor_rollout_ref.nccl_timeout
+        timeout_s, size = self.config.actor_rollout_ref.nccl_timeout, self._tensor_parallel_size
         prepare_process(self.device, self.world_size, timeout_s, ())
+
+        def load_empty_policy() -> PolicyModel:
+            path, dtype = model_spec.model_path, model_spec.dtype
+            overrides, device = model_spec.override_config, self.device
+            return PolicyModel(
+                empty_causal_lm(path, dtype=dtype, override_config=overrides, device=device)
+            )
+
+        actor = self.actor
         return replace(
             spec,
-            load_policy=lambda: PolicyModel(
-                empty_causal_lm(
-                    model_spec.model_path,
-                    dtype=model_spec.dtype,
-                    override_config=model_spec.override_config,
-                    device=self.device,
-                )
+            load_policy=load_empty_policy,
+            current_weights=(
+                actor.engine.named_hf_weights if actor else self._lease.policy.lm.named_parameters
             ),
-            current_weights=self.actor.engine.named_hf_weights
-            if self.actor is not None
-            else self._lease.policy.lm.named_parameters,
-            peers=connect(
-                self.rank, self.world_size, self._tensor_parallel_size, self.device, timeout_s
-            ),
+            peers=connect(self.rank, self.world_size, size, self.device, timeout_s),
         )
-
-    # -- trajectories -------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
     def submit(self, rows: DataProto | None) -> None:
@@ -170,69 +161,47 @@ class RolloutWorker(Worker):
             return FinishedGroups(self.runner.finished(n_groups, wait_s))
         if self._tensor_parallel_size == 1:
             return self._decode(n_groups)
-        return self._decode_tensor_parallel(n_groups)
-
-    def _decode_tensor_parallel(self, n_groups: int | None) -> FinishedGroups:
-        """Decodes on all ranks of this model; the first rank leads the others until `release`."""
         from hone.rollout.native.leader import LeaderRollout
 
-        engine = self.engine
-        if not isinstance(engine, LeaderRollout):
+        if not isinstance(self.engine, LeaderRollout):  # decodes until the leader calls `release`
             self.runner.run_until(lambda: True)
             return FinishedGroups()
         try:
             return self._decode(n_groups)
         finally:
-            engine.release()
+            self.engine.release()
 
     def _decode(self, n_groups: int | None) -> FinishedGroups:
         runner, start_time = self.runner, time.perf_counter()
-        with self._weights() as lease_address_version:  # all ranks enter together
+        rollout = self.config.actor_rollout_ref.rollout
+        with ExitStack() as stack:
+            lease_address_version = 0  # an engine with its own weights needs no lease
+            if self.engine.traits.uses_training_module:  # all ranks enter together
+                lease_address_version = stack.enter_context(self._lease_policy()).address_version
             if lease_address_version != self._lease_address_version:
                 run_coroutine(self.engine.wake_up())
                 self._lease_address_version = lease_address_version
             runner.run_until(lambda: n_groups is not None and runner.ready() >= n_groups)
         groups = runner.finished(n_groups)
-        if self.config.actor_rollout_ref.rollout.free_cache_engine and not runner.pending():
+        if rollout.free_cache_engine and not runner.pending():
             run_coroutine(self.engine.sleep())
             self._lease_address_version = None
+        outputs = [output for group in groups for output in group.outputs]
+        if self._roofline is None or not outputs:
+            return FinishedGroups(groups)
+        prompt_lengths = [len(output.prompt_ids) for output in outputs]
+        response_lengths = [len(output.response_ids) for output in outputs]
         seconds = time.perf_counter() - start_time
-        return FinishedGroups(groups, self._bandwidth_metrics(groups, seconds))
+        mbu = self._roofline.mbu(prompt_lengths, response_lengths, rollout.max_num_seqs, seconds)
+        return FinishedGroups(groups, {"perf/mbu": mbu})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort(self, uids: Collection[str] | None = None) -> None:
         """Drops the groups of these uids, or all groups; `finished` never returns them."""
         self.runner.abort(uids)
 
-    @contextmanager
-    def _weights(self) -> Iterator[int]:
-        """Makes the engine's parameters available inside the block; yields the lease's address version.
-
-        The address version is 0 if the engine has its own weights.
-        """
-        if not self.engine.traits.uses_training_module:
-            yield 0
-            return
-        with self._lease_policy() as lease:
-            yield lease.address_version
-
     def _lease_policy(self) -> AbstractContextManager[Lease]:
         return self.actor.engine.lease() if self.actor else nullcontext(self._lease)
-
-    def _bandwidth_metrics(
-        self, groups: Iterable[FinishedGroup], seconds: float
-    ) -> dict[str, float]:
-        """Returns the share of the GPU's memory bandwidth that generation used."""
-        outputs = [output for group in groups for output in group.outputs]
-        if self._roofline is None or not outputs:
-            return {}
-        prompt_lengths = [len(output.prompt_ids) for output in outputs]
-        response_lengths = [len(output.response_ids) for output in outputs]
-        max_num_seqs = self.config.actor_rollout_ref.rollout.max_num_seqs
-        mbu = self._roofline.mbu(prompt_lengths, response_lengths, max_num_seqs, seconds)
-        return {"perf/mbu": mbu}
-
-    # -- weights ------------------------------------------------------------------------------
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def weight_path(self) -> WeightPath:
@@ -262,19 +231,17 @@ class RolloutWorker(Worker):
         if self.actor is None or self.engine.traits.uses_training_module:
             run_coroutine(self._update((), version))
             return 0
-        sizes: list[int] = []
+        num_bytes, weights = 0, self.actor.named_weights(self.engine.traits.loads_adapters)
 
-        def record_sizes(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        def counted_weights() -> Iterator[tuple[str, Tensor]]:
+            nonlocal num_bytes
             for name, tensor in weights:
-                sizes.append(tensor.nbytes)
+                num_bytes += tensor.nbytes
                 yield name, tensor
 
         with self.actor.engine.on_device():
-            engine = self.actor.engine
-            adapters_only = self.engine.traits.loads_adapters and engine.facts.has_adapters
-            weights = engine.named_adapter_weights() if adapters_only else engine.named_hf_weights()
-            run_coroutine(self._update(record_sizes(weights), version))
-        return sum(sizes)
+            run_coroutine(self._update(counted_weights(), version))
+        return num_bytes
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, address: StreamAddress, version: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -37,36 +37,29 @@ class Service:
         from aiohttp import web
 
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        for path, encode_body, response_field in (
-            ("/classify", self._encode_texts, "probs"),
-            ("/score", self._encode_pairs, "score"),
-        ):
-            app.router.add_post(path, self._handler(encode_body, response_field))
+        app.router.add_post("/classify", self._answer)
+        app.router.add_post("/score", self._answer)
         app.router.add_get("/health", self._health)
         return app
 
-    def _handler(
-        self, encode_body: Callable[[JsonObject], list[list[int]]], response_field: str
-    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def _answer(self, request: web.Request) -> web.Response:
         from aiohttp import web
+
+        is_classify = request.path == "/classify"
+        encode_body = self._encode_texts if is_classify else self._encode_pairs
 
         def score(body: JsonObject) -> list[float]:
             return self._worker.score_rows(encode_body(body))
 
-        async def handle(request: web.Request) -> web.Response:
-            try:
-                body = await request.json()
-                loop = asyncio.get_running_loop()
-                scores = await loop.run_in_executor(self._executor, score, body)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
-            data: list[JsonObject] = [
-                {"index": i, response_field: [value] if response_field == "probs" else value}
-                for i, value in enumerate(scores)
-            ]
-            return web.json_response({"object": "list", "data": data})
-
-        return handle
+        try:
+            body = await request.json()
+            loop = asyncio.get_running_loop()
+            scores = await loop.run_in_executor(self._executor, score, body)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
+        values = [{"probs": [value]} if is_classify else {"score": value} for value in scores]
+        data = [{"index": i} | value for i, value in enumerate(values)]
+        return web.json_response({"object": "list", "data": data})
 
     async def _health(self, _: web.Request) -> web.Response:
         from aiohttp import web
@@ -87,13 +80,9 @@ class Service:
         responses = _text_list(body, "text_2", may_be_empty=True)
         if len(prompts) == 1:  # as in vLLM, one prompt may have several responses
             prompts *= len(responses)
-        return [
-            worker.encode(
-                [{"role": "user", "content": prompt}],
-                escape_special_tokens(response, worker.tokenizer),
-            )
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
+        conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        texts = [escape_special_tokens(response, worker.tokenizer) for response in responses]
+        return [worker.encode(*pair) for pair in zip(conversations, texts, strict=True)]
 
 
 def _text_list(body: JsonObject, key: str, *, may_be_empty: bool = False) -> list[str]:
@@ -118,20 +107,15 @@ def load_worker(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
     return worker
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="folder or hub name of a classifier with one label")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8001)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="config overrides, as for training"
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hone serve-rm", description="Serve the scores of an outcome reward model over HTTP."
     )
-    add_arguments(parser)
+    parser.add_argument("model", help="folder or hub name of a classifier with one label")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8001)
+    overrides_help = "config overrides, as for training"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides_help)
     flags = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     from aiohttp import web
@@ -141,8 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         web.run_app(app, host=flags.host, port=flags.port, print=None, access_log=None)
     except OSError as error:
-        reason = error.strerror
-        raise ConfigError(
-            f"cannot listen at {flags.host}:{flags.port} ({reason}); use --port"
-        ) from None
+        address, reason = f"{flags.host}:{flags.port}", error.strerror
+        raise ConfigError(f"cannot listen at {address} ({reason}); use --port") from None
     return 0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from hone.config import PPOTrainerConfig, load_config
 from hone.config.actor import ActorConfig, CriticConfig
@@ -19,7 +20,7 @@ from hone.config.trees import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import DEFAULT_MESH
 from hone.engine.build import build_strategy
-from hone.engine.contract import EngineSpec, Options, TrainEngine
+from hone.engine.contract import EngineSpec, ModelFacts, Objective, Options, TrainEngine
 from hone.models.from_config import build_tokenizer, import_external
 from hone.ops.packing import shared_prompt_lengths
 from hone.protocol import DataProto
@@ -29,19 +30,76 @@ from hone.weights.streamed import Location, Sender, open_sender, send
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import actor_spec, critic_spec, reference_spec
 from hone.workers.objectives import PolicyObjective, ValueObjective, mean_metrics, minibatches
-from hone.workers.roofline import Roofline
 
 _GIB = 2**30
 
 SpecBuilder = Callable[[PPOTrainerConfig, Worker, torch.device], EngineSpec]
 
 
+_CEILINGS_BY_DEVICE = {
+    "H200": (790e12, 4.25e12),
+    "H100": (790e12, 3.0e12),
+    "A100": (280e12, 1.7e12),
+    "L40S": (300e12, 0.75e12),
+    "4090": (150e12, 0.9e12),
+}
+"""Dense bf16 FLOP/s and bytes/s that large kernels reach in practice, by part of the device name."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The GPU utilization of updates (MFU) and of generation (MBU): achieved over attainable throughput.
+
+    MFU counts operations (6 × parameters × tokens, plus attention). MBU counts bytes that decoding reads: the
+    weights once per decode step and, for each token, the keys and values of the tokens before it.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    facts: ModelFacts
+
+    @staticmethod
+    def for_device(facts: ModelFacts, device: torch.device) -> Roofline | None:
+        """Returns the roofline of a model on a device, or None for an unknown device."""
+        if device.type != "cuda":
+            return None
+        name = torch.cuda.get_device_name(device)
+        ceilings = next((v for part, v in _CEILINGS_BY_DEVICE.items() if part in name), None)
+        return None if ceilings is None else Roofline(*ceilings, facts)
+
+    def mfu(self, lengths: Sequence[int], shared_lengths: Sequence[int], seconds: float) -> float:
+        """Returns the model FLOPs utilization of forward and backward over rows of these lengths.
+
+        `shared_lengths` has the number of tokens that each row shares with the previous row; shared tokens
+        are computed and counted once.
+        """
+        rows = list(zip(lengths, shared_lengths, strict=True))
+        attention_pairs = sum(n * n - shared * shared for n, shared in rows)
+        tokens = sum(n - shared for n, shared in rows)
+        facts = self.facts
+        operations = 6 * facts.parameters * tokens
+        operations += 6 * facts.attention_width * facts.layers * attention_pairs
+        return operations / seconds / self.flops_per_s
+
+    def mbu(
+        self,
+        prompt_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        max_num_seqs: int,
+        seconds: float,
+    ) -> float:
+        """Returns the memory bandwidth utilization of generating responses of these lengths."""
+        decode_steps = max(max(response_lengths), sum(response_lengths) / max_num_seqs)
+        rows = zip(prompt_lengths, response_lengths, strict=True)
+        kv_bytes = sum(n * (p + n / 2) for p, n in rows) * self.facts.kv_bytes_per_token
+        weight_bytes = decode_steps * self.facts.parameter_bytes
+        return (weight_bytes + kv_bytes) / seconds / self.bytes_per_s
+
+
 class TrainWorker(Worker):
     """A worker with one training engine: the actor, critic, reference or a reward model."""
 
     engine: TrainEngine
-    _rows_per_update: int
-    """The number of rows in a mini-batch, over all ranks; roles that are trained set it."""
 
     def __init__(self, config: Block) -> None:
         super().__init__()
@@ -74,24 +132,28 @@ class TrainWorker(Worker):
     def minibatches(
         self, data: DataProto, config: ActorConfig | CriticConfig, num_step_rows: int | None
     ) -> Iterator[DataProto]:
-        """Yields the mini-batches of all epochs of one step, split as the role's config says.
+        """Returns the mini-batches of all epochs of one step, split as the role's config says.
 
         `num_step_rows` is the number of rows of the step on all ranks; None splits each rank's own rows.
         """
         return minibatches(
             data,
-            rows_per_update=self._rows_per_update,
+            rows_per_update=config.sequences_per_update,
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
             num_step_rows=num_step_rows,
             ranks=self.engine.mesh.data_parallel_size,
         )
 
-    def end_updates(self, role: str, updates: list[dict[str, float]]) -> dict[str, float]:
-        """Advances the learning-rate schedule; returns the mean metrics of the updates.
+    def train(
+        self, role: str, objective: Objective, batches: Iterable[DataProto]
+    ) -> dict[str, float]:
+        """Updates the model on each mini-batch, and advances the learning-rate schedule once.
 
-        The metrics of the optimizer get the prefix `role/`.
+        Returns the mean metrics of the updates; those of the optimizer get the prefix `role/`.
         """
+        with self.engine.on_device(optimizer=True):
+            updates = [self.engine.train_minibatch(batch, objective) for batch in batches]
         self.engine.advance_schedule()
         metrics = mean_metrics(updates)
         for name in ("grad_norm", "lr", "skipped_updates"):
@@ -136,15 +198,19 @@ class TrainWorker(Worker):
         )
         return self._sender.address
 
+    def named_weights(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors for a rollout engine: the adapters of a LoRA model, or its merged weights.
+
+        Only an engine that loads `adapters` gets adapters.
+        """
+        if adapters and self.engine.facts.has_adapters:
+            return self.engine.named_adapter_weights()
+        return self.engine.named_hf_weights()
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, adapters: bool) -> int:
-        """Sends the weights and returns the number of bytes; every rank gathers, and rank 0 sends.
-
-        With `adapters`, a LoRA model sends only its adapters; without, its merged weights.
-        """
-        engine = self.engine
-        sends_adapters = adapters and engine.facts.has_adapters
-        weights = engine.named_adapter_weights() if sends_adapters else engine.named_hf_weights()
+        """Sends `named_weights` and returns the number of bytes; every rank gathers, and rank 0 sends."""
+        weights = self.named_weights(adapters)
         if self.rank != 0:
             for _ in weights:
                 pass
@@ -167,7 +233,6 @@ class ActorWorker(TrainWorker):
         self.tokenizer = build_tokenizer(config.model)
         fsdp_configs = (config.actor.fsdp_config, config.ref.fsdp_config)
         self.build_engine(config.actor.strategy, actor_spec, *fsdp_configs)
-        self._rows_per_update = config.actor.sequences_per_update
         self._objective = self._policy_objective(None)
         self._roofline = Roofline.for_device(self.engine.facts, self.engine.device)
 
@@ -180,18 +245,13 @@ class ActorWorker(TrainWorker):
         temperature: float | None = None,
     ) -> DataProto:
         """Computes the log-prob and entropy of each token and, if `with_sum_pi_squared` is set, Σπ²."""
-        options: Options = {
-            "temperature": self.temperature(temperature),
-            "with_entropy": True,
-            "with_sum_pi_squared": with_sum_pi_squared,
-        }
+        options: Options = {"temperature": self.temperature(temperature), "with_entropy": True}
+        options["with_sum_pi_squared"] = with_sum_pi_squared
         if self.config.actor_rollout_ref.actor.router_replay.mode == "R2":
             options["with_routing"] = True
         outputs = self.engine.infer(data, **options)
-        column_names = {"log_probs": "old_log_probs", "entropy": "entropys"}
-        return DataProto.from_dict(
-            {column_names.get(name, name): values for name, values in outputs.items()}
-        )
+        names = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        return DataProto.from_dict({names.get(name, name): v for name, v in outputs.items()})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(
@@ -207,14 +267,9 @@ class ActorWorker(TrainWorker):
         self, data: DataProto, *, num_step_rows: int | None = None, temperature: float | None = None
     ) -> DataProto:
         """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
-        config = self.config.actor_rollout_ref.actor
+        config, start_time = self.config.actor_rollout_ref.actor, time.perf_counter()
         objective = self._objective if temperature is None else self._policy_objective(temperature)
-        updates = []
-        start_time = time.perf_counter()
-        with self.engine.on_device(optimizer=True):
-            for minibatch in self.minibatches(data, config, num_step_rows):
-                updates.append(self.engine.train_minibatch(minibatch, objective))
-        metrics = self.end_updates("actor", updates)
+        metrics = self.train("actor", objective, self.minibatches(data, config, num_step_rows))
         metrics |= self._device_metrics(data, time.perf_counter() - start_time)
         return DataProto(meta_info={"metrics": metrics})
 
@@ -279,7 +334,6 @@ class CriticWorker(TrainWorker):
         config = self.config.critic
         import_external(config.model.external_lib)
         self.build_engine(config.strategy, critic_spec, config.model.fsdp_config)
-        self._rows_per_update = config.sequences_per_update
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
@@ -288,13 +342,9 @@ class CriticWorker(TrainWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto, *, num_step_rows: int | None = None) -> DataProto:
         """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
-        config = self.config.critic
-        objective = ValueObjective(config)
-        updates = []
-        with self.engine.on_device(optimizer=True):
-            for minibatch in self.minibatches(data, config, num_step_rows):
-                updates.append(self.engine.train_minibatch(minibatch, objective))
-        return DataProto(meta_info={"metrics": self.end_updates("critic", updates)})
+        batches = self.minibatches(data, self.config.critic, num_step_rows)
+        metrics = self.train("critic", ValueObjective(self.config.critic), batches)
+        return DataProto(meta_info={"metrics": metrics})
 
 
 def full_config(config: Block) -> PPOTrainerConfig:

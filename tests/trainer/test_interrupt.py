@@ -16,7 +16,7 @@ import pytest
 from hone import cli
 from hone.controller.failures import ClusterFailed
 from hone.trainer.command_line import compose_arguments, run_program
-from hone.trainer.interrupt import SIGNALS, GracefulStop, Interrupted
+from hone.trainer.interrupt import SIGNAL_NAMES, GracefulStop, Interrupted
 from hone.trainer.ppo.trainer import PPOTrainer
 
 from .runs import Run, Task, start
@@ -97,9 +97,9 @@ def test_twice_stops_at_once(
 
 
 def test_the_handlers_of_before_come_back(train: Callable[..., Run]) -> None:
-    before = [signal.getsignal(number) for number in SIGNALS]
+    before = [signal.getsignal(number) for number in SIGNAL_NAMES]
     train()
-    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert [signal.getsignal(number) for number in SIGNAL_NAMES] == before
 
 
 def test_a_rank_counts_any_number_of_signals_as_one_request(

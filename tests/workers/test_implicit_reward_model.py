@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hone.workers.implicit_reward_model import ImplicitRewardModelWorker
+from hone.workers.process_reward_model import ImplicitRewardModelWorker
 from tests.engine.batches import rows
 from tests.workers.tasks import config_of, write_model
 

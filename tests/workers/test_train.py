@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from hone.config import load_config
+from hone.engine.contract import ModelFacts
 from hone.protocol import DataProto
 from hone.tracking.manifest import FolderNotShared
 from hone.workers.train import (
     ActorWorker,
     CriticWorker,
     ReferenceWorker,
+    Roofline,
     TrainWorker,
     full_config,
 )
@@ -21,9 +24,15 @@ from tests.workers.tasks import config_of, write_model
 
 
 class FakeEngine:
-    """Counts the steps of its schedule."""
+    """Counts the steps of its schedule; a mini-batch is the metrics of its update."""
 
     steps = 0
+
+    def on_device(self, optimizer):
+        return nullcontext()
+
+    def train_minibatch(self, batch, objective):
+        return batch
 
     def advance_schedule(self):
         self.steps += 1
@@ -44,7 +53,8 @@ def test_the_schedule_advances_once_per_step_and_optimizer_metrics_have_the_role
     worker = TrainWorker(config_of(Path("folder")))
     worker.engine = FakeEngine()
     update = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.5, "skipped_updates": 1.0}
-    metrics = worker.end_updates("actor", [update, update | {"loss": 4.0, "skipped_updates": 2.0}])
+    updates = [update, update | {"loss": 4.0, "skipped_updates": 2.0}]
+    metrics = worker.train("actor", None, updates)
     assert worker.engine.steps == 1
     assert metrics == {
         "loss": 3.0,
@@ -211,3 +221,37 @@ def test_a_checkpoint_resumes(model, batch, tmp_path):
     expected = critic.update_critic(batch).meta_info["metrics"]
     other.load_checkpoint(str(tmp_path))
     assert other.update_critic(batch).meta_info["metrics"] == expected
+
+
+FACTS = ModelFacts(
+    vocabulary=10,
+    max_position_embeddings=None,
+    eos_ids=(),
+    dtype=torch.float32,
+    parameters=100,
+    parameter_bytes=400,
+    layers=2,
+    attention_width=8,
+    kv_bytes_per_token=16,
+)
+ROOFLINE = Roofline(flops_per_s=1000.0, bytes_per_s=50.0, facts=FACTS)
+
+
+def test_an_update_counts_six_operations_per_parameter_and_token_and_attention_over_pairs():
+    expected = (6 * 100 * 4 + 6 * 8 * 2 * 4 * 4) / 2.0 / 1000
+    assert ROOFLINE.mfu([4], [0], seconds=2.0) == pytest.approx(expected)
+
+
+def test_a_shared_prompt_is_counted_once():
+    alone = ROOFLINE.mfu([4], [0], seconds=1.0)
+    assert ROOFLINE.mfu([4, 4], [0, 4], seconds=1.0) == pytest.approx(alone)
+
+
+def test_generation_reads_the_weights_once_per_decode_step_and_keys_once_per_token():
+    read = 3 * 400 + 3 * (5 + 3 / 2) * 16
+    share = ROOFLINE.mbu([5], [3], max_num_seqs=8, seconds=2.0)
+    assert share == pytest.approx(read / 2.0 / 50)
+
+
+def test_a_cpu_has_no_roofline():
+    assert Roofline.for_device(FACTS, torch.device("cpu")) is None

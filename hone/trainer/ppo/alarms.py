@@ -2,8 +2,8 @@
 
 A rule compares the last `patience` steps with the reference, which is up to `window` earlier steps. An alarm
 is raised if each of the last steps differs from the reference's median by more than the threshold, and by
-more than `deviations` times the reference's scaled median absolute deviation. No alarm is raised if the true
-score has also risen to its highest value, since the policy is then learning.
+more than `deviations` times the reference's scaled median absolute deviation. A true score that has also
+risen to its highest value prevents every alarm, since the policy is then learning.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import TypedDict
 
 from hone.config.trainer import AlarmsConfig
 from hone.tracking import RunFolder
+from hone.types import Settings
 
 log = logging.getLogger(__name__)
 
 TRUE_SCORE_METRIC = "group_info/avg_n/whole_batch/mean"
 """The share of correct responses. In a step without this metric, the validation score replaces it."""
-MIN_LEARNING_RISE, SCORE_TOLERANCE = 0.05, 0.02
-"""The policy is learning if the true score has risen by at least MIN_LEARNING_RISE, and if the score is at
-most SCORE_TOLERANCE below its highest value."""
+MIN_LEARNING_RISE = 0.05
+"""The smallest rise of the true score that counts as learning."""
+SCORE_TOLERANCE = 0.02
+"""A learning policy's true score is at most this far below its highest value."""
 MAD_SCALE = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
 
@@ -34,23 +35,15 @@ class AlarmsRaised(RuntimeError):
     """Raised after an alarm if `trainer.alarms.action=stop`."""
 
 
-class AlarmsState(TypedDict):
-    """The state of the alarms in a checkpoint."""
-
-    history: dict[str, list[float]]
-    raised: list[str]
-    kept: list[int]
-
-
 @dataclass(frozen=True)
 class Rule:
     """One sign of reward hacking: a metric, the kind of bound, and a description."""
 
-    metrics: tuple[str, ...]
-    """Alternative names of the metric; the first that a step has is read."""
+    description: str
     bound_name: str
     """A key of `_BOUNDS`, whose function computes the bound from the median and the threshold."""
-    description: str
+    metrics: tuple[str, ...]
+    """Alternative names of the metric; the first that a step has is read."""
     min_value: float = -math.inf
     """Values up to this one raise no alarm."""
     needs_true_score: bool = False
@@ -65,38 +58,35 @@ _BOUNDS: dict[str, Callable[[float, float], float]] = {
     "fall by factor": lambda centre, threshold: centre / threshold,
     "fall to": lambda centre, threshold: threshold,
 }
-_STEPS_METRIC, _LENGTH_METRIC = "num_of_steps", "response_length/mean"
 RULES = {
     "repetition": Rule(
-        ("high_level_scores/repeat_score/mean",), "rise", "responses repeat themselves"
+        "responses repeat themselves", "rise", ("high_level_scores/repeat_score/mean",)
     ),
     "reflection": Rule(
-        ("high_level_scores/reflection_pattern_score/mean",),
-        "rise",
         "responses are full of reflection phrases",
+        "rise",
+        ("high_level_scores/reflection_pattern_score/mean",),
     ),
-    "few_steps": Rule((f"{_STEPS_METRIC}/mean",), "fall to", "responses have a single step"),
-    "many_steps": Rule(
-        (f"{_STEPS_METRIC}/mean",), "rise by factor", "the number of steps explodes"
-    ),
-    "long_steps": Rule((f"{_STEPS_METRIC}/tokens_per_step",), "rise by factor", "steps grow"),
+    "few_steps": Rule("responses have a single step", "fall to", ("num_of_steps/mean",)),
+    "many_steps": Rule("the number of steps explodes", "rise by factor", ("num_of_steps/mean",)),
+    "long_steps": Rule("steps grow", "rise by factor", ("num_of_steps/tokens_per_step",)),
     "disagreement": Rule(
-        ("instant_rewards/orm_match_vr",), "fall", "the reward model agrees less with the rule"
+        "the reward model agrees less with the rule", "fall", ("instant_rewards/orm_match_vr",)
     ),
     "kl": Rule(
-        ("instant_rewards/kl/mean", "actor/kl_loss"),
-        "rise by factor",
         "the KL to the reference jumps",
+        "rise by factor",
+        ("instant_rewards/kl/mean", "actor/kl_loss"),
         min_value=0.05,  # nats per token: the KL rises from 0 in every run
     ),
     "outcome": Rule(
-        ("instant_rewards/outcome_reward/mean",),
-        "rise",
         "the reward model's reward jumps and the true score does not rise",
+        "rise",
+        ("instant_rewards/outcome_reward/mean",),
         needs_true_score=True,
     ),
-    "short_responses": Rule((_LENGTH_METRIC,), "fall by factor", "responses get short"),
-    "long_responses": Rule((_LENGTH_METRIC,), "rise by factor", "responses get long"),
+    "short_responses": Rule("responses get short", "fall by factor", ("response_length/mean",)),
+    "long_responses": Rule("responses get long", "rise by factor", ("response_length/mean",)),
 }
 
 
@@ -123,9 +113,7 @@ class Alarms:
             if self._is_raised(name, rule) and not is_learning:
                 alarm_names.append(name)
                 if name not in self._raised_alarms:
-                    self._apply_action(
-                        f"step {step}: alarm {name}: {self._describe(name, rule)}", step
-                    )
+                    self._apply_action(name, rule, step)
         self._raised_alarms = alarm_names
         return {"alarms/raised": len(alarm_names)} | {f"alarms/{name}": 1.0 for name in alarm_names}
 
@@ -146,20 +134,23 @@ class Alarms:
         old_steps = [number for number in steps if number <= step - self.config.patience]
         return [*self._protected_steps, *old_steps[-1:], *steps[len(old_steps) :][:1]]
 
-    def state_dict(self) -> AlarmsState:
-        return {
-            "history": self._history,
-            "raised": self._raised_alarms,
-            "kept": self._protected_steps,
-        }
+    def state_dict(self) -> Settings:
+        raised, protected_steps = self._raised_alarms, self._protected_steps
+        return {"history": self._history, "raised": raised, "kept": protected_steps}
 
-    def load_state_dict(self, state: AlarmsState | None) -> None:
+    def load_state_dict(self, state: Settings | None) -> None:
         """Restores the state, which is None in a checkpoint that was written without alarms."""
         if state is not None:
             self._history = {name: list(values) for name, values in state["history"].items()}
             self._raised_alarms, self._protected_steps = list(state["raised"]), list(state["kept"])
 
-    def _apply_action(self, message: str, step: int) -> None:
+    def _apply_action(self, name: str, rule: Rule, step: int) -> None:
+        *reference, current = self._history[name]
+        message = (
+            f"step {step}: alarm {name}: {rule.description} ({' or '.join(rule.metrics)} is {current:.4g}, "
+            f"its median over the {len(reference)} steps before was {median(reference):.4g}); "
+            f"trainer.alarms.{name}=null switches it off"
+        )
         # The weights of step N wrote the responses of step N + 1, so the step before the signs counts too.
         last_good_step = step - self.config.patience - 1
         earlier_steps = [n for n, _ in self._run.checkpoints() if n <= last_good_step][-1:]
@@ -209,23 +200,13 @@ class Alarms:
         if values is None:
             return False
         (reference, recent_values), patience = values, self.config.patience
-        smoothed_scores = [
-            median(reference[i : i + patience]) for i in range(len(reference) - patience + 1)
-        ]
-        changes = [b - a for a, b in pairwise(reference)]
-        noise = scaled_mad(changes) / math.sqrt(2)
+        num_windows = len(reference) - patience + 1
+        smoothed_scores = [median(reference[i : i + patience]) for i in range(num_windows)]
+        highest_score = max(smoothed_scores, default=max(reference))
+        noise = scaled_mad([b - a for a, b in pairwise(reference)]) / math.sqrt(2)
         current_score = median(recent_values)
         has_risen = current_score >= median(reference) + MIN_LEARNING_RISE
-        highest_score = max(smoothed_scores, default=max(reference))
         return has_risen and current_score >= highest_score - max(noise, SCORE_TOLERANCE)
-
-    def _describe(self, name: str, rule: Rule) -> str:
-        *reference, current = self._history[name]
-        return (
-            f"{rule.description} ({' or '.join(rule.metrics)} is {current:.4g}, its median over the "
-            f"{len(reference)} steps before was {median(reference):.4g}); trainer.alarms.{name}=null "
-            "switches it off"
-        )
 
 
 def scaled_mad(values: Sequence[float]) -> float:
@@ -239,7 +220,5 @@ def scaled_mad(values: Sequence[float]) -> float:
 def _true_score(metrics: Mapping[str, float]) -> float | None:
     if TRUE_SCORE_METRIC in metrics:
         return metrics[TRUE_SCORE_METRIC]
-    validation_scores = [
-        v for k, v in metrics.items() if k.startswith("val-core/") and "/mean@" in k
-    ]
-    return sum(validation_scores) / len(validation_scores) if validation_scores else None
+    names = [name for name in metrics if name.startswith("val-core/") and "/mean@" in name]
+    return sum(metrics[name] for name in names) / len(names) if names else None

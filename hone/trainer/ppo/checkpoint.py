@@ -16,10 +16,12 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from hone.config import PPOTrainerConfig, config_to_dict
 from hone.config.convert import show_value
 from hone.data.files import copy_to_local
+from hone.data.loader import Dataset, Stateful
 from hone.engine.saved_state import METADATA_FILE, read_metadata
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import (
@@ -36,12 +38,16 @@ from hone.tracking.manifest import MANIFEST, find_damage, require_files, write_m
 from hone.trainer.ppo import remote_checkpoints
 from hone.types import JsonValue, Settings
 
+if TYPE_CHECKING:
+    from hone.trainer.ppo.plan import Plan
+
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 _TEMPORARY_SUFFIX = ".tmp"
+_MODEL_KEY = "actor_rollout_ref.model.path"
 MAX_CHANGES_SHOWN = 6
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PPO_KEYS = (
@@ -90,7 +96,12 @@ def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
     try:
         temporary.mkdir()
         yield temporary
-        require_files(temporary, _shard_files(temporary))
+        shard_files = {
+            metadata_file.with_name(shard.relative_path)
+            for metadata_file in temporary.rglob(METADATA_FILE)
+            for shard in (read_metadata(metadata_file.parent).storage_data or {}).values()
+        }
+        require_files(temporary, shard_files)
         write_manifest(temporary)
         if run.metrics_file.exists():
             sync(run.metrics_file)
@@ -104,15 +115,6 @@ def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
             raise
         raise CheckpointError(_save_error_message(run, step, error_number)) from error
     atomic_write_text(run.latest_file, str(step))
-
-
-def _shard_files(folder: Path) -> set[Path]:
-    """Returns the files that the metadata of a sharded checkpoint lists."""
-    return {
-        metadata_file.with_name(shard.relative_path)
-        for metadata_file in folder.rglob(METADATA_FILE)
-        for shard in (read_metadata(metadata_file.parent).storage_data or {}).values()
-    }
 
 
 def _remove_checkpoint(folder: Path) -> None:
@@ -207,14 +209,11 @@ def checkpoint_from_path(path: str | None) -> tuple[int, Path]:
     """Returns the step and folder of `trainer.resume_from_path`; raises an error if there is none."""
     folder = Path(copy_to_local(path or "")).expanduser()
     match = re.fullmatch(r"global_step_(\d+)", folder.name)
+    problem = "does not exist; name a global_step_N"
     if match is None:
-        raise CheckpointError(
-            f"trainer.resume_from_path={path} must name a folder global_step_N (resume_mode=resume_path)"
-        )
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"trainer.resume_from_path={path} does not exist; name a global_step_N"
-        )
+        problem = "must name a folder global_step_N (resume_mode=resume_path)"
+    if match is None or not folder.is_dir():
+        raise CheckpointError(f"trainer.resume_from_path={path} {problem}")
     return int(match[1]), folder
 
 
@@ -237,10 +236,8 @@ def print_resumed(folder: Path, step: int, total_steps: int | None) -> None:
 def print_result(run: RunFolder, step: int) -> None:
     """Prints the location of a run's results and the commands that show them."""
     folder = run.checkpoint(step)
-    location = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
-    screen().line(
-        f"done at step {step}: {location}; the run's metrics and config are in {run.path}"
-    )
+    model = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
+    screen().line(f"done at step {step}: {model}; the run's metrics and config are in {run.path}")
     screen().line(f"look at it: hone report {shlex.quote(str(run.path))} --out report.html")
 
 
@@ -263,12 +260,13 @@ def write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 def read_state(folder: Path, *keys: str) -> dict[str, Any]:
     """Returns the state that `write_state` wrote; raises an error if one of `keys` is missing."""
+    file = folder / STATE_FILE
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        state = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(state, dict) and state.keys() >= set(keys):
             return state
     raise CheckpointError(
-        f"{folder / STATE_FILE} is not the state of a run (it needs {', '.join(keys) or 'a table'}); set "
+        f"{file} is not the state of a run (it needs {', '.join(keys) or 'a table'}); set "
         "trainer.resume_from_path to another checkpoint"
     )
 
@@ -306,10 +304,8 @@ def changed_settings(
             new_text = f"={show_value(new_value)}" if key in new_values else " not set"
             old_text = show_value(old_value) if key in old_values else "not set"
             changes.append(f"{key}{new_text}, before {old_text}")
-    if len(changes) > MAX_CHANGES_SHOWN:
-        changes[MAX_CHANGES_SHOWN - 1 :] = [
-            f"and {len(changes) - MAX_CHANGES_SHOWN + 1} settings more"
-        ]
+    if (num_hidden := len(changes) - MAX_CHANGES_SHOWN + 1) > 1:
+        changes[MAX_CHANGES_SHOWN - 1 :] = [f"and {num_hidden} settings more"]
     return changes
 
 
@@ -319,12 +315,9 @@ def _to_lists(value: JsonValue) -> JsonValue:
 
 
 def _save_error_message(run: RunFolder, step: int, error_number: int) -> str:
-    checkpoints = run.checkpoints()
-    state = (
-        f"{checkpoints[-1][1].name} is untouched"
-        if checkpoints
-        else "there is no earlier checkpoint"
-    )
+    state = "there is no earlier checkpoint"
+    if checkpoints := run.checkpoints():
+        state = f"{checkpoints[-1][1].name} is untouched"
     cause, remedy = STORAGE_ERRORS[error_number]
     advice = remedy.capitalize()
     if error_number in (errno.ENOSPC, errno.EDQUOT):
@@ -336,3 +329,68 @@ def _save_error_message(run: RunFolder, step: int, error_number: int) -> str:
         f"{cause}: step {step} could not be saved in {run.path}; {state}. {advice} and start "
         "the same command again: it resumes with trainer.resume_mode=auto (the default)"
     )
+
+
+class EarlierRun:
+    """The run that wrote the checkpoint to resume from; `checkpoint` is None for a new run."""
+
+    def __init__(self, config: PPOTrainerConfig) -> None:
+        self.config, trainer = config, config.trainer
+        self.checkpoint: Path | None = None
+        self._settings: Settings = {}
+        if trainer.resume_mode == "auto":
+            newest = RunFolder(trainer.default_local_dir).checkpoints()[-1:]
+            self.checkpoint = newest[0][1] if newest else None
+        elif trainer.resume_mode != "disable":
+            self.checkpoint = checkpoint_from_path(trainer.resume_from_path)[1]
+        if self.checkpoint is not None:
+            self._settings = RunFolder(self.checkpoint.parent).read_config_or_empty()
+
+    def problems(self, plan: Plan) -> Iterator[str]:
+        """Yields the reasons why this run cannot resume from the checkpoint."""
+        if self.checkpoint is None:
+            return
+        has_actor, has_critic, has_reward_model = (
+            (self.checkpoint / name).is_dir() for name in ("actor", "critic", "reward")
+        )
+        if plan.needs_implicit_rewards and has_actor and not has_reward_model:
+            yield (
+                f"{self.checkpoint} has no reward model: the run that wrote it trained none, but "
+                "reward_model.type=prime needs one; start in another trainer.default_local_dir with its "
+                f"model ({_MODEL_KEY}={self.checkpoint})"
+            )
+        if plan.needs_critic and has_actor and not has_critic:
+            estimator = self._settings.get("algorithm", {}).get("adv_estimator")
+            yield (
+                f"{self.checkpoint} has no critic: the run that wrote it"
+                f"{f' (algorithm.adv_estimator={estimator})' if estimator else ''} trained none, but "
+                f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs one; keep the "
+                "estimator, or start in another trainer.default_local_dir with its model "
+                f"({_MODEL_KEY}={self.checkpoint})"
+            )
+
+    def require_same_data(self, dataset: Dataset | None) -> None:
+        """Raises an error if `dataset` is not the data set that the checkpoint was trained on."""
+        if self.checkpoint is None or not isinstance(dataset, Stateful):
+            return
+        with contextlib.suppress(CheckpointError):  # loading the checkpoint reports an error
+            state = read_state(self.checkpoint, "loader")["loader"]
+            if isinstance(state, dict) and state.get("dataset") is not None:
+                dataset.load_state_dict(state["dataset"])
+
+    def changes(self, total_steps: int) -> Iterator[str]:
+        """Yields one line per setting that differs from the earlier run."""
+        old_config = self._settings
+        if self.checkpoint is None or not old_config or self.config.trainer.val_only:
+            return
+        if checkpoint_from_path(str(self.checkpoint))[0] >= total_steps:
+            return
+        path = self.config.actor_rollout_ref.model.path
+        base_model = old_config.get("actor_rollout_ref", {}).get("model", {}).get("path")
+        if base_model is not None and base_model != path:
+            yield (
+                f"{self.checkpoint} was trained from {_MODEL_KEY}={base_model}, not from {path}; to train "
+                f"{path}, set another trainer.default_local_dir"
+            )
+        changes = changed_settings(old_config, config_to_dict(self.config), PPO_KEYS)
+        yield from (f"from {self.checkpoint.name} on: {change}" for change in changes)

@@ -94,9 +94,12 @@ class DynamicSampling:
         num_reported = 0
         while (accepted_numbers := self._accepted_numbers()) is None:
             while self._needs_round():
-                numbers = self._submit(self._loader.next_batch())
-                self._rounds.append(_Round(numbers, self._loader.state_dict()))
-            self._record_chunk(self._score(self._take(self._chunk_size())))
+                group_numbers = self._submit(self._loader.next_batch())
+                self._rounds.append(_Round(group_numbers, self._loader.state_dict()))
+            chunk_size = None  # waits for all groups
+            if self._scores_chunks:  # the next round can start before the current one ends
+                chunk_size = max(1, len(self._rounds[0].group_numbers) // _CHUNKS_PER_ROUND)
+            self._record_chunk(self._score(self._take(chunk_size)))
             while num_reported < len(self._rounds) and self._is_scored(self._rounds[num_reported]):
                 num_reported += 1
                 self._report_round(num_reported)
@@ -110,13 +113,8 @@ class DynamicSampling:
         metrics = batch.meta_info.setdefault("metrics", {})
         metrics["training/num_gen_batches"] = float(rounds_needed)
         if self._config.logs_response_metrics:
-            candidate_numbers = [
-                n for r in self._rounds for n in r.group_numbers if n <= max(accepted_numbers)
-            ]
-            generated_batch = self._select_groups(
-                [n for n in candidate_numbers if n in self._groups]
-            )
-            metrics |= filter_metrics(generated_batch, batch, self._config)
+            numbers = [n for n in sorted(self._groups) if n <= max(accepted_numbers)]
+            metrics |= filter_metrics(self._select_groups(numbers), batch, self._config)
         return batch
 
     def _needs_round(self) -> bool:
@@ -133,36 +131,19 @@ class DynamicSampling:
         informative_rate = (num_informative + 1) / (len(self._groups) + 1)
         return num_informative + informative_rate * num_unscored < self._groups_needed
 
-    def _chunk_size(self) -> int | None:
-        """Returns the number of groups to wait for; None waits for all.
-
-        A chunk is a part of a round, so that the next round can start before the current one ends.
-        """
-        if not self._scores_chunks:
-            return None
-        return max(1, len(self._rounds[0].group_numbers) // _CHUNKS_PER_ROUND)
-
     def _record_chunk(self, batch: DataProto) -> None:
         """Records a scored chunk and its groups."""
         keep = keep_mask(batch, self._config)
         assert keep is not None
         uids = batch.non_tensor_batch["uid"]
-        rows_by_uid: dict[str, list[int]] = {}
-        for row, uid in enumerate(uids):
-            rows_by_uid.setdefault(uid, []).append(row)
-        values_by_uid: dict[str, list[float]] = {uid: [] for uid in rows_by_uid}
-        scores = _metric_values(batch, self._metric_name, self._config)
-        for uid, value in zip(last_row_values(batch, uids), scores, strict=True):
-            values_by_uid[uid].append(float(value))
-        for number, (uid, group_rows) in zip(
-            batch.meta_info["group_numbers"], rows_by_uid.items(), strict=True
-        ):
-            self._groups[number] = _Group(
-                len(self._chunks),
-                torch.tensor(group_rows),
-                values_by_uid[uid],
-                bool(keep[group_rows[0]]),
-            )
+        row_groups = Groups.of(uids).ids  # in order of appearance, as the group numbers
+        value_groups = Groups.of(last_row_values(batch, uids)).ids
+        values = _metric_values(batch, self._metric_name, self._config)
+        for index, number in enumerate(batch.meta_info["group_numbers"]):
+            rows = (row_groups == index).nonzero().squeeze(1)
+            group_values = values[value_groups == index].tolist()
+            is_informative = bool(keep[rows[0]])
+            self._groups[number] = _Group(len(self._chunks), rows, group_values, is_informative)
         self._chunks.append(batch)
 
     def _accepted_numbers(self) -> list[int] | None:
@@ -182,22 +163,18 @@ class DynamicSampling:
 
     def _select_groups(self, numbers: Sequence[int]) -> DataProto:
         groups = [self._groups[number] for number in numbers]
-        chunk_indices = sorted({group.chunk_index for group in groups})
         chunk_offsets: dict[int, int] = {}
         total = 0
-        for chunk_index in chunk_indices:
+        for chunk_index in sorted({group.chunk_index for group in groups}):
             chunk_offsets[chunk_index] = total
             total += len(self._chunks[chunk_index])
-        chunks = [self._chunks[chunk_index] for chunk_index in chunk_indices]
+        chunks = [self._chunks[chunk_index] for chunk_index in chunk_offsets]
         batch = chunks[0] if len(chunks) == 1 else pad_and_concat(chunks)
         return batch.select_idxs(torch.cat([g.rows + chunk_offsets[g.chunk_index] for g in groups]))
 
     def _report_round(self, round_number: int) -> None:
         """Prints the result of a round; raises an error if groups are missing and no round is left."""
-        rounds = [
-            [self._groups[number] for number in r.group_numbers]
-            for r in self._rounds[:round_number]
-        ]
+        rounds = [[self._groups[n] for n in r.group_numbers] for r in self._rounds[:round_number]]
         informative_counts = [sum(group.is_informative for group in groups) for groups in rounds]
         total = sum(informative_counts)
         screen().line(
@@ -219,9 +196,7 @@ class DynamicSampling:
             f"{value:g} in {100 * n / values.total():.0f} % of the responses"
             for value, n in values.most_common(3)
         ]
-        num_equal_groups = sum(
-            len(group.values) > 1 and len(set(group.values)) == 1 for group in groups
-        )
+        num_equal_groups = sum(len(g.values) > 1 and len(set(g.values)) == 1 for g in groups)
         raise NotEnoughSignal(
             f"{round_number} generation rounds gave {total} groups with signal, {self._groups_needed} are "
             f"needed. In {num_equal_groups} of {len(groups)} groups all responses have the same "
@@ -244,16 +219,11 @@ def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
             passes_curriculum = torch.ones(len(uids), dtype=torch.bool)
             # Trajectories that no rule scores pass: the reward model's score is still a signal.
             is_scored = has_rule_score(batch)
-            scores, scored_uids = (
-                trajectory_totals(batch, rewards)[is_scored],
-                uids[is_scored.numpy()],
-            )
+            inputs = trajectory_totals(batch, rewards)[is_scored], uids[is_scored.numpy()]
             if curriculum.fn_name == "interquartile":
-                passes_curriculum[is_scored] = interquartile(
-                    scores, scored_uids, **curriculum.fn_params
-                )
+                passes_curriculum[is_scored] = interquartile(*inputs, **curriculum.fn_params)
             else:
-                passes_curriculum[is_scored] = remove_extreme(scores, scored_uids)
+                passes_curriculum[is_scored] = remove_extreme(*inputs)
             keep = passes_curriculum if keep is None else keep & passes_curriculum
     row_trajectories = trajectory_indices(batch)
     return keep if keep is None or row_trajectories is None else keep[row_trajectories]
@@ -264,7 +234,13 @@ def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
     data = config.data
     keep = keep_mask(batch, config)
     if data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1:
-        batch, keep = _sort_preferred_first(batch, keep, config)
+        is_preferred = _passes_prime_filters(batch, config)  # groups that pass come first
+        order = (~is_preferred[Groups.of(batch.non_tensor_batch["uid"]).ids]).int()
+        order = order.argsort(stable=True)
+        keep = torch.ones(len(batch), dtype=torch.bool) if keep is None else keep[order]
+        batch = batch.select_idxs(order)
+        preferred_share = float(is_preferred.double().mean())
+        batch.meta_info.setdefault("metrics", {})["training/preferred_groups"] = preferred_share
     if keep is None:
         return batch
     filtered_batch = batch.select_idxs(keep)
@@ -281,30 +257,19 @@ def filter_batch(batch: DataProto, config: PPOTrainerConfig) -> DataProto:
     return filtered_batch
 
 
-def _sort_preferred_first(
-    batch: DataProto, keep: torch.Tensor | None, config: PPOTrainerConfig
-) -> tuple[DataProto, torch.Tensor]:
-    """Sorts the rows of the batch and of `keep`: groups that pass PRIME's two filters come first."""
+def _passes_prime_filters(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor:
+    """Returns a bool per group: whether the group passes PRIME's two filters."""
     data, uids = config.data, batch.non_tensor_batch["uid"]
     groups = Groups.of(uids)
     is_preferred = torch.ones(groups.count, dtype=torch.bool)
     if data.filter_accuracy:
-        group_means = Groups.of(last_row_values(batch, uids)).mean(
-            _metric_values(batch, "score", config)
-        )
-        is_preferred &= (group_means >= data.accuracy_lower_bound) & (
-            group_means <= data.accuracy_upper_bound
-        )
+        scores = _metric_values(batch, "score", config)
+        means = Groups.of(last_row_values(batch, uids)).mean(scores)
+        is_preferred &= (means >= data.accuracy_lower_bound) & (means <= data.accuracy_upper_bound)
     if data.filter_truncate:
         lengths = split_attention_mask(batch)[1].sum(-1)
         is_preferred &= groups.max(lengths) < data.max_response_length
-    order = (~is_preferred[groups.ids]).int().argsort(stable=True)
-    if keep is None:
-        keep = torch.ones(len(batch), dtype=torch.bool)
-    batch = batch.select_idxs(order)
-    preferred_share = float(is_preferred.double().mean())
-    batch.meta_info.setdefault("metrics", {})["training/preferred_groups"] = preferred_share
-    return batch, keep[order]
+    return is_preferred
 
 
 def _metric_values(batch: DataProto, name: str, config: PPOTrainerConfig) -> torch.Tensor:

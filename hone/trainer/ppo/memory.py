@@ -18,12 +18,12 @@ def explain_out_of_memory(step: str) -> Iterator[None]:
     """Replaces an out-of-memory error with one that says which settings lower the memory use."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        cause = _out_of_memory_message(error)
-        if cause is None:
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        message = _out_of_memory_message(error)
+        if message is None:
             raise
         raise OutOfMemory(
-            f"out of memory in {step}: {cause} Lower "
+            f"out of memory in {step}: {message} Lower "
             "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu) and "
             "the critic's, rollout.max_num_seqs, or data.max_response_length; or set "
             "actor_rollout_ref.model.enable_gradient_checkpointing=true, on a GPU also "
@@ -62,10 +62,9 @@ def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
 def _out_of_memory_message(error: BaseException | None) -> str | None:
     """Returns the first line of the out-of-memory error among `error` and its causes; None without one."""
     while error is not None:
-        lines = str(error).splitlines() or [type(error).__name__]
         # torch's CPU allocator raises a plain RuntimeError.
         is_cpu_error = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
         if is_cpu_error or isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return lines[0]
+            return str(error).partition("\n")[0] or type(error).__name__
         error = error.__cause__
     return None

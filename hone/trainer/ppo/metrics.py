@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from hone.agents.collate import last_row_values, trajectory_indices, trajectory_totals
-from hone.algorithms.advantages.estimator import outcomes
 from hone.columns import require
+from hone.ops.groups import Groups
 from hone.ops.masked import masked_mean, split_at_response
 from hone.protocol import DataProto
 from hone.tracking.markers import TIMING_PREFIX
@@ -54,15 +54,8 @@ class StepWarnings:
 
         The result is empty if every group has only one response.
         """
-        arrays = batch.non_tensor_batch
-        outcome = outcomes(
-            "scores",
-            require(batch, "token_level_scores"),
-            require(batch, "response_mask"),
-            arrays["uid"],
-            arrays.get("trajectory_id"),
-        )
-        groups, scores = outcome.groups, outcome.scores
+        scores = trajectory_totals(batch, require(batch, "token_level_scores").sum(-1))
+        groups = Groups.of(last_row_values(batch, batch.non_tensor_batch["uid"]))
         has_several_responses = groups.sizes > 1
         if not has_several_responses.any():
             return {}
@@ -113,21 +106,19 @@ def data_metrics(
     columns, arrays = batch.batch, batch.non_tensor_batch
     mask = columns["response_mask"].bool()
     prompt_length, response_length = (part.sum(1) for part in split_attention_mask(batch))
+    is_long_prompt = prompt_length >= max_prompt_length
+    is_long_response = response_length >= max_response_length
     scores = trajectory_totals(batch, columns["token_level_scores"].sum(-1))
+    rewards = trajectory_totals(batch, columns["token_level_rewards"].sum(-1))
     metrics = {
         **mean_max_min("critic/score", scores),
-        **mean_max_min(
-            "critic/rewards", trajectory_totals(batch, columns["token_level_rewards"].sum(-1))
-        ),
+        **mean_max_min("critic/rewards", rewards),
         **mean_max_min("critic/advantages", columns["advantages"][mask]),
         **mean_max_min("critic/returns", columns["returns"][mask]),
         **mean_max_min("response_length", response_length),
         **mean_max_min("prompt_length", prompt_length),
-        "response_length/clip_ratio": (response_length >= max_response_length)
-        .float()
-        .mean()
-        .item(),
-        "prompt_length/clip_ratio": (prompt_length >= max_prompt_length).float().mean().item(),
+        "response_length/clip_ratio": is_long_response.float().mean().item(),
+        "prompt_length/clip_ratio": is_long_prompt.float().mean().item(),
         "reward/mean": scores.mean().item(),
     }
     if (indices := trajectory_indices(batch)) is not None:
@@ -154,34 +145,28 @@ def data_metrics(
     for name in ("num_turns", "tool_call_counts", "tool_failures"):
         counts = torch.tensor([float(n) for n in arrays.get(name, ()) if n is not None])
         metrics |= mean_max_min(name, counts)
-    env_names = environment_columns(batch)
-    if env_names:
+    for name in environment_columns(batch):
         policy_tokens = int(mask.sum())
         metrics["state_tokens/total"] = policy_tokens
         metrics["state_tokens/coverage"] = policy_tokens / max(int(response_length.sum()), 1)
-    for name in env_names:
-        statistics = mean_max_min(
-            name, torch.tensor([float(n) for n in arrays[name] if n is not None])
-        )
-        is_count = name == "env/number_of_actions"
-        metrics |= statistics if is_count else {name: statistics[f"{name}/mean"]}
+        numbers = torch.tensor([float(n) for n in arrays[name] if n is not None])
+        if name == "env/number_of_actions":
+            metrics |= mean_max_min(name, numbers)
+        else:
+            metrics[name] = numbers.mean().item()
     return metrics
 
 
 def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[str, float]:
     """Returns the mean score and the share of trajectories of each `reward_model.style`."""
-    scores_by_style: dict[str, list[float]] = {}
-    for score, reward_model in zip(scores.tolist(), reward_models, strict=True):
-        style = reward_model.get("style") if isinstance(reward_model, dict) else None
-        scores_by_style.setdefault("model" if style == "model" else "rule", []).append(score)
-    return {
-        f"reward/style_{style}/{name}": value
-        for style, style_scores in scores_by_style.items()
-        for name, value in (
-            ("mean", sum(style_scores) / len(style_scores)),
-            ("share", len(style_scores) / len(scores)),
-        )
-    }
+    styles = [m.get("style") if isinstance(m, dict) else None for m in reward_models]
+    is_model = torch.tensor([style == "model" for style in styles])
+    metrics: dict[str, float] = {}
+    for style, is_in_style in (("model", is_model), ("rule", ~is_model)):
+        if is_in_style.any():
+            metrics[f"reward/style_{style}/mean"] = scores[is_in_style].mean().item()
+            metrics[f"reward/style_{style}/share"] = is_in_style.float().mean().item()
+    return metrics
 
 
 def environment_columns(batch: DataProto) -> list[str]:
@@ -230,12 +215,10 @@ def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
     from hone.models.routing import expert_load_metrics, routing_shape
 
     shape = routing_shape(load_config(model_path))  # (experts, experts per token)
-    experts = batch.batch["routed_experts"]
-    prompt_width = batch.batch["prompts"].shape[1]
-    mask = batch.batch["response_mask"]
-    return (
-        expert_load_metrics(experts[:, prompt_width:], mask, shape[0]) if shape is not None else {}
-    )
+    if shape is None:
+        return {}
+    experts, prompt_width = batch.batch["routed_experts"], batch.batch["prompts"].shape[1]
+    return expert_load_metrics(experts[:, prompt_width:], batch.batch["response_mask"], shape[0])
 
 
 class Timers:

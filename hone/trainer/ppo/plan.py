@@ -77,8 +77,6 @@ class Plan:
     columns: frozenset[str]
     """All columns that the readers of this run need."""
     reward_model: Literal["orm", "prm", "prime", "judge"] | None
-    uses_rollout_log_probs: bool
-    """Whether the rollout's log-probs are used as the old log-probs."""
     rows_per_update: tuple[int, ...]
     """Rows per mini-batch, for each trained role."""
     has_reward_server: bool
@@ -90,10 +88,6 @@ class Plan:
     """
     filters_groups: bool
     """Whether groups are filtered after scoring; dynamic sampling filters them itself."""
-    corrects_rollout: bool
-    """Whether a rollout correction is applied before the update."""
-    logs_response_metrics: bool
-    """Whether the metrics of response_metrics.py are computed."""
     needs_reference: bool
     needs_critic: bool
     needs_implicit_rewards: bool
@@ -108,6 +102,11 @@ class Plan:
     def has_external_reward_model(self) -> bool:
         """Whether a reward manager calls the reward model, which is a judge or runs on a server."""
         return self.has_reward_server or self.reward_model == "judge"
+
+    @property
+    def has_reward_engine(self) -> bool:
+        """Whether the reward model runs on a training engine."""
+        return self.reward_model in ("prm", "prime") and not self.has_reward_server
 
     @staticmethod
     def of(config: PPOTrainerConfig) -> Plan:
@@ -127,16 +126,6 @@ def find_problems_and_notes(
     if not isinstance(config, PPOTrainerConfig):
         return [], []
     plan, problems = _build_plan(config)
-    problems += unknown_name_problems(config)
-    if plan is None:
-        return problems, []
-    return [*problems, *_plan_problems(config, plan)], lines_per_sentence(
-        _keys_without_effect(config, plan, origins)
-    )
-
-
-def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
-    """Yields a problem per unknown plug-in name; `_build_plan` checks estimator, loss and KL."""
     rollout = config.actor_rollout_ref.rollout
     lookups: dict[str, tuple[Table[Function], str]] = {
         "actor_rollout_ref.rollout.name": (ENGINES, rollout.name),
@@ -150,15 +139,18 @@ def unknown_name_problems(config: PPOTrainerConfig) -> Iterator[str]:
     for key, (table, name) in lookups.items():
         if name not in table and ":" not in name:
             suggestion = did_you_mean(nearest(name, table.names()))
-            yield f"{key}={name}: unknown {table.kind}.{suggestion} Known: {', '.join(table.names())}"
+            known_names = ", ".join(table.names())
+            problems.append(f"{key}={name}: unknown {table.kind}.{suggestion} Known: {known_names}")
+    if plan is None:
+        return problems, []
+    problems += _plan_problems(config, plan)
+    return problems, lines_per_sentence(_keys_without_effect(config, plan, origins))
 
 
 def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     """Returns the plan, which is None without a valid estimator, and the problems in the config."""
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.reward_model
-    reward_model_type: Literal["orm", "prm", "prime", "judge"] | None = (
-        model.type if model.enable else None
-    )
+    reward_model_type = model.type if model.enable else None
     problems: list[str] = []
 
     def try_build(build: Callable[[], T], key: str = "") -> T | None:
@@ -190,42 +182,33 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     for reader in readers:
         problems += [p for c in reader.columns if (p := _missing_column_problem(c, reader, config))]
     columns = frozenset(column for reader in readers for column in reader.columns)
-    rows_per_update = [actor.sequences_per_update]
-    if "values" in columns:
-        rows_per_update.append(config.critic.sequences_per_update)
-    uses_rollout_log_probs = algorithm.rollout_correction.bypass_mode
+    needs_critic = "values" in columns
+    critic_rows_per_update = (config.critic.sequences_per_update,) if needs_critic else ()
+    data, filters_prompts = config.data, config.curriculum_learning.enable
     return Plan(
         estimator=estimator,
         columns=columns,
         reward_model=reward_model_type,
-        uses_rollout_log_probs=uses_rollout_log_probs,
-        rows_per_update=tuple(rows_per_update),
+        rows_per_update=(actor.sequences_per_update, *critic_rows_per_update),
         has_reward_server=bool(reward_model_type and model.server.url),
-        log_prob_columns=_log_prob_columns(
-            columns - ({"old_log_probs"} if uses_rollout_log_probs else set()),
-            records_routing=actor.router_replay.mode == "R2",
-        ),
-        filters_groups=_filters_groups(config),
-        corrects_rollout=algorithm.rollout_correction.applies_before_update,
-        logs_response_metrics=config.logs_response_metrics,
+        log_prob_columns=_log_prob_columns(config, columns),
+        filters_groups=filters_prompts
+        or (data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1),
         needs_reference="ref_log_prob" in columns,
-        needs_critic="values" in columns,
+        needs_critic=needs_critic,
         needs_implicit_rewards="reward/implicit" in columns,
         needs_greedy_baselines="reward_baselines" in columns,
     ), problems
 
 
-def _filters_groups(config: PPOTrainerConfig) -> bool:
-    data = config.data
-    filters_responses = data.filter_accuracy or data.filter_truncate
-    return config.curriculum_learning.enable or filters_responses or data.oversample_factor > 1
-
-
-def _log_prob_columns(columns: Set[str], *, records_routing: bool) -> tuple[str, ...]:
+def _log_prob_columns(config: PPOTrainerConfig, columns: Set[str]) -> tuple[str, ...]:
     """Returns the columns that the log-prob pass writes; entropies are always among them."""
+    if config.algorithm.rollout_correction.bypass_mode:  # the rollout's log-probs are the old ones
+        columns = columns - {"old_log_probs"}
     names = tuple(name for name in _LOG_PROB_COLUMNS if name in columns)
     if not names:
         return ()
+    records_routing = config.actor_rollout_ref.actor.router_replay.mode == "R2"
     routing = ("routed_experts",) if records_routing else ()
     return tuple(dict.fromkeys((*names, "entropys", *routing)))
 
@@ -276,12 +259,11 @@ def _remedies_by_column(config: PPOTrainerConfig) -> dict[str, str]:
         remedies["routed_experts"] = "actor_rollout_ref.actor.router_replay.mode=R2"
     if config.critic.enable is False:
         remedies["values"] = "critic.enable=null or true"
-    for model_type, type_setting, columns in (
-        ("orm", "", ("rm_scores", "reward/model")),
-        ("prm", " and reward_model.type=prm", ("step_mask", "reward/process")),
-        ("prime", " and reward_model.type=prime", ("reward/implicit",)),
+    for types, type_setting, columns in (
+        (("orm", "judge"), "", ("rm_scores", "reward/model")),
+        (("prm",), " and reward_model.type=prm", ("step_mask", "reward/process")),
+        (("prime",), " and reward_model.type=prime", ("reward/implicit",)),
     ):
-        types = ("orm", "judge") if model_type == "orm" else (model_type,)
         if not (model.enable and model.type in types):
             remedy = f"reward_model.enable=true{type_setting} with a reward_model.model.path"
             remedies |= dict.fromkeys(columns, remedy)
@@ -294,12 +276,9 @@ _COLUMNS_AFTER_ESTIMATOR = ("advantages", "returns", "step_row", "padded_row")
 def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
     """Returns a problem if no step of this run writes the column before it is read."""
     column = declaration(name)
-    if column is None:  # a column of the data, or an extra of a score function
-        nearest_column = nearest(name, COLUMNS)
-        return (
-            nearest_column
-            and f"{reader.setting} reads {name!r}, which no step writes.{did_you_mean(nearest_column)}"
-        )
+    if column is None:  # a column of the data, an extra of a score function, or a typing error
+        hint = did_you_mean(nearest(name, COLUMNS))
+        return f"{reader.setting} reads {name!r}, which no step writes.{hint}" if hint else None
     if remedy := _remedies_by_column(config).get(name):
         return f"{reader.setting} reads {name}, which this run does not write; use {remedy}"
     if name in _COLUMNS_AFTER_ESTIMATOR and not reader.in_update:
@@ -338,16 +317,14 @@ def _plan_problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
         )
     ref, critic, reward = config.actor_rollout_ref.ref, config.critic, config.reward_model
     critic_block, reward_block = critic.model.fsdp_config, reward.model.fsdp_config
-    uses_reward_engine = plan.reward_model in ("prm", "prime") and not plan.has_reward_server
+    reward_ranks = sum(config.reward_pool) or config.world_size
     for is_used, key, role, block, ranks in (
-        (plan.needs_reference, "actor_rollout_ref.ref", ref, ref.fsdp_config, 0),
-        (plan.needs_critic, "critic", critic, critic_block, 0),
-        (uses_reward_engine, "reward_model", reward, reward_block, sum(config.reward_pool)),
+        (plan.needs_reference, "actor_rollout_ref.ref", ref, ref.fsdp_config, config.world_size),
+        (plan.needs_critic, "critic", critic, critic_block, config.world_size),
+        (plan.has_reward_engine, "reward_model", reward, reward_block, reward_ranks),
     ):
         if is_used:
-            yield from mesh_problems(
-                ranks or config.world_size, key, role, f"{key}.fsdp_config", block
-            )
+            yield from mesh_problems(ranks, key, role, f"{key}.fsdp_config", block)
 
 
 def _keys_without_effect(
@@ -355,21 +332,19 @@ def _keys_without_effect(
 ) -> Iterator[tuple[str, str]]:
     """Yields each given key that has no effect in this run, with the reason."""
     reasons: dict[str, str] = {}
+    name = config.algorithm.adv_estimator
+    estimator = f"algorithm.adv_estimator={name}"
     if not plan.needs_critic:
-        reason = f"there is no critic (algorithm.adv_estimator={config.algorithm.adv_estimator})"
-        reasons |= {f"critic.{name}": reason for name in config.critic if name != "enable"}
+        reason = f"there is no critic ({estimator})"
+        reasons |= {f"critic.{key}": reason for key in config.critic if key != "enable"}
     if not plan.needs_reference:
         reasons["actor_rollout_ref.ref"] = "no KL to the reference policy is configured"
-    name = config.algorithm.adv_estimator
     if TABLE.is_built_in(name):
         entries = [TABLE.get(other) for other in TABLE.names() if TABLE.is_built_in(other)]
-        options = set().union(
-            *(_algorithm_keys(e.estimator) for e in entries if isinstance(e, EstimatorFunction))
-        )
+        functions = [entry for entry in entries if isinstance(entry, EstimatorFunction)]
+        options = set().union(*(_algorithm_keys(entry.estimator) for entry in functions))
         unused_keys = options - _algorithm_keys(type(plan.estimator))
-        reasons |= {
-            f"algorithm.{option}": f"algorithm.adv_estimator={name}" for option in unused_keys
-        }
+        reasons |= {f"algorithm.{key}": estimator for key in unused_keys}
     for prefix, reason in reasons.items():
         for key in origins:
             if key == prefix or key.startswith(prefix + "."):

@@ -30,12 +30,13 @@ from hone.tokenizer import Tokenizer
 from hone.tracking import progress
 from hone.tracking.tracking import check_trackers
 from hone.trainer.command_line import check_output_folder, user_error_message
-from hone.trainer.ppo.earlier_run import EarlierRun
+from hone.trainer.ppo.agent_checks import AgentChecks
+from hone.trainer.ppo.checkpoint import EarlierRun
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import ResourceEstimate, preview_lines
 from hone.trainer.ppo.remote_checkpoints import check_store
 from hone.trainer.ppo.roles import load_external_reward_model
-from hone.trainer.ppo.row_checks import AgentChecks, PromptLengths, measure_prompts, try_scorers
+from hone.trainer.ppo.row_checks import PromptLengths, measure_prompts, try_scorers
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.trainer.ppo.validation import load_validation_manager
 from hone.types import Function, Settings
@@ -110,23 +111,20 @@ class _Preflight:
             agent_checks = attempt(lambda: AgentChecks(config, tokenizer, datasets))
         if agent_checks is not None:
             agent_problems = list(agent_checks.problems())  # builds the loops
-            attempt(agent_checks.set_prompt_rendering)
-        compute_score, val_dataset = self.compute_score, datasets.get(VALIDATION_KEY)
-        load_train_manager = partial(load_reward_manager, num_examine=0)
-        manager_loaders = {
-            TRAIN_KEY: load_train_manager,
-            VALIDATION_KEY: partial(load_validation_manager, dataset=val_dataset),
-        }
-        for key, load_manager in manager_loaders.items():
-            self.managers[key] = attempt(
-                partial(load_manager, config, tokenizer, compute_score=compute_score)
-            )
+            agent_checks.set_prompt_rendering()
+        load_train = partial(load_reward_manager, num_examine=0)
+        load_val = partial(load_validation_manager, dataset=datasets.get(VALIDATION_KEY))
+        for key, load in {TRAIN_KEY: load_train, VALIDATION_KEY: load_val}.items():
+            load_manager = partial(load, config, tokenizer, compute_score=self.compute_score)
+            self.managers[key] = attempt(load_manager)
         earlier_run = attempt(lambda: EarlierRun(config))
         if earlier_run is not None and plan is not None:
             self._add_problems(earlier_run.problems(plan))
             attempt(lambda: earlier_run.require_same_data(datasets.get(TRAIN_KEY)))
-        resources = ResourceEstimate(config, plan, self.facts) if plan is not None else None
-        self._add_problems(resources.disk_problems() if resources is not None else ())
+        resources = None
+        if plan is not None:
+            resources = ResourceEstimate(config, plan, self.facts)
+            self._add_problems(resources.disk_problems())
         if agent_checks is not None:
             self._add_problems(agent_problems)
             self.warnings += agent_checks.warnings()
@@ -138,7 +136,11 @@ class _Preflight:
                     self.warnings.append(f"the reward model's server cannot be reached ({reason})")
         self._try_scorers(datasets)
         trainer = self._build_trainer(tokenizer, datasets)
-        self._raise_problems()
+        if len(self.problems) == len(self._errors) == 1:
+            vars(self._errors[0])["skips_error_log"] = True
+            raise self._errors[0]
+        if self.problems:
+            raise PreflightError(self.problems) from next(iter(self._errors), None)
         assert trainer is not None
         assert resources is not None
         assert earlier_run is not None
@@ -169,14 +171,6 @@ class _Preflight:
                 self.problems.append(message)
         return len(self.problems) > count_before
 
-    def _raise_problems(self) -> None:
-        """Raises the only recorded error itself, and several problems as one PreflightError."""
-        if len(self.problems) == len(self._errors) == 1:
-            vars(self._errors[0])["skips_error_log"] = True
-            raise self._errors[0]
-        if self.problems:
-            raise PreflightError(self.problems) from next(iter(self._errors), None)
-
     def _check_models(self, plan: Plan | None) -> None:
         """Checks that each model to load has a supported config and complete weights."""
         config = self.config
@@ -190,35 +184,28 @@ class _Preflight:
                 self._attempt(layout.check_layout)
                 self._attempt(layout.check_optimizer)
             elif layout.strategy == "megatron":
-                from hone.engine.megatron.refusals import (
-                    check_role_supported,
-                    overrides_without_effect,
-                )
+                from hone.engine.megatron import refusals
 
                 megatron = layout.role.get("megatron", config.actor_rollout_ref.actor.megatron)
-                notes = overrides_without_effect(megatron)
+                notes = refusals.overrides_without_effect(megatron)
                 self.warnings += [note for note in notes if note not in self.warnings]
-                self._attempt(
-                    partial(check_role_supported, layout.path, layout.override_config, megatron)
-                )
-        rollout = config.actor_rollout_ref.rollout
+                check, overrides = refusals.check_role_supported, layout.override_config
+                self._attempt(partial(check, layout.path, overrides, megatron))
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         if rollout.name == "native" and (size := rollout.tensor_model_parallel_size) > 1:
             from hone.rollout.native.sharded_build import check_sharding
 
-            ranks, model = config.rollout_ranks, config.actor_rollout_ref.model
-            self._attempt(partial(check_sharding, size, ranks, model))
-        if plan is not None and plan.reward_model and not plan.has_reward_server:
-            self._check_reward_models(plan.reward_model)
-
-    def _check_reward_models(self, reward_model_type: str) -> None:
-        model = self.config.reward_model.model
-        ref_path = model.ref_path if reward_model_type == "prime" else None
-        is_decoder = reward_model_type in ("judge", "prime")
-        for path in filter(None, (model.path, ref_path)):
+            self._attempt(partial(check_sharding, size, config.rollout_ranks, model))
+        if plan is None or not plan.reward_model or plan.has_reward_server:
+            return
+        reward_model = config.reward_model.model
+        ref_path = reward_model.ref_path if plan.reward_model == "prime" else None
+        is_decoder = plan.reward_model in ("judge", "prime")
+        for path in filter(None, (reward_model.path, ref_path)):
             self._attempt(partial(check_model, path, is_decoder=is_decoder))
-            if reward_model_type == "orm" and Path(resolve_model_path(path)).is_dir():
-                trust_remote_code = model.trust_remote_code
-                self._attempt(partial(classifier_kind, path, trust_remote_code=trust_remote_code))
+            if plan.reward_model == "orm" and Path(resolve_model_path(path)).is_dir():
+                trust = reward_model.trust_remote_code
+                self._attempt(partial(classifier_kind, path, trust_remote_code=trust))
 
     def _create_datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
         """Creates the data sets, by config key; without a tokenizer, prompts are not filtered by length."""
@@ -291,7 +278,7 @@ class _Preflight:
         )
 
     def _setting_warnings(self, plan: Plan) -> Iterator[str]:
-        config = self.config
+        config, rollout = self.config, self.config.actor_rollout_ref.rollout
         if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
             yield (
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true: the KL to "
@@ -302,8 +289,8 @@ class _Preflight:
                 "curriculum_learning.enable=true and reward_manager.name=blank: no rule scores the rows, so "
                 "it removes no group unless an agent loop scores its trajectories"
             )
-        has_one_response = config.actor_rollout_ref.rollout.n == 1 and not config.trainer.val_only
-        if plan.estimator.groups == "compared" and has_one_response:
+        trains_on_one_response = rollout.n == 1 and not config.trainer.val_only
+        if plan.estimator.groups == "compared" and trains_on_one_response:
             yield (
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses of "
                 "one prompt, and actor_rollout_ref.rollout.n=1: it trains on raw scores, without a "
@@ -324,19 +311,13 @@ class _EngineLayout:
     adapters: bool = False
 
     def check_layout(self) -> None:
-        sequence_parallel_size = sequence_parallel(self.role, self.sharding)
-        tensor_parallel_size = self.sharding.tensor_parallel_size
-        if sequence_parallel_size * tensor_parallel_size > 1:
+        sequence_size = sequence_parallel(self.role, self.sharding)
+        tensor_size, shard_size = self.sharding.tensor_parallel_size, self.sharding.fsdp_size
+        if sequence_size * tensor_size > 1:
             from hone.engine.mesh import check_layout
 
-            check_layout(
-                self.path,
-                self.ranks,
-                sequence=sequence_parallel_size,
-                tensor=tensor_parallel_size,
-                shard_size=self.sharding.fsdp_size,
-                adapters=self.adapters,
-            )
+            sizes = {"sequence": sequence_size, "tensor": tensor_size, "shard_size": shard_size}
+            check_layout(self.path, self.ranks, **sizes, adapters=self.adapters)
 
     def check_optimizer(self) -> None:
         for block in (self.role, self.role.get("model", {})):  # PRIME's `optim` is in `model`
@@ -358,18 +339,12 @@ def _engine_layouts(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_En
     if plan.needs_reference and not uses_lora:
         yield _EngineLayout(path, override_config, ref.strategy, ref, ref.fsdp_config, ranks)
     if plan.needs_critic:
-        model, critic_uses_lora = critic.model, critic.model.lora_rank > 0
-        path, override_config = model.path or path, model.override_config
+        path, override_config = critic.model.path or path, critic.model.override_config
+        sharding, uses_lora = critic.model.fsdp_config, critic.model.lora_rank > 0
         yield _EngineLayout(
-            path,
-            override_config,
-            critic.strategy,
-            critic,
-            model.fsdp_config,
-            ranks,
-            critic_uses_lora,
+            path, override_config, critic.strategy, critic, sharding, ranks, uses_lora
         )
-    if plan.reward_model in ("prm", "prime") and not plan.has_reward_server and reward.model.path:
+    if plan.has_reward_engine and reward.model.path:
         strategy = actor.strategy if plan.reward_model == "prime" else "fsdp2"
         ranks = sum(config.reward_pool) or ranks
         override_config, sharding = reward.model.override_config, reward.model.fsdp_config

@@ -68,20 +68,15 @@ def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> N
         for step in remote_steps - kept_steps:
             _delete(f"{run.remote}/global_step_{step}")
     except Exception as error:  # every store has its own errors
-        log.warning(
-            "%s: checkpoints could not be copied there (%s); they are still in %s",
-            run.remote,
-            error,
-            run.path,
-        )
+        message = "%s: checkpoints could not be copied there (%s); they are still in %s"
+        log.warning(message, run.remote, error, run.path)
 
 
 def pull(run: RunFolder) -> None:
     """Downloads the newest complete checkpoint if it is newer than all intact ones in the run folder."""
     local_checkpoints = reversed(run.checkpoints()) if run.remote is not None else ()
-    newest_step = next(
-        (step for step, folder in local_checkpoints if find_damage(folder) is None), -1
-    )
+    intact_steps = (step for step, folder in local_checkpoints if find_damage(folder) is None)
+    newest_step = next(intact_steps, -1)
     for step in reversed([step for step in complete_steps(run) if step > newest_step]):
         url, final_folder = f"{run.remote}/global_step_{step}", run.checkpoint(step)
         make_folder(run.path)
@@ -111,11 +106,8 @@ def invalidate_after(run: RunFolder, last_step: int) -> None:
             with system.open(f"{path}/{_DISCARDED_MANIFEST}", "wb") as file:
                 file.write(_read_manifest(url))
             system.rm_file(f"{path}/{MANIFEST}")
-            log.warning(
-                "%s is not the checkpoint to resume; its manifest is now %s",
-                url,
-                _DISCARDED_MANIFEST,
-            )
+            message = "%s is not the checkpoint to resume; its manifest is now %s"
+            log.warning(message, url, _DISCARDED_MANIFEST)
 
 
 def complete_steps(run: RunFolder) -> list[int]:

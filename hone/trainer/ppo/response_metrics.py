@@ -7,18 +7,11 @@ Since repetition is slow to compute, these metrics are enabled only with a rewar
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hone.agents.collate import (
-    is_last_row,
-    last_row_indices,
-    last_row_values,
-    trajectory_indices,
-    trajectory_totals,
-)
+from hone.agents.collate import is_last_row, last_row_values, trajectory_indices, trajectory_totals
 from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.kl import k3
 from hone.columns import reward_column
@@ -30,7 +23,15 @@ from hone.protocol import DataProto, object_array
 from hone.rewards.repetition import repeatness
 from hone.tokenizer import Tokenizer
 from hone.trainer.ppo.metrics import are_numbers, mean_max_min, split_attention_mask
-from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_model_style, has_rule_score
+from hone.trainer.ppo.scoring import (
+    AGENT,
+    FAILURE_COLUMN,
+    MODEL,
+    PROCESS,
+    RULE,
+    has_model_style,
+    has_rule_score,
+)
 
 CORRECT_THRESHOLD = 0.5
 REFLECTION_PATTERN = re.compile(
@@ -51,14 +52,13 @@ def response_metrics(
     row_masks = {"whole": torch.ones(len(batch), dtype=torch.bool)}
     if is_known.any():
         row_masks |= {"correct": correct == 1, "incorrect": correct == 0}
-    rule_rewards = verifiable_rewards(batch, config)
     is_filtered = config.algorithm.filter_groups.enable or config.curriculum_learning.enable
     metrics = {
-        **_text_metrics(policy_texts(batch, tokenizer), row_masks, config.reward_model),
+        **_text_metrics(batch, tokenizer, row_masks, config.reward_model.high_repeat_threshold),
         **_length_metrics(batch, row_masks, config.data.max_response_length),
         **group_metrics(batch, correct, "retained_batch" if is_filtered else "whole_batch"),
     }
-    if rule_rewards is not None:
+    if (rule_rewards := verifiable_rewards(batch, config)) is not None:
         rule_scores = trajectory_totals(batch, rule_rewards)[has_rule_score(batch)]
         metrics |= mean_max_min("instant_rewards/verifiable_reward", rule_scores)
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
@@ -70,14 +70,11 @@ def response_metrics(
         is_compared = is_scored & ~verdicts.isnan()
         if is_compared.any():
             threshold = CORRECT_THRESHOLD if config.reward_model.type == "judge" else 0.0
-            agrees = (outcome > threshold) == (verdicts == 1)
-            agreement = agrees[is_compared].float().mean().item()
-            metrics["instant_rewards/orm_match_vr"] = agreement
-    log_prob_column = next(
-        (n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)), None
-    )
-    if log_prob_column is not None and batch.has_column("ref_log_prob"):
-        kl = k3(batch.batch[log_prob_column], batch.batch["ref_log_prob"])
+            agrees = ((outcome > threshold) == (verdicts == 1))[is_compared]
+            metrics["instant_rewards/orm_match_vr"] = agrees.float().mean().item()
+    log_prob_columns = [n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)]
+    if log_prob_columns and batch.has_column("ref_log_prob"):
+        kl = k3(batch.batch[log_prob_columns[0]], batch.batch["ref_log_prob"])
         metrics["instant_rewards/kl/mean"] = masked_mean(kl, batch.batch["response_mask"]).item()
     return metrics
 
@@ -143,17 +140,11 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
         numbers = [score if acc is None else float(acc) for acc, score in pairs]
     verdicts = (torch.tensor(numbers) > CORRECT_THRESHOLD).float()
     missing = [None] * len(batch)
-    failures = arrays.get("reward_failure", missing)
-    reward_models = arrays.get("reward_model", missing)
-    for row, (failure, reward_model) in enumerate(zip(failures, reward_models, strict=True)):
-        if failure is not None or (
-            isinstance(reward_model, dict) and reward_model.get("style") == "model"
-        ):
+    failures, models = arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing)
+    for row, (failure, model) in enumerate(zip(failures, models, strict=True)):
+        if failure is not None or has_model_style(model):
             verdicts[row] = torch.nan
-    if (last_indices := last_row_indices(batch)) is not None:
-        verdicts = torch.full_like(verdicts, torch.nan).index_copy(
-            0, last_indices, verdicts[last_indices]
-        )
+    verdicts[torch.from_numpy(~is_last_row(batch))] = torch.nan
     return verdicts
 
 
@@ -169,26 +160,22 @@ def group_metrics(batch: DataProto, correct: Tensor, name: str) -> dict[str, flo
     }
 
 
-def policy_texts(batch: DataProto, tokenizer: Tokenizer) -> list[str]:
-    """Returns the text that the policy sampled in each row, without special tokens and observations."""
-    columns = batch.batch
-    responses, masks = columns["responses"].numpy(), columns["response_mask"].bool().numpy()
-    rows = zip(responses, masks, strict=True)
-    return [tokenizer.decode(ids[mask].tolist(), skip_special_tokens=True) for ids, mask in rows]
-
-
 def reflection_score(text: str) -> int:
     """Returns the number of matches of PURE's reflection patterns in a response."""
     return len(REFLECTION_PATTERN.findall(text.lower()))
 
 
 def _text_metrics(
-    texts: Sequence[str], row_masks: dict[str, Tensor], config: RewardModelConfig
+    batch: DataProto, tokenizer: Tokenizer, row_masks: dict[str, Tensor], repeat_threshold: float
 ) -> dict[str, float]:
+    """Returns metrics of the text that the policy sampled, without special tokens and observations."""
+    masks = batch.batch["response_mask"].bool()
+    rows = [ids[mask].tolist() for ids, mask in zip(batch.batch["responses"], masks, strict=True)]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
     prefix = "high_level_scores"
     repeat_scores = torch.tensor(repeatness(texts))
     reflection_counts = torch.tensor([reflection_score(text) for text in texts])
-    is_repetitive = (repeat_scores > config.high_repeat_threshold).float()
+    is_repetitive = (repeat_scores > repeat_threshold).float()
     return {
         **mean_max_min(f"{prefix}/repeat_score", repeat_scores),
         **mean_max_min(f"{prefix}/reflection_pattern_score", reflection_counts),

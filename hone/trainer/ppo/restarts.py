@@ -15,6 +15,7 @@ from hone.config import ConfigError, PPOTrainerConfig, replace
 from hone.config.checks import find_problems
 from hone.controller import ResourcePool
 from hone.controller.failures import ProcessFailure, join_words
+from hone.controller.resource_pool import FreeResources, place
 from hone.tracking import RunFolder
 from hone.tracking.console import screen
 from hone.trainer.command_line import write_traceback
@@ -52,7 +53,12 @@ def _attempt(
             attempt_config = _config_for_remaining_nodes(config, ray_stack, failures[-1])
             if _checkpoint_times(folder) - old_checkpoints:  # this run has written a checkpoint
                 attempt_config = replace(attempt_config, "trainer.resume_mode", "auto")
-            _print_restart(attempt_config, number, config)
+            nodes, all_nodes = attempt_config.trainer.nnodes, config.trainer.nnodes
+            ranks = attempt_config.world_size
+            screen().line(
+                f"restart {number} of {config.trainer.max_restarts}: {nodes} of {all_nodes} "
+                f"node{'s' * (all_nodes > 1)}, {ranks} rank{'s' * (ranks > 1)}"
+            )
         try:
             yield attempt_config
         except ProcessFailure as error:
@@ -81,15 +87,6 @@ def _checkpoint_times(folder: str) -> set[tuple[int, int]]:
     return {(step, path.stat().st_mtime_ns) for step, path in checkpoints}
 
 
-def _print_restart(attempt_config: PPOTrainerConfig, number: int, config: PPOTrainerConfig) -> None:
-    nodes, configured_nodes = attempt_config.trainer.nnodes, config.trainer.nnodes
-    ranks = attempt_config.world_size
-    screen().line(
-        f"restart {number} of {config.trainer.max_restarts}: {nodes} of {configured_nodes} "
-        f"node{'s' * (configured_nodes > 1)}, {ranks} rank{'s' * (ranks > 1)}"
-    )
-
-
 def _config_for_remaining_nodes(
     config: PPOTrainerConfig, ray_stack: ExitStack, failure: ProcessFailure
 ) -> PPOTrainerConfig:
@@ -99,7 +96,6 @@ def _config_for_remaining_nodes(
     """
     from hone.controller.ray_placement import reachable_nodes, resources_by_node
     from hone.controller.ray_start import start_ray, stop_ray
-    from hone.controller.resource_pool import place
 
     try:
         started_ray = start_ray(vars(config.ray_kwargs.ray_init), report=screen().line)
@@ -112,18 +108,13 @@ def _config_for_remaining_nodes(
     while True:
         nodes = reachable_nodes()
         # The largest config that fits into all resources, and the largest that fits into the free ones.
-        largest_configs: dict[str, PPOTrainerConfig] = {}
-        for resources in ("total", "free"):
-            for candidate in candidates:
-                by_node = resources_by_node(nodes, total=resources == "total")
-                if all(place(pool, by_node) is not None for pool in _pools(candidate)):
-                    largest_configs[resources] = candidate
-                    break
+        largest, largest_now = (
+            next((c for c in candidates if _fits(c, resources_by_node(nodes, total=total))), None)
+            for total in (True, False)
+        )
         is_late = time.monotonic() > deadline
-        if "total" in largest_configs and (
-            largest_configs.get("free") == largest_configs["total"] or is_late
-        ):
-            return largest_configs.get("free", largest_configs["total"])
+        if largest is not None and (largest_now == largest or is_late):
+            return largest_now or largest
         if is_late:
             problems = find_problems(SCHEMA, replace(config, "trainer.nnodes", 1))
             raise ConfigError(
@@ -140,18 +131,19 @@ def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
     """
     config = replace(config, "trainer.controller", config.resolved_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):
-        smaller_config = replace(config, "trainer.nnodes", nodes)
-        if not list(find_problems(SCHEMA, smaller_config)):
-            yield smaller_config
-            for rollout_nodes in range(len(config.rollout_pool) - 1, 0, -1):
-                config_with_fewer = replace(
-                    smaller_config, "actor_rollout_ref.rollout.nnodes", rollout_nodes
-                )
-                if not list(find_problems(SCHEMA, config_with_fewer)):
-                    yield config_with_fewer
+        smaller = replace(config, "trainer.nnodes", nodes)
+        if list(find_problems(SCHEMA, smaller)):
+            continue
+        yield smaller
+        for rollout_nodes in range(len(config.rollout_pool) - 1, 0, -1):
+            smallest = replace(smaller, "actor_rollout_ref.rollout.nnodes", rollout_nodes)
+            if not list(find_problems(SCHEMA, smallest)):
+                yield smallest
 
 
-def _pools(config: PPOTrainerConfig) -> list[ResourcePool]:
+def _fits(config: PPOTrainerConfig, resources: FreeResources) -> bool:
+    """Returns whether the pools of the config fit into the resources, from which `place` takes theirs."""
     trainer = config.trainer
     counts = [[trainer.n_gpus_per_node] * trainer.nnodes, config.rollout_pool, config.reward_pool]
-    return [ResourcePool(count, use_gpu=uses_gpu(trainer.device)) for count in counts if count]
+    pools = [ResourcePool(count, use_gpu=uses_gpu(trainer.device)) for count in counts if count]
+    return all(place(pool, resources) is not None for pool in pools)

@@ -21,9 +21,8 @@ from hone.tokenizer import Tokenizer
 from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.threads import uses_gpu
-from hone.workers.implicit_reward_model import ImplicitRewardModelWorker
-from hone.workers.judge import JudgeWorker
-from hone.workers.process_reward_model import ProcessRewardModelWorker
+from hone.workers.judge import JudgeWorker, JudgeWorkerClient
+from hone.workers.process_reward_model import ImplicitRewardModelWorker, ProcessRewardModelWorker
 from hone.workers.reward_model import RewardModelWorker
 from hone.workers.rollout_worker import RolloutWorker
 from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker
@@ -44,7 +43,6 @@ REWARD_WORKERS: dict[str, type] = {
     "judge": JudgeWorker,
 }
 """The worker class by `reward_model.type`."""
-GLOBAL_POOL, ROLLOUT_POOL, REWARD_POOL = "global_pool", "rollout_pool", "reward_pool"
 
 
 def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
@@ -62,14 +60,14 @@ def default_roles(plan: Plan, *, lora: bool) -> dict[Role, type]:
 def default_pools(config: PPOTrainerConfig, roles: Mapping[Role, type]) -> ResourcePoolManager:
     """Returns the global pool, and the pools of rollout and reward model if these are configured."""
     trainer = config.trainer
-    pools = {GLOBAL_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
-    mapping = dict.fromkeys(roles, GLOBAL_POOL)
-    if config.rollout_pool:
-        pools[ROLLOUT_POOL] = list(config.rollout_pool)
-        mapping[Role.Rollout] = ROLLOUT_POOL
-    if config.reward_pool and Role.RewardModel in roles:
-        pools[REWARD_POOL] = list(config.reward_pool)
-        mapping[Role.RewardModel] = REWARD_POOL
+    pools = {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}
+    mapping = dict.fromkeys(roles, "global_pool")
+    for role, name, processes in (
+        (Role.Rollout, "rollout_pool", config.rollout_pool),
+        (Role.RewardModel, "reward_pool", config.reward_pool),
+    ):
+        if processes and role in roles:
+            pools[name], mapping[role] = list(processes), name
     return ResourcePoolManager(pools, mapping, use_gpu=uses_gpu(trainer.device))
 
 
@@ -92,12 +90,13 @@ def start_workers(
     """Starts one group per role; roles of a pool share its processes. Closing `stack` stops the groups."""
     from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 
+    is_local = group_cls is LocalWorkerGroup
     pool_members: dict[str, dict[str, ClassWithInitArgs]] = {}
     for role, cls in roles.items():
         role_argument = {"role": str(role)} if issubclass(cls, ActorRolloutRefWorker) else {}
         members = pool_members.setdefault(pools.mapping[role], {})
         members[str(role)] = ClassWithInitArgs(cls, config=config, **role_argument)
-    if group_cls is not LocalWorkerGroup:
+    if not is_local:
         from hone.controller.ray_placement import check_pools_fit
         from hone.controller.ray_start import start_ray, stop_ray
 
@@ -112,7 +111,7 @@ def start_workers(
         pool = pools.create_resource_pool()[pool_name]
         processes = f"{pool.world_size} worker process{'es' * (pool.world_size > 1)}"
         description = f"{processes} ({', '.join(members)})"
-        if group_cls is not LocalWorkerGroup:
+        if not is_local:
             screen().line(f"starting {description}")
         with _rank_progress(f"start {description}", pool.world_size):
             pool_group = group_cls(
@@ -124,8 +123,8 @@ def start_workers(
                 threads=trainer.num_threads,
             )
         stack.callback(pool_group.shutdown)
-        for name, group in pool_group.spawn(prefix_set=members).items():
-            groups[Role.from_string(name)] = group
+        named_groups = pool_group.spawn(prefix_set=members)
+        groups |= {Role.from_string(name): group for name, group in named_groups.items()}
     return groups
 
 
@@ -133,9 +132,8 @@ def policy_groups(
     groups: Mapping[Role, AnyGroup],
 ) -> tuple[WorkerGroup[ActorWorker], WorkerGroup[RolloutWorker], WorkerGroup[ReferenceWorker]]:
     """Returns the groups of actor, rollout and reference; these may be the same group, as in verl."""
-    hybrid_group = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
-    actor = groups.get(Role.Actor) or hybrid_group
-    rollout = groups.get(Role.Rollout) or hybrid_group
+    hybrid = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
+    actor, rollout = groups.get(Role.Actor) or hybrid, groups.get(Role.Rollout) or hybrid
     if actor is None or rollout is None:
         raise ValueError(
             f"the roles {sorted(map(str, groups))} have no actor or no rollout; map Role.Actor and "
@@ -146,10 +144,12 @@ def policy_groups(
 
 def trained_groups(groups: Mapping[Role, AnyGroup], plan: Plan) -> dict[str, AnyGroup]:
     """Returns the groups of trained roles, by the name of their checkpoint folder."""
-    groups_by_name = {"actor": policy_groups(groups)[0], "critic": groups.get(Role.Critic)}
+    trained = {"actor": policy_groups(groups)[0]}
+    if Role.Critic in groups:
+        trained["critic"] = groups[Role.Critic]
     if plan.needs_implicit_rewards:
-        groups_by_name["reward"] = groups[Role.RewardModel]
-    return {name: group for name, group in groups_by_name.items() if group is not None}
+        trained["reward"] = groups[Role.RewardModel]
+    return trained
 
 
 def load_models(groups: Mapping[Role, AnyGroup]) -> None:
@@ -174,11 +174,9 @@ def get_reward_model(
 ) -> RewardModel | None:
     """Returns the workers of the reward model, or the manager of an external one (a server or a judge)."""
     group = None if plan.needs_implicit_rewards else groups.get(Role.RewardModel)
-    return (
-        load_external_reward_model(config, tokenizer, group)
-        if plan.has_external_reward_model
-        else group
-    )
+    if plan.has_external_reward_model:
+        return load_external_reward_model(config, tokenizer, group)
+    return group
 
 
 def load_external_reward_model(
@@ -190,8 +188,6 @@ def load_external_reward_model(
 
     model = config.reward_model
     if model.type == "judge":
-        from hone.workers.judge import JudgeWorkerClient
-
         completions = None if model.server.url else JudgeWorkerClient(group)
         return load_model_manager(config, tokenizer, None, completions)
     path, trust = model.model.path, model.model.trust_remote_code

@@ -7,21 +7,27 @@ numbers, all bools or all text is stored as JSON.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, SupportsInt, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from hone.agents.collate import trajectory_indices, trajectory_totals
 from hone.columns import REWARD_PREFIX
+from hone.config import ConfigError
+from hone.config.trainer import TrainerConfig
 from hone.protocol import DataProto
 from hone.text import clean_text, short_repr
 from hone.tokenizer import Tokenizer
-from hone.tracking import atomic_path
+from hone.tracking import RunFolder, Tracking, atomic_path
+from hone.tracking.run_folder import step_files
 from hone.trainer.ppo.metrics import split_attention_mask
 from hone.types import Fields, JsonValue, Row
 
@@ -35,44 +41,20 @@ SCHEMA_KEY = "hone_rollout_schema"
 TEMPORARY_KEY = "hone_temporary"
 """Metadata key of a file that is deleted once newer files exist."""
 
-_IDS_TYPE, _MASK_TYPE, _NUMBERS_TYPE = "list<int64>", "list<int8>", "list<float>"
-SCHEMA: dict[str, str] = {
-    "step": "int64",
-    "uid": "string",
-    "trajectory_id": "string",
-    "sample_index": "int64",
-    "seed": "uint64",
-    "data_source": "string",
-    "prompt_text": "string",
-    "response_text": "string",
-    "turns": "string",
-    "prompt_ids": _IDS_TYPE,
-    "response_ids": _IDS_TYPE,
-    "response_mask": _MASK_TYPE,
-    "loss_mask": _MASK_TYPE,
-    "rollout_log_probs": _NUMBERS_TYPE,
-    "old_log_probs": _NUMBERS_TYPE,
-    "ref_log_prob": _NUMBERS_TYPE,
-    "values": _NUMBERS_TYPE,
-    "sum_pi_squared": _NUMBERS_TYPE,
-    "rollout_is_weights": _NUMBERS_TYPE,
-    "token_level_scores": _NUMBERS_TYPE,
-    "token_level_rewards": _NUMBERS_TYPE,
-    "advantages": _NUMBERS_TYPE,
-    "returns": _NUMBERS_TYPE,
-    "versions": _IDS_TYPE,
-    "stop_reason": "string",
-    "num_turns": "int64",
-    "score": "double",
-    "reward_baseline": "double",
-    "ground_truth": "string",
-    "extra_info": "string",
-    "tool_outputs": "string",
-    "tool_rewards": "string",
-    "reward_scores": "string",
-    "turn_scores": "string",
-    "timeouts": "string",
-}
+_NUMBERS_TYPE = "list<float>"
+_FIELDS = """
+    step:int64 uid:string trajectory_id:string sample_index:int64 seed:uint64 data_source:string
+    prompt_text:string response_text:string turns:string
+    prompt_ids:list<int64> response_ids:list<int64> response_mask:list<int8> loss_mask:list<int8>
+    rollout_log_probs:list<float> old_log_probs:list<float> ref_log_prob:list<float> values:list<float>
+    sum_pi_squared:list<float> rollout_is_weights:list<float>
+    token_level_scores:list<float> token_level_rewards:list<float>
+    advantages:list<float> returns:list<float> versions:list<int64>
+    stop_reason:string num_turns:int64 score:double reward_baseline:double
+    ground_truth:string extra_info:string tool_outputs:string tool_rewards:string
+    reward_scores:string turn_scores:string timeouts:string
+"""
+SCHEMA: dict[str, str] = dict(field.split(":") for field in _FIELDS.split())
 """The Arrow type of each column; the strings of `JSON_COLUMNS` are JSON."""
 JSON_COLUMNS = (
     *("turns", "ground_truth", "extra_info", "tool_outputs", "tool_rewards"),
@@ -132,15 +114,15 @@ def rollout_table(
 
     columns = _columns(batch, step)
     _add_extras(columns, batch)
-    prompts, responses = (_split_rows(columns[name]) for name in ("prompt_ids", "response_ids"))
-    nulls, response_mask = [None for _ in prompts], columns["response_mask"]
-    masks = nulls if response_mask.null_count else _split_rows(response_mask)
-    row_spans = batch.non_tensor_batch.get(TURN_SPANS, nulls)
+    list_columns = (columns[n] for n in ("prompt_ids", "response_ids", "response_mask"))
+    prompts, responses, masks = (
+        np.split(c.flatten().to_numpy(), c.offsets.to_numpy()[1:-1]) for c in list_columns
+    )
+    row_spans = batch.non_tensor_batch.get(TURN_SPANS, [None for _ in prompts])
     turn_texts = []
     for ids, mask, spans in zip(responses, masks, row_spans, strict=True):
-        has_turns = spans is not None or (mask is not None and not mask.all())
-        policy_mask = () if mask is None else mask.tolist()
-        turns = split_turns(ids, policy_mask, spans, tokenizer) if has_turns else []
+        has_turns = spans is not None or not mask.all()
+        turns = split_turns(ids, mask.tolist(), spans, tokenizer) if has_turns else []
         turn_texts.append(_as_json(turns) if len(turns) > 1 else None)
     columns["prompt_text"] = _text_array(_decode_rows(prompts, tokenizer))
     columns["response_text"] = _text_array(_decode_rows(responses, tokenizer))
@@ -172,10 +154,8 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
         columns["score"] = pa.array(_to_numpy(scores).astype(float))
     if batch.has_column("reward_baselines"):
         columns["reward_baseline"] = pa.array(_to_numpy(tensors["reward_baselines"]).astype(float))
-    truths = [
-        (reward_model or {}).get("ground_truth")
-        for reward_model in arrays.get("reward_model", [None] * num_rows)
-    ]
+    reward_models = arrays.get("reward_model", [None] * num_rows)
+    truths = [(reward_model or {}).get("ground_truth") for reward_model in reward_models]
     columns["ground_truth"] = _text_array(map(_as_json, truths))
     parts = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
     for name in [*SCHEMA, *parts]:
@@ -201,16 +181,9 @@ def _array_column(name: str, values: np.ndarray) -> pa.Array:
     try:
         return pa.array(values, type=arrow_type)
     except (pa.ArrowException, UnicodeError, TypeError, ValueError, OverflowError):
-        convert = _to_text if SCHEMA[name] == "string" else _to_int
-        return pa.array([None if v is None else convert(v) for v in values], type=arrow_type)
-
-
-def _to_text(value: JsonValue) -> str:
-    return clean_text(value if isinstance(value, str) else short_repr(value))
-
-
-def _to_int(value: JsonValue) -> JsonValue:
-    return int(value) if isinstance(value, str | SupportsInt) else value
+        if SCHEMA[name] == "string":
+            return _text_array(v if isinstance(v, str | None) else short_repr(v) for v in values)
+        return pa.array([None if v is None else int(v) for v in values], type=arrow_type)
 
 
 def split_turns(
@@ -270,10 +243,6 @@ def _to_numpy(values: Tensor) -> np.ndarray:
     return array
 
 
-def _split_rows(column: pa.ListArray) -> list[np.ndarray]:
-    return np.split(column.flatten().to_numpy(), column.offsets.to_numpy()[1:-1])
-
-
 def _arrow_type(name: str) -> pa.DataType:
     """Returns the type in `SCHEMA`; a reward part has one number per token."""
     import pyarrow as pa
@@ -323,18 +292,109 @@ def _json_default(value: _T) -> JsonValue:
 def _to_one_type(values: list[JsonValue]) -> list[JsonValue]:
     """Converts an extra's values to one type: all bools, all text or all numbers, else JSON text."""
     present_values = [v for v in values if v is not None]
-    if all(isinstance(v, bool) for v in present_values) or all(
-        isinstance(v, str) for v in present_values
-    ):
+    types = {type(v) for v in present_values}
+    if types in (set(), {bool}, {str}):
         return values
-    numbers = [v for v in present_values if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) == len(present_values):
-        if all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in numbers):
-            return values
-        if all(isinstance(v, float) or abs(v) <= 2**53 for v in numbers):  # exact as float64
-            return [float(v) if isinstance(v, int | float) else None for v in values]
+    numbers = [v for v in present_values if isinstance(v, int | float)]
+    if types == {int} and all(-(2**63) <= n < 2**63 for n in numbers):
+        return values
+    # As float64, floats and integers up to 2^53 are exact.
+    if types <= {int, float} and all(isinstance(n, float) or abs(n) <= 2**53 for n in numbers):
+        return [float(v) if isinstance(v, int | float) else None for v in values]
     return [_as_json(v) for v in values]
 
 
 def _clean(value: _T) -> _T | str:
     return clean_text(value) if isinstance(value, str) else value
+
+
+class RolloutWriter:
+    """Writes the rollout files of a run in a thread, while the next step runs.
+
+    The caller must not change the tensors of a submitted batch. With `trainer.rollout_data_dir`, the files of
+    all steps are kept. Otherwise the run folder keeps the files of the last steps, and of the last steps
+    before the checkpoint from which a killed run would resume.
+    """
+
+    def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Tokenizer) -> None:
+        self._run, self._trainer, self._tokenizer = run, trainer, tokenizer
+        self._all_steps_folder = trainer.rollout_data_dir
+        self._folder = Path(trainer.rollout_data_dir or run.rollouts).expanduser()
+        self._validation_folder = Path(trainer.validation_data_dir or run.validation).expanduser()
+        if self._folder.absolute() == self._validation_folder.absolute():
+            raise ConfigError(
+                f"trainer.rollout_data_dir and trainer.validation_data_dir are both {self._folder}, where "
+                "their files step_N.parquet would replace each other; use two folders"
+            )
+        self._thread_tokenizer: Tokenizer | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
+        self._pending_write: Future[None] | None = None
+
+    def write(self, batch: DataProto, step: int, tracking: Tracking | None = None) -> None:
+        """Logs some rows of a step to trackers that show tables, and starts to write the step's file.
+
+        Raises the error of the previous file if that could not be written.
+        """
+        self._log_samples("train", batch, step, tracking, self._trainer.log_train_generations)
+        if not self._all_steps_folder and self._trainer.rollout_steps_to_keep == 0:
+            return
+        self.flush()
+        columns = batch.batch.clone(recurse=False)
+        batch_copy = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
+        self._pending_write = self._executor.submit(self._write, batch_copy, step)
+
+    def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
+        """Writes the file of a validation, and logs some rows to trackers that show tables."""
+        file = self._validation_folder / self._run.validation_file(step).name
+        write_rollouts(file, batch, self._tokenizer, step=step)
+        self._log_samples("val", batch, step, tracking, self._trainer.log_val_generations)
+
+    def _log_samples(
+        self, split: str, batch: DataProto, step: int, tracking: Tracking | None, count: int
+    ) -> None:
+        if tracking is not None and count > 0:
+            samples = sample_rows(batch, self._tokenizer, count)
+            tracking.log_samples(f"{split}/generations", samples, step)
+
+    def flush(self) -> None:
+        """Waits for the last file, which must exist before the checkpoint of its step is renamed."""
+        pending_write, self._pending_write = self._pending_write, None
+        if pending_write is not None:
+            pending_write.result()
+
+    def __enter__(self) -> RolloutWriter:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *exc: object) -> None:
+        """Waits for the last file, so that none is written after the run has released its folder."""
+        with contextlib.suppress(*(() if error_type is None else (Exception,))):
+            self.flush()
+
+    def close(self) -> None:
+        self._executor.shutdown()
+
+    def _write(self, batch: DataProto, step: int) -> None:
+        if self._thread_tokenizer is None:  # fast tokenizers are not thread-safe
+            try:
+                self._thread_tokenizer = copy.deepcopy(self._tokenizer)
+            except Exception:  # a user's Python tokenizer is shared by both threads
+                self._thread_tokenizer = self._tokenizer
+        file, temporary = self._folder / f"step_{step}.parquet", not self._all_steps_folder
+        write_rollouts(file, batch, self._thread_tokenizer, step=step, temporary=temporary)
+        trainer = self._trainer
+        kept_steps = steps_to_keep(step, trainer.rollout_steps_to_keep, trainer.save_freq)
+        for file_step, file in step_files(self._folder) if temporary else ():
+            if file_step < step and file_step not in kept_steps and is_temporary(file):
+                file.unlink(missing_ok=True)
+
+
+def steps_to_keep(step: int, num_steps: int, save_freq: int) -> set[int]:
+    """Returns the steps whose files are kept.
+
+    These are the last `num_steps` steps, and the last `num_steps` steps up to the last checkpoint.
+    """
+    last_saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
+    return {
+        *range(step - num_steps + 1, step + 1),
+        *range(last_saved - num_steps + 1, last_saved + 1),
+    } - {0}

@@ -6,7 +6,7 @@ Extras that a scorer returns next to its score become columns, and replace data 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import TypeAlias
 
 import numpy as np
@@ -20,157 +20,31 @@ from hone.agents.collate import (
     trajectory_rewards,
     turn_rewards,
 )
-from hone.agents.contract import LOOPS
-from hone.agents.loop_names import LoopNames
 from hone.algorithms.credit import assign_credit
-from hone.columns import COLUMNS, REWARD_PREFIX, declaration, is_data_column, reward_column, write
-from hone.config import PPOTrainerConfig
+from hone.columns import REWARD_PREFIX, declaration, reward_column, write
 from hone.config.reward import RewardModelConfig
-from hone.data.dataset import SINGLE_TURN_AGENT, RLHFDataset
-from hone.data.loader import Dataset
-from hone.data.rows import DataError, RowStore
-from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.calling import accepted_names, unwrap_function
 from hone.rewards.failures import NO_GROUND_TRUTH, RewardError
 from hone.rewards.managers.reading import move_to_policy_tokens
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.scores.table import UnknownSourceError
-from hone.rollout.build import ENGINES
 from hone.text import short_repr
 from hone.trainer.ppo.roles import RewardModel
-from hone.types import Function, JsonValue, Row
+from hone.types import Function, JsonValue
 from hone.workers.reward_model import RewardModelWorker
 
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
-MODEL_STYLE = "reward_model.style=model"
 
 Extras: TypeAlias = Mapping[str, Sequence[JsonValue]]
 """Values that a score function returned next to its score, by name; one value per row."""
 FAILURE_COLUMN = "reward_failure"
 """The extra with the reason why a row could not be scored; None for a scored row."""
-NO_VAL_REWARD_FN = (
-    ". Validation rows are scored by the configured rules, since val_reward_fn was not given with "
-    "reward_fn: pass val_reward_fn as well, or data.val_files=[]"
-)
-_ROW_WITHOUT_RULE = {"reward_model": {"style": "model"}}
-"""Replaces, in the check of scorers, each row that no rule will score."""
-
-
-def check_rows(
-    reward_fn: Function, dataset: Dataset | None, config: PPOTrainerConfig, hint: str = ""
-) -> None:
-    """Checks columns, media, agent loops and scorers of rows; `hint` ends the error of a missing scorer."""
-    if not isinstance(dataset, RLHFDataset):
-        return
-    loops = LoopNames(config.actor_rollout_ref.rollout)
-    check_columns(dataset.store, config.data.prompt_key)
-    valid_names: set[str | None] = {None}
-    for position, row in _used_rows(dataset, ("agent_name",)):
-        name = row.get("agent_name")
-        if isinstance(name, str | None) and name in valid_names:
-            continue
-        try:
-            loops.name_of_row(name)  # rows may name a configured loop, never an import path
-            valid_names.add(name)
-        except PluginError as error:
-            raise DataError(f"{dataset.store.where(position)}: {error}") from error
-    check_media(dataset, config, default_loop=loops.default)
-    try:
-        check_sources(reward_fn, dataset, loops.default, has_model=config.reward_model.enable)
-    except UnknownSourceError as error:
-        raise UnknownSourceError(f"{error}{hint}") from error
-
-
-def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """Yields the position and the given columns of each row that the data set uses."""
-    positions = set(dataset.positions)
-    return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in positions)
-
-
-def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop: str) -> None:
-    """Raises an error for rows with images, videos or audio, which built-in engines and loops do not read."""
-    keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
-    custom_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
-    for position, row in _used_rows(dataset, (*keys, "agent_name")):
-        media = [key for key in keys if _is_not_empty(row.get(key))]
-        custom_loop = not LOOPS.is_built_in(row.get("agent_name") or default_loop)
-        if media and not (custom_engine and custom_loop):
-            raise DataError(
-                f"{dataset.store.where(position)}: column {media[0]!r} is not empty, but the built-in "
-                "rollout engines and agent loops only read text; remove such rows or the column, or "
-                "configure your own agent loop and rollout engine"
-            )
-
-
-def _is_not_empty(value: object) -> bool:
-    return value is not None and (not isinstance(value, Sized) or len(value) > 0)
-
-
-def check_columns(store: RowStore, prompt_key: str) -> None:
-    """Raises an error if the data have a column that the training loop writes."""
-    parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
-    reserved_columns = [n for n in (*COLUMNS, *parts) if not is_data_column(n) and n != prompt_key]
-    for file in store.files:
-        for index, row in enumerate(file.scan(reserved_columns)):
-            if row:
-                name = next(iter(row))
-                column = declaration(name)
-                assert column is not None
-                raise DataError(
-                    f"{file.where(index)}: column {name!r} is reserved: step {column.step!r} writes it "
-                    f"({column.meaning}); rename it in the file, or move it into extra_info"
-                )
-
-
-def check_sources(
-    reward_fn: Function, dataset: RLHFDataset, default_loop: str, *, has_model: bool
-) -> None:
-    """Raises an error if a row of the single-turn agent loop has no scorer."""
-    if not isinstance(reward_fn, RuleRewardManager):
-        return
-    columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
-    used_positions = set(dataset.positions)
-
-    def rows() -> Iterator[Row]:
-        for position, row in enumerate(dataset.store.scan(columns)):
-            loop = row.get("agent_name") or default_loop
-            if position not in used_positions or loop != SINGLE_TURN_AGENT:
-                yield _ROW_WITHOUT_RULE
-                continue
-            if has_model_style(row.get("reward_model")) and reward_fn.uses_table and not has_model:
-                raise DataError(
-                    f"{dataset.store.where(position)}: {MODEL_STYLE}, but this run has no reward model; "
-                    "use reward_model.enable=true with a reward_model.model.path or "
-                    "reward_model.server.url, your own score function, or style rule"
-                )
-            yield row
-
-    reward_fn.check_rows(rows(), dataset.store.where)
 
 
 def has_model_style(reward_model: object) -> bool:
     """Returns whether a row's `reward_model` column has style `model`: the reward model scores such a row."""
     return isinstance(reward_model, Mapping) and reward_model.get("style") == MODEL
-
-
-def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | None) -> bool:
-    """Returns whether the reward model scores only the rows of style `model`, and the rule the others."""
-    model = config.reward_model
-    if not model.enable or model.type in ("prm", "prime") or model.route_by_style is False:
-        return False
-    datasets = [dataset for dataset in (train, val) if dataset is not None]
-    rl_datasets = [dataset for dataset in datasets if isinstance(dataset, RLHFDataset)]
-    rows = (row for dataset in rl_datasets for _, row in _used_rows(dataset, ("reward_model",)))
-    if any(has_model_style(row.get("reward_model")) for row in rows):
-        return True
-    if model.route_by_style and len(rl_datasets) == len(datasets):
-        raise DataError(
-            f"reward_model.route_by_style=true, but no row has {MODEL_STYLE}, so the reward model would "
-            "score nothing; write the style into the rows, or use route_by_style=null"
-        )
-    return bool(model.route_by_style)
 
 
 def _score_parts(
@@ -201,7 +75,11 @@ def _score_parts(
         mask = is_last & is_model_style if route_by_style else is_last | scores_steps
         if isinstance(model, RuleRewardManager):
             parts[MODEL], model_extras = _score_rows(batch, mask, model)
-            extras = _merge_extras(extras, model_extras)
+            rule_failures, model_failures = (x.get(FAILURE_COLUMN) for x in (extras, model_extras))
+            extras = {**{name: v for name, v in model_extras.items() if name != "score"}, **extras}
+            if rule_failures is not None and model_failures is not None:
+                pairs = zip(rule_failures, model_failures, strict=True)
+                extras[FAILURE_COLUMN] = [rule or model for rule, model in pairs]
         elif not mask.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
         else:
@@ -215,15 +93,6 @@ def _score_parts(
         if MODEL in parts:
             write(batch, "rm_scores", parts[MODEL])
     return parts, extras
-
-
-def _merge_extras(extras: Extras, model_extras: Extras) -> Extras:
-    """Merges the extras of rule and reward model; a row has failed if either could not score it."""
-    merged = {**{name: v for name, v in model_extras.items() if name != "score"}, **extras}
-    if FAILURE_COLUMN in extras and FAILURE_COLUMN in model_extras:
-        pairs = zip(extras[FAILURE_COLUMN], model_extras[FAILURE_COLUMN], strict=True)
-        merged[FAILURE_COLUMN] = [rule or model for rule, model in pairs]
-    return merged
 
 
 def _score_rows(batch: DataProto, mask: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
@@ -312,10 +181,9 @@ def extra_numbers(batch: DataProto, name: str, failure_score: float) -> list[flo
 
 def has_rule_score(batch: DataProto) -> Tensor:
     """Returns [N] bool: whether a rule scored the trajectory, with the ground truth that it needs."""
-    arrays, missing = batch.non_tensor_batch, object_array([None] * len(batch))
-    pairs = zip(
-        arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing), strict=True
-    )
+    arrays, missing = batch.non_tensor_batch, [None] * len(batch)
+    failures, columns = arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing)
+    pairs = zip(failures, columns, strict=True)
     flags = [reason != NO_GROUND_TRUTH and not has_model_style(column) for reason, column in pairs]
     return torch.from_numpy(last_row_values(batch, np.array(flags, dtype=bool)))
 
@@ -336,9 +204,8 @@ def score(
     route_by_style: bool = False,
 ) -> DataProto:
     """Writes the score of each part, their weighted sum, and the extras as columns."""
-    parts, extras = _score_parts(
-        batch, reward_fn, reward_model, route_by_style, config.type == "prm"
-    )
+    scores_steps = config.type == "prm"
+    parts, extras = _score_parts(batch, reward_fn, reward_model, route_by_style, scores_steps)
     weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
     total: Tensor | None = None
     for part, scores in parts.items():

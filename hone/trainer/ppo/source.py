@@ -1,14 +1,9 @@
-"""The trainer's side of the rollout: receives trajectories, and sends weights.
-
-`submit` starts prompts, and `take` returns finished groups. Synchronous training takes all submitted
-groups; dynamic sampling takes them as they finish. `publish` sends the weights of the last update.
-"""
+"""The trainer's side of the rollout: receives trajectories, and sends weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 import torch
@@ -36,15 +31,6 @@ from hone.workers.train import ActorWorker
 
 _POLL_S = 0.2
 """The time that the ranks of a rollout pool wait for a finished group, per call."""
-
-
-class GroupState(TypedDict):
-    """A group in a checkpoint, with the position of its prompt row in the data set."""
-
-    index: int
-    uid: str
-    samples: int
-    sampling: Settings
 
 
 @dataclass(frozen=True)
@@ -102,13 +88,10 @@ class TrajectorySource:
         self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Settings
     ) -> range:
         """Starts `samples` responses to each prompt row; returns the numbers of the groups."""
-        rows = DataProto(batch=None, non_tensor_batch=dict(prompts)).repeat(
-            samples, interleave=True
-        )
+        rows = DataProto(None, dict(prompts)).repeat(samples, interleave=True)
         sample_indices = np.tile(np.arange(samples), len(rows) // samples).astype(object)
         write(rows, "sample_index", sample_indices)
-        uids = rows.non_tensor_batch["uid"]
-        uid_and_index = list(zip(uids, sample_indices, strict=True))
+        uid_and_index = list(zip(rows.non_tensor_batch["uid"], sample_indices, strict=True))
         trajectory_ids = [f"{uid}-{i}" for uid, i in uid_and_index]
         write(rows, "trajectory_id", np.array(trajectory_ids, dtype=object))
         # The seeds that the loop runner uses per trajectory, stored for a replay.
@@ -116,10 +99,6 @@ class TrajectorySource:
         write(rows, "seed", np.array(seeds, dtype=object))
         rows.meta_info["sampling_params"] = dict(sampling)
         first_number = self._next_number
-        self._submit_to_ranks(rows, samples)
-        return range(first_number, self._next_number)
-
-    def _submit_to_ranks(self, rows: DataProto, samples: int) -> None:
         rank_rows: list[DataProto | None] = [None] * self._workers.world_size
         indices_by_rank = np.array_split(np.arange(len(rows) // samples), len(self._leader_ranks))
         for rank, group_indices in zip(self._leader_ranks, indices_by_rank, strict=True):
@@ -134,6 +113,7 @@ class TrajectorySource:
                 self._running_groups[key] = _Group(self._next_number, group_rows)
                 self._next_number += 1
         self._workers.call_each(RolloutWorker.submit, rank_rows)
+        return range(first_number, self._next_number)
 
     def take(self, n_groups: int | None = None) -> DataProto:
         """Returns the first `n_groups` groups to finish, in submission order; the other groups continue.
@@ -153,11 +133,8 @@ class TrajectorySource:
                     self._finished_groups.append(_Group(number, rows, group.outputs))
                 if result.metrics:
                     self._rank_metrics.append(result.metrics)
-        groups = self._finished_groups[:num_groups]
+        groups = sorted(self._finished_groups[:num_groups], key=lambda group: group.number)
         del self._finished_groups[:num_groups]
-        return self._collate_groups(sorted(groups, key=lambda group: group.number))
-
-    def _collate_groups(self, groups: Sequence[_Group]) -> DataProto:
         outputs = [output for group in groups for output in group.outputs]
         trajectories = collate_outputs(outputs, pad_token_id=self._pad_token_id)
         if not self._keep_log_probs:
@@ -183,9 +160,7 @@ class TrajectorySource:
         self._workers.call_all(RolloutWorker.abort, None)
         self._running_groups, self._finished_groups = {}, []
 
-    # -- state --------------------------------------------------------------------------------
-
-    def state_dict(self) -> list[GroupState]:
+    def state_dict(self) -> list[Settings]:
         """Returns the groups that were submitted and not taken, with the positions of their prompts."""
         groups = sorted(
             [*self._running_groups.values(), *self._finished_groups], key=lambda group: group.number
@@ -200,7 +175,7 @@ class TrajectorySource:
             for group in groups
         ]
 
-    def load_state_dict(self, state: Sequence[GroupState], loader: PromptLoader) -> None:
+    def load_state_dict(self, state: Sequence[Settings], loader: PromptLoader) -> None:
         """Submits the groups of the checkpoint again; their seeds give the same trajectories."""
         for group in state:
             prompts = loader.load_batch([(group["index"], group["uid"])])
@@ -231,7 +206,7 @@ class Publisher:
 
     def publish(self) -> dict[str, float]:
         """Sends the new weights, and returns the number of bytes sent as a metric."""
-        actor, rollout = self._actor, self._rollout
+        actor, rollout, receivers = self._actor, self._rollout, 1
         version = actor.call(ActorWorker.version)
         if self.weight_path == "streamed":
             receivers = rollout.world_size
@@ -243,10 +218,9 @@ class Publisher:
                 receive_call.get()  # raises the receiver's error, if there is one
                 raise
             receive_call.get()
-            rollout.traffic["weights"] += num_bytes * receivers
         else:
             num_bytes = sum(rollout.call_all(RolloutWorker.announce_weights, version))
-            rollout.traffic["weights"] += num_bytes
+        rollout.traffic["weights"] += num_bytes * receivers
         self._published_before_update = self.published
         if version not in self._publish_number_of_version:  # not all updates were skipped
             self.published += 1
@@ -263,12 +237,10 @@ class Publisher:
         if not versions:
             return {}
         number_of_version = self._publish_number_of_version
-        oldest_numbers = torch.tensor([float(number_of_version.get(min(v), 0)) for v in versions])
-        newest_numbers = torch.tensor([float(number_of_version.get(max(v), 0)) for v in versions])
-        staleness = mean_max_min(
-            "training/off_policy/trajectory_staleness",
-            self._published_before_update - oldest_numbers,
-        )
-        return staleness | mean_max_min(
-            "training/off_policy/trajectory_spans", newest_numbers - oldest_numbers
-        )
+        oldest = torch.tensor([number_of_version.get(min(v), 0) for v in versions])
+        newest = torch.tensor([number_of_version.get(max(v), 0) for v in versions])
+        prefix, staleness = "training/off_policy", self._published_before_update - oldest
+        return {
+            **mean_max_min(f"{prefix}/trajectory_staleness", staleness),
+            **mean_max_min(f"{prefix}/trajectory_spans", newest - oldest),
+        }

@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from hone.agents.collate import DERIVED_COLUMNS
 from hone.agents.contract import default_sampling, validation_sampling
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import add_columns, require, write
-from hone.config import PPOTrainerConfig, config_to_dict
+from hone.config import ConfigError, PPOTrainerConfig, config_to_dict
+from hone.config.checks import batch_size_problems
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.controller.worker_group import traffic_metrics
 from hone.data.create import create_run_dataset, create_train_loader, create_val_loader
@@ -28,15 +30,14 @@ from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
 from hone.trainer.ppo.alarms import Alarms
-from hone.trainer.ppo.balance import balance, check_divisible
 from hone.trainer.ppo.collect import DynamicSampling, filter_batch
-from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.memory import freeze_garbage_collection
 from hone.trainer.ppo.plan import Plan, set_schedule_lengths
 from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
-from hone.trainer.ppo.rollout_writer import RolloutWriter
+from hone.trainer.ppo.rollout_file import RolloutWriter
+from hone.trainer.ppo.row_checks import NO_VAL_REWARD_FN, check_rows, routes_by_style
 from hone.trainer.ppo.source import Publisher, TrajectorySource, unique_prompts
 from hone.trainer.ppo.validation import load_validation_manager, run_validation
 from hone.trainer.threads import resolve_threads
@@ -80,10 +81,10 @@ class PPOTrainer:
         self.val_reward_fn = val_reward_fn or load_validation_manager(
             config, tokenizer, self.val_dataset
         )
-        scoring.check_rows(self.reward_fn, self.train_dataset, config)
-        hint = scoring.NO_VAL_REWARD_FN if reward_fn and not val_reward_fn else ""
-        scoring.check_rows(self.val_reward_fn, self.val_dataset, config, hint)
-        self.route_by_style = scoring.routes_by_style(config, self.train_dataset, self.val_dataset)
+        check_rows(self.reward_fn, self.train_dataset, config)
+        hint = NO_VAL_REWARD_FN if reward_fn and not val_reward_fn else ""
+        check_rows(self.val_reward_fn, self.val_dataset, config, hint)
+        self.route_by_style = routes_by_style(config, self.train_dataset, self.val_dataset)
         uses_lora = config.actor_rollout_ref.model.uses_lora
         self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=uses_lora))
         self.pools = resource_pool_manager or roles.default_pools(config, self.roles)
@@ -107,9 +108,11 @@ class PPOTrainer:
         self.traffic = [group.traffic for group in groups.values()]
         roles.load_models(groups)
         self.actor, self.rollout, self.reference = roles.policy_groups(groups)
-        check_divisible(config, self.actor.data_parallel_size)
+        if problems := list(batch_size_problems(config, self.actor.data_parallel_size)):
+            raise ConfigError(problems)
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
         self.reward_model = roles.get_reward_model(config, self.plan, self.tokenizer, groups)
+        self.scoring_options = self.reward_model, config.reward_model, self.route_by_style
         self.trained_groups = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,
@@ -220,22 +223,19 @@ class PPOTrainer:
     def score(self, batch: DataProto) -> DataProto:
         """Writes each reward part to a column, and their weighted sum to `token_level_scores`."""
         with self.phase("reward"):
-            return self._score(batch, self.reward_fn)
-
-    def _score(self, batch: DataProto, reward_fn: Function) -> DataProto:
-        config = self.config.reward_model
-        return scoring.score(batch, reward_fn, self.reward_model, config, self.route_by_style)
+            return scoring.score(batch, self.reward_fn, *self.scoring_options)
 
     def estimate(self, batch: DataProto) -> DataProto:
         """Computes the log-probs, values and implicit rewards that the algorithm reads."""
         plan = self.plan
-        credit.write_derived_columns(batch, plan.columns)
+        for name in plan.columns & DERIVED_COLUMNS.keys():
+            write(batch, name, DERIVED_COLUMNS[name](batch))
         if plan.log_prob_columns:
             with self.phase("old_log_prob"):
                 options = {"with_sum_pi_squared": "sum_pi_squared" in plan.log_prob_columns}
                 output = self.actor.call(ActorWorker.compute_log_prob, batch, **options)
                 add_columns(batch, output, plan.log_prob_columns)
-        if plan.uses_rollout_log_probs:
+        if self.config.algorithm.rollout_correction.bypass_mode:
             write(batch, "old_log_probs", require(batch, "rollout_log_probs").clone())
         if plan.needs_reference:
             with self.phase("ref"):
@@ -245,7 +245,9 @@ class PPOTrainer:
                 add_columns(batch, self.critic.call(CriticWorker.compute_values, batch))
         if plan.needs_implicit_rewards:
             with self.phase("update_rm"):
-                train_implicit_reward_model(batch, self.trained_groups["reward"], self.config)
+                credit.train_implicit_reward_model(
+                    batch, self.trained_groups["reward"], self.config
+                )
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
@@ -253,7 +255,7 @@ class PPOTrainer:
         algorithm = self.config.algorithm
         with self.timers.timer("adv"):
             step_metrics = credit.apply_kl_in_reward(batch, algorithm, self.kl_controller)
-            if self.plan.corrects_rollout:
+            if algorithm.rollout_correction.applies_before_update:
                 step_metrics |= credit.correct_for_rollout(batch, algorithm.rollout_correction)
             failure_score = self.config.reward_model.reward_kwargs.failure_score
             credit.estimate_advantages(
@@ -264,12 +266,14 @@ class PPOTrainer:
 
     def resample_and_balance(self, batch: DataProto) -> DataProto:
         """Returns the batch to train on: resampled if PF-PPO is enabled, and ordered by rank."""
-        trainer, algorithm = self.config.trainer, self.config.algorithm
+        trainer, ranks = self.config.trainer, self.actor.data_parallel_size
         with self.timers.timer("adv"):
-            rows = credit.resample(batch, algorithm, seed=trainer.seed, step=self.global_step)
-            ranks, sizes = self.actor.data_parallel_size, self.plan.rows_per_update
-            rows, balance_metrics = balance(
-                rows, ranks=ranks, rows_per_update=sizes, by_length=trainer.balance_batch
+            rows = batch
+            if self.config.algorithm.use_pf_ppo:
+                pf_ppo, step = self.config.algorithm.pf_ppo, self.global_step
+                rows = credit.resample(batch, pf_ppo, seed=trainer.seed, step=step)
+            rows, balance_metrics = credit.balance(
+                rows, ranks, self.plan.rows_per_update, by_length=trainer.balance_batch
             )
         batch.meta_info["metrics"].update(balance_metrics)
         return rows
@@ -308,17 +312,17 @@ class PPOTrainer:
             **traffic_metrics(self.traffic),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
-        if self.plan.logs_response_metrics:
+        if self.config.logs_response_metrics:
             with self.timers.timer("compute_additional_metrics"):
                 report |= response_metrics(batch, self.tokenizer, self.config, self.route_by_style)
         return report | scoring.pop_metrics(self.reward_fn, self.reward_model)
 
     def after_step(self, batch: DataProto) -> dict[str, float]:
         """Writes the rollout file, calls `on_batch_end`, and returns the metrics of a due validation."""
-        trainer = self.config.trainer
         self.rollout_writer.write(batch, self.global_step, self.tracking)
         self.loader.on_batch_end(batch)
-        is_due = trainer.test_freq > 0 and self.global_step % trainer.test_freq == 0
+        test_freq = self.config.trainer.test_freq
+        is_due = test_freq > 0 and self.global_step % test_freq == 0
         return self.validate() if is_due or self.global_step >= self.total_steps else {}
 
     def validate(self) -> dict[str, float]:
@@ -330,7 +334,7 @@ class PPOTrainer:
 
         def generate(prompts: Mapping[str, np.ndarray]) -> DataProto:
             self.source.submit(prompts, samples=n, sampling=sampling)
-            return self._score(self.source.take(), self.val_reward_fn)
+            return scoring.score(self.source.take(), self.val_reward_fn, *self.scoring_options)
 
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             val_metrics, batch = run_validation(self.val_loader.first_epoch(), generate, n, bar)
@@ -393,7 +397,6 @@ class PPOTrainer:
     def shutdown(self) -> None:
         """Stops the workers and the scoring processes."""
         with self._stack:  # stops the workers even if a manager cannot be closed
-            for manager in (self.reward_fn, self.val_reward_fn):
-                if hasattr(manager, "close"):
-                    manager.close()
-            self.rollout_writer.close()
+            for closable in (self.reward_fn, self.val_reward_fn, self.rollout_writer):
+                if hasattr(closable, "close"):
+                    closable.close()

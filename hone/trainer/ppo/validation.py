@@ -24,10 +24,8 @@ from hone.rewards.scores.table import UnknownSourceError
 from hone.tokenizer import Tokenizer
 from hone.tracking.console import Bar
 from hone.trainer.ppo.metrics import are_numbers, environment_columns, mean_max_min
-from hone.trainer.ppo.scoring import check_sources
+from hone.trainer.ppo.row_checks import check_sources
 from hone.types import Function, JsonValue
-
-_CORE_STATISTICS = ("mean", "best", "maj")
 
 
 def load_validation_manager(
@@ -67,9 +65,8 @@ def run_validation(
         arrays = batch.non_tensor_batch
         names = [*batch.meta_info["reward_extra_names"], *environment_columns(batch)]
         values = {name: list(last_row_values(batch, arrays[name])) for name in names}
-        values["reward"] = trajectory_totals(
-            batch, batch.batch["token_level_scores"].sum(-1)
-        ).tolist()
+        scores = batch.batch["token_level_scores"].sum(-1)
+        values["reward"] = trajectory_totals(batch, scores).tolist()
         batch_uids = list(last_row_values(batch, arrays["uid"]))
         for name in {*variables, *values}:  # a missing value is None
             column = variables.setdefault(name, [None] * len(uids))
@@ -80,9 +77,8 @@ def run_validation(
         batches.append(batch)
         bar.advance(len(batch_uids) // samples)
     metrics = validation_metrics(sources, uids, variables)
-    return metrics | mean_max_min("val-aux/num_turns", torch.tensor(turn_counts)), pad_and_concat(
-        batches
-    )
+    metrics |= mean_max_min("val-aux/num_turns", torch.tensor(turn_counts))
+    return metrics, pad_and_concat(batches)
 
 
 @dataclass
@@ -105,15 +101,11 @@ def validation_metrics(
     for source, source_metrics in process_validation_metrics(sources, uids, variables).items():
         core_variable = "acc" if "acc" in source_metrics else "reward"
         for name, statistics in source_metrics.items():
-            attempts = {s: int(s.split("@")[1].split("/")[0]) for s in statistics}
-            max_attempts = max(attempts.values())
+            max_attempts = max(int(s.split("@")[1].split("/")[0]) for s in statistics)
+            core_prefixes = tuple(f"{s}@{max_attempts}" for s in ("mean", "best", "maj"))
             for statistic, value in statistics.items():
-                is_core_statistic = statistic.split("@")[0] in _CORE_STATISTICS
-                is_core = (
-                    name == core_variable
-                    and is_core_statistic
-                    and attempts[statistic] == max_attempts
-                )
+                is_core_statistic = statistic.split("/")[0] in core_prefixes
+                is_core = name == core_variable and is_core_statistic
                 prefix = "val-core" if is_core else "val-aux"
                 metrics[f"{prefix}/{source}/{name}/{statistic}"] = value
     return metrics

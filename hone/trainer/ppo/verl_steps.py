@@ -82,8 +82,8 @@ def compute_advantage(
         # A reward part without a column may be an extra of the score function: one number per row.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
             columns[column] = require(data, column)
-    advantage, returns = credit.run_estimator(data, estimator, columns)
-    data.batch["advantages"], data.batch["returns"] = advantage, returns
+    tensors = credit.run_estimator(data, estimator, columns)
+    data.batch["advantages"], data.batch["returns"] = tensors
     if name == "gae" and config is not None and config.get("use_pf_ppo", False):
         pf_ppo = config["pf_ppo"]
         return compute_pf_ppo_reweight_data(data, pf_ppo["reweight_method"], pf_ppo["weight_pow"])

@@ -17,7 +17,8 @@ def batch(scores: list[float], uids: str, trajectories: str | None = None) -> Da
     tokens[:, 1] = torch.tensor(scores)
     arrays = {"uid": object_array(list(uids))}
     if trajectories is not None:
-        arrays["trajectory_id"] = object_array(list(trajectories))
+        rows = [trajectories[:i].count(name) for i, name in enumerate(trajectories)]
+        arrays["trajectory_row"] = object_array(rows)
     return DataProto.from_dict(
         {"token_level_scores": tokens, "response_mask": torch.ones(len(scores), 3)}, arrays
     )

@@ -12,7 +12,7 @@ import pytest
 
 from hone.config import ConfigError, PPOTrainerConfig, load_config
 from hone.controller.failures import ClusterFailed, NodeLost, WorkerProcess
-from hone.trainer.interrupt import SIGNALS
+from hone.trainer.interrupt import SIGNAL_NAMES
 from hone.trainer.ppo import restarts
 
 pytest.importorskip("ray")
@@ -184,7 +184,7 @@ def test_a_run_that_was_asked_to_stop_does_not_restart(cluster: Any, tmp_path: P
             raise copy(LOST)
 
     assert len(attempts(config, lambda: lose(None))) == 2
-    for number in SIGNALS:
+    for number in SIGNAL_NAMES:
         with pytest.raises(NodeLost):
             attempts(config, lambda number=number: lose(number))
     assert sum("restart 1 of 5" in line for line in cluster.lines) == 1

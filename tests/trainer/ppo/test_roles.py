@@ -88,7 +88,7 @@ def test_a_reward_model_may_have_a_pool_of_its_own() -> None:
         needed = roles.default_roles(Plan.of(config), lora=False)
         pools = roles.default_pools(config, needed)
         assert pools.resource_pool_spec[pools.mapping[Role.RewardModel]] == pool
-        assert pools.mapping[Role.Actor] == roles.GLOBAL_POOL
+        assert pools.mapping[Role.Actor] == "global_pool"
         assert config.resolved_controller == ("ray" if settings is overrides else "local")
     server_config = load_config([*overrides, "reward_model.server.url=http://127.0.0.1:80"])
     assert server_config.resolved_controller == "local"

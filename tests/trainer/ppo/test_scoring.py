@@ -21,7 +21,8 @@ from hone.data.rows import BadRowPolicy, DataError, read_rows, write_parquet
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
-from hone.trainer.ppo.scoring import check_columns, check_media, score
+from hone.trainer.ppo.row_checks import check_columns, check_media
+from hone.trainer.ppo.scoring import score
 from hone.trainer.ppo.trainer import PPOTrainer
 
 from .. import rewards

@@ -16,8 +16,8 @@ import torch
 from hone.agents.collate import TRAJECTORY_ROW
 from hone.protocol import DataProto
 from hone.protocol.padding import split_padded, without_padding
-from hone.trainer.ppo.balance import balance
 from hone.trainer.ppo.collect import NotEnoughSignal
+from hone.trainer.ppo.credit import balance
 from hone.workers.objectives import minibatches
 
 from ..rewards import share
@@ -97,7 +97,7 @@ def test_mini_batches_count_trajectories_on_any_number_of_ranks(ranks: int) -> N
         {"attention_mask": torch.ones(11, 3), "row": torch.arange(11)},
         {TRAJECTORY_ROW: np.array([None if p == 0 else p for p in places], dtype=object)},
     )
-    dealt, _ = balance(batch, ranks=ranks, rows_per_update=[2, 4], by_length=True)
+    dealt, _ = balance(batch, ranks, [2, 4], by_length=True)
     parts = [without_padding(part) for part in split_padded(dealt, ranks)]
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     of_ranks = [

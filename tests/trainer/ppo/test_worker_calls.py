@@ -10,7 +10,7 @@ import pytest
 import hone.trainer.ppo
 from hone.controller import Dispatch, Execute, Worker
 from hone.controller.decorator import MethodSpec, registered_methods
-from hone.workers.implicit_reward_model import ImplicitRewardModelWorker
+from hone.workers.process_reward_model import ImplicitRewardModelWorker
 from hone.workers.reward_model import RewardModelWorker
 from hone.workers.rollout_worker import RolloutWorker
 from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker, TrainWorker
