@@ -98,32 +98,17 @@ class ActorRolloutRefWorker(Worker):
         self._call_count = 0
         actor_is_reference = config.actor_rollout_ref.model.uses_lora and "actor" in role
         self.members: dict[str, Worker] = {}
+        self.reference: ActorWorker | ReferenceWorker
+        """The reference worker; with LoRA, the actor with its adapters disabled."""
         if "actor" in role:
-            self.members["actor"] = ActorWorker(config)
-            self.members["rollout"] = rollout = RolloutWorker(config)
-            self.register_mesh(ROLLOUT_MESH, *rollout.mesh_slot(DEFAULT_MESH))
+            self.actor = self.reference = ActorWorker(config)
+            self.rollout = RolloutWorker(config)
+            self.members |= {"actor": self.actor, "rollout": self.rollout}
+            self.register_mesh(ROLLOUT_MESH, *self.rollout.mesh_slot(DEFAULT_MESH))
         if "ref" in role and not actor_is_reference:
-            self.members["ref"] = ReferenceWorker(config)
+            self.members["ref"] = self.reference = ReferenceWorker(config)
         for member in self.members.values():
             member.set_colocated(self.members)
-
-    @property
-    def actor(self) -> ActorWorker:
-        member = self.members["actor"]
-        assert isinstance(member, ActorWorker)
-        return member
-
-    @property
-    def rollout(self) -> RolloutWorker:
-        member = self.members["rollout"]
-        assert isinstance(member, RolloutWorker)
-        return member
-
-    @property
-    def reference(self) -> ActorWorker | ReferenceWorker:
-        """The reference worker; with LoRA, the actor with its adapters disabled."""
-        member = self.members.get("ref")
-        return member if isinstance(member, ReferenceWorker) else self.actor
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:

@@ -20,12 +20,9 @@ from hone.workers.device import pick_dtype
 def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
     """Returns the actor's spec; as in verl, log-probs use the micro-batch size of the rollout config."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    inputs = config, worker, device, actor, actor.fsdp_config
     return _spec(
-        config,
-        worker,
-        device,
-        actor,
-        actor.fsdp_config,
+        *inputs,
         train_rule=_rule_for_slots(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
         infer_rule=_rule_for_slots(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
         optim=actor.optim,
@@ -40,32 +37,19 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
     """Returns the spec of the reference, which is not trained."""
     ref = config.actor_rollout_ref.ref
     rule = _rule_for_slots(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
-    return _spec(
-        config,
-        worker,
-        device,
-        ref,
-        ref.fsdp_config,
-        train_rule=rule,
-        infer_rule=rule,
-        compile_blocks=ref.use_torch_compile,
-    )
+    fields = {"train_rule": rule, "infer_rule": rule, "compile_blocks": ref.use_torch_compile}
+    return _spec(config, worker, device, ref, ref.fsdp_config, **fields)
 
 
 def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
     """Returns the critic's spec; without a model path, the critic starts from the actor's model."""
     critic, model = config.critic, config.critic.model
-    adapters = None
-    if model.lora_rank > 0:
-        adapters = AdapterSettings(
-            model.lora_rank, model.lora_alpha, 0.0, model.target_modules, None, None
-        )
+    adapters, rank = None, model.lora_rank
+    if rank > 0:
+        adapters = AdapterSettings(rank, model.lora_alpha, 0.0, model.target_modules, None, None)
+    inputs = config, worker, device, critic, model.fsdp_config
     return _spec(
-        config,
-        worker,
-        device,
-        critic,
-        model.fsdp_config,
+        *inputs,
         head="value",
         model_path=model.path or config.actor_rollout_ref.model.path,
         override_config=model.override_config,
@@ -84,12 +68,9 @@ def implicit_reward_spec(
     """Returns the spec of PRIME's reward model, or of its frozen reference."""
     reward, model = config.reward_model, config.reward_model.model
     rule = _rule_for_slots(reward, "", reward.forward_max_token_len_per_gpu)
+    inputs = config, worker, device, reward, model.fsdp_config
     return _spec(
-        config,
-        worker,
-        device,
-        reward,
-        model.fsdp_config,
+        *inputs,
         model_path=(model.ref_path if frozen else None) or model.path,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing and not frozen,
@@ -132,11 +113,12 @@ def _spec(
 ) -> EngineSpec:
     """Returns the spec of a role; `fields` are added to, or replace, those of the actor's model."""
     model = config.actor_rollout_ref.model
-    actor_fields = {
+    fields = {
         "head": "policy",
         "model_path": model.path,
         "override_config": model.override_config,
         "gradient_checkpointing": model.enable_gradient_checkpointing,
+        **fields,
     }
     return EngineSpec(
         device=device,
@@ -149,5 +131,5 @@ def _spec(
         world_size=worker.world_size,
         sequence_parallel=sequence_parallel(role_config, fsdp),
         tensor_parallel=fsdp.tensor_parallel_size,
-        **{**actor_fields, **fields},
+        **fields,
     )

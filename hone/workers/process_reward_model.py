@@ -293,7 +293,10 @@ class ImplicitRewardModelWorker(TrainWorker):
                 shuffle_seed=None,
                 num_step_rows=num_step_rows,
             )
-            metrics = self.train("reward_model", OutcomeObjective(config.model), batches)
+            objective = OutcomeObjective(config.model)
+            with self.engine.on_device(optimizer=True):
+                updates = [self.engine.train_minibatch(batch, objective) for batch in batches]
+            metrics = self.end_updates("reward_model", updates)
         if log_probs is None:
             log_probs = self.engine.infer(data, **_LOG_PROB_OPTIONS)["log_probs"]
         log_ratio = (log_probs - reference_log_probs) * data.batch["response_mask"]

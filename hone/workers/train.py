@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from hone.config.trees import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.decorator import DEFAULT_MESH
 from hone.engine.build import build_strategy
-from hone.engine.contract import EngineSpec, ModelFacts, Objective, Options, TrainEngine
+from hone.engine.contract import EngineSpec, ModelFacts, Options, TrainEngine
 from hone.models.from_config import build_tokenizer, import_external
 from hone.ops.packing import shared_prompt_lengths
 from hone.protocol import DataProto
@@ -145,15 +145,11 @@ class TrainWorker(Worker):
             ranks=self.engine.mesh.data_parallel_size,
         )
 
-    def train(
-        self, role: str, objective: Objective, batches: Iterable[DataProto]
-    ) -> dict[str, float]:
-        """Updates the model on each mini-batch, and advances the learning-rate schedule once.
+    def end_updates(self, role: str, updates: list[dict[str, float]]) -> dict[str, float]:
+        """Advances the learning-rate schedule; returns the mean metrics of the updates.
 
-        Returns the mean metrics of the updates; those of the optimizer get the prefix `role/`.
+        The metrics of the optimizer get the prefix `role/`.
         """
-        with self.engine.on_device(optimizer=True):
-            updates = [self.engine.train_minibatch(batch, objective) for batch in batches]
         self.engine.advance_schedule()
         metrics = mean_metrics(updates)
         for name in ("grad_norm", "lr", "skipped_updates"):
@@ -269,7 +265,11 @@ class ActorWorker(TrainWorker):
         """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
         config, start_time = self.config.actor_rollout_ref.actor, time.perf_counter()
         objective = self._objective if temperature is None else self._policy_objective(temperature)
-        metrics = self.train("actor", objective, self.minibatches(data, config, num_step_rows))
+        updates = []
+        with self.engine.on_device(optimizer=True):
+            for minibatch in self.minibatches(data, config, num_step_rows):
+                updates.append(self.engine.train_minibatch(minibatch, objective))
+        metrics = self.end_updates("actor", updates)
         metrics |= self._device_metrics(data, time.perf_counter() - start_time)
         return DataProto(meta_info={"metrics": metrics})
 
@@ -342,9 +342,11 @@ class CriticWorker(TrainWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto, *, num_step_rows: int | None = None) -> DataProto:
         """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
-        batches = self.minibatches(data, self.config.critic, num_step_rows)
-        metrics = self.train("critic", ValueObjective(self.config.critic), batches)
-        return DataProto(meta_info={"metrics": metrics})
+        config, objective = self.config.critic, ValueObjective(self.config.critic)
+        with self.engine.on_device(optimizer=True):
+            batches = self.minibatches(data, config, num_step_rows)
+            updates = [self.engine.train_minibatch(batch, objective) for batch in batches]
+        return DataProto(meta_info={"metrics": self.end_updates("critic", updates)})
 
 
 def full_config(config: Block) -> PPOTrainerConfig:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,9 @@ from tests.workers.tasks import config_of, write_model
 
 
 class FakeEngine:
-    """Counts the steps of its schedule; a mini-batch is the metrics of its update."""
+    """Counts the steps of its schedule."""
 
     steps = 0
-
-    def on_device(self, optimizer):
-        return nullcontext()
-
-    def train_minibatch(self, batch, objective):
-        return batch
 
     def advance_schedule(self):
         self.steps += 1
@@ -54,7 +47,7 @@ def test_the_schedule_advances_once_per_step_and_optimizer_metrics_have_the_role
     worker.engine = FakeEngine()
     update = {"loss": 2.0, "grad_norm": 1.0, "lr": 0.5, "skipped_updates": 1.0}
     updates = [update, update | {"loss": 4.0, "skipped_updates": 2.0}]
-    metrics = worker.train("actor", None, updates)
+    metrics = worker.end_updates("actor", updates)
     assert worker.engine.steps == 1
     assert metrics == {
         "loss": 3.0,

@@ -24,13 +24,7 @@ from hone.data.files import copy_to_local
 from hone.data.loader import Dataset, Stateful
 from hone.engine.saved_state import METADATA_FILE, read_metadata
 from hone.tracking import RunFolder, atomic_write_text
-from hone.tracking.atomic import (
-    STORAGE_ERRORS,
-    make_folder,
-    rename_folder,
-    storage_errno,
-    sync,
-)
+from hone.tracking.atomic import STORAGE_ERRORS, make_folder, rename_folder, storage_errno, sync
 from hone.tracking.console import screen
 from hone.tracking.contract import flatten
 from hone.tracking.lock import raise_if_lock_lost
@@ -315,9 +309,8 @@ def _to_lists(value: JsonValue) -> JsonValue:
 
 
 def _save_error_message(run: RunFolder, step: int, error_number: int) -> str:
-    state = "there is no earlier checkpoint"
-    if checkpoints := run.checkpoints():
-        state = f"{checkpoints[-1][1].name} is untouched"
+    names = [folder.name for _, folder in run.checkpoints()]
+    state = f"{names[-1]} is untouched" if names else "there is no earlier checkpoint"
     cause, remedy = STORAGE_ERRORS[error_number]
     advice = remedy.capitalize()
     if error_number in (errno.ENOSPC, errno.EDQUOT):
@@ -361,9 +354,9 @@ class EarlierRun:
             )
         if plan.needs_critic and has_actor and not has_critic:
             estimator = self._settings.get("algorithm", {}).get("adv_estimator")
+            setting = f" (algorithm.adv_estimator={estimator})" if estimator else ""
             yield (
-                f"{self.checkpoint} has no critic: the run that wrote it"
-                f"{f' (algorithm.adv_estimator={estimator})' if estimator else ''} trained none, but "
+                f"{self.checkpoint} has no critic: the run that wrote it{setting} trained none, but "
                 f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs one; keep the "
                 "estimator, or start in another trainer.default_local_dir with its model "
                 f"({_MODEL_KEY}={self.checkpoint})"
@@ -386,8 +379,8 @@ class EarlierRun:
         if checkpoint_from_path(str(self.checkpoint))[0] >= total_steps:
             return
         path = self.config.actor_rollout_ref.model.path
-        base_model = old_config.get("actor_rollout_ref", {}).get("model", {}).get("path")
-        if base_model is not None and base_model != path:
+        base_model = old_config.get("actor_rollout_ref", {}).get("model", {}).get("path", path)
+        if base_model not in (path, None):
             yield (
                 f"{self.checkpoint} was trained from {_MODEL_KEY}={base_model}, not from {path}; to train "
                 f"{path}, set another trainer.default_local_dir"

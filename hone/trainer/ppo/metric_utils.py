@@ -52,12 +52,12 @@ class Metric:
     def append(self, value: Number | Metric) -> None:
         if isinstance(value, Metric):
             self.extend(value)
-            return
-        if isinstance(value, Tensor | np.ndarray):
+        elif isinstance(value, Tensor | np.ndarray):
             if np.prod(value.shape, dtype=int) != 1:
                 raise ValueError(f"a metric takes one number at a time, not shape {value.shape}")
-            value = value.item()
-        self.values.append(value)
+            self.values.append(value.item())
+        else:
+            self.values.append(value)
 
     def extend(self, values: Metric | Iterable[Number]) -> None:
         if isinstance(values, Metric):
@@ -115,12 +115,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Returns seconds per phase, and milliseconds per token for phases that process tokens."""
-    prompt_tokens, response_tokens = (float(mask.sum()) for mask in split_attention_mask(batch))
-    per_token = time_per_token(
-        timing_raw,
-        generated_tokens=response_tokens,
-        total_tokens=prompt_tokens + response_tokens,
-    )
+    generated, total = split_attention_mask(batch)[1].sum(), batch.batch["attention_mask"].sum()
+    tokens = {"generated_tokens": float(generated), "total_tokens": float(total)}
+    per_token = time_per_token(timing_raw, **tokens)
     return {f"timing_s/{phase}": seconds for phase, seconds in timing_raw.items()} | per_token
 
 
@@ -160,12 +157,11 @@ def compute_variance_proxy_metrics(
     total = float(power.mean())
     signal = 0.0 if gradient_norm is None else gradient_norm**2
     has_noise = gradient_norm is not None and len(batch) > 1
+    noise = max(0.0, (total - signal) / (len(batch) - 1)) if has_noise else 0.0
     return {
         "variance_proxy/proxy1_signal_strength": signal,
         "variance_proxy/proxy2_total_power": total,
-        "variance_proxy/proxy3_pure_noise": (
-            max(0.0, (total - signal) / (len(batch) - 1)) if has_noise else 0.0
-        ),
+        "variance_proxy/proxy3_pure_noise": noise,
         "variance_proxy/expected_a_squared": float(squared_advantages.mean()),
         "variance_proxy/expected_w": float(masked_sum(weighted_norms, mask, -1).mean()),
     }

@@ -36,31 +36,27 @@ class ResourceEstimate:
     @property
     def memory_bytes(self) -> int:
         """The bytes per process for weights, gradients and optimizer, without activations and KV cache."""
-        config, weight_bytes = self.config, self._weight_bytes
-        trained_bytes = 2 * weight_bytes + self._optimizer_bytes
-        uses_lora = config.actor_rollout_ref.model.uses_lora
-        actor_bytes = weight_bytes if uses_lora else trained_bytes
-        reference_bytes = weight_bytes if self.plan.needs_reference and not uses_lora else 0
-        critic_bytes = trained_bytes if self.plan.needs_critic else 0
-        all_bytes = actor_bytes + reference_bytes + critic_bytes
-        return all_bytes * self.parameters // config.world_size
+        trained_bytes = 2 * self._weight_bytes + self._optimizer_bytes
+        uses_lora = self.config.actor_rollout_ref.model.uses_lora
+        total = self._weight_bytes if uses_lora else trained_bytes
+        if self.plan.needs_reference and not uses_lora:
+            total += self._weight_bytes
+        if self.plan.needs_critic:
+            total += trained_bytes
+        return total * self.parameters // self.config.world_size
 
     @property
     def checkpoint_bytes(self) -> int:
         """The bytes of a checkpoint's parts; LoRA saves no base weights, except in the actor's export."""
         policy, critic = self.config.actor_rollout_ref, self.config.critic
         part_bytes = {"model": self._weight_bytes, "optimizer": self._optimizer_bytes}
-        actor_contents, critic_contents = (
-            role.checkpoint.save_contents for role in (policy.actor, critic)
-        )
+        actor_contents = policy.actor.checkpoint.save_contents
         actor_bytes = sum(part_bytes.get(part, 0) for part in actor_contents)
         export_bytes = self._weight_bytes if "hf_model" in actor_contents else 0
         total = export_bytes + (0 if policy.model.uses_lora else actor_bytes)
         if self.plan.needs_critic and critic.model.lora_rank == 0:
-            total += sum(part_bytes.get(part, 0) for part in critic_contents)
-        if (
-            self.plan.needs_implicit_rewards
-        ):  # the actor's save_contents also apply to the reward model
+            total += sum(part_bytes.get(part, 0) for part in critic.checkpoint.save_contents)
+        if self.plan.needs_implicit_rewards:  # the reward model has the actor's save_contents
             total += actor_bytes
         return total * self.parameters
 
@@ -88,14 +84,11 @@ def preview_lines(
     for key, dataset_lengths in lengths.items():
         length_range = f"{dataset_lengths.shortest:,} to {dataset_lengths.longest:,} tokens"
         yield f"{key}: {dataset_lengths.rows:,} prompts of {length_range}"
-    prompts_per_step = config.data.train_batch_size
-    updates_per_step = (
-        -(-prompts_per_step // policy.actor.ppo_mini_batch_size) * policy.actor.ppo_epochs
-    )
-    updates = f"{updates_per_step} update{'s' * (updates_per_step > 1)} per step"
+    prompts_per_step, actor = config.data.train_batch_size, policy.actor
+    updates = -(-prompts_per_step // actor.ppo_mini_batch_size) * actor.ppo_epochs
     yield (
         f"{trainer.total_steps:,} steps of {prompts_per_step} prompts × {policy.rollout.n} responses, "
-        f"{updates}, in {trainer_config.default_local_dir}"
+        f"{updates} update{'s' * (updates > 1)} per step, in {trainer_config.default_local_dir}"
     )
     roles = ", ".join(str(role) for role in trainer.roles)
     processes = f"{config.world_size} process{'es' * (config.world_size > 1)}"

@@ -61,14 +61,11 @@ class PPOTrainer:
         train_dataset: Dataset | None = None,
         val_dataset: Dataset | None = None,
     ) -> None:
-        data, trainer = config.data, config.trainer
-        self.tokenizer = tokenizer
-        self.plan = Plan.of(config)
+        self.tokenizer, self.plan = tokenizer, Plan.of(config)
+        data, trainer, num_prompts = config.data, config.trainer, config.data.prompts_per_generation
         dataset_inputs = data, tokenizer, processor
         self.train_dataset = create_run_dataset(train_dataset, *dataset_inputs, is_train=True)
-        self.loader = create_train_loader(
-            data, self.train_dataset, data.prompts_per_generation, trainer.seed
-        )
+        self.loader = create_train_loader(data, self.train_dataset, num_prompts, trainer.seed)
         self.val_dataset: Dataset | None = None
         if data.val_files or val_dataset is not None:
             self.val_dataset = create_run_dataset(val_dataset, *dataset_inputs, is_train=False)
