@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hone.models import attention
+from hone.models.policy import register_attention
 from hone.models.tiny import character_tokenizer
 
 
@@ -40,11 +40,10 @@ SEVEN = Shape("qwen2.5-7b", 152_064, 3584, 28, 28, 4, 18_944, tied=False)
 TINY = Shape("tiny", 400, 64, 2, 4, 2, 128)
 
 
-def build(shape: Shape, device: torch.device, implementation: str = attention.NAME) -> Any:
+def build(shape: Shape, device: torch.device, implementation: str | None = None) -> Any:
     """A freshly initialised model in the dtype its device computes in."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    attention.register()
     config = AutoConfig.for_model(
         "qwen2",
         vocab_size=shape.vocabulary,
@@ -63,7 +62,7 @@ def build(shape: Shape, device: torch.device, implementation: str = attention.NA
     with torch.device(device):
         torch.manual_seed(0)
         lm = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=implementation
+            config, dtype=dtype, attn_implementation=implementation or register_attention()
         )
     return lm.eval()
 

@@ -17,9 +17,8 @@ from benchmarks.families.tiny import randomise
 from benchmarks.gpu_timing import median_s
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.models import attention
-from hone.models.fused import fuse
-from hone.models.policy import PolicyModel
+from hone.models.decoder_layer import fuse
+from hone.models.policy import PolicyModel, register_attention
 from hone.ops.packing import pack_rows
 from hone.protocol import DataProto
 from hone.rollout.contract import Sampling
@@ -37,7 +36,6 @@ N, PROMPT, VOCABULARY, ROWS = 4, 64, 4096, 32
 def build(size: dict[str, int], device: torch.device) -> PolicyModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    attention.register()
     config = AutoConfig.for_model(
         "qwen3_moe", vocab_size=VOCABULARY, hidden_size=size["hidden"], num_hidden_layers=size["layers"],
         num_attention_heads=size["hidden"] // 64, num_key_value_heads=1, head_dim=64,
@@ -46,7 +44,9 @@ def build(size: dict[str, int], device: torch.device) -> PolicyModel:
         tie_word_embeddings=False, pad_token_id=0,
     )  # fmt: skip
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    lm = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    lm = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=register_attention()
+    )
     randomise(lm)
     policy = PolicyModel(lm.to(device).eval())
     if device.type == "cuda":

@@ -56,7 +56,7 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.interactions.gsm8k_interaction": "hone.agents.interactions.gsm8k",
     "hone.interactions.weather_interaction": "hone.agents.interactions.weather",
     "hone.experimental.dataset.sampler": f"{_DATA}.loader",
-    "hone.utils.seqlen_balancing": "hone.ops.dynamic_batch",
+    "hone.utils.seqlen_balancing": "hone.ops.balancing",
     "hone.utils.torch_functional": "hone.ops.verl_functional",
     "hone.utils.py_functional": "hone.ops.verl_python",
     "hone.utils.model": "hone.ops.verl_functional",
@@ -246,7 +246,7 @@ _REWARD_CONFIGS = _map(
 _METRICS = "hone.trainer.ppo.metric_utils"
 _ROLE_CHECKS = "WorkerType need_critic need_reference_policy need_reward_model need_teacher_policy"
 _TOKENIZER_NAMES = _map(
-    "hone.models.processor", "hf_tokenizer hf_processor normalize_token_ids set_pad_token_id"
+    "hone.models.from_config", "hf_tokenizer hf_processor normalize_token_ids set_pad_token_id"
 )
 _TEMPLATE_NAMES = _map(
     f"{_DATA}.prompts", "extract_system_prompt_and_generation initialize_system_prompt"

@@ -350,7 +350,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             },
         ],
         [
-            {"engine/a.py": "from hone.ops.masked import masked_mean", "ops/masked.py": ""},
+            {"engine/a.py": "from hone.ops.statistics import masked_mean", "ops/statistics.py": ""},
             {"engine/a.py": "from hone.rollout.contract import X", "rollout/contract.py": "X = 1"},
             {"engine/a.py": "from hone.rollout import contract", "rollout/contract.py": ""},
             {"engine/a.py": "from .b import X", "engine/b.py": "X = 1"},
@@ -377,7 +377,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
     ),
     files_are_named_after_a_thing: (
         [{f"ops/{name}": ""} for name in sorted(NAMELESS_FILES)] + [{"ops/utils/masked.py": ""}],
-        [{"ops/masked.py": ""}],
+        [{"ops/statistics.py": ""}],
     ),
     only_the_console_prints: (
         [{"ops/a.py": "print(1)"}, {"tracking/jsonl.py": "def f():\n    print(1)"}],

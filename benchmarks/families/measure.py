@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.families.tiny import POSITIONS, VOCABULARY, randomise, tiny_config
+from hone.models.decoder_layer import fuse
 from hone.models.families import CPU_ONLY_FAMILIES, FAMILIES, UnsupportedModel
-from hone.models.fused import fuse
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
 from hone.ops.packing import pack_rows

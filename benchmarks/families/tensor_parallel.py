@@ -16,11 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.families.tiny import randomise, tiny_config
 from hone.controller.worker import free_port
-from hone.engine.tensor_parallel import FAMILIES_WITHOUT_TP_PLAN, TensorParallel
-from hone.models import attention
-from hone.models.families import FAMILIES
+from hone.engine.tensor_parallel import TensorParallel
+from hone.models.families import FAMILIES, FAMILIES_WITHOUT_TP_PLAN
 from hone.models.lora import AdapterSettings, full_tensor, init_lora
-from hone.models.policy import PolicyModel
+from hone.models.policy import PolicyModel, register_attention
 from hone.ops.packing import pack_rows
 
 ADAPTERS = AdapterSettings(4, 8.0, 0.0, "all-linear", None, None)
@@ -31,13 +30,12 @@ def tiny_policy(family: str, *, flipped: bool, adapters: bool) -> PolicyModel:
     """A tiny model whose heads divide into two."""
     from transformers import AutoModelForCausalLM
 
-    attention.register()
     config = tiny_config(family, flipped=flipped)
     text = config.get_text_config()
     if getattr(text, "num_key_value_heads", None) == 1:
         text.num_key_value_heads = 2
     torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).float()
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention()).float()
     policy = PolicyModel(lm)
     if adapters:
         policy.lm = init_lora(lm, ADAPTERS, seed=0)

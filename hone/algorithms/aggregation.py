@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hone.config.actor import current_batch_info
-from hone.ops.masked import masked_mean, masked_sum, zero_outside_mask
+from hone.ops.statistics import masked_mean, masked_sum, zero_outside_mask
 
 LOSS_AGG_MODES = (
     "token-mean",

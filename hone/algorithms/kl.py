@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hone.config.algorithm import KLControlConfig
-from hone.ops.masked import masked_mean, zero_outside_mask
+from hone.ops.statistics import masked_mean, zero_outside_mask
 from hone.plugins import PluginError, Table
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]

@@ -13,7 +13,7 @@ from hone.engine.contract import EngineSpec, Mesh, TrainEngine
 from hone.engine.engine import Engine
 from hone.engine.offload import build_offload
 from hone.engine.optimizer import Optimizer
-from hone.models.fused import compile_layers, fuse
+from hone.models.decoder_layer import compile_layers, fuse
 from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_classifier
 from hone.models.lora import init_lora
 from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel

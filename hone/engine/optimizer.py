@@ -206,7 +206,7 @@ def _accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
     torch._foreach_add_ adds tensors of different dtypes one by one, without vectorised loads.
     """
     if _can_use_kernel(sums, parts):
-        from hone.ops.accumulate_triton import add_all
+        from hone.ops.training_triton import add_all
 
         add_all(sums, parts)
     elif sums:

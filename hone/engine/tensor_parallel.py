@@ -3,7 +3,7 @@
 Every parameter becomes a DTensor on the tensor mesh: split where transformers' `_tp_plan` says so, the
 embedding and the head by vocabulary, all others replicated. As all are DTensors of one mesh, FSDP2, the
 optimizer, clipping and checkpoints treat them alike. The forwards of the modules compute with this rank's
-shards and exchange activations (hone/ops/collectives.py); the model's code is unchanged.
+shards and exchange activations (hone/ops/tensor_parallel.py); the model's code is unchanged.
 """
 
 from __future__ import annotations
@@ -23,28 +23,21 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hone.engine.optimizer import local_shard
-from hone.models.families import UnsupportedModel, config_field, key_shape
+from hone.models.families import FAMILIES_WITHOUT_TP_PLAN, UnsupportedModel, config_field, key_shape
 from hone.models.lora import full_tensor, is_lora
 from hone.models.policy import Model, PolicyModel, without_peft
-from hone.ops.collectives import (
+from hone.ops.tensor_parallel import (
     Group,
     copy_to_group,
     gather_last_dim,
+    shard_start,
     split_last_dim,
     sum_over_group,
 )
-from hone.ops.vocab_parallel import shard_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FAMILIES_WITHOUT_TP_PLAN = frozenset(
-    """
-    biogpt bitnet ctrl falcon gpt-sw3 gpt2 gpt_bigcode gpt_oss hunyuan_v1_dense jetmoe minimax_m3_vl_text opt
-    persimmon stablelm
-    """.split()  # noqa: SIM905
-)
-"""Families of hone/models/families.py without a tensor-parallel plan in transformers."""
 _VOCABULARY_STYLE = "vocabulary"
 _PACKED_PROJECTIONS = 2
 """Number of projections in a packed weight (gate, then up); each is split separately."""

@@ -1,5 +1,6 @@
-"""The supported decoder families: those whose log-probs were shown to equal plain `transformers`.
+"""The supported decoder families, and the features that only some of them have.
 
+A family is supported if its log-probs were shown to equal those of plain `transformers`.
 `python -m benchmarks.families` compares the rollout and trainer log-probs of every family. docs/models.md
 has the results; a test checks that the results agree with this file.
 """
@@ -36,6 +37,39 @@ FAMILIES = frozenset(
 
 CPU_ONLY_FAMILIES = frozenset({"beam", "flint", "kolibri1"})
 """Families of `FAMILIES` that are refused on a GPU, because the comparison was only made on a CPU."""
+
+DECODER_LAYER_FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+}
+"""Families whose layers decoder_layer.py describes, and the prefix of the names of their classes.
+
+Their modules have the attributes of Llama's; Qwen3's attention also has `q_norm` and `k_norm`.
+"""
+EXACT_FAMILIES = ("llama", "qwen2")
+"""Families that `rollout.exact=true` supports."""
+SHARDED_FAMILIES = frozenset(
+    """
+    apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text granite helium
+    hunyuan_v1_dense hyperclovax jais2 llama ministral ministral3 mistral nemotron olmo qwen2 qwen3
+    seed_oss smollm3 vaultgemma
+    """.split()  # noqa: SIM905
+)
+"""Families whose sharded logits, in the native engine, are tested against those of the whole model."""
+FAMILIES_WITHOUT_TP_PLAN = frozenset(
+    """
+    biogpt bitnet ctrl falcon gpt-sw3 gpt2 gpt_bigcode gpt_oss hunyuan_v1_dense jetmoe minimax_m3_vl_text opt
+    persimmon stablelm
+    """.split()  # noqa: SIM905
+)
+"""Families without a tensor-parallel plan in transformers, which tensor-parallel training needs."""
+MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES_DROPPING_KEYWORDS = frozenset({"falcon", "nemotron", "stablelm"})
+"""Families whose layers do not pass keyword arguments to the attention."""
+FAMILIES_WITHOUT_REPLAY = frozenset({"jetmoe"})
+"""Mixtures of experts with routers in their attention or outside of the module of their experts."""
 
 _UNSUPPORTED_FAMILIES = {
     "its positions are ALiBi biases on the scores, which rollout and trainer do not add": "bloom mpt",

@@ -20,7 +20,6 @@ import torch
 from typing_extensions import Required, Unpack
 
 from hone.data.files import copy_to_local
-from hone.models import attention
 from hone.models.families import (
     UnsupportedModel,
     check_config_supported,
@@ -29,6 +28,7 @@ from hone.models.families import (
     logit_softcap_and_scale,
     override_fields,
 )
+from hone.models.policy import register_attention
 from hone.tracking.manifest import MANIFEST, enclosing_checkpoint, find_damage
 from hone.types import Settings
 
@@ -236,10 +236,9 @@ def empty_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedMode
     from transformers import AutoModelForCausalLM
 
     config = _model_config(path, options)
-    attention.register()
     with _parameters_on_meta():
         return AutoModelForCausalLM.from_config(
-            config, dtype=options["dtype"], attn_implementation=attention.NAME
+            config, dtype=options["dtype"], attn_implementation=register_attention()
         ).eval()
 
 
@@ -341,14 +340,13 @@ def _load_pretrained(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # hone shows its own bars
-    attention.register()
     folder = resolve_model_path(path)
     with translate_load_errors(path, folder):
         lm, report = auto_class.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=attention.NAME,
+            attn_implementation=register_attention(),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # transformers' own error does not name the tensor
         )

@@ -45,8 +45,8 @@ class AdapterSettings:
     alpha: float
     dropout: float
     target_modules: str | tuple[str, ...]
-    exclude_modules: str | tuple[str, ...] | None
-    adapter_path: str | None
+    exclude_modules: str | tuple[str, ...] | None = None
+    adapter_path: str | None = None
     """The path of an existing adapter whose training continues."""
 
 
@@ -59,25 +59,17 @@ def init_lora(lm: PreTrainedModel, adapters: AdapterSettings, seed: int) -> Peft
     """Wraps the model in adapters whose weights are initialized from the seed."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return wrap_lora(lm, **vars(adapters))
+        return wrap_lora(lm, adapters)
 
 
-def wrap_lora(
-    lm: PreTrainedModel,
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    target_modules: str | tuple[str, ...],
-    exclude_modules: str | tuple[str, ...] | None,
-    adapter_path: str | None,
-) -> PeftModel:
+def wrap_lora(lm: PreTrainedModel, adapters: AdapterSettings) -> PeftModel:
     """Wraps a frozen base model in PEFT adapters, or in the existing adapter at `adapter_path`.
 
     Adapters have the dtype of the base; the optimizer holds their float32 master weights.
     """
     from peft import LoraConfig, get_peft_model
 
+    adapter_path, exclude_modules = adapters.adapter_path, adapters.exclude_modules
     is_classifier = hasattr(lm, "score")  # its head is trained fully, without an adapter
     try:
         if adapter_path:
@@ -85,10 +77,10 @@ def wrap_lora(
             config = _read_adapter_config(adapter_path)
         else:
             config = LoraConfig(
-                r=rank,
-                lora_alpha=alpha,
-                lora_dropout=dropout,
-                target_modules=_list_or_pattern(target_modules),
+                r=adapters.rank,
+                lora_alpha=adapters.alpha,
+                lora_dropout=adapters.dropout,
+                target_modules=_list_or_pattern(adapters.target_modules),
                 exclude_modules=_excluded_modules(exclude_modules, is_classifier),
             )
         config.task_type = "TOKEN_CLS" if is_classifier else "CAUSAL_LM"
@@ -96,7 +88,7 @@ def wrap_lora(
         if adapter_path:
             _load_adapter(peft_model, adapter_path)
     except (ValueError, OSError, RuntimeError, KeyError) as error:  # of PEFT and torch
-        settings = adapter_path or f"rank {rank}, target_modules {target_modules}"
+        settings = adapter_path or f"rank {adapters.rank}, target_modules {adapters.target_modules}"
         raise LoraError(f"LoRA ({settings}): {textwrap.shorten(str(error), 400)}") from error
     head = None if is_classifier else peft_model.get_output_embeddings()
     if hasattr(head, "base_layer") or hasattr(head, "modules_to_save"):

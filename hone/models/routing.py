@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hone.models.families import UnsupportedModel, config_field
+from hone.models.families import FAMILIES_WITHOUT_REPLAY, UnsupportedModel, config_field
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,8 +27,6 @@ NOT_RECORDED = -1
 EXPERT_DTYPE = torch.int16
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K_FIELDS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "top_k")
-_FAMILIES_WITHOUT_REPLAY = frozenset({"jetmoe"})
-"""Families with routers in their attention or outside of the module of their experts."""
 
 ExpertRecorder = Callable[[int, Tensor], None]
 """Receives the index of a MoE layer and the experts [N, k] of its tokens."""
@@ -56,7 +54,7 @@ class Routing:
             m for m in decoder.modules() if isinstance(getattr(m, "experts", None), nn.Module)
         ]
         family = decoder.config.model_type
-        if shape is None or not blocks or family in _FAMILIES_WITHOUT_REPLAY:
+        if shape is None or not blocks or family in FAMILIES_WITHOUT_REPLAY:
             raise UnsupportedModel(
                 f"a {family} model has no experts whose routing can be replayed; use "
                 "actor.router_replay.mode=disabled"

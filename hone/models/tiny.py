@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hone.models import attention
 from hone.models.families import check_config_supported, check_family_supported
+from hone.models.policy import register_attention
 from hone.models.writing import without_progress_bar
 from hone.tracking.atomic import apply_umask
 
@@ -85,7 +85,6 @@ def tiny_lm(
 
     _check_family(family)
     _check_shape(hidden, layers, heads, kv_heads)
-    attention.register()
     settings = {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -106,7 +105,7 @@ def tiny_lm(
     check_config_supported(config, f"a fresh {family}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=register_attention())
 
 
 def _check_family(family: str) -> None:

@@ -2,12 +2,13 @@
 
 Fused kernels support neither soft caps nor sinks. Attention with either is computed in float32, one
 sequence at a time, and the backward pass recomputes the attention scores, so that only the scores of one
-sequence are in memory. A segment of packed rows attends to itself and to its parent, if it has one: 16-bit
-tensors on a GPU use a variable-length kernel; otherwise, segments are padded.
+sequence are in memory. A segment of packed rows attends to itself and to its parent, if it has one.
+16-bit tensors on a GPU use a variable-length kernel, for which the keys and values of a prompt are
+repeated before each of its responses; otherwise, segments are padded.
 
-In shapes, H is the number of query heads, KV of key-value heads, L of queries, M of keys, N of concatenated
-tokens and S of their sequences or segments; C is the number of children, D the head dimension, P and R are
-the padded lengths of parents and children.
+In shapes, H is the number of query heads, KV of key-value heads, L of queries, M of keys, N of
+concatenated tokens and S of their sequences or segments; C is the number of children, D the head
+dimension, P and R are the padded lengths of parents and children.
 """
 
 from __future__ import annotations
@@ -16,24 +17,23 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hone.ops.autograd import Context
 from hone.ops.device import send
-from hone.ops.shared_keys import SharedKeys
 
 logger = logging.getLogger(__name__)
 
 _PACKAGES = (("flash_attn_interface", 9), ("flash_attn.cute", 9), ("flash_attn", 8))
 """Modules with `flash_attn_varlen_func`, fastest first, and the major compute capability each one needs."""
-_BiasKey = tuple[int | None, torch.dtype]
-"""The window and the dtype of an attention bias."""
 
 
 class AttentionOptions(NamedTuple):
@@ -149,23 +149,23 @@ def varlen_attention(
     The last query and the last key of a sequence have the same position. If a flash-attn package that
     supports this GPU is installed, its kernel is used instead of torch's.
     """
-    attend = _package_kernel() or _torch_attention
-    return attend(q, k, v, cu_q, cu_k, max_q, max_k, scaling, window)
-
-
-def _torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-    scaling: float, window: int | None,
-) -> Tensor:  # fmt: skip
-    # torch.nn.attention.varlen calls this operator, but takes much host time.
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_q, cu_k, max_q, max_k, 0.0, window is None, False,
-        scale=scaling, window_size_left=-1 if window is None else window - 1, window_size_right=0,
-    )[0]  # fmt: skip
+    kernel = _package_kernel()
+    if kernel is None:
+        # torch.nn.attention.varlen calls this operator, but takes much host time.
+        return torch.ops.aten._flash_attention_forward(
+            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, window is None, False, scale=scaling,
+            window_size_left=-1 if window is None else window - 1, window_size_right=0,
+        )[0]  # fmt: skip
+    out = kernel(
+        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+        softmax_scale=scaling, causal=True,
+        **({} if window is None else {"window_size": (window - 1, 0)}),
+    )  # fmt: skip
+    return out[0] if isinstance(out, tuple) else out
 
 
 @functools.cache
-def _package_kernel() -> Callable[..., Tensor] | None:
+def _package_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]] | None:
     """Returns the kernel of an installed package, or None."""
     major, _ = torch.cuda.get_device_capability()
     for name, min_capability in _PACKAGES:
@@ -175,26 +175,12 @@ def _package_kernel() -> Callable[..., Tensor] | None:
             kernel = importlib.import_module(name).flash_attn_varlen_func
         except ModuleNotFoundError:
             continue
-        except (ImportError, OSError, AttributeError) as error:
-            # The package was built for another torch version, or another package has this name.
+        except (ImportError, OSError, AttributeError) as error:  # built for another torch version
             logger.warning("%s is installed but cannot be used here: %s", name, error)
             continue
         logger.info("attention over packed rows uses %s", name)
-        return functools.partial(_package_attention, kernel)
+        return kernel
     return None
-
-
-def _package_attention(
-    kernel: Callable[..., Tensor | tuple[Tensor, ...]],
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int,
-    scaling: float, window: int | None,
-) -> Tensor:  # fmt: skip
-    out = kernel(
-        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-        softmax_scale=scaling, causal=True,
-        **({} if window is None else {"window_size": (window - 1, 0)}),
-    )  # fmt: skip
-    return out[0] if isinstance(out, tuple) else out
 
 
 class Padding(NamedTuple):
@@ -206,7 +192,9 @@ class Padding(NamedTuple):
     equal_lengths: bool  # whether no cell is padding, so that a view suffices
 
     @staticmethod
-    def of(lengths: list[int], *, start: int = 0, multiple: int = 1) -> Padding:
+    def of(
+        lengths: list[int], device: torch.device, *, start: int = 0, multiple: int = 1
+    ) -> Padding:
         """Pads consecutive segments, the first at position `start`, to a multiple of `multiple`."""
         n = torch.tensor(lengths)
         width = -(-max(int(n.max()), 1) // multiple) * multiple
@@ -215,7 +203,8 @@ class Padding(NamedTuple):
         is_token = offset < n[:, None]
         cells = torch.where(is_token, starts[:, None] + offset, start)
         cell_indices = is_token.flatten().nonzero().flatten()
-        return Padding(cells, cell_indices, start, bool((n == width).all()))
+        equal_lengths = bool((n == width).all())
+        return Padding(send(cells, device), send(cell_indices, device), start, equal_lengths)
 
     def pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
         segments, width = self.cells.shape
@@ -230,6 +219,94 @@ class Padding(NamedTuple):
         return rows if self.equal_lengths else rows.index_select(0, self.cell_indices)
 
 
+@dataclass(frozen=True)
+class SharedKeys:
+    """The numbers of queries and keys per segment; a child has the keys of its root and then its own."""
+
+    cu_queries: Tensor  # [S + 1] int32, cumulative number of queries
+    cu_keys: Tensor  # [S + 1] int32, cumulative number of keys
+    max_queries: int
+    max_keys: int
+    source: Tensor | None = None  # [M] packed position of each of M keys; None if no key is copied
+    copy_indices: Tensor | None = None  # [M] indices of the copies, sorted by packed position
+    first_copy: Tensor | None = None  # [N + 1] where each token's copies begin in `copy_indices`
+
+    @staticmethod
+    def build(
+        root_lengths: list[int], children: list[tuple[int, int]], device: torch.device
+    ) -> SharedKeys:
+        root_sizes = np.array(root_lengths)
+        root_starts = np.cumsum(root_sizes) - root_sizes
+        parents = np.array([parent for parent, n in children if n], np.int64)
+        child_lengths = np.array([n for _, n in children if n], np.int64)
+        num_queries = np.concatenate([root_sizes, child_lengths])
+        num_keys = np.concatenate([root_sizes, root_sizes[parents] + child_lengths])
+        cu_queries, cu_keys = (_to_int32(_cumulative(n), device) for n in (num_queries, num_keys))
+        counts = SharedKeys(cu_queries, cu_keys, int(num_queries.max()), int(num_keys.max()))
+        if not len(child_lengths):
+            return counts
+        child_starts = root_sizes.sum() + np.cumsum(child_lengths) - child_lengths
+        key_positions = [np.arange(root_sizes.sum())]
+        for parent, start, length in zip(parents, child_starts, child_lengths, strict=True):
+            key_positions.append(root_starts[parent] + np.arange(root_sizes[parent]))
+            key_positions.append(start + np.arange(length))
+        source = np.concatenate(key_positions)
+        first_copy = _cumulative(np.bincount(source, minlength=num_queries.sum()))
+        return replace(
+            counts,
+            source=_to_int32(source, device),
+            copy_indices=_to_int32(np.argsort(source, kind="stable"), device),
+            first_copy=_to_int32(first_copy, device),
+        )
+
+    def repeat(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values [M, KV, D], copied from those of each token, [N, KV, D]."""
+        if self.source is None:
+            return k, v
+        return _RepeatKeys.apply(k, v, self.source, self.copy_indices, self.first_copy)
+
+
+def _cumulative(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _to_int32(values: np.ndarray, device: torch.device) -> Tensor:
+    return send(torch.from_numpy(values.astype(np.int32)), device)
+
+
+class _RepeatKeys(torch.autograd.Function):
+    """Copies keys and values; gradients of the copies are summed in float32, in a fixed order."""
+
+    @staticmethod
+    def forward(
+        ctx: Context, k: Tensor, v: Tensor, source: Tensor, copy_indices: Tensor, first_copy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(source, copy_indices, first_copy)
+        if not k.is_cuda:
+            return k[source], v[source]
+        from hone.ops.training_triton import gather
+
+        return gather(k.contiguous(), v.contiguous(), source)
+
+    @staticmethod
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        source, copy_indices, first_copy = ctx.saved_tensors
+        if not grads[0].is_cuda:
+            sums = (sum_copies_plain(g, source, len(first_copy) - 1) for g in grads)
+            return *sums, None, None, None
+        from hone.ops.training_triton import sum_copies
+
+        g_k, g_v = (g.contiguous() for g in grads)
+        return (*sum_copies(g_k, g_v, copy_indices, first_copy), None, None, None)
+
+
+def sum_copies_plain(g: Tensor, source: Tensor, tokens: int) -> Tensor:
+    """Returns the gradient of each token's key (or value), summed over its copies, in plain torch."""
+    sum_dtype = torch.float32 if g.itemsize < 4 else g.dtype
+    total = g.new_zeros(tokens, *g.shape[1:], dtype=sum_dtype)
+    return total.index_add_(0, source, g.to(sum_dtype)).to(g.dtype)
+
+
 @dataclass
 class SegmentLayout:
     """The attention layout of packed rows: root segments, then the children of roots."""
@@ -238,36 +315,32 @@ class SegmentLayout:
     children: list[tuple[int, int]]
     """The index of the root and the length of each child segment."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    child_biases: dict[_BiasKey, Tensor] = field(default_factory=dict)
-    root_biases: dict[_BiasKey, Tensor] = field(default_factory=dict)
-    """Attention biases by window and dtype; layers share them."""
+    _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor | None]] = field(
+        default_factory=dict
+    )
+    """The attention biases of roots and of children, by window and dtype; layers share them."""
 
     def to(self, device: torch.device) -> SegmentLayout:
         return SegmentLayout(self.root_lengths, self.children, device)
 
     @cached_property
+    def _shared_keys(self) -> SharedKeys:
+        return SharedKeys.build(self.root_lengths, self.children, self.device)
+
+    @cached_property
     def _roots(self) -> Padding:
-        return self._padding(self.root_lengths, start=0)
+        return Padding.of(self.root_lengths, self.device)
 
     @cached_property
     def _children(self) -> Padding | None:
         lengths = [n for _, n in self.children]
         if not any(lengths):  # a one-token response has no packed tokens
             return None
-        return self._padding(lengths, start=sum(self.root_lengths))
-
-    def _padding(self, lengths: list[int], start: int) -> Padding:
-        padding = Padding.of(lengths, start=start)
-        cells, cell_indices = map(self._to_device, (padding.cells, padding.cell_indices))
-        return padding._replace(cells=cells, cell_indices=cell_indices)
-
-    def _to_device(self, x: Tensor) -> Tensor:
-        return x if self.device.type == "cpu" else send(x, self.device)
+        return Padding.of(lengths, self.device, start=sum(self.root_lengths))
 
     @cached_property
-    def _shared_keys(self) -> SharedKeys:
-        return SharedKeys.build(self.root_lengths, self.children, self.device)
+    def _parents(self) -> Tensor:  # [C] index of each child's root
+        return send(torch.tensor([p for p, _ in self.children]), self.device)
 
     def attend(
         self,
@@ -277,75 +350,50 @@ class SegmentLayout:
         options: AttentionOptions,
     ) -> Tensor:  # [N, H, D]
         if fits_varlen(q) and not options.needs_scores:
-            shared_keys = self._shared_keys
+            keys = self._shared_keys
             return varlen_attention(
-                q,
-                *shared_keys.repeat(k, v),
-                shared_keys.cu_queries,
-                shared_keys.cu_keys,
-                shared_keys.max_queries,
-                shared_keys.max_keys,
-                scaling=options.scaling,
-                window=options.window,
-            )
+                q, *keys.repeat(k, v), keys.cu_queries, keys.cu_keys, keys.max_queries, keys.max_keys,
+                scaling=options.scaling, window=options.window,
+            )  # fmt: skip
         k, v = repeat_heads(q, k, v)
-        out = self._attend_roots(q, k, v, options)
-        if self._children is None:
+        roots, children, key = self._roots, self._children, (options.window, q.dtype)
+        if key not in self._biases:
+            self._biases[key] = self._root_bias(*key), self._child_bias(*key)
+        root_bias, child_bias = self._biases[key]
+        root_q, root_k, root_v = (roots.pad(x) for x in (q, k, v))
+        out = roots.unpad(padded_attention(root_q, root_k, root_v, root_bias, options))
+        if children is None:
             return out
-        return torch.cat([out, self._attend_children(q, k, v, self._children, options)])
-
-    def _attend_roots(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        width, window = self._roots.cells.shape[1], options.window
-        bias = None
-        if window is not None and window < width:
-            key = (window, q.dtype)
-            if key not in self.root_biases:
-                position = torch.arange(width, device=q.device)
-                visible = is_visible(position[:, None] - position, window)
-                self.root_biases[key] = as_bias(visible, q.dtype)
-            bias = self.root_biases[key]
-        q, k, v = (self._roots.pad(x) for x in (q, k, v))
-        return self._roots.unpad(padded_attention(q, k, v, bias, options))
-
-    def _attend_children(
-        self, q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: AttentionOptions
-    ) -> Tensor:
-        key = (options.window, q.dtype)
-        if key not in self.child_biases:
-            self.child_biases[key] = self._child_bias(padding.cells.shape[1], *key)
-        cells = self._child_cells
+        # The packed positions [C, P + R] that each child attends to: its parent's tokens, then its own.
+        cells = torch.cat([roots.cells[self._parents], children.cells], 1)
         k, v = (
             x.index_select(0, cells.flatten()).view(*cells.shape, *x.shape[1:]).transpose(1, 2)
             for x in (k, v)
         )
-        out = padded_attention(padding.pad(q), k, v, self.child_biases[key], options)
-        return padding.unpad(out)
+        child_out = padded_attention(children.pad(q), k, v, child_bias, options)
+        return torch.cat([out, children.unpad(child_out)])
 
-    @cached_property
-    def _parents(self) -> Tensor:
-        return self._to_device(torch.tensor([p for p, _ in self.children]))
+    def _root_bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:  # [P, P]
+        width = self._roots.cells.shape[1]
+        if window is None or window >= width:
+            return None  # causal
+        position = torch.arange(width, device=self.device)
+        return as_bias(is_visible(position[:, None] - position, window), dtype)
 
-    @cached_property
-    def _child_cells(self) -> Tensor:  # [C, P + R]
-        """The packed positions that each child attends to: its parent's tokens, then its own."""
-        assert self._children is not None
-        return torch.cat([self._roots.cells[self._parents], self._children.cells], 1)
-
-    def _child_bias(
-        self, width: int, window: int | None, dtype: torch.dtype
-    ) -> Tensor:  # [C, 1, R, P + R]
-        """Returns the bias with which each child attends to its whole parent and causally to itself.
+    def _child_bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """Returns [C, 1, R, P + R]: each child attends to its whole parent and causally to itself.
 
         Padding queries attend to keys too, because the softmax of a fully masked row is NaN.
         """
-        lengths = self._to_device(torch.tensor(self.root_lengths))[self._parents]
-        own_positions = torch.arange(width, device=self.device)
-        parent_positions = torch.arange(self._roots.cells.shape[1], device=self.device)
-        sees_parent = (parent_positions < lengths[:, None])[:, None, :].expand(-1, width, -1)
-        sees_own = is_visible(own_positions[:, None] - own_positions, window).expand(
-            len(lengths), -1, -1
-        )
+        if self._children is None:
+            return None
+        width = self._children.cells.shape[1]
+        lengths = send(torch.tensor(self.root_lengths), self.device)[self._parents]
+        own = torch.arange(width, device=self.device)
+        parent = torch.arange(self._roots.cells.shape[1], device=self.device)
+        sees_parent = (parent < lengths[:, None])[:, None, :].expand(-1, width, -1)
+        sees_own = is_visible(own[:, None] - own, window).expand(len(lengths), -1, -1)
         if window is not None:
-            position = lengths[:, None] + own_positions  # [C, R]
-            sees_parent = sees_parent & (position[:, :, None] - parent_positions < window)
+            position = lengths[:, None] + own  # [C, R]
+            sees_parent = sees_parent & (position[:, :, None] - parent < window)
         return as_bias(torch.cat([sees_parent, sees_own], -1), dtype)[:, None]

@@ -25,6 +25,7 @@ class Context(FunctionCtx):
     start: int
     stop: int
     plain_forward: Callable[[Tensor], Tensor]
+    backward_function: Callable[[Tensor, ProcessGroup], Tensor]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Saves tensors for the backward pass; torch allows None among them."""

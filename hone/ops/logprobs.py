@@ -121,7 +121,10 @@ class LinearLogProbs(torch.autograd.Function):
         with_entropy: bool,
         use_kernel: bool,
         compute_statistics: Callable[[Tensor, Tensor], Statistics] | None,
+        combine_shards: Callable[[Statistics, Tensor], Statistics] | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """`combine_shards` combines statistics over ranks; targets of other ranks' shards are -1."""
+
         def plain_statistics(hidden: Tensor, target: Tensor) -> Statistics:
             z, _ = scaled_logits(hidden, weight, bias, softcap, factor)
             lse = torch.logsumexp(z, -1)
@@ -137,13 +140,16 @@ class LinearLogProbs(torch.autograd.Function):
         compute = compute_statistics or (kernel_statistics if use_kernel else plain_statistics)
         slices = chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        chunks = [compute(hidden[chunk], target[chunk]) for chunk in slices] or [(empty,) * 3]
+        row = target if combine_shards is None else target.clamp(min=0)
+        chunks = [compute(hidden[chunk], row[chunk]) for chunk in slices] or [(empty,) * 3]
         log_probs, lse, entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        if combine_shards is not None:
+            log_probs, lse, entropy = combine_shards((log_probs, lse, entropy), target)
         ctx.save_for_backward(bias, hidden, weight, target, lse, entropy)
         ctx.factor, ctx.softcap, ctx.use_kernel = factor, softcap, use_kernel
         ctx.set_materialize_grads(False)
         if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
+            ctx.mark_non_differentiable(entropy.zero_())
         return log_probs, entropy
 
     @staticmethod
@@ -189,7 +195,7 @@ class LinearLogProbs(torch.autograd.Function):
             g_weight = torch.zeros_like(weight) if g_weight is None else g_weight.to(weight.dtype)
         if g_bias is not None:
             g_bias = g_bias.to(bias.dtype)
-        return g_hidden, g_weight, g_bias, *[None] * 6
+        return g_hidden, g_weight, g_bias, *[None] * 7
 
 
 def _plain_gradient(

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from hone.ops.attention import SegmentLayout
 from hone.ops.device import send
-from hone.ops.groups import first_equal_indices
-from hone.ops.masked import split_at_response
+from hone.ops.statistics import first_equal_indices, split_at_response
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,11 @@ class MicroBatchRule:
             ]
         else:
             parts = self._split_by_tokens(lengths, shared_lengths)
-        while len(parts) < min_parts:
-            _halve_largest(parts)
+        parts = parts or [[]]
+        while len(parts) < min_parts:  # halve the largest part
+            index = max(range(len(parts)), key=lambda i: len(parts[i]))
+            middle = (len(parts[index]) + 1) // 2
+            parts[index : index + 1] = [parts[index][:middle], parts[index][middle:]]
         return parts
 
     def _split_by_tokens(
@@ -87,13 +89,6 @@ class MicroBatchRule:
                 tokens_left = self.tokens - length
             parts[-1].append(row)
         return parts
-
-
-def _halve_largest(parts: list[list[int]]) -> None:
-    index = max(range(len(parts)), key=lambda i: len(parts[i])) if parts else 0
-    largest = parts[index] if parts else []
-    middle = (len(largest) + 1) // 2
-    parts[index : index + 1] = [largest[:middle], largest[middle:]]
 
 
 @dataclass(frozen=True)

@@ -17,29 +17,20 @@ from torch.nn.functional import cross_entropy, pad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hone.ops.groups import Groups, factorise
-from hone.ops.masked import masked_var, masked_whiten, zero_outside_mask
+from hone.ops.statistics import Groups, factorise, zero_outside_mask
+from hone.ops.statistics import masked_var as masked_var
+from hone.ops.statistics import masked_whiten as masked_whiten
+from hone.ops.verl_distributed import allgather_dict_tensors as allgather_dict_tensors
+from hone.ops.verl_distributed import broadcast_dict_tensor as broadcast_dict_tensor
+from hone.ops.verl_distributed import distributed_masked_mean as distributed_masked_mean
+from hone.ops.verl_distributed import distributed_mean_max_min_std as distributed_mean_max_min_std
 from hone.ops.verl_distributed import (
-    allgather_dict_tensors,
-    broadcast_dict_tensor,
-    distributed_masked_mean,
-    distributed_mean_max_min_std,
-    split_dict_tensor_into_batches,
+    split_dict_tensor_into_batches as split_dict_tensor_into_batches,
 )
 from hone.types import Fields
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
-
-__all__ = [
-    "allgather_dict_tensors",
-    "broadcast_dict_tensor",
-    "distributed_masked_mean",
-    "distributed_mean_max_min_std",
-    "masked_var",
-    "masked_whiten",
-    "split_dict_tensor_into_batches",
-]
 
 _INTEGER_TOLERANCE = 1e-6
 
@@ -177,10 +168,8 @@ def create_random_mask(
 ) -> Tensor:
     """Returns random masks [B, L] for tests; each row has one run of ones."""
     rows, width = input_ids.shape
-    max_tokens, max_padding = (
-        int(width * max_ratio_of_valid_token),
-        int(width * max_ratio_of_left_padding),
-    )
+    max_tokens = int(width * max_ratio_of_valid_token)
+    max_padding = int(width * max_ratio_of_left_padding)
     min_tokens = max(1, int(width * min_ratio_of_valid_token))
     if not 0 < min_tokens <= max_tokens or max_tokens + max_padding > width:
         raise AssertionError(
@@ -302,12 +291,10 @@ def get_wsd_schedule_with_warmup(
             return step / num_warmup_steps
         if step < decay_start:
             return 1.0
-        progress = (
-            (step - decay_start) / (num_training_steps - decay_start)
-            if step < num_training_steps
-            else 1.0
-        )
-        cosine = math.cos(2 * math.pi * num_cycles * progress) if progress < 1 else -1.0
+        cosine = -1.0
+        if step < num_training_steps:
+            progress = (step - decay_start) / (num_training_steps - decay_start)
+            cosine = math.cos(2 * math.pi * num_cycles * progress)
         return min_lr_ratio + (1 - min_lr_ratio) * (1 + cosine) / 2
 
     return LambdaLR(optimizer, lr_factor, last_epoch)

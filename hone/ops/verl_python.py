@@ -11,12 +11,13 @@ import ipaddress
 import multiprocessing
 import os
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
+
+import typing_extensions
 
 from hone.plugins import load_object
 from hone.types import Fields, Function, JsonValue, Settings
@@ -157,20 +158,10 @@ def deprecated(replacement: str = "") -> Callable[[Function], Function]:
     """Decorates a function or class: each use emits a FutureWarning that names `replacement`."""
 
     def decorate(target: Function) -> Function:
-        kind, init = ("Class" if isinstance(target, type) else "Function"), "__init__"
+        kind = "Class" if isinstance(target, type) else "Function"
         text = f"{kind} '{target.__module__}.{target.__qualname__}' is deprecated."
         text += f" Please use '{replacement}' instead." if replacement else ""
-        wrapped = getattr(target, init) if isinstance(target, type) else target
-
-        @functools.wraps(wrapped)
-        def with_warning(*arguments: JsonValue, **options: JsonValue) -> JsonValue:
-            warnings.warn(text, FutureWarning, stacklevel=2)
-            return wrapped(*arguments, **options)
-
-        if not isinstance(target, type):
-            return with_warning
-        setattr(target, init, with_warning)
-        return target
+        return typing_extensions.deprecated(text, category=FutureWarning)(target)
 
     return decorate
 

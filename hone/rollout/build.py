@@ -42,7 +42,7 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
     from hone.rollout.native.engine import NativeRollout
 
     if spec.peers is not None:
-        from hone.rollout.native.sharded_build import build_sharded
+        from hone.rollout.native.sharding import build_sharded
 
         return build_sharded(spec, spec.peers)
     config, policy = spec.config, spec.load_policy()

@@ -10,8 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hone.models.attention import forward_options
-from hone.models.policy import PolicyModel
+from hone.models.policy import PolicyModel, forward_options
 from hone.ops.attention import SegmentLayout
 from hone.rollout.contract import Sampling, Traits
 from hone.rollout.native.sampler import SamplingRows, sample_tokens

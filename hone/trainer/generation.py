@@ -33,7 +33,7 @@ from hone.data.rows import BadRowPolicy, DataError, as_table, read_rows
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
-from hone.models.lora import merged_weights, wrap_lora
+from hone.models.lora import AdapterSettings, merged_weights, wrap_lora
 from hone.models.policy import PolicyModel
 from hone.ops.counter_rng import trajectory_seed
 from hone.rollout.build import build_rollout
@@ -89,15 +89,8 @@ def build_engine(
     policy = PolicyModel(lm.eval())
     eos_token_ids = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
     if model.lora_adapter_path:
-        policy.lm = wrap_lora(
-            policy.lm,
-            rank=0,
-            alpha=0.0,
-            dropout=0.0,
-            target_modules=(),
-            exclude_modules=None,
-            adapter_path=model.lora_adapter_path,
-        )
+        settings = AdapterSettings(0, 0.0, 0.0, (), adapter_path=model.lora_adapter_path)
+        policy.lm = wrap_lora(policy.lm, settings)
     policy.requires_grad_(False).eval()
     return build_rollout(
         RolloutSpec(

@@ -154,7 +154,7 @@ class BaseModelMerger:
         import torch
         from transformers import AutoProcessor
 
-        from hone.models.processor import hf_processor, hf_tokenizer
+        from hone.models.from_config import hf_processor, hf_tokenizer
 
         source, target = str(self.hf_model_config_path), str(self.config.target_dir)
         self.save_lora_adapter(state_dict)

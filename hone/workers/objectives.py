@@ -18,7 +18,7 @@ from hone.columns import require
 from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.engine.contract import ObjectiveOutput, Options
-from hone.ops.masked import masked_mean, zero_outside_mask
+from hone.ops.statistics import masked_mean, zero_outside_mask
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask
 from hone.types import Fields
 

@@ -33,7 +33,7 @@ from hone.engine.build import build_strategy
 from hone.engine.contract import ObjectiveOutput, Options
 from hone.models.from_config import import_external
 from hone.models.load import load_config, load_tokenizer
-from hone.ops.masked import masked_sum, split_at_response
+from hone.ops.statistics import masked_sum, split_at_response
 from hone.protocol import DataProto
 from hone.workers.engine_specs import implicit_reward_spec, process_reward_spec
 from hone.workers.objectives import TokenObjective, minibatches

@@ -58,7 +58,7 @@ class RolloutWorker(Worker):
         check_exact_mode(rollout, model.path)  # an error here comes before any model loads
         size = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
         if size > 1:
-            from hone.rollout.native.sharded_build import check_sharding
+            from hone.rollout.native.sharding import check_sharding
 
             check_sharding(size, self.world_size, model)
         self._tensor_parallel_size = size

@@ -37,8 +37,7 @@ CORRECTION = [
     f"tests/algorithms/test_{name}.py" for name in ("correction", "correction_metrics", "rejection")
 ]
 TESTS: dict[str, list[str]] = {
-    "hone/ops/masked.py": ["tests/ops/test_masked.py"],
-    "hone/ops/groups.py": ["tests/ops/test_groups.py"],
+    "hone/ops/statistics.py": ["tests/ops/test_statistics.py"],
     "hone/algorithms/aggregation.py": [
         f"tests/algorithms/test_{name}.py" for name in ("aggregation", "value_loss")
     ],
@@ -90,7 +89,7 @@ OTHER_NAMES = {
 }
 
 EQUIVALENT: dict[str, str] = {
-    "hone/ops/groups.py::mean: self.max(x)  →  self.min(x)": "any member may be the anchor",
+    "hone/ops/statistics.py::mean: self.max(x)  →  self.min(x)": "any member may be the anchor",
     "hone/algorithms/kl.py::module: 20.0  →  20.5": (
         "only keeps exp finite: the value is bounded at 10 long before"
     ),

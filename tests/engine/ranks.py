@@ -23,7 +23,7 @@ from hone.controller.worker import free_port
 from hone.engine.checkpoint import ModelMismatch
 from hone.engine.engine import Engine
 from hone.engine.offload import build_offload
-from hone.models.lora import wrap_lora
+from hone.models.lora import AdapterSettings, wrap_lora
 from hone.models.policy import hidden_states
 from hone.models.tiny import character_tokenizer
 from hone.ops.packing import MicroBatchRule
@@ -244,7 +244,7 @@ def export(rank: int, world: int, folder: Path) -> None:
 def lora_policy(**changes: Any) -> Any:
     model = policy()
     torch.manual_seed(0)
-    model.lm = wrap_lora(model.lm, **LORA | changes)
+    model.lm = wrap_lora(model.lm, AdapterSettings(**(LORA | changes)))
     return model
 
 

@@ -95,7 +95,7 @@ def test_the_adapter_folder_continues_and_opens_with_peft(tmp_path):
     expected = log_probs(model)
     adapter = str(tmp_path / "lora_adapter")
     again = policy()
-    again.lm = wrap_lora(again.lm, **(ranks.LORA | {"adapter_path": adapter}))
+    again.lm = wrap_lora(again.lm, AdapterSettings(**(ranks.LORA | {"adapter_path": adapter})))
     assert torch.equal(log_probs(again), expected)
     assert any(p.requires_grad for p in again.parameters())
     by_peft = PolicyModel(PeftModel.from_pretrained(policy().lm, adapter))
@@ -105,7 +105,7 @@ def test_the_adapter_folder_continues_and_opens_with_peft(tmp_path):
 def test_in_bfloat16_the_merge_rounds_once(tmp_path):
     model = policy(dtype=torch.bfloat16)
     torch.manual_seed(0)
-    model.lm = wrap_lora(model.lm, **ranks.LORA)
+    model.lm = wrap_lora(model.lm, AdapterSettings(**ranks.LORA))
     engine = train(model)
     actual = dict(engine.named_hf_weights())
     name = "model.layers.0.mlp.up_proj"

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from hone.config.actor import CriticConfig
 from hone.config.engine import OptimConfig
 from hone.engine.checkpoint import BaseModelMismatch, CheckpointMissing, ModelMismatch
-from hone.models.lora import wrap_lora
+from hone.models.lora import AdapterSettings, wrap_lora
 from hone.workers.objectives import PolicyObjective, ValueObjective
 from tests.engine import ranks
 from tests.engine.batches import rows
@@ -244,7 +244,7 @@ def test_a_critic_with_adapters_keeps_its_head(tmp_path):
     def lora_critic():
         model = critic()
         torch.manual_seed(0)
-        model.lm = wrap_lora(model.lm, **ranks.LORA)
+        model.lm = wrap_lora(model.lm, AdapterSettings(**ranks.LORA))
         return model
 
     engine = make_engine(lora_critic(), ADAM)

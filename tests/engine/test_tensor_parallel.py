@@ -12,8 +12,8 @@ from benchmarks.families.tiny import tiny_config
 from hone.config.engine import FSDPConfig
 from hone.engine.build import build
 from hone.engine.contract import EngineSpec
-from hone.engine.tensor_parallel import FAMILIES_WITHOUT_TP_PLAN, STYLES, check_tensor_parallel
-from hone.models.families import FAMILIES, UnsupportedModel
+from hone.engine.tensor_parallel import STYLES, check_tensor_parallel
+from hone.models.families import FAMILIES, FAMILIES_WITHOUT_TP_PLAN, UnsupportedModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.ops.packing import MicroBatchRule
 

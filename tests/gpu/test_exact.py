@@ -9,7 +9,7 @@ import pytest
 import torch
 from rollout.engine_contract import ask_all
 
-from hone.models.fused import fuse
+from hone.models.decoder_layer import fuse
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
 from hone.ops.packing import pack_rows
@@ -17,14 +17,14 @@ from hone.rollout.contract import Sampling
 from hone.rollout.native import exact_reference
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.native.exact_decoder import ExactDecoder
-from hone.rollout.native.exact_layouts import (
+from hone.rollout.native.paged_cache import PagedCache
+from hone.rollout.native.paged_core import PagedCore
+from hone.rollout.native.paged_layouts import (
     Queries,
     decode_queries,
     queries_per_tile,
     segment_queries,
 )
-from hone.rollout.native.paged_cache import PagedCache
-from hone.rollout.native.paged_core import PagedCore
 
 from .device import DEVICE, INTERPRETED, needs_gpu, needs_kernels, relative_error
 
@@ -132,7 +132,7 @@ class TestLogProbs:
 
     def test_the_drawn_token_has_the_log_prob_that_the_trainer_computes(self) -> None:
         from hone.rollout.native import exact_triton
-        from hone.rollout.native.batch_state import BatchState
+        from hone.rollout.native.decode_step import BatchState
 
         logits = torch.randn(40, 9000, device=DEVICE) * 4
         rows = BatchState.empty(40, 20, 5, DEVICE)

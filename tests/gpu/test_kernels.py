@@ -10,7 +10,7 @@ import torch
 from hone.ops.attention import AttentionOptions
 from hone.rollout.contract import Sampling
 from hone.rollout.native import kernels_reference as reference
-from hone.rollout.native.batch_state import STATE_FIELDS, BatchState
+from hone.rollout.native.decode_step import STATE_FIELDS, BatchState
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.sampler import TruncatedSampling
 
@@ -207,14 +207,14 @@ def rows_of(count: int, vocabulary: int) -> BatchState:
 @pytest.mark.parametrize("vocabulary", [24, 5000, 9000])
 def test_sampling_equals_its_reference(dtype: torch.dtype, vocabulary: int) -> None:
     """Sums of other order may move a draw to the neighbouring token, rarely; never further."""
-    from hone.rollout.native import sampling_triton
+    from hone.rollout.native import kernels_triton
 
     count = 64
     logits = (torch.randn(count, vocabulary, device=DEVICE) * 3).to(dtype)
     ours, wanted = [rows_of(count, vocabulary) for _ in range(2)]
     for name in ("state", "inverse_temperature", "greedy", "stop_ids", "block_table"):
         getattr(ours, name).copy_(getattr(wanted, name))
-    sampling_triton.sample(logits, ours, 16)
+    kernels_triton.sample(logits, ours, 16)
     reference.sample(logits, wanted, 16)
     differ = (ours.tokens_out != wanted.tokens_out).any(1)
     assert int(differ.sum()) <= 1
@@ -224,7 +224,7 @@ def test_sampling_equals_its_reference(dtype: torch.dtype, vocabulary: int) -> N
 
 
 def test_an_impossible_token_is_never_drawn() -> None:
-    from hone.rollout.native import sampling_triton
+    from hone.rollout.native import kernels_triton
 
     logits = torch.full((64, 9000), float("-inf"), device=DEVICE)
     logits[:, [3, 4100, 8999]] = torch.randn(64, 3, device=DEVICE)
@@ -232,18 +232,18 @@ def test_an_impossible_token_is_never_drawn() -> None:
     rows.state[3] = torch.arange(64)
     rows.state[4] = 100
     rows.state[5] = 0
-    sampling_triton.sample(logits, rows, 16)
+    kernels_triton.sample(logits, rows, 16)
     assert set(rows.tokens_out[:, 0].tolist()) == {3, 4100, 8999}
 
 
 def test_advance_equals_its_reference() -> None:
-    from hone.rollout.native import sampling_triton
+    from hone.rollout.native import kernels_triton
 
     ours, wanted = [rows_of(64, 30) for _ in range(2)]
     for name in ("state", "stop_ids", "block_table"):
         getattr(ours, name).copy_(getattr(wanted, name))
     tokens, log_probs = torch.randint(0, 30, (64,), device=DEVICE), torch.randn(64, device=DEVICE)
-    sampling_triton.advance(tokens, log_probs, ours, 16)
+    kernels_triton.advance(tokens, log_probs, ours, 16)
     reference.advance(tokens, log_probs, wanted, 16)
     assert torch.equal(ours.state, wanted.state)
     assert torch.equal(ours.tokens_out, wanted.tokens_out)
@@ -252,7 +252,7 @@ def test_advance_equals_its_reference() -> None:
 
 @pytest.mark.parametrize("vocabulary", [24, 9000])
 def test_rows_beside_a_cut_are_drawn_as_without_it(vocabulary: int) -> None:
-    from hone.rollout.native import sampling_triton
+    from hone.rollout.native import kernels_triton
 
     random.seed(vocabulary)
     alone, mixed = [rows_of(32, vocabulary) for _ in range(2)]
@@ -264,8 +264,8 @@ def test_rows_beside_a_cut_are_drawn_as_without_it(vocabulary: int) -> None:
     asked = [Sampling(5, 1.0, i, **({"top_k": 1} if i % 4 == 0 else {})) for i in range(32)]
     truncated = TruncatedSampling.of(asked, DEVICE, exact=False)
     assert truncated is not None
-    truncated.sample(logits, mixed, sampling_triton, 16)
-    sampling_triton.sample(logits, alone, 16)
+    truncated.sample(logits, mixed, kernels_triton, 16)
+    kernels_triton.sample(logits, alone, 16)
     plain = ~truncated.mask
     assert torch.equal(mixed.state[:, plain], alone.state[:, plain])
     assert torch.equal(mixed.tokens_out[plain], alone.tokens_out[plain])

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hone.ops import logprobs
-from hone.ops.attention import AttentionOptions, SegmentLayout, varlen_attention
+from hone.ops.attention import AttentionOptions, SegmentLayout, SharedKeys, varlen_attention
 from hone.ops.logprobs import add_product, linear_fp32
-from hone.ops.shared_keys import SharedKeys
 
 from .device import DEVICE, needs_gpu, needs_kernels, relative_error
 
@@ -58,27 +57,28 @@ class TestGate:
     pytestmark = needs_kernels
 
     def test_gate_and_gradients_equal_plain_torch(self) -> None:
-        from hone.ops import gated_triton
+        from hone.ops import training_triton
 
         gate, up, g = torch.randn(3, 5, 1111, device=DEVICE)
         a, b = gate.clone().requires_grad_(), up.clone().requires_grad_()
         plain = F.silu(a) * b
         plain.backward(g)
-        assert relative_error(gated_triton.silu_gate_forward(gate, up), plain) < 1e-5
-        made = gated_triton.silu_gate_backward(gate, up, g)
+        assert relative_error(training_triton.silu_gate_forward(gate, up), plain) < 1e-5
+        made = training_triton.silu_gate_backward(gate, up, g)
         for ours, wanted in zip(made, (a.grad, b.grad, plain), strict=True):
             assert relative_error(ours, wanted) < 1e-5
 
     def test_factors_may_lie_apart_in_memory(self) -> None:
-        from hone.ops import gated_triton
+        from hone.ops import training_triton
 
         gate, up, g = torch.randn(3, 1111, 5, device=DEVICE).transpose(1, 2)
         whole = [x.contiguous() for x in (gate, up, g)]
         assert torch.equal(
-            gated_triton.silu_gate_forward(gate, up), gated_triton.silu_gate_forward(*whole[:2])
+            training_triton.silu_gate_forward(gate, up),
+            training_triton.silu_gate_forward(*whole[:2]),
         )
-        made = gated_triton.silu_gate_backward(gate, up, g)
-        for ours, wanted in zip(made, gated_triton.silu_gate_backward(*whole), strict=True):
+        made = training_triton.silu_gate_backward(gate, up, g)
+        for ours, wanted in zip(made, training_triton.silu_gate_backward(*whole), strict=True):
             assert torch.equal(ours, wanted)
 
 
@@ -190,34 +190,34 @@ class TestNorm:
     pytestmark = needs_kernels
 
     def test_norm_and_gradients_equal_plain_torch(self, width: int) -> None:
-        from hone.ops import rms_norm_triton
-        from hone.ops.rms_norm import plain_rms_norm
+        from hone.ops import training_triton
+        from hone.ops.decoder import plain_rms_norm
 
         x, g = torch.randn(2, 37, width, device=DEVICE)
         weight = torch.randn(width, device=DEVICE)
         a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
         plain = plain_rms_norm(a, w, 1e-6)
         plain.backward(g)
-        out, scale = rms_norm_triton.rms_norm_forward(x, weight, 1e-6)
+        out, scale = training_triton.rms_norm_forward(x, weight, 1e-6)
         assert relative_error(out, plain) < 1e-5
-        g_x, g_weight = rms_norm_triton.rms_norm_backward(x, weight, scale, g)
+        g_x, g_weight = training_triton.rms_norm_backward(x, weight, scale, g)
         assert relative_error(g_x, a.grad) < 1e-4
         assert relative_error(g_weight, w.grad) < 1e-4
-        more, _ = rms_norm_triton.rms_norm_backward(x, weight, scale, g, x)
+        more, _ = training_triton.rms_norm_backward(x, weight, scale, g, x)
         assert relative_error(more, a.grad + x) < 1e-4
 
     def test_rows_may_lie_apart_in_memory(self, width: int) -> None:
-        from hone.ops import rms_norm_triton
+        from hone.ops import training_triton
 
         x, g = torch.randn(2, width, 37, device=DEVICE).transpose(1, 2)
         plus = torch.randn(37, 1, device=DEVICE).expand(37, width)
         weight = torch.randn(width, device=DEVICE)
-        out, scale = rms_norm_triton.rms_norm_forward(x, weight, 1e-6)
-        wanted, _ = rms_norm_triton.rms_norm_forward(x.contiguous(), weight, 1e-6)
+        out, scale = training_triton.rms_norm_forward(x, weight, 1e-6)
+        wanted, _ = training_triton.rms_norm_forward(x.contiguous(), weight, 1e-6)
         assert torch.equal(out, wanted)
-        made = rms_norm_triton.rms_norm_backward(x, weight, scale, g, plus)
+        made = training_triton.rms_norm_backward(x, weight, scale, g, plus)
         whole = (x.contiguous(), weight, scale, g.contiguous(), plus.contiguous())
-        for ours, theirs in zip(made, rms_norm_triton.rms_norm_backward(*whole), strict=True):
+        for ours, theirs in zip(made, training_triton.rms_norm_backward(*whole), strict=True):
             assert torch.equal(ours, theirs)
 
 
@@ -226,8 +226,8 @@ class TestRotation:
     pytestmark = needs_kernels
 
     def test_rotation_and_gradient_equal_plain_torch(self, heads: int, d: int) -> None:
-        from hone.ops.rotary import plain_rotate
-        from hone.ops.rotary_triton import join_gradients, split_and_rotate
+        from hone.ops.decoder import plain_rotate
+        from hone.ops.training_triton import join_gradients, split_and_rotate
 
         x, g = torch.randn(2, 9, heads, d, device=DEVICE)
         cos, sin = torch.randn(2, 9, d, device=DEVICE)
@@ -241,8 +241,8 @@ class TestRotation:
     def test_parts_of_one_product_and_their_gradients_equal_plain_torch(
         self, heads: int, d: int
     ) -> None:
-        from hone.ops.rotary import plain_rotate
-        from hone.ops.rotary_triton import join_gradients, split_and_rotate
+        from hone.ops.decoder import plain_rotate
+        from hone.ops.training_triton import join_gradients, split_and_rotate
 
         kv = 2
         joined = torch.randn(9, (heads + 2 * kv) * d, device=DEVICE)
@@ -262,7 +262,7 @@ class TestAccumulation:
     pytestmark = needs_kernels
 
     def test_sums_of_all_tensors_grow_by_their_parts(self, dtype: torch.dtype) -> None:
-        from hone.ops.accumulate_triton import add_all
+        from hone.ops.training_triton import add_all
 
         shapes = [(1,), (7, 13), (4096,), (4097,), (130, 100), (0,)]
         sums = [torch.randn(shape, device=DEVICE) for shape in shapes]
@@ -277,8 +277,8 @@ class TestSharedKeys:
     pytestmark = needs_kernels
 
     def test_copies_and_sums_equal_plain_torch(self) -> None:
-        from hone.ops.shared_keys import sum_copies_plain
-        from hone.ops.shared_keys_triton import gather, sum_copies
+        from hone.ops.attention import sum_copies_plain
+        from hone.ops.training_triton import gather, sum_copies
 
         keys = SharedKeys.build([5, 70, 1], [(1, 9), (0, 3), (1, 40), (1, 0), (2, 2)], DEVICE)
         source, copy_indices, first_copy = keys.source, keys.copy_indices, keys.first_copy

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForCausalLM
 
-from hone.models import attention
 from hone.models.facts import check_model
 from hone.models.families import UnsupportedModel
 from hone.models.load import (
@@ -151,7 +150,7 @@ def test_the_error_of_a_folder_without_a_model_names_the_expected_file(tmp_path)
 
 def test_the_model_has_our_attention_and_the_requested_dtype(folder):
     lm = load_causal_lm(str(folder), dtype=torch.bfloat16)
-    assert lm.config._attn_implementation == attention.NAME
+    assert lm.config._attn_implementation == "hone"
     assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
 
 
@@ -252,7 +251,7 @@ def test_one_scaling_for_rotary_tables_per_layer_type_is_refused(tmp_path):
 def test_another_attention_in_the_overrides_runs_with_ours_and_a_warning(folder, caplog):
     overrides = {"attn_implementation": "flash_attention_2"}
     lm = load_causal_lm(str(folder), dtype=torch.float32, override_config=overrides)
-    assert lm.config._attn_implementation == attention.NAME
+    assert lm.config._attn_implementation == "hone"
     assert "hone's own attention" in caplog.text
 
 

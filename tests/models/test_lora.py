@@ -6,7 +6,14 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 
-from hone.models.lora import LoraError, is_lora, is_plain_lora, merged_weights, wrap_lora
+from hone.models.lora import (
+    AdapterSettings,
+    LoraError,
+    is_lora,
+    is_plain_lora,
+    merged_weights,
+    wrap_lora,
+)
 from hone.models.policy import PolicyModel, ValueModel
 from hone.models.tiny import tiny_lm
 from hone.workers.objectives import PolicyObjective
@@ -26,7 +33,7 @@ SETTINGS = {
 def lora_policy(dtype=torch.float32, **changes):
     lm = tiny_lm(VOCABULARY, hidden=32, mlp=48, seed=1).to(dtype)
     torch.manual_seed(0)
-    return PolicyModel(wrap_lora(lm, **(SETTINGS | changes)))
+    return PolicyModel(wrap_lora(lm, AdapterSettings(**(SETTINGS | changes))))
 
 
 def log_probs(model):
@@ -66,14 +73,16 @@ def test_adapters_keep_the_dtype_of_the_base():
 def test_an_adapter_on_the_head_is_refused():
     lm = tiny_lm(VOCABULARY, hidden=32, tie_embeddings=False)
     with pytest.raises(LoraError, match="leave lm_head out of target_modules"):
-        wrap_lora(lm, **(SETTINGS | {"target_modules": ("q_proj", "lm_head")}))
+        wrap_lora(lm, AdapterSettings(**(SETTINGS | {"target_modules": ("q_proj", "lm_head")})))
 
 
 def test_an_adapter_on_embeddings_that_are_also_the_head_is_refused():
     with pytest.raises(LoraError, match="leave the embeddings out of target_modules"):
         lora_policy(target_modules=("embed_tokens",))
     untied = tiny_lm(VOCABULARY, hidden=32, tie_embeddings=False)
-    assert is_lora(wrap_lora(untied, **(SETTINGS | {"target_modules": ("embed_tokens",)})))
+    assert is_lora(
+        wrap_lora(untied, AdapterSettings(**(SETTINGS | {"target_modules": ("embed_tokens",)})))
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +124,7 @@ def test_gradient_checkpointing_still_reaches_the_adapters():
 
 def test_a_value_model_with_adapters_trains_its_head():
     model = ValueModel(tiny_lm(VOCABULARY, hidden=32, mlp=48))
-    model.lm = wrap_lora(model.lm, **SETTINGS)
+    model.lm = wrap_lora(model.lm, AdapterSettings(**SETTINGS))
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert "value_head.weight" in trained
     assert all("lora_" in n or n.startswith("value_head") for n in trained)
@@ -156,7 +165,7 @@ def test_merged_weights_give_the_policy_of_an_existing_adapter(
     family, settings, is_plain, tmp_path
 ):
     path = existing_adapter(tmp_path, untied_lm(family), **settings)
-    adapted = wrap_lora(untied_lm(family), **(SETTINGS | {"adapter_path": path}))
+    adapted = wrap_lora(untied_lm(family), AdapterSettings(**(SETTINGS | {"adapter_path": path})))
     merged = untied_lm(family)
     start = log_probs(PolicyModel(merged))
     merged.load_state_dict(dict(merged_weights(adapted)), strict=True)
@@ -183,26 +192,28 @@ def test_an_adapter_that_is_not_a_sum_of_low_rank_matrices_is_refused(config, me
     settings = {"config": config} if isinstance(config, IA3Config) else config
     path = existing_adapter(tmp_path, untied_lm(), **({"target_modules": ["q_proj"]} | settings))
     with pytest.raises(LoraError, match=message):
-        wrap_lora(untied_lm(), **(SETTINGS | {"adapter_path": path}))
+        wrap_lora(untied_lm(), AdapterSettings(**(SETTINGS | {"adapter_path": path})))
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     path = existing_adapter(tmp_path, untied_lm(layers=3), target_modules=["q_proj"])
     with pytest.raises(LoraError, match="for another model: its file also has"):
-        wrap_lora(untied_lm(), **(SETTINGS | {"adapter_path": path}))
+        wrap_lora(untied_lm(), AdapterSettings(**(SETTINGS | {"adapter_path": path})))
 
 
 def test_an_adapter_path_may_be_below_home(tmp_path, monkeypatch):
     existing_adapter(tmp_path / "adapter", untied_lm(), target_modules=["q_proj"])
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert is_lora(wrap_lora(untied_lm(), **(SETTINGS | {"adapter_path": "~/adapter"})))
+    assert is_lora(
+        wrap_lora(untied_lm(), AdapterSettings(**(SETTINGS | {"adapter_path": "~/adapter"})))
+    )
 
 
 def test_a_classifier_continues_the_adapter_of_a_language_model_and_trains_its_own_head(tmp_path):
     path = existing_adapter(tmp_path, untied_lm(), target_modules=["q_proj"])
     lm = untied_lm()
     lm.score = torch.nn.Linear(32, 1)
-    adapted = wrap_lora(lm, **(SETTINGS | {"adapter_path": path}))
+    adapted = wrap_lora(lm, AdapterSettings(**(SETTINGS | {"adapter_path": path})))
     weights = dict(adapted.named_parameters())
     trained = [name for name, p in weights.items() if p.requires_grad and ".lora_" not in name]
     assert trained

@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.families.tiny import randomise, tiny_config
 from hone.engine.contract import Options
-from hone.models import attention
 from hone.models.families import FAMILIES, UnsupportedModel
-from hone.models.policy import PolicyModel
+from hone.models.policy import PolicyModel, register_attention
 from hone.models.routing import expert_load_metrics, routing_shape
 from hone.ops.packing import PackedRows, pack_rows
 
@@ -22,12 +21,11 @@ OPTIONS: Options = {"temperature": 1.0}
 
 
 def moe_policy(family: str) -> PolicyModel:
-    attention.register()
     config = tiny_config(family)
     for name, value in EXPERTS_EVERYWHERE.items():
         if hasattr(config, name):
             setattr(config, name, value)
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=register_attention()).eval()
     randomise(lm)
     return PolicyModel(lm)
 

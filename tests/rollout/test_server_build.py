@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.families.tiny import tiny_config
 from hone.config import compose, load_config
 from hone.models.load import load_causal_lm
-from hone.models.lora import adapter_weights, merged_weights, wrap_lora
+from hone.models.lora import AdapterSettings, adapter_weights, merged_weights, wrap_lora
 from hone.models.policy import PolicyModel
 from hone.models.tiny import save_pretrained
 from hone.rollout.build import build_rollout
@@ -107,12 +107,7 @@ def adapted(tmp_path: Path) -> Any:
     save_pretrained(policy().lm, TOKENIZER, tmp_path)
     lm = wrap_lora(
         load_causal_lm(str(tmp_path), dtype=torch.float32).eval(),
-        rank=4,
-        alpha=8.0,
-        dropout=0.0,
-        target_modules=("q_proj", "v_proj"),
-        exclude_modules=None,
-        adapter_path=None,
+        AdapterSettings(4, 8.0, 0.0, ("q_proj", "v_proj")),
     )
     changed(lm)
     return lm

@@ -56,9 +56,8 @@ def test_tensors_are_read_back_from_buckets_of_bounded_size() -> None:
 def mixture(seed: int, family: str = "qwen3_moe") -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hone.models import attention
+    from hone.models.policy import register_attention
 
-    attention.register()
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCABULARY,
@@ -79,7 +78,9 @@ def mixture(seed: int, family: str = "qwen3_moe") -> Any:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=register_attention()
+        ).eval()
 
 
 def spec_of(folder: Path, lm: Any, python: str | None) -> RolloutSpec:

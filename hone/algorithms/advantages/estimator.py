@@ -25,8 +25,15 @@ from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import setting
 from hone.config.errors import unknown_argument
-from hone.ops.groups import Groups, Labels, factorise, factorise_pairs
-from hone.ops.masked import WHITEN_EPS, count_unmasked, masked_sum
+from hone.ops.statistics import (
+    WHITEN_EPS,
+    Groups,
+    Labels,
+    count_unmasked,
+    factorise,
+    factorise_pairs,
+    masked_sum,
+)
 from hone.plugins import PluginError
 from hone.types import Function, JsonValue, Settings
 

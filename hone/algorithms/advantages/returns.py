@@ -22,8 +22,7 @@ from hone.algorithms.advantages.estimator import (
     Outcomes,
     Trajectories,
 )
-from hone.ops.groups import Labels, factorise, factorise_pairs
-from hone.ops.masked import masked_whiten, zero_outside_mask
+from hone.ops.statistics import Labels, factorise, factorise_pairs, masked_whiten, zero_outside_mask
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from hone.models.routing import EXPERT_DTYPE, NOT_RECORDED, Routing
 from hone.ops.attention import SegmentLayout
 from hone.ops.logprobs import LogitOptions, linear_log_probs, linear_sum_pi_squared
 from hone.ops.packing import PackedRows
-from hone.ops.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_sum_pi_squared
+from hone.ops.tensor_parallel import vocab_parallel_log_probs, vocab_parallel_sum_pi_squared
 from hone.protocol import DataProto
 
 T = TypeVar("T")

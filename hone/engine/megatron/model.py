@@ -34,7 +34,7 @@ from hone.engine.megatron.experts import (
 from hone.engine.megatron.refusals import passed_overrides
 from hone.models.families import config_field, key_shape
 from hone.ops.attention import AttentionOptions
-from hone.ops.rms_norm import rms_norm
+from hone.ops.decoder import rms_norm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

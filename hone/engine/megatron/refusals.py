@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from hone.config.engine import MegatronConfig
 from hone.config.errors import ConfigError
-from hone.models.families import UnsupportedModel, config_field, key_shape
+from hone.models.families import MEGATRON_FAMILIES, UnsupportedModel, config_field, key_shape
 from hone.models.load import load_config
 from hone.types import JsonValue
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _STAGE_SIZE_FIELDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _RECOMPUTE_MODULES = ("core_attn", "mlp", "moe")
 """Supported names in `recompute_modules`; the others need Transformer Engine."""
@@ -151,10 +150,10 @@ def overrides_without_effect(megatron: MegatronConfig) -> list[str]:
 
 def check_model_supported(hf_config: PreTrainedConfig, path: str, megatron: MegatronConfig) -> None:
     """Raises if the engine does not support the model, or not with these parallel sizes."""
-    if hf_config.model_type not in FAMILIES:
+    if hf_config.model_type not in MEGATRON_FAMILIES:
         raise UnsupportedModel(
-            f"{path} is a {hf_config.model_type} model; strategy=megatron trains {', '.join(FAMILIES)}. "
-            "Use strategy=fsdp2"
+            f"{path} is a {hf_config.model_type} model; strategy=megatron trains "
+            f"{', '.join(MEGATRON_FAMILIES)}. Use strategy=fsdp2"
         )
     has_bias = hf_config.model_type != "qwen2" and config_field(hf_config, "attention_bias")
     for feature, has_feature in {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hone.ops.masked import last_true_index, split_at_response
+from hone.ops.statistics import last_true_index, split_at_response
 from hone.protocol import DataProto
 from hone.rewards.failures import WrongSetting
 from hone.rewards.outcome import OBSERVATION, POLICY, ScorerInput, policy_text

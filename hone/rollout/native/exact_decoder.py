@@ -16,30 +16,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.models.decoder_layer import fits_decoder_layer
+from hone.models.families import EXACT_FAMILIES
 from hone.models.policy import PolicyModel
 from hone.ops.autograd import Context
-from hone.ops.decoder_halves import Norm
+from hone.ops.decoder import Norm
 from hone.ops.logprobs import Statistics, linear_log_probs, softmax_entropy
 from hone.ops.packing import PackedRows
 from hone.rollout.contract import RolloutError
-from hone.rollout.native.batch_state import BatchState
-from hone.rollout.native.exact_layouts import (
+from hone.rollout.native.decode_step import BatchState
+from hone.rollout.native.decoder import JoinedDecoder, can_join
+from hone.rollout.native.kernels_reference import RotaryTable, kernels_for
+from hone.rollout.native.paged_cache import PagedCache
+from hone.rollout.native.paged_layouts import (
     ExactLayout,
     TrainingLayout,
     decode_queries,
     queries_per_tile,
     segment_queries,
 )
-from hone.rollout.native.fused_decoder import JoinedDecoder, can_join
-from hone.rollout.native.kernels_reference import RotaryTable, kernels_for
-from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.scheduler import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 TensorFunction = Callable[[Tensor], Tensor]
-EXACT_FAMILIES = ("llama", "qwen2")
 
 
 def check_exact_supported(config: PreTrainedConfig, path: str) -> None:
@@ -97,7 +97,7 @@ class ExactDecoder(JoinedDecoder):
 
     def decode_layout(self, cache: PagedCache, rows: BatchState) -> ExactLayout:
         queries = decode_queries(rows.block_table, rows.position)
-        return ExactLayout(cache, self.kernels, rows.slot, queries)
+        return ExactLayout(cache, self.kernels, queries, rows.slot)
 
     def prefill_layout(
         self, cache: PagedCache, blocks: list[list[int]], starts: list[int], lengths: list[int]
@@ -106,9 +106,7 @@ class ExactDecoder(JoinedDecoder):
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         device = self._embedding.device
         queries = segment_queries(starts, ends, blocks, self._queries_per_tile, device)
-        position, block_size = queries.position, cache.block_size
-        block = queries.block_table[queries.row, position // block_size].long()
-        return ExactLayout(cache, self.kernels, block * block_size + position % block_size, queries)
+        return ExactLayout(cache, self.kernels, queries)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32
         return self.kernels.linear(hidden, self._lm_head, None, float32_out=True)

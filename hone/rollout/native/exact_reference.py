@@ -19,9 +19,9 @@ from hone.rollout.native.kernels_reference import rope_store as rope_store
 from hone.rollout.native.kernels_reference import sample_from
 
 if TYPE_CHECKING:
-    from hone.rollout.native.batch_state import BatchState
-    from hone.rollout.native.exact_layouts import Queries
+    from hone.rollout.native.decode_step import BatchState
     from hone.rollout.native.paged_cache import PagedCache
+    from hone.rollout.native.paged_layouts import Queries
 
 CHUNK_ROWS = 32
 """Rows per call: enough to use the CPU well, few enough to waste little in a small batch."""
@@ -90,50 +90,33 @@ def query_attention(
     One call computes the queries that read the same number of keys. Each query is a separate batch
     item, so its sums do not depend on the other queries.
     """
+    block_size, group = cache.block_size, q.shape[1] // cache.kv_heads
     out = torch.empty_like(q)
+
+    def attend(indices: Tensor, rows: Tensor, num_keys: int) -> None:
+        """Computes queries of the given rows, one per row, or all of one row."""
+        num_blocks = min(num_keys // block_size, queries.block_table.shape[1])
+        blocks = queries.block_table[rows, :num_blocks]
+        blocks = F.pad(blocks, (0, num_keys // block_size - num_blocks))  # the null block is masked
+        keys, values = (x.expand(len(indices), -1, -1, -1) for x in cache.gather(layer, blocks))
+        bias = as_bias(queries.position[indices][:, None] >= torch.arange(num_keys), q.dtype)
+        grouped = q[indices].unflatten(1, (cache.kv_heads, group))
+        padded = F.pad(grouped, (0, 0, 0, -group % _HEAD_MULTIPLE))
+        padded_out = F.scaled_dot_product_attention(
+            padded, keys, values, attn_mask=bias[:, None, None], scale=scaling
+        )
+        out[indices] = padded_out[:, :, :group].flatten(1, 2)
+
     key_counts = (queries.position // _KEY_MULTIPLE + 1) * _KEY_MULTIPLE
     for num_keys in key_counts.unique().tolist():
-        query_indices = (key_counts == num_keys).nonzero().flatten()
-        rows = queries.row[query_indices]
+        indices = (key_counts == num_keys).nonzero().flatten()
+        rows = queries.row[indices]
         if len(rows.unique()) == len(rows):  # decoding: one query per row
-            out[query_indices] = _attend(
-                q, cache, layer, queries, query_indices, rows, num_keys, scaling
-            )
-            continue
-        for row in rows.unique():
-            row_query_indices = query_indices[rows == row]
-            out[row_query_indices] = _attend(
-                q, cache, layer, queries, row_query_indices, row[None], num_keys, scaling
-            )
+            attend(indices, rows, num_keys)
+        else:
+            for row in rows.unique():
+                attend(indices[rows == row], row[None], num_keys)
     return out
-
-
-def _attend(
-    q: Tensor,
-    cache: PagedCache,
-    layer: int,
-    queries: Queries,
-    query_indices: Tensor,
-    rows: Tensor,
-    num_keys: int,
-    scaling: float,
-) -> Tensor:
-    block_size, d = cache.block_size, cache.head_dim
-    num_blocks = min(num_keys // block_size, queries.block_table.shape[1])
-    blocks = queries.block_table[rows, :num_blocks]
-    blocks = F.pad(blocks, (0, num_keys // block_size - num_blocks))  # the null block is masked
-    keys, values = (x.expand(len(query_indices), -1, -1, -1) for x in cache.gather(layer, blocks))
-    bias = as_bias(queries.position[query_indices][:, None] >= torch.arange(num_keys), q.dtype)
-    grouped = q[query_indices].reshape(len(query_indices), cache.kv_heads, -1, d)
-    heads_per_group = grouped.shape[2]
-    out = F.scaled_dot_product_attention(
-        F.pad(grouped, (0, 0, 0, -heads_per_group % _HEAD_MULTIPLE)),
-        keys,
-        values,
-        attn_mask=bias[:, None, None],
-        scale=scaling,
-    )
-    return out[:, :, :heads_per_group].reshape(len(query_indices), -1, d)
 
 
 def log_softmax(logits: Tensor, inverse_temperature: Tensor) -> Tensor:

@@ -15,18 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.ops.rms_norm_triton import add_rms_norm as add_rms_norm
-from hone.rollout.native import sampling_triton
-from hone.rollout.native.exact_layouts import TILE_ROWS
+from hone.ops.training_triton import add_rms_norm as add_rms_norm
+from hone.rollout.native import kernels_triton
+from hone.rollout.native.kernels_triton import advance as advance
 from hone.rollout.native.kernels_triton import rope_store as rope_store
 from hone.rollout.native.kernels_triton import silu_mul as silu_mul
+from hone.rollout.native.kernels_triton import token_log_probs as token_log_probs
+from hone.rollout.native.paged_layouts import TILE_ROWS
 
 if TYPE_CHECKING:
-    from hone.rollout.native.exact_layouts import Queries
     from hone.rollout.native.paged_cache import PagedCache
+    from hone.rollout.native.paged_layouts import Queries
 
-sample = partial(sampling_triton.sample, exact=True)
-advance, token_log_probs = sampling_triton.advance, sampling_triton.token_log_probs
+sample = partial(kernels_triton.sample, exact=True)
 
 SMALL_TILE: dict[str, int] = {"BM": 64, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
 LARGE_TILE: dict[str, int] = {"BM": 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}

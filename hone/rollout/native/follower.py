@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError, TokenOutput
 from hone.rollout.native.engine import Core
-from hone.rollout.native.peers import Command, Peers
-from hone.rollout.native.replica import SHARDED_TRAITS, Replica
+from hone.rollout.native.peers import SHARDED_TRAITS, Command, Peers, Replica
 from hone.rollout.requests import Request, RequestEngine
 from hone.rollout.weights import load_weights
+
+if TYPE_CHECKING:
+    from hone.rollout.native.sharding import ShardedPolicy
 
 
 class FollowerRollout(RequestEngine):
@@ -73,7 +76,7 @@ class FollowerRollout(RequestEngine):
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._raise_if_stopped()
-        policy = self._replica.policy
+        policy = cast("ShardedPolicy", self._replica.core.policy)
         with self._update.loading():
             load_weights(policy, policy.shards(weights))
 
@@ -145,16 +148,13 @@ class FollowerRollout(RequestEngine):
     def _execute_all(self, commands: Iterable[Command]) -> None:
         with self._close_group_on_error():
             for command in commands:
-                self._execute(command)
-
-    def _execute(self, command: Command) -> None:
-        if command["do"] == "update":
-            self._updates_announced += 1
-            self._update_error = command.get("refused")
-        elif command["do"] == "close":
-            self._closed = True
-        else:
-            self._replica.execute(command)
+                if command["do"] == "update":
+                    self._updates_announced += 1
+                    self._update_error = command.get("refused")
+                elif command["do"] == "close":
+                    self._closed = True
+                else:
+                    self._replica.execute(command)
 
     @contextmanager
     def _close_group_on_error(self) -> Iterator[None]:

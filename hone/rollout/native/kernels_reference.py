@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.ops.attention import AttentionOptions, is_visible, soft_cap, softmax_with_sinks
+from hone.ops.attention import AttentionOptions, as_bias, is_visible, padded_attention, repeat_heads
 from hone.ops.counter_rng import uniform
 
 if TYPE_CHECKING:
-    from hone.rollout.native.batch_state import BatchState
+    from hone.rollout.native.decode_step import BatchState
     from hone.rollout.native.paged_cache import PagedCache
 
 
@@ -101,23 +101,12 @@ def decode_attention(
 
     The GPU kernel divides the keys of a sequence into `splits` parts, which run in parallel.
     """
-    rows, heads, d = q.shape
     num_blocks = int(positions.max()) // cache.block_size + 1
-    keys, values = cache.gather(options.layer, block_table[:, :num_blocks])
-    distance = positions[:, None] - torch.arange(keys.shape[2], device=q.device)
-    visible = is_visible(distance, options.window)[:, None, None]
-    queries = q.reshape(rows, cache.kv_heads, -1, d)
-    if not options.needs_scores:
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=visible, scale=options.scaling
-        )
-        return out.reshape(rows, heads, d)
-    scores = torch.matmul(queries.float(), keys.float().transpose(2, 3)) * options.scaling
-    scores = soft_cap(scores, options.softcap).masked_fill(~visible, float("-inf"))
-    sinks = None if options.sinks is None else options.sinks.view(cache.kv_heads, -1, 1)
-    return torch.matmul(softmax_with_sinks(scores, sinks).to(values.dtype), values).reshape(
-        rows, heads, d
-    )
+    k, v = cache.gather(options.layer, block_table[:, :num_blocks])
+    distance = positions[:, None] - torch.arange(k.shape[2], device=q.device)
+    bias = as_bias(is_visible(distance, options.window), q.dtype)[:, None, None]
+    k, v = repeat_heads(q, k, v)
+    return padded_attention(q[:, :, None], k, v, bias, options)[:, :, 0]
 
 
 def rope_attention(

@@ -5,17 +5,20 @@ Requests arrive only here. Each change of the core is also sent to the other ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
 from hone.rollout.contract import RolloutError
 from hone.rollout.native.engine import Core, NativeRollout
-from hone.rollout.native.peers import Command, Peers
-from hone.rollout.native.replica import SHARDED_TRAITS, Replica
+from hone.rollout.native.peers import SHARDED_TRAITS, Command, Peers, Replica
 from hone.rollout.requests import Request, select
+
+if TYPE_CHECKING:
+    from hone.rollout.native.sharding import ShardedPolicy
 
 _HEARTBEATS_PER_TIMEOUT = 4
 """In `drive`, rank 0 sends at least this many commands per timeout, so that no rank times out."""
@@ -35,7 +38,6 @@ class LeaderCore:
         self._last_number = 0
         self._unsent_commands: list[Command] = []
         """Commands that are executed here and not sent yet, because other ranks listen only in `drive`."""
-        self.failed = False
 
     @property
     def version(self) -> int:
@@ -59,7 +61,7 @@ class LeaderCore:
         sampling = asdict(request.sampling)
         arguments = {"number": number, "prompt": request.prompt_ids, "sampling": sampling}
         self._unsent_commands.append({"do": "add", **arguments})
-        with self._close_group_on_error():
+        with self._peers.close_on_error():
             self._replica.add(number, copy)
 
     def step(self, must_yield: Callable[[], bool]) -> list[Request]:
@@ -69,7 +71,7 @@ class LeaderCore:
         ]
         command: Command = {"do": "step", "cancelled": cancelled, "checksum": replica.checksum()}
         self.send(command)
-        with self._close_group_on_error():
+        with self._peers.close_on_error():
             return [self._finish(n, copies[n]) for n in replica.execute(command)]
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
@@ -77,7 +79,7 @@ class LeaderCore:
         copies = dict(self._replica.requests)
         command: Command = {"do": "abort", "numbers": numbers}
         self._unsent_commands.append(command)
-        with self._close_group_on_error():
+        with self._peers.close_on_error():
             return [self._finish(n, copies[n]) for n in self._replica.execute(command)]
 
     def free_cache(self) -> None:
@@ -86,27 +88,18 @@ class LeaderCore:
     def invalidate(self) -> None:
         self._execute_and_queue("invalidate")
 
-    def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return self._replica.policy.shards(weights)
-
     def _execute_and_queue(self, kind: str, **arguments: int) -> None:
         """Executes a command that finishes no request, and queues it for the other ranks."""
         command: Command = {"do": kind, **arguments}
         self._unsent_commands.append(command)
-        with self._close_group_on_error():
+        with self._peers.close_on_error():
             self._replica.execute(command)
 
     def send(self, command: Command) -> None:
         """Sends the unsent commands and this one; the other ranks must be listening."""
         commands, self._unsent_commands = [*self._unsent_commands, command], []
-        with self._close_group_on_error():
+        with self._peers.close_on_error():
             self._peers.send(commands)
-
-    def fail(self, error: BaseException) -> None:
-        """Closes the group of ranks after an error outside the core."""
-        if not self.failed:
-            self.failed = True
-            self._peers.fail(error)
 
     def _finish(self, number: int, copy: Request) -> Request:
         """Removes a request whose copy has finished; returns the request with the copy's results."""
@@ -114,20 +107,6 @@ class LeaderCore:
         request.stop_reason, request.cached_tokens = copy.stop_reason, copy.cached_tokens
         request.num_preempted = copy.num_preempted
         return request
-
-    @contextmanager
-    def _close_group_on_error(self) -> Iterator[None]:
-        """Closes the group of ranks if the block raises."""
-        try:
-            yield
-        except BaseException as error:
-            if self.failed:
-                raise
-            self.failed = True
-            cause = self._peers.fail(error)
-            if cause is error:
-                raise
-            raise cause from error
 
 
 class LeaderRollout(NativeRollout):
@@ -138,6 +117,7 @@ class LeaderRollout(NativeRollout):
     def __init__(self, core: Core, peers: Peers) -> None:
         super().__init__(core)
         self._core = self._leader_core = LeaderCore(core, peers)
+        self._peers = peers
         self._heartbeat_s = peers.timeout_s / _HEARTBEATS_PER_TIMEOUT
         self._followers_listen = False  # whether `drive` runs on the other ranks
 
@@ -157,7 +137,7 @@ class LeaderRollout(NativeRollout):
             self._leader_core.send({"do": "update"})
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        await super().load(self._leader_core.shards(weights))
+        await super().load(cast("ShardedPolicy", self._core.policy).shards(weights))
 
     async def close(self) -> None:
         await super().close()
@@ -166,7 +146,8 @@ class LeaderRollout(NativeRollout):
 
     def _fail(self, error: BaseException) -> None:
         super()._fail(error)
-        self._leader_core.fail(error)
+        if not self._peers.failed:
+            self._peers.fail(error)
 
     def release(self) -> None:
         """Ends `drive` on the other ranks."""
@@ -177,7 +158,7 @@ class LeaderRollout(NativeRollout):
         with self._between_steps():
             were_listening, self._followers_listen = self._followers_listen, False
             # The other ranks do not listen during an update.
-            if were_listening and not (self._leader_core.failed or self._update.in_progress):
+            if were_listening and not (self._peers.failed or self._update.in_progress):
                 self._leader_core.send({"do": command})
 
     def _wait_for_work(self) -> bool:

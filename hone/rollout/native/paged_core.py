@@ -7,6 +7,7 @@ device advances the rows. CPU tests run this core with the reference kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,17 +17,19 @@ from torch import Tensor
 from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
 from hone.ops.device import send
-from hone.ops.groups import first_equal_indices
-from hone.rollout.native.batch_state import BatchState, HostBatch
-from hone.rollout.native.decode_graph import DecodeStep, graph_sizes
-from hone.rollout.native.decoder import ModuleDecoder
+from hone.ops.statistics import first_equal_indices
+from hone.rollout.native.decode_step import BatchState, DecodeStep, graph_sizes
+from hone.rollout.native.decoder import (
+    ExpertCache,
+    FusedDecoder,
+    ModuleDecoder,
+    RecordingDecoder,
+    can_join,
+)
 from hone.rollout.native.exact_decoder import ExactDecoder
-from hone.rollout.native.exact_layouts import ExactLayout
-from hone.rollout.native.expert_cache import ExpertCache, RecordingDecoder
-from hone.rollout.native.fused_decoder import FusedDecoder, can_join
 from hone.rollout.native.kernels_reference import kernels_for
 from hone.rollout.native.paged_cache import PagedCache
-from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
+from hone.rollout.native.paged_layouts import ExactLayout, PagedDecode, PagedPrefill
 from hone.rollout.native.sampler import TruncatedSampling
 from hone.rollout.native.scheduler import (
     BLOCK_SIZE,
@@ -85,9 +88,8 @@ class PagedCore:
             memory_fraction=gpu_memory_utilization,
         )
         rules = vars(RequestRules.of(policy.lm.config, eos_ids, tokenizer))
-        self.rules = PagedRules(
-            **rules, max_model_len=max_model_len, num_blocks=self.cache.num_blocks
-        )
+        num_blocks = self.cache.num_blocks
+        self.rules = PagedRules(**rules, max_model_len=max_model_len, num_blocks=num_blocks)
         self._scheduler = Scheduler(
             self.cache.pool,
             self.rules,
@@ -95,19 +97,20 @@ class PagedCore:
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_caching=prefix_caching,
         )
-        self._expert_cache = self._create_expert_cache() if record_experts else None
+        self._expert_cache: ExpertCache | None = None
+        if record_experts:
+            routing = policy.enable_routing()
+            self._expert_cache = ExpertCache(routing, num_blocks, BLOCK_SIZE, self.device)
         self._forward = forward if forward is not None else self._build_forward(max_model_len)
         self._logits = exact.logits if exact is not None else policy.logits
         self._max_num_seqs = max_num_seqs
-        chunk_capacity = STEPS_PER_LONG_CHUNK + 1
-        self._device_rows = BatchState.empty(
-            max_num_seqs, max_blocks_per_seq, chunk_capacity, self.device
-        )
-        self._host_rows = HostBatch(max_num_seqs, max_blocks_per_seq)
+        empty_rows = partial(BatchState.empty, max_num_seqs, max_blocks_per_seq)
+        self._device_rows = empty_rows(STEPS_PER_LONG_CHUNK + 1, self.device)
+        self._host_rows = empty_rows(0, torch.device("cpu"))
         self._device_row_keys: list[tuple[int, int]] = []  # `_row_keys` of the device rows
         self._addresses: list[int] = []  # parameter addresses that captured graphs read
-        batch_sizes = graph_sizes(max_num_seqs, capture_sizes)
-        self._decode_step = self._new_decode_step(batch_sizes, enforce_eager)
+        sizes = graph_sizes(max_num_seqs, capture_sizes)
+        self._decode_step = self._new_decode_step(sizes, enforce_eager)
         self.prefilled_tokens = 0
         """Prompt tokens computed so far; the shared prompt of a group counts once."""
 
@@ -123,12 +126,6 @@ class PagedCore:
             use_graphs=self.device.type == "cuda" and not enforce_eager,
             may_synchronize=isinstance(self._forward, ModuleDecoder),
         )
-
-    def _create_expert_cache(self) -> ExpertCache:
-        """Makes the policy record its routing and returns a cache for the routed experts."""
-        self.policy.enable_routing()
-        assert self.policy.routing is not None
-        return ExpertCache(self.policy.routing, self.cache.num_blocks, BLOCK_SIZE, self.device)
 
     def _build_forward(self, max_model_len: int) -> ExactDecoder | FusedDecoder | ModuleDecoder:
         if self._expert_cache is not None:
@@ -222,7 +219,7 @@ class PagedCore:
             return
         self._fill_host_rows(0, running)
         self._host_rows.clear_from(len(running))
-        self._host_rows.send(self._device_rows, 0, self._max_num_seqs)
+        self._host_rows.copy_to(self._device_rows, 0, self._max_num_seqs)
 
     def _fill_host_rows(self, begin: int, sequences: list[RunningSequence]) -> None:
         states = []
@@ -262,7 +259,7 @@ class PagedCore:
         end = len(self._scheduler.running)
         begin = end - len(admitted)
         self._fill_host_rows(begin, admitted)
-        self._host_rows.send(self._device_rows, begin, end)
+        self._host_rows.copy_to(self._device_rows, begin, end)
         row_by_first_index = {first: i for i, first in enumerate(distinct_indices)}
         rows = torch.tensor([row_by_first_index[first] for first in first_indices])
         logits = self._logits(hidden[send(rows, self.device)])

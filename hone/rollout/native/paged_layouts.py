@@ -1,12 +1,15 @@
-"""Attention over the paged cache, for prefill and decode.
+"""Attention layouts over the paged cache: prefill, decode, and the layouts of exact mode.
 
-Both layouts first write the new keys and values into the cache. Hugging Face models call `attend`; the fused
-decoder calls `attend_qkv` with queries, keys and values as one tensor before the rotation.
+`PagedPrefill` and `PagedDecode` first write the new keys and values into the cache. Hugging Face models
+call `attend`; the fused decoder calls `attend_qkv` with queries, keys and values as one tensor before the
+rotation. `ExactLayout` describes decoding, prefill and training by the block table and the position of
+every query, so one kernel computes all of them.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
@@ -23,7 +26,8 @@ from hone.ops.attention import (
     varlen_attention,
 )
 from hone.ops.device import send
-from hone.rollout.native.batch_state import BatchState
+from hone.ops.packing import PackedRows
+from hone.rollout.native.decode_step import BatchState
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
 
@@ -136,3 +140,157 @@ class PagedDecode:
             options,
             splits=self._splits,
         )
+
+
+TILE_ROWS = 64
+"""Rows (pairs of query and head) per program of the GPU kernel; results depend on this number."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The T tiles of the GPU kernel, each with consecutive queries of one sequence; fields are [T] int64."""
+
+    first_query: Tensor  # index of the first query
+    num_queries: Tensor
+    first_position: Tensor  # position of the first query in the sequence
+    row: Tensor  # row of the block table
+
+
+@dataclass(frozen=True)
+class Queries:
+    """The sequence and position of every query; a query attends to all keys up to its position."""
+
+    position: Tensor  # [N] int64
+    row: Tensor  # [N] int64, row of the block table
+    block_table: Tensor  # [R, W] int32, the blocks of each row
+    tiles: Tiles | None
+    """Only the GPU kernel uses the tiles."""
+
+
+def queries_per_tile(heads: int, kv_heads: int) -> int:
+    """Returns the number of queries per tile, each with all query heads of one key head."""
+    group = heads // kv_heads
+    if group > TILE_ROWS:
+        raise ValueError(
+            f"exact attention supports {TILE_ROWS} query heads per key head; the model has {group}"
+        )
+    return TILE_ROWS // (1 << (group - 1).bit_length())
+
+
+def decode_queries(block_table: Tensor, positions: Tensor) -> Queries:
+    """Returns the queries of a decode step, one per row."""
+    row = torch.arange(len(positions), device=positions.device)
+    return Queries(positions, row, block_table, Tiles(row, torch.ones_like(row), positions, row))
+
+
+def segment_queries(
+    starts: list[int],
+    ends: list[int],
+    blocks: list[list[int]],
+    queries_per_tile: int,
+    device: torch.device,
+) -> Queries:
+    """Returns the queries of segments; segment i has positions [starts[i], ends[i]) of row i."""
+    lengths = np.array(ends) - np.array(starts)
+    first_query = np.cumsum(lengths) - lengths
+    position = np.concatenate(
+        [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    )
+    padded_table = np.zeros((len(blocks), max(map(len, blocks))), np.int32)
+    for row, block_ids in enumerate(blocks):
+        padded_table[row, : len(block_ids)] = block_ids
+    offsets = [np.arange(0, n, queries_per_tile) for n in lengths]
+    # For each tile: its segment, and its offset in that segment.
+    segment = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
+    offset = np.concatenate(offsets)
+    num_queries = np.minimum(lengths[segment] - offset, queries_per_tile)
+    tile_arrays = (
+        first_query[segment] + offset,
+        num_queries,
+        np.array(starts)[segment] + offset,
+        segment,
+    )
+
+    def to_device(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
+        return send(torch.from_numpy(np.ascontiguousarray(values, dtype)), device)
+
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    block_table = to_device(padded_table, np.int32)
+    return Queries(
+        to_device(position), to_device(rows), block_table, Tiles(*map(to_device, tile_arrays))
+    )
+
+
+class ExactLayout:
+    """The attention layout of one forward: the slots of its new keys, and its queries."""
+
+    def __init__(
+        self, cache: PagedCache, kernels: ModuleType, queries: Queries, slots: Tensor | None = None
+    ) -> None:
+        """By default, the slots are those of the positions of the queries."""
+        self.cache, self._kernels, self._queries = cache, kernels, queries
+        self.positions = queries.position
+        if slots is None:
+            block = queries.block_table[queries.row, self.positions // cache.block_size].long()
+            slots = block * cache.block_size + self.positions % cache.block_size
+        self.slots = slots
+
+    def cache_layer(self, layer: int) -> int:
+        """Returns the layer of the cache that a layer of the model writes and reads."""
+        return layer
+
+    def attend(self, q: Tensor, *, layer: int, scaling: float) -> Tensor:
+        return self._kernels.query_attention(
+            q, self.cache, self.cache_layer(layer), self._queries, scaling=scaling
+        )
+
+
+class TrainingLayout(ExactLayout):
+    """The layout of packed training rows, over a one-layer cache that every layer overwrites.
+
+    Every packed prompt and response is a segment with a row of the block table; a response shares the full
+    blocks of its prompt.
+    """
+
+    def __init__(
+        self, packed: PackedRows, kernels: ModuleType, *, kv_heads: int, head_dim: int,
+        block_size: int, queries_per_tile: int, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        device, prompt_lengths = packed.input_ids.device, packed.layout.root_lengths
+        parents: list[int | None] = [None] * len(prompt_lengths)
+        starts, ends = [0] * len(prompt_lengths), list(prompt_lengths)
+        for prompt, length in packed.layout.children:
+            parents.append(prompt)
+            starts.append(prompt_lengths[prompt])
+            ends.append(prompt_lengths[prompt] + length)
+        num_blocks = 1  # block 0 is the null block
+        blocks: list[list[int]] = []
+        # The tail of a prompt is copied to the start of each response's first block.
+        sources, targets = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for parent, start, end in zip(parents, starts, ends, strict=True):
+            full_blocks, tail_tokens = divmod(start, block_size)
+            first, num_blocks = num_blocks, num_blocks + -(-end // block_size) - full_blocks
+            shared = [] if parent is None else blocks[parent][:full_blocks]
+            blocks.append([*shared, *range(first, num_blocks)])
+            if parent is not None and tail_tokens and end > start:
+                offset = np.arange(tail_tokens)
+                sources.append(blocks[parent][full_blocks] * block_size + offset)
+                targets.append(first * block_size + offset)
+        cache = PagedCache(
+            num_layers=1, kv_heads=kv_heads, head_dim=head_dim, num_blocks=num_blocks,
+            block_size=block_size, dtype=dtype, device=device,
+        )  # fmt: skip
+        cache.reserve()
+        queries = segment_queries(starts, ends, blocks, queries_per_tile, device)
+        super().__init__(cache, kernels, queries)
+        self._sources, self._targets = _concat(sources, device), _concat(targets, device)
+
+    def cache_layer(self, layer: int) -> int:
+        return 0
+
+    def attend(self, q: Tensor, *, layer: int, scaling: float) -> Tensor:
+        size, source, target = self.cache.block_size, self._sources, self._targets
+        if len(source):
+            for x in self.cache.layer(0):
+                x[target // size, :, target % size] = x[source // size, :, source % size]
+        return super().attend(q, layer=layer, scaling=scaling)

@@ -1,23 +1,30 @@
 """The tensor-parallel ranks of one model: their collectives, commands and causes of failure.
 
-Rank 0 sends commands; the other ranks receive them in order. Every wait ends at the timeout of the
-process group, or at once if a rank exits.
+Rank 0 sends commands, and every rank executes them in the same order: each change of a core (a new
+request, a step, an abort, a new weight version) is a command. So all ranks run the same sequences and
+sample the same tokens. Every wait ends at the timeout of the process group, or at once if a rank exits.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.rollout.contract import RolloutError
+from hone.rollout.contract import RolloutError, Sampling, Traits
+from hone.rollout.requests import Request
+
+if TYPE_CHECKING:
+    from hone.rollout.native.engine import Core
 
 Command: TypeAlias = dict[str, Any]
 """A JSON object with the key `do`."""
@@ -46,6 +53,7 @@ class Peers:
     store: dist.Store
     """The store of the first failure's cause."""
     timeout_s: float
+    failed: bool = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over the ranks, the same bits on each; overwrites a contiguous `x`."""
@@ -96,6 +104,7 @@ class Peers:
         A rank that fails by itself records its error as the cause. A rank that has lost another rank
         returns the recorded cause, if there is one.
         """
+        self.failed = True
         with suppress(RuntimeError, dist.DistError):  # the rank with the store may have exited
             if isinstance(error, PeerLost):
                 timeout = timedelta(seconds=min(_CAUSE_TIMEOUT_S, self.timeout_s))
@@ -107,6 +116,16 @@ class Peers:
                 self.store.compare_set(_CAUSE_KEY, "", cause)
         self.close()
         return error
+
+    @contextmanager
+    def close_on_error(self) -> Iterator[None]:
+        """Closes the groups if the block raises; raises the recorded cause if another rank was lost."""
+        try:
+            yield
+        except BaseException as error:
+            if self.failed or (cause := self.fail(error)) is error:
+                raise
+            raise cause from error
 
     def close(self) -> None:
         """Closes the process groups, so that a rank that waits gets an error at once."""
@@ -159,3 +178,56 @@ def connect(rank: int, world_size: int, size: int, device: torch.device, timeout
     store = dist.PrefixStore(f"rollout/{rank // size}", dist.distributed_c10d._get_default_store())
     compute_group = groups.get("compute", groups["control"])
     return Peers(rank % size, size, compute_group, groups["control"], store, timeout_s)
+
+
+SHARDED_TRAITS = Traits(uses_training_module=False)
+
+
+class Replica:
+    """A core, and the requests of the core by number."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.requests: dict[int, Request] = {}
+
+    def checksum(self) -> int:
+        """Returns a checksum of each request's newest token, to compare between ranks."""
+        tokens = (r.token_ids[-1] if r.token_ids else -1 for r in self.requests.values())
+        return zlib.crc32(array("q", tokens).tobytes())
+
+    def execute(self, command: Command) -> list[int]:
+        """Executes a command and returns the numbers of the requests that have finished."""
+        kind, core = command["do"], self.core
+        if kind == "add":
+            number, sampling = command["number"], Sampling(**command["sampling"])
+            self.add(number, Request(command["prompt"], sampling, str(number)))
+        elif kind == "step":
+            return self._step(command["cancelled"], command["checksum"])
+        elif kind == "abort":
+            return self._remove(core.abort({str(number) for number in command["numbers"]}))
+        elif kind == "free_cache":
+            core.free_cache()
+        elif kind == "invalidate":
+            core.invalidate()
+        elif kind == "version":
+            core.version = command["version"]
+        return []
+
+    def add(self, number: int, request: Request) -> None:
+        self.requests[number] = request
+        self.core.add(request)
+
+    def _step(self, cancelled: Iterable[int], checksum: int) -> list[int]:
+        if checksum != self.checksum():
+            raise RolloutError(
+                "the tensor-parallel ranks have sampled different tokens; this is a defect"
+            )
+        for number in cancelled:
+            self.requests[number].cancelled = True
+        return self._remove(self.core.step(lambda: True))
+
+    def _remove(self, requests: Iterable[Request]) -> list[int]:
+        numbers = [int(request.request_id) for request in requests]
+        for number in numbers:
+            del self.requests[number]
+        return numbers

@@ -18,7 +18,7 @@ from hone.ops.device import send
 from hone.rollout.contract import Sampling
 
 if TYPE_CHECKING:
-    from hone.rollout.native.batch_state import BatchState
+    from hone.rollout.native.decode_step import BatchState
 
 _NO_TOP_K = 1 << 40
 

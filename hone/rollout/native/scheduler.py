@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hone.rollout.contract import RolloutError, StopReason
-from hone.rollout.native.batch_state import MAX_STOP_IDS
+from hone.rollout.native.decode_step import MAX_STOP_IDS
 from hone.rollout.native.paged_cache import BlockPool
 from hone.rollout.requests import Request, RequestRules, select
 

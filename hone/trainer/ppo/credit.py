@@ -26,8 +26,7 @@ from hone.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectio
 from hone.controller import WorkerGroup
 from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
 from hone.ops.counter_rng import fold_seed
-from hone.ops.groups import Groups
-from hone.ops.masked import masked_whiten
+from hone.ops.statistics import Groups, masked_whiten
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError

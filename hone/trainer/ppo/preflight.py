@@ -193,7 +193,7 @@ class _Preflight:
                 self._attempt(partial(check, layout.path, overrides, megatron))
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         if rollout.name == "native" and (size := rollout.tensor_model_parallel_size) > 1:
-            from hone.rollout.native.sharded_build import check_sharding
+            from hone.rollout.native.sharding import check_sharding
 
             self._attempt(partial(check_sharding, size, config.rollout_ranks, model))
         if plan is None or not plan.reward_model or plan.has_reward_server:

@@ -6,9 +6,8 @@ from typing import Any
 
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, Sampling
-from hone.rollout.native.decoder import ModuleDecoder
+from hone.rollout.native.decoder import FusedDecoder, ModuleDecoder
 from hone.rollout.native.engine import NativeRollout
-from hone.rollout.native.fused_decoder import FusedDecoder
 from hone.rollout.native.paged_core import PagedCore
 from hone.rollout.requests import Request, RequestRules
 

@@ -20,10 +20,8 @@ from hone.rollout.contract import RolloutEngine, RolloutSpec
 from hone.rollout.native.engine import Core
 from hone.rollout.native.follower import FollowerRollout
 from hone.rollout.native.leader import LeaderRollout
-from hone.rollout.native.peers import Peers
-from hone.rollout.native.replica import SHARDED_TRAITS
-from hone.rollout.native.sharded_build import build_paged_core, build_slot_core
-from hone.rollout.native.sharded_policy import ShardedPolicy
+from hone.rollout.native.peers import SHARDED_TRAITS, Peers
+from hone.rollout.native.sharding import ShardedPolicy, build_paged_core, build_slot_core
 from hone.rollout.weights import load_weights
 
 from ..engine_contract import Place

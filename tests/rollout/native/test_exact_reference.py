@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hone.rollout.native import exact_reference
-from hone.rollout.native.exact_layouts import Queries
 from hone.rollout.native.paged_cache import PagedCache
+from hone.rollout.native.paged_layouts import Queries
 
 ROWWISE = {
     "product": lambda x: exact_reference.linear(x, _weight(77, 96), torch.ones(77)),

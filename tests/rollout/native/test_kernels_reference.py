@@ -13,7 +13,7 @@ from torch import Tensor
 from hone.ops.attention import AttentionOptions
 from hone.ops.counter_rng import uniform
 from hone.rollout.native import exact_reference, kernels_reference
-from hone.rollout.native.batch_state import BatchState
+from hone.rollout.native.decode_step import BatchState
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
 

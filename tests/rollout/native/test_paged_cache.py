@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.rollout.native.cache import SlotCache
+from hone.rollout.native.core import SlotCache
 from hone.rollout.native.paged_cache import NULL_BLOCK, BlockPool, PagedCache
 
 CPU = torch.device("cpu")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
+from hone.agents.loop_thread import run_with_engine
+from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.native.peers import Command, PeerLost, Peers
 
 from ..engine_contract import driving
@@ -50,3 +53,20 @@ def test_a_rank_that_fails_after_the_store_has_gone_raises_its_own_error() -> No
     peers = Peers(1, 2, None, None, GoneStore(), 1.0)  # type: ignore[arg-type]
     error = ValueError("a token id past the vocabulary")
     assert peers.fail(error) is error
+
+
+LONG = Sampling(60, 1.0, 0, ignore_eos=True)
+
+
+def test_ranks_that_drew_different_tokens_stop() -> None:
+    slot = Slot(policy())
+    draw = slot.cores[1]._sample  # type: ignore[attr-defined]
+
+    def wrong(logits: torch.Tensor) -> None:
+        draw(logits.roll(1, -1))
+
+    slot.cores[1]._sample = wrong  # type: ignore[attr-defined]
+    slot.follow()
+    with pytest.raises(RolloutError, match="sampled different tokens"):
+        run_with_engine(slot.leader, slot.leader.generate([3, 4], LONG, "a"))
+    slot.join()

@@ -9,7 +9,7 @@ import torch
 
 from hone.rollout.contract import Sampling
 from hone.rollout.native import exact_reference, kernels_reference
-from hone.rollout.native.batch_state import BatchState
+from hone.rollout.native.decode_step import BatchState
 from hone.rollout.native.sampler import SamplingRows, TruncatedSampling, sample_tokens
 
 

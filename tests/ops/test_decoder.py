@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hone.ops.decoder_halves import Linear, Norm, add_gated_mlp, rotated_qkv
-from hone.ops.rms_norm import plain_rms_norm
-from hone.ops.rotary import plain_rotate
+from hone.ops.decoder import Linear, Norm, add_gated_mlp, plain_rms_norm, plain_rotate, rotated_qkv
 
 ROWS, WIDTH, HEADS, KV_HEADS, D, INNER = 7, 24, 4, 2, 6, 40
 
@@ -56,7 +54,7 @@ def test_heads_equal_torchs_steps(biased: bool) -> None:
     def ours(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
         biases = biases or (None, None, None)
         maps = [Linear(w, b) for w, b in zip((q, k, v), biases, strict=True)]
-        return rotated_qkv(x, Norm(norm, 1e-5), *maps, (cos, sin))
+        return rotated_qkv(x, Norm(norm, 1e-5), maps, (cos, sin))
 
     def plain(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
         biases = biases or (None, None, None)
@@ -94,7 +92,7 @@ def test_frozen_maps_of_heads_get_no_gradient_and_the_others_theirs(frozen: list
         for name in frozen_inputs:
             inputs[name].requires_grad_(False)
         maps = [Linear(inputs[part], inputs[f"{part}_bias"]) for part in "qkv"]
-        outs = rotated_qkv(inputs["x"], Norm(inputs["norm"], 1e-5), *maps, (cos, sin))
+        outs = rotated_qkv(inputs["x"], Norm(inputs["norm"], 1e-5), maps, (cos, sin))
         sum(out.square().sum() for out in outs).backward()
         results.append({name: x.grad for name, x in inputs.items()})
     for name in names:

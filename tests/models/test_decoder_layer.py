@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from hone.models.fused import compile_layers, fuse
+from hone.models.decoder_layer import compile_layers, fuse
 from hone.models.policy import PolicyModel, hidden_states
 from hone.models.tiny import tiny_lm
 from hone.ops.packing import PackedRows, pack_rows

@@ -1,10 +1,14 @@
-"""Log-probabilities and entropies of an LM head whose vocabulary is sharded over a group of ranks.
+"""Collectives of a tensor-parallel group with their gradients, and log-probs of a sharded vocabulary.
 
-Each rank computes the logits of its rows of the head, one chunk of tokens at a time, and the ranks
-exchange three numbers per token. logprobs.py has the backward pass.
+`copy_to_group` and `sum_over_group` are each the backward pass of the other, as are `gather_last_dim` and
+`split_last_dim`. For log-probs, each rank computes the logits of its rows of the LM head, one chunk of
+tokens at a time, and the ranks exchange three numbers per token. logprobs.py has the backward pass.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,16 +17,76 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from hone.ops.autograd import Context
-from hone.ops.collectives import Group, copy_to_group
 from hone.ops.logprobs import (
     LinearLogProbs,
     LogitOptions,
     Statistics,
     chunk_slices,
-    matmul_fp32,
     scaled_logits,
-    softmax_entropy,
 )
+
+Group = dist.ProcessGroup
+GroupFunction = Callable[[Tensor, Group], Tensor]
+
+
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
+    """Returns x, which must be equal on all ranks; the gradient is summed over the ranks."""
+    return _Collective.apply(x, group, _view, _all_reduce)
+
+
+def sum_over_group(x: Tensor, group: Group) -> Tensor:
+    """Returns the sum of x over the ranks; the gradient of x is the gradient of the sum."""
+    return _Collective.apply(x, group, _all_reduce, _view)
+
+
+def gather_last_dim(x: Tensor, group: Group) -> Tensor:
+    """Returns the tensors of all ranks, which have equal shapes, joined in the last dimension."""
+    return _Collective.apply(x, group, _all_gather, _local_part)
+
+
+def split_last_dim(x: Tensor, group: Group) -> Tensor:
+    """Returns this rank's part of the last dimension of x; x must be equal on all ranks."""
+    return _Collective.apply(x, group, _local_part, _all_gather)
+
+
+class _Collective(torch.autograd.Function):
+    """Computes `forward_function(x, group)`, and the gradient with `backward_function`."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: Tensor,
+        group: Group,
+        forward_function: GroupFunction,
+        backward_function: GroupFunction,
+    ) -> Tensor:
+        ctx.group, ctx.backward_function = group, backward_function
+        return forward_function(x, group)
+
+    @staticmethod
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.backward_function(gradient, ctx.group), None, None, None
+
+
+def _view(x: Tensor, _: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _all_reduce(x: Tensor, group: Group) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _all_gather(x: Tensor, group: Group) -> Tensor:
+    x = x.contiguous()
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return torch.cat(parts, -1)
+
+
+def _local_part(x: Tensor, group: Group) -> Tensor:
+    return x.chunk(group.size(), -1)[group.rank()].contiguous()
 
 
 def shard_start(rows: int, group: Group) -> int:
@@ -44,9 +108,9 @@ def vocab_parallel_outputs(
 
     Weight and bias may be DTensors.
     """
-    start = shard_start(weight.shape[0], group)
-    weight, bias = _to_local(weight), logit_options["bias"]
-    logit_options["bias"] = None if bias is None else _to_local(bias)
+    start, bias = shard_start(weight.shape[0], group), logit_options["bias"]
+    weight = weight.to_local() if isinstance(weight, DTensor) else weight
+    logit_options["bias"] = bias.to_local() if isinstance(bias, DTensor) else bias
     log_probs, entropy = vocab_parallel_log_probs(
         hidden, weight, target, start=start, group=group, with_entropy=with_entropy, **logit_options
     )
@@ -54,17 +118,10 @@ def vocab_parallel_outputs(
     if with_entropy:
         outputs["entropy"] = entropy
     if with_sum_pi_squared:
-        logit_options["bias"] = (
-            None if logit_options["bias"] is None else logit_options["bias"].detach()
-        )
         outputs["sum_pi_squared"] = vocab_parallel_sum_pi_squared(
-            hidden.detach(), weight.detach(), group=group, **logit_options
+            hidden, weight, group=group, **logit_options
         )
     return outputs
-
-
-def _to_local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def vocab_parallel_log_probs(
@@ -89,9 +146,10 @@ def vocab_parallel_log_probs(
     use_kernel = hidden.is_cuda and bias is None and softcap is None
     factor = logit_options["logit_scale"] / logit_options["temperature"]
     hidden = copy_to_group(hidden, group)
-    return VocabParallelLogProbs.apply(
-        hidden, weight, bias, local_target, factor, softcap, with_entropy, use_kernel, group
-    )
+    return LinearLogProbs.apply(
+        hidden, weight, bias, local_target, factor, softcap, with_entropy, use_kernel, None,
+        partial(_combine_shards, group=group),
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -120,7 +178,7 @@ def _max_over_ranks(x: Tensor, group: Group) -> Tensor:
     return maximum
 
 
-def _combine_shards(local: Statistics, target: Tensor, group: Group) -> Statistics:
+def _combine_shards(local: Statistics, target: Tensor, *, group: Group) -> Statistics:
     """Combines the statistics of the shards into those of the whole vocabulary."""
     log_prob, lse, entropy = local
     max_lse = _max_over_ranks(lse, group)
@@ -132,52 +190,3 @@ def _combine_shards(local: Statistics, target: Tensor, group: Group) -> Statisti
     exp_total, target_logit, weighted_logits = sums
     log_total = exp_total.log()
     return target_logit - log_total, max_lse + log_total, log_total - weighted_logits / exp_total
-
-
-class VocabParallelLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Context,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        target: Tensor,  # row of this shard, -1 if the target is in another shard
-        factor: float,
-        softcap: float | None,
-        with_entropy: bool,
-        use_kernel: bool,
-        group: Group,
-    ) -> tuple[Tensor, Tensor]:
-        def compute_statistics(hidden: Tensor, target: Tensor) -> Statistics:
-            if use_kernel:
-                from hone.ops.logprobs_triton import logit_statistics
-
-                return logit_statistics(matmul_fp32(hidden, weight), target, factor, with_entropy)
-            z, _ = scaled_logits(hidden, weight, bias, softcap, factor)
-            lse = torch.logsumexp(z, -1)
-            log_probs = z.gather(-1, target[:, None]).squeeze(-1) - lse
-            return (
-                log_probs,
-                lse,
-                softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse),
-            )
-
-        slices = chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        clamped_target = target.clamp(min=0)
-        chunk_statistics = [
-            compute_statistics(hidden[chunk], clamped_target[chunk]) for chunk in slices
-        ] or [(empty,) * 3]
-        log_prob, lse, entropy = (
-            torch.cat(column) for column in zip(*chunk_statistics, strict=True)
-        )
-        log_prob, lse, entropy = _combine_shards((log_prob, lse, entropy), target, group)
-        ctx.save_for_backward(bias, hidden, weight, target, lse, entropy)
-        ctx.factor, ctx.softcap, ctx.use_kernel = factor, softcap, use_kernel
-        ctx.set_materialize_grads(False)
-        if not with_entropy:
-            entropy.zero_()
-            ctx.mark_non_differentiable(entropy)
-        return log_prob, entropy
-
-    backward = staticmethod(LinearLogProbs.backward)

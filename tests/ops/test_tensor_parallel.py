@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hone.ops import logprobs
 from hone.ops.logprobs import linear_log_probs, linear_sum_pi_squared
-from hone.ops.vocab_parallel import (
+from hone.ops.tensor_parallel import (
     shard_start,
     vocab_parallel_log_probs,
     vocab_parallel_sum_pi_squared,
