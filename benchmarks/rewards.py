@@ -90,8 +90,8 @@ def score_rates() -> dict[str, float]:
 def prime_speedup(processes: int = 8, rows: int = 400) -> float:
     """How many times faster `processes` processes score a scorer that waits 10 ms than a loop."""
     from hone.plugins import load_extern_object
-    from hone.rewards.outcome import Response
     from hone.rewards.pool import DeadlinePool
+    from hone.rewards.rows import ScorerInput
     from hone.rewards.transport import row_scorer_keywords
 
     with tempfile.TemporaryDirectory() as folder:
@@ -101,7 +101,7 @@ def prime_speedup(processes: int = 8, rows: int = 400) -> float:
         pool = DeadlinePool(
             "hone.rewards.transport:make_row_scorer", row_scorer_keywords(scorer, {}), processes
         )
-        jobs = [{"row": Response("x", "text", None, {})} for _ in range(rows)]
+        jobs = [{"row": ScorerInput("x", "text", None, {}), "comparisons": {}} for _ in range(rows)]
         pool.run(jobs[: 10 * processes], 60.0)
         wall = time.perf_counter
         fast = best_rate(lambda: pool.run(jobs, 60.0), rows, rounds=3, clock=wall)
@@ -125,13 +125,15 @@ HOSTILE: tuple[Callable[[int], str], ...] = (
 
 def hostile_seconds(count: int = 512) -> float:
     """Wall seconds for `count` hostile answers, all different, in one batch."""
-    from hone.rewards.outcome import Response, precompute_comparisons
+    from hone.rewards.managers.rule import NaiveRewardManager
+    from hone.rewards.rows import ScorerInput
 
     texts = [HOSTILE[i % len(HOSTILE)](i + 2) for i in range(count)]
-    rows = [Response("lighteval/MATH", rf"\boxed{{{t}}}", r"\sqrt{2}+x", {}) for t in texts]
-    precompute_comparisons(default_compute_score, rows[:8], {})  # the processes start
+    rows = [ScorerInput("lighteval/MATH", rf"\boxed{{{t}}}", r"\sqrt{2}+x", {}) for t in texts]
+    manager = NaiveRewardManager(None, 0)
+    manager.precompute_comparisons(rows[:8])  # the processes start
     started = time.perf_counter()
-    precompute_comparisons(default_compute_score, rows, {})
+    manager.precompute_comparisons(rows)
     return time.perf_counter() - started
 
 

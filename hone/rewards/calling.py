@@ -1,7 +1,7 @@
-"""Calls a plain or async scorer with the arguments that it accepts, until a deadline.
+"""Calls a plain or async scorer with the arguments that it accepts, until a deadline, and checks the result.
 
 Built-in, user-defined and registered scorers have different signatures; only this file knows them.
-Callers of this file catch the scorer's exceptions and check the result.
+A scorer's exception becomes a `Failed`; the manager counts it and applies the failure policy.
 
 The deadline is soft, because Python cannot kill a running function. In the main thread, a timer
 signal interrupts the call. In other threads, the call runs in a helper thread, which is abandoned at
@@ -12,22 +12,28 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import signal
-import sysconfig
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from functools import lru_cache, partial
-from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, TypeVar
 
-from hone.event_loop import run_coroutine
-from hone.rewards.failures import SetupError
-from hone.types import Fields, Function, Settings
+from hone.event_loop import raised_by_signal, run_coroutine
+from hone.rewards.failures import Failed, Scored, SetupError
+from hone.rewards.rows import ScorerInput, to_python
+from hone.rewards.scorer_code import (
+    definition_location,
+    describe,
+    error_location,
+    unwrap_function,
+)
+from hone.text import error_text, printable, short_repr
+from hone.types import Fields, Function, JsonObject, Settings
 
 T = TypeVar("T")
 
@@ -35,24 +41,17 @@ ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """The arguments of the batch manager: lists with one item per response."""
 FORMAT_ARGUMENTS = (
-    "format_score",
-    "structure_format_score",
-    "final_format_score",
-    "retrieval_score",
+    *("format_score", "structure_format_score", "final_format_score", "retrieval_score"),
 )
 """Format rewards: config keys under `reward_model` that only some scorers accept."""
-_SERVICE_ARGUMENTS = (
-    "sandbox_fusion_url",
-    "concurrent_semaphore",
-    "memory_limit_mb",
-    "reward_router_address",
-    "reward_model_tokenizer",
+OPTIONAL_ARGUMENTS = frozenset(
+    {
+        *(*FORMAT_ARGUMENTS, "score_observations"),
+        *("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"),
+        *("reward_router_address", "reward_model_tokenizer"),
+    }
 )
-OPTIONAL_ARGUMENTS = frozenset({*FORMAT_ARGUMENTS, *_SERVICE_ARGUMENTS, "score_observations"})
 """Arguments that a scorer gets if it accepts them; other scorers are called without them."""
-
-_PACKAGE_FOLDER = str(Path(__file__).parents[1])
-_LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 _mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None)
 
@@ -82,40 +81,90 @@ class ScorerSignatureError(SetupError, TypeError):
     """A scorer's signature does not fit the arguments that the manager passes."""
 
 
+def score_row(function: Function, row: ScorerInput, options: Settings) -> Scored | Failed:
+    """Scores one row. A SetupError is raised under every failure policy."""
+    try:
+        with counted_mishaps() as mishaps:
+            result = call_scorer(function, row.arguments(), options)
+        return read_result(result, mishaps)
+    except (Exception, SystemExit) as error:  # a user's scorer may raise anything
+        return failure_of(error, function)
+
+
+async def await_row(
+    function: Function, row: ScorerInput, options: Settings, timeout_s: float | None
+) -> Scored | Failed:
+    """Scores one row with an async scorer; a scorer with the attribute `has_own_deadline` gets no other."""
+    if any(getattr(f, "has_own_deadline", False) for f in (function, unwrap_function(function))):
+        timeout_s = None
+    try:
+        with counted_mishaps() as mishaps:
+            arguments = accepted_arguments(function, row.arguments(), options)
+            call = asyncio.ensure_future(await_scorer(function, arguments))
+            done, _ = await asyncio.wait({call}, timeout=timeout_s)
+        if not done:
+            call.cancel()  # not awaited, because the call may ignore the cancellation
+            return Failed("timeout", f"no score after {timeout_s:g} s")
+        if call.cancelled():
+            raise RuntimeError("the call cancelled itself (asyncio.CancelledError)")
+        return read_result(call.result(), mishaps)
+    except (Exception, SystemExit) as error:  # a user's scorer may raise anything
+        return failure_of(error, function)
+
+
+def failure_of(error: BaseException, function: Function) -> Failed:
+    """Returns the failure for an exception, with the line in the user's code.
+
+    Raises an error of the setup, and the exit that a scheduler's signal asks for.
+    """
+    if isinstance(error, SetupError) or (isinstance(error, SystemExit) and raised_by_signal(error)):
+        raise error
+    location = error_location(error, function)
+    where = f" at {location}" if location else ""
+    return Failed(
+        "exception",
+        # The message may quote the response, whose control characters would reach the terminal.
+        f"{describe(function)} raised {printable(error_text(error))}{where}",
+        tuple(cls.__name__ for cls in type(error).__mro__),
+    )
+
+
+def read_result(result: Any, mishaps: Mapping[str, int] | None = None) -> Scored | Failed:
+    """Converts a scorer's result: a number, a dict with `score`, a tuple (score, …), or Failed."""
+    if isinstance(result, Failed):
+        return result
+    extras: JsonObject = {}
+    value = result
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            return Failed("bad_return", f"a dict without 'score': keys {sorted(map(str, result))}")
+        value = result["score"]
+        extras = {str(key): to_python(item) for key, item in result.items() if key != "score"}
+    elif isinstance(result, (tuple, list)):
+        if not result:
+            return Failed("bad_return", "an empty sequence")
+        value = result[0]
+    if isinstance(value, (str, bytes)):
+        return Failed("bad_return", f"text ({short_repr(value)}), not a number")
+    try:
+        score = float(value)
+    except OverflowError:
+        return Failed("inf", "the score is larger than any float")
+    except Exception:  # a user's object may raise anything
+        detail = f"{short_repr(value)} of type {type(value).__name__}, not a number"
+        return Failed("bad_return", detail)
+    if math.isnan(score):
+        return Failed("nan", "the score is NaN")
+    if math.isinf(score):
+        return Failed("inf", f"the score is {score}")
+    return Scored(score, extras, dict(mishaps or {}))
+
+
 def is_async(function: Function) -> bool:
     """Returns whether a call of the function or object returns a coroutine."""
     unwrapped = unwrap_function(function)
     call = getattr(type(unwrapped), "__call__", None)  # noqa: B004
     return any(map(inspect.iscoroutinefunction, (function, unwrapped, call)))
-
-
-def accepted_names(function: Function) -> frozenset[str] | None:
-    """Returns the accepted keyword names; None if all are accepted or there is no signature."""
-    try:
-        return _accepted_names(function)
-    except TypeError:  # an object that is not hashable cannot be cached
-        return _accepted_names.__wrapped__(function)
-
-
-@lru_cache(maxsize=1024)
-def _accepted_names(function: Function) -> frozenset[str] | None:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:
-        return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return frozenset(p.name for p in parameters if p.kind in keyword_kinds)
-
-
-def init_parameter_names(cls: type) -> frozenset[str]:
-    """Returns the parameter names of `__init__` in a class and its bases."""
-    names: set[str] = set()
-    for ancestor in cls.__mro__:
-        if "__init__" in vars(ancestor) and ancestor is not object:
-            names.update(inspect.signature(vars(ancestor)["__init__"]).parameters)
-    return frozenset(names - {"self", "args", "kwargs", "options"})
 
 
 def call_scorer(function: Function, arguments: Settings, options: Settings) -> Any:
@@ -137,6 +186,27 @@ async def await_scorer(function: Function, arguments: Settings) -> Any:
         return await function(**arguments)
     result = await asyncio.to_thread(function, **arguments)
     return await result if inspect.isawaitable(result) else result
+
+
+def accepted_names(function: Function) -> frozenset[str] | None:
+    """Returns the accepted keyword names; None if all are accepted or there is no signature."""
+    try:
+        return _accepted_names(function)
+    except TypeError:  # an object that is not hashable cannot be cached
+        return _accepted_names.__wrapped__(function)
+
+
+@lru_cache(maxsize=1024)
+def _accepted_names(function: Function) -> frozenset[str] | None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return frozenset(
+        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    )
 
 
 def accepted_arguments(function: Function, arguments: Settings, options: Settings) -> Fields:
@@ -192,7 +262,7 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
 
 
 def _signature_hint(names: set[str], arguments: Sequence[str]) -> str:
-    """Returns the end of the error message: a hint about a common mistake in the signature."""
+    """Returns a hint about a common mistake in the signature, for the end of a message."""
     if names & {"completion", "completions", "prompt", "prompts"}:
         return f". This looks like a TRL reward function: a completion is in {arguments[1]} here"
     if names & set(BATCH_ARGUMENTS) and tuple(arguments) != BATCH_ARGUMENTS:
@@ -210,7 +280,7 @@ class DeadlineExceeded(BaseException):
 
 def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
     """Returns `function()`, or raises DeadlineExceeded after `timeout_s` seconds."""
-    if threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
+    if threading.current_thread() is threading.main_thread():
         return _call_with_timer(function, timeout_s)
     future: Future[T] = Future()
 
@@ -249,62 +319,3 @@ def _call_with_timer(function: Callable[[], T], timeout_s: float) -> T:
         if outer_remaining_s:
             outer_remaining_s = max(outer_remaining_s - (time.monotonic() - start_s), 1e-3)
             signal.setitimer(signal.ITIMER_REAL, outer_remaining_s, outer_interval_s)
-
-
-def describe(function: Function) -> str:
-    """Returns `name of file` for a function from a user's file, else `module.name`."""
-    unwrapped = unwrap_function(function)
-    name = getattr(unwrapped, "__qualname__", type(unwrapped).__qualname__)
-    module = getattr(unwrapped, "__module__", "?")
-    code = _code_of(unwrapped)
-    if code is not None and str(module).startswith(("hone_extern_", "__main__")):
-        return f"{name} of {code.co_filename}"
-    return f"{module}.{name}"
-
-
-def definition_location(function: Function) -> str | None:
-    """Returns `file:line` of a function's definition, or None if the function is not written in Python."""
-    code = _code_of(unwrap_function(function))
-    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-
-
-def error_location(error: BaseException, function: Function) -> str | None:
-    """Returns `file:line` of the innermost frame in the user's file, or of the definition."""
-    frames = traceback.extract_tb(error.__traceback__)
-    code = _code_of(unwrap_function(function))
-    user_frames = [
-        frame for frame in frames if code is not None and frame.filename == code.co_filename
-    ]
-    if code is None or _is_in_hone(code.co_filename):
-        # `function` is hone's own, but may have called a registered rule in the user's file.
-        outside_frames = [frame for frame in frames if not _is_in_hone(frame.filename)]
-        user_frames = [f for f in outside_frames if not _is_in_library(f.filename)] or frames
-    if not user_frames:
-        return definition_location(function)
-    return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
-
-
-def unwrap_function(function: Function) -> Function:
-    """Returns the function inside `partial` and `functools.wraps`."""
-    while True:
-        if isinstance(function, partial):
-            function = function.func
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        else:
-            return function
-
-
-def _code_of(function: Function) -> CodeType | None:
-    code = getattr(function, "__code__", None)
-    if code is None and callable(function):
-        code = getattr(type(function).__call__, "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
-def _is_in_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARY_FOLDERS)
-
-
-def _is_in_hone(filename: str) -> bool:
-    return filename.startswith(_PACKAGE_FOLDER)

@@ -7,8 +7,12 @@ Failures are counted by reason, a short word that becomes part of a metric name.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from hone.types import JsonObject
+
+if TYPE_CHECKING:
+    from hone.config.reward import RewardKwargs
 
 POLICIES = ("raise", "score")
 NO_GROUND_TRUTH = "no_ground_truth"
@@ -29,11 +33,16 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """The policy for failed rows, from `reward_model.reward_kwargs`."""
+    """The policy for failed rows."""
 
     on_failure: str
     failure_score: float
     timeout_s: float
+
+    @classmethod
+    def of(cls, kwargs: RewardKwargs) -> FailurePolicy:
+        """Returns the policy of `reward_model.reward_kwargs`."""
+        return cls(kwargs.on_failure, kwargs.failure_score, kwargs.timeout_s)
 
     def __post_init__(self) -> None:
         if self.on_failure not in POLICIES:

@@ -20,8 +20,8 @@ from hone.config.errors import did_you_mean, nearest
 from hone.config.reward import JudgeConfig, RewardServerConfig
 from hone.rewards.conversation import escape_special_tokens, prompt_text
 from hone.rewards.failures import Failed, Scored, WrongSetting
-from hone.rewards.outcome import ScorerInput
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
+from hone.rewards.rows import ScorerInput
 from hone.text import clean_text
 from hone.types import Fields, JsonObject, JsonValue
 

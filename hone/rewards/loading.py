@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +22,6 @@ from hone.rewards.calling import (
     ROW_ARGUMENTS,
     accepted_names,
     check_signature,
-    init_parameter_names,
 )
 from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.judge import CLASSIFIER_SETTINGS, CompletionClient, Judge
@@ -37,7 +37,6 @@ from hone.types import Fields, Function
 logger = logging.getLogger(__name__)
 
 _KWARGS_FIELDS = {field.name for field in dataclasses.fields(RewardKwargs)}
-_POLICY_FIELDS = {field.name for field in dataclasses.fields(FailurePolicy)}
 
 
 def load_reward_manager(
@@ -72,7 +71,7 @@ def load_reward_manager(
         return _reward_loop_manager(cls, config, tokenizer, scorer)
     settings = _manager_settings(config, kwargs)
     is_rule_manager = issubclass(cls, RuleRewardManager)
-    accepted_settings = init_parameter_names(cls) if is_rule_manager else accepted_names(cls)
+    accepted_settings = _init_parameter_names(cls) if is_rule_manager else accepted_names(cls)
     if accepted_settings is not None:
         settings = {name: settings[name] for name in settings if name in accepted_settings}
         if not is_rule_manager and (unknown := sorted({*kwargs.extra} - accepted_settings)):
@@ -82,7 +81,11 @@ def load_reward_manager(
             )
     settings |= kwargs.extra
     if is_rule_manager:
-        settings = {**_score_options(config, scorer), "policy": _failure_policy(kwargs), **settings}
+        settings = {
+            **_score_options(config, scorer),
+            "policy": FailurePolicy.of(kwargs),
+            **settings,
+        }
         # With type=prime, every row needs a ground truth: its reward model is trained on the rule's score.
         if reward_model.enable and reward_model.type != "prime":
             settings["skips_rows_without_truth"] = True
@@ -98,6 +101,15 @@ def load_reward_manager(
     if isinstance(manager, RuleRewardManager):
         manager.check_scorer()
     return manager
+
+
+def _init_parameter_names(cls: type) -> frozenset[str]:
+    """Returns the parameter names of `__init__` in a class and its bases."""
+    names: set[str] = set()
+    for ancestor in cls.__mro__[:-1]:  # without `object`
+        if "__init__" in vars(ancestor):
+            names.update(inspect.signature(vars(ancestor)["__init__"]).parameters)
+    return frozenset(names - {"self", "args", "kwargs", "options"})
 
 
 def _reward_loop_manager(
@@ -143,13 +155,9 @@ def load_model_manager(
         tokenizer,
         scorer=scorer,
         reward_fn_key=config.data.reward_fn_key,
-        policy=_failure_policy(reward_model.reward_kwargs),
+        policy=FailurePolicy.of(reward_model.reward_kwargs),
         score_observations=reward_model.type != "judge" or reward_model.score_observations,
     )
-
-
-def _failure_policy(kwargs: RewardKwargs) -> FailurePolicy:
-    return FailurePolicy(**{name: getattr(kwargs, name) for name in _POLICY_FIELDS})
 
 
 @functools.cache

@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from hone.config.reward import SandboxFusionConfig
-from hone.rewards.answers import GroundTruthError, decode_json, to_python
 from hone.rewards.failures import SetupError
+from hone.rewards.rows import GroundTruthError, decode_json, to_python
 from hone.types import JsonObject, JsonValue, Settings
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from typing import Any
 
 from hone.config.reward import RewardServerConfig
 from hone.data.prompts import as_messages
+from hone.rewards.calling import read_result
 from hone.rewards.conversation import (
     conversation_text,
     escape_special_tokens,
@@ -25,8 +26,8 @@ from hone.rewards.conversation import (
     prompt_text,
 )
 from hone.rewards.failures import Failed, Scored
-from hone.rewards.outcome import ScorerInput, read_result
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
+from hone.rewards.rows import ScorerInput
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, JsonObject, JsonValue
 

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Callable, Mapping
 
 from hone.plugins import load_object
-from hone.rewards.calling import describe
+from hone.rewards.calling import score_row
 from hone.rewards.failures import Failed, Scored
-from hone.rewards.outcome import Comparisons, ScorerInput, score_row
+from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer_code import describe
 from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, Settings
 
@@ -59,9 +60,8 @@ def row_scorer_keywords(compute_score: Function, options: Settings) -> Fields:
         match: {source: replace_target_by_path(entry) for source, entry in entries.items()}
         for match, entries in table.registered_scores().items()
     }
-    scorer = import_path_of(function)
     return {
-        "scorer": scorer,
+        "scorer": import_path_of(function),
         "bound_kwargs": bound_kwargs,
         "options": dict(options),
         "registered_entries": registered_entries,
@@ -79,10 +79,12 @@ def make_row_scorer(
     function = load_object(scorer) if isinstance(scorer, str) else scorer
     if bound_kwargs:
         function = functools.partial(function, **bound_kwargs)
-    symbolic.set_num_processes(1)  # a scoring process already runs on every core
+    symbolic.num_processes = 1  # a scoring process already runs on every core
+    uses_table = function is table.default_compute_score
 
-    def score(row: ScorerInput, comparisons: Comparisons | None = None) -> Scored | Failed:
-        symbolic.add_to_cache(comparisons or {})
-        return score_row(function, row, options)
+    def score(row: ScorerInput, comparisons: symbolic.Comparisons) -> Scored | Failed:
+        symbolic.add_to_cache(comparisons)
+        scorer_of_row = table.scorer_of(row.data_source)[1] if uses_table else function
+        return score_row(scorer_of_row, row, options)
 
     return score

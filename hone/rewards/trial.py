@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from hone.config.reward import CustomRewardFunctionConfig
 from hone.plugins import load_extern_object
-from hone.rewards.calling import definition_location
 from hone.rewards.failures import Failed
-from hone.rewards.managers.reading import extra_info_of
 from hone.rewards.managers.rule import NaiveRewardManager, RuleRewardManager
-from hone.rewards.outcome import ScorerInput, policy_transcript_info
+from hone.rewards.rows import ScorerInput, extra_info_of, policy_transcript_info
+from hone.rewards.scorer_code import definition_location
 from hone.types import Fields, JsonValue, Settings
 
 RESPONSE_FORMATS = (

@@ -32,7 +32,7 @@ from hone.rewards.conversation import (
     has_template,
     prompt_text,
 )
-from hone.rewards.managers.reading import place_on_last_policy_token
+from hone.rewards.managers.rule import place_on_last_policy_token
 from hone.types import Fields
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 

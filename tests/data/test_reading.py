@@ -16,7 +16,7 @@ from hone.data.dataset import RLHFDataset
 from hone.data.reading import PURE_DATA_SOURCE, PURE_INSTRUCTION, collate_tensors, rows_of
 from hone.data.rows import DataError, write_parquet
 from hone.models.tiny import character_tokenizer
-from hone.rewards.answers import is_missing
+from hone.rewards.rows import is_missing
 from hone.rewards.scores.table import default_compute_score
 
 TOKENIZER = character_tokenizer()

@@ -16,7 +16,7 @@ from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.managers.dapo import DAPORewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.managers.rule import NaiveRewardManager
-from hone.rewards.outcome import ScorerInput
+from hone.rewards.rows import ScorerInput
 from hone.rewards.scores import table
 
 MakeBatch = Callable[..., DataProto]

@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hone.event_loop import raised_by_signal
 from hone.rewards.calling import (
     BATCH_ARGUMENTS,
     ROW_ARGUMENTS,
-    DeadlineExceeded,
     call_scorer,
-    call_with_deadline,
     counted_mishaps,
-)
-from hone.rewards.failures import Failed, Scored, SetupError
-from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import (
-    ScorerInput,
-    exception_failure,
-    precompute_comparisons,
+    failure_of,
     read_result,
     score_row,
 )
+from hone.rewards.failures import Failed, Scored
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.rows import ScorerInput
 
 
 class BatchRewardManager(RuleRewardManager):
@@ -36,29 +30,23 @@ class BatchRewardManager(RuleRewardManager):
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         if not rows:
             return []
-        precompute_comparisons(self.compute_score, rows, self.options)  # fills a cache
-        try:
-            return call_with_deadline(lambda: self._score_all(rows), self.failure_policy.timeout_s)
-        except DeadlineExceeded:
-            return [self.timeout_failure()] * len(rows)
+        self.precompute_comparisons(rows)  # fills a cache
+        outcomes = self.call_until_deadline(lambda: self._score_all(rows))
+        return [outcomes] * len(rows) if isinstance(outcomes, Failed) else outcomes
 
     def _score_all(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Returns the scorer's results; the built-in rules are called row by row."""
         if self.uses_table:
-            return [score_row(self.compute_score, row, self.options) for row in rows]
+            return [score_row(self.scorer_of(row), row, self.options) for row in rows]
         name_pairs = zip(BATCH_ARGUMENTS, ROW_ARGUMENTS, strict=True)
         arguments = {plural: [getattr(row, name) for row in rows] for plural, name in name_pairs}
         try:
             with counted_mishaps() as mishaps:
                 results = call_scorer(self.compute_score, arguments, self.options)
                 scores = list(results) if isinstance(results, Iterable) else None
-            self.failures.update(mishaps)
-        except SetupError:
-            raise
         except (Exception, SystemExit) as error:  # a user's scorer may raise anything
-            if isinstance(error, SystemExit) and raised_by_signal(error):
-                raise
-            return [exception_failure(error, self.compute_score)] * len(rows)
+            return [failure_of(error, self.compute_score)] * len(rows)
+        self.failures.update(mishaps)
         if scores is None or len(scores) != len(rows):
             got = type(results).__name__ if scores is None else len(scores)
             return [Failed("bad_return", f"{len(rows)} scores expected, got {got}")] * len(rows)

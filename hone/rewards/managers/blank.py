@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from hone.protocol import DataProto
-from hone.rewards.managers.reading import batch_tensors
 from hone.rewards.managers.rule import AbstractRewardManager
 from hone.types import Fields
 
@@ -14,5 +13,5 @@ class BlankRewardManager(AbstractRewardManager):
     """Returns zeros [B, T] for any batch."""
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
-        rewards = torch.zeros(batch_tensors(data)["responses"].shape, dtype=torch.float32)  # [B, T]
+        rewards = torch.zeros(data.batch["responses"].shape)  # [B, T]
         return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards

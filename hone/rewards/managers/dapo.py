@@ -12,9 +12,9 @@ from typing import Any
 
 from hone.config.reward import OverlongBufferConfig
 from hone.rewards.failures import WrongSetting
-from hone.rewards.managers.rule import NaiveRewardManager, RawRewardFn
+from hone.rewards.managers.rule import NaiveRewardManager
 from hone.tokenizer import Tokenizer
-from hone.types import JsonValue, Settings
+from hone.types import Function, JsonValue, Settings
 
 
 def overlong_penalty(length: int, max_resp_len: int, buffer_len: int, factor: float) -> float:
@@ -33,7 +33,7 @@ class DAPORewardManager(NaiveRewardManager):
         self,
         tokenizer: Tokenizer | None,
         num_examine: int,
-        compute_score: RawRewardFn | None = None,
+        compute_score: Function | None = None,
         reward_fn_key: str = "data_source",
         max_resp_len: int | None = None,
         overlong_buffer_cfg: OverlongBufferConfig | Settings | None = None,

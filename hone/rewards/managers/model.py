@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import ScorerInput
+from hone.rewards.rows import ScorerInput
 from hone.tokenizer import Tokenizer
 
 
@@ -32,13 +31,14 @@ class ModelRewardManager(RuleRewardManager):
         super().__init__(tokenizer, 0, scorer.score_rows, **kwargs)
         self.scorer = scorer
 
-    def read_rows(self, data: DataProto, ids: list[list[int]]) -> list[ScorerInput]:
+    def read_rows(
+        self, data: DataProto, ids: list[list[int]], is_policy: list[list[bool]]
+    ) -> list[ScorerInput]:
         """Adds the prompt to each row."""
-        prompts = data.non_tensor_batch["raw_prompt"]
-        return [
-            replace(row, extra_info={**row.extra_info, "prompt": prompt})
-            for row, prompt in zip(super().read_rows(data, ids), prompts, strict=True)
-        ]
+        rows = super().read_rows(data, ids, is_policy)
+        for row, prompt in zip(rows, data.non_tensor_batch["raw_prompt"], strict=True):
+            row.extra_info["prompt"] = prompt
+        return rows
 
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         return run_coroutine(self.scorer.score_rows(rows))

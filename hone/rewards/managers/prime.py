@@ -12,8 +12,8 @@ from typing import Any
 from hone.cores import usable_cores
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import ScorerInput, precompute_comparisons
 from hone.rewards.pool import DeadlinePool
+from hone.rewards.rows import ScorerInput
 from hone.rewards.transport import row_scorer_keywords
 
 
@@ -32,9 +32,8 @@ class PrimeRewardManager(RuleRewardManager):
         if self.pool is None:
             factory = "hone.rewards.transport:make_row_scorer"
             self.pool = DeadlinePool(factory, keywords, self.num_processes)
-        comparisons = precompute_comparisons(self.compute_score, rows, self.options)
-        pairs = zip(rows, comparisons, strict=True)
-        jobs = [{"row": row, "comparisons": results} for row, results in pairs]
+        pairs = zip(rows, self.precompute_comparisons(rows), strict=True)
+        jobs = [{"row": row, "comparisons": comparisons} for row, comparisons in pairs]
         return self.pool.run(jobs, self.failure_policy.timeout_s)
 
     def close(self) -> None:

@@ -20,13 +20,23 @@ from hone.config.errors import did_you_mean, nearest
 from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
-from hone.rewards.calling import accepted_arguments, await_scorer, counted_mishaps, is_async
+from hone.rewards.calling import (
+    accepted_arguments,
+    await_scorer,
+    counted_mishaps,
+    is_async,
+    read_result,
+)
 from hone.rewards.failures import Failed, RewardError, Scored, SetupError, WrongSetting
 from hone.rewards.managers import registry
 from hone.rewards.managers.dapo import overlong_penalty
-from hone.rewards.managers.reading import place_on_last_policy_token, read_rows, valid_response_ids
-from hone.rewards.managers.rule import AbstractRewardManager, extra_columns
-from hone.rewards.outcome import read_result
+from hone.rewards.managers.rule import (
+    AbstractRewardManager,
+    extra_columns,
+    place_on_last_policy_token,
+    response_tokens,
+)
+from hone.rewards.rows import read_rows
 from hone.rewards.scores.table import default_compute_score
 from hone.text import error_text, printable
 from hone.tokenizer import Tokenizer
@@ -115,10 +125,11 @@ class RewardManagerBase(AbstractRewardManager, ABC):
     async def _score(self, data: DataProto) -> tuple[float, Fields, int]:
         """Returns the score, extra information and token count of the batch's last trajectory."""
         data = data[len(data) - 1 : len(data)]
-        ids = valid_response_ids(data)
+        ids, is_policy = response_tokens(data)
+        columns, tokenizer = data.non_tensor_batch, self.tokenizer
         source_key = (self.config.get("data") or {}).get("reward_fn_key") or "data_source"
         observations = bool(_reward_block(self.config).get("score_observations"))
-        (row,) = read_rows(data, ids, self.tokenizer, source_key, score_observations=observations)
+        (row,) = read_rows(columns, ids, is_policy, tokenizer, source_key, observations)
         options: Fields = {}
         if self.reward_router_address is not None:
             options["reward_router_address"] = self.reward_router_address

@@ -1,8 +1,6 @@
 """Reward managers by rule: their interface, the base class of the built-in ones, and the default, `naive`.
 
-A user's manager subclasses `AbstractRewardManager` and implements `__call__`. A built-in manager
-implements `score_rows` and may override `shape_rewards`. The base class reads rows, applies the
-failure policy and puts scores on tokens.
+A user's manager implements `AbstractRewardManager.__call__`; a built-in one implements `score_rows`.
 """
 
 from __future__ import annotations
@@ -13,58 +11,82 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from itertools import chain, compress
+from typing import Any, TypeVar
 
 import torch
 
 from hone.config.reward import RewardKwargs
 from hone.event_loop import run_coroutine
+from hone.ops.statistics import last_true_index, split_at_response
 from hone.protocol import DataProto
-from hone.rewards.answers import is_missing
 from hone.rewards.calling import (
     ROW_ARGUMENTS,
     DeadlineExceeded,
-    accepted_arguments,
-    await_scorer,
+    await_row,
     call_with_deadline,
     check_signature,
-    counted_mishaps,
     is_async,
-    unwrap_function,
-)
-from hone.rewards.failures import (
-    NO_GROUND_TRUTH,
-    Failed,
-    FailurePolicy,
-    RewardError,
-    Scored,
-    SetupError,
-)
-from hone.rewards.managers.reading import (
-    batch_tensors,
-    place_on_last_policy_token,
-    policy_mask,
-    read_rows,
-    valid_response_ids,
-)
-from hone.rewards.outcome import (
-    ScorerInput,
-    exception_failure,
-    precompute_comparisons,
-    read_result,
     score_row,
 )
+from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, RewardError, Scored
 from hone.rewards.repetition import repeatness
-from hone.rewards.scores import table
+from hone.rewards.rows import ScorerInput, is_missing, read_rows
+from hone.rewards.scorer_code import unwrap_function
+from hone.rewards.scores import symbolic, table
 from hone.text import printable
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function, JsonValue, Settings
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+Extras = dict[str, Sequence[JsonValue]]
+"""The columns that scorers return besides the score: one value per row, None for a row without one."""
 
-RawRewardFn = Function
-"""`(data_source, solution_str, ground_truth, extra_info) -> float | dict | tuple`."""
+
+def response_attention(data: DataProto) -> torch.Tensor:
+    """Returns the attention mask of the responses, bool [B, T]."""
+    _, attention = split_at_response(data.batch["attention_mask"], data.batch["responses"])
+    return attention.bool()
+
+
+def policy_mask(data: DataProto) -> torch.Tensor:
+    """Returns the mask of policy tokens, bool [B, T]: `response_mask`, or without it all tokens."""
+    if "response_mask" in data.batch:
+        return data.batch["response_mask"].bool()
+    return response_attention(data)
+
+
+def response_tokens(data: DataProto) -> tuple[list[list[int]], list[list[bool]]]:
+    """Returns the token ids of each response without padding, and whether the policy wrote each token."""
+    attention = response_attention(data).tolist()
+    ids, is_policy = (
+        [list(compress(row, mask)) for row, mask in zip(values.tolist(), attention, strict=True)]
+        for values in (data.batch["responses"], policy_mask(data))
+    )
+    return ids, is_policy
+
+
+def place_on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torch.Tensor:
+    """Returns rewards [B, T]: each row has its score on its last policy token, and 0 elsewhere."""
+    rewards = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
+    for row, position in enumerate(last_true_index(policy_mask(data)).tolist()):
+        if position >= 0:
+            rewards[row, position] = scores[row]
+    return rewards
+
+
+def move_to_policy_tokens(data: DataProto, rewards: torch.Tensor) -> torch.Tensor:
+    """Moves each reward [B, T] on an observation to the policy token before it, or else to the first one.
+
+    A manager of verl puts the score on the last token of the response, which may be a tool's.
+    """
+    mask = policy_mask(data)
+    positions = torch.arange(mask.shape[1]).expand_as(mask)
+    first_positions = mask.int().argmax(-1, keepdim=True)
+    targets = torch.where(mask, positions, first_positions).cummax(-1).values
+    return torch.zeros_like(rewards).scatter_add_(1, targets, rewards)
 
 
 class AbstractRewardManager(ABC):
@@ -74,7 +96,7 @@ class AbstractRewardManager(ABC):
         self,
         tokenizer: Tokenizer | None,
         num_examine: int,
-        compute_score: RawRewardFn | None = None,
+        compute_score: Function | None = None,
         reward_fn_key: str = "data_source",
         **kwargs: Any,
     ) -> None:
@@ -98,14 +120,14 @@ class AbstractRewardManager(ABC):
         self.failures.clear()
         return metrics
 
-    # Most managers hold no resources, so this is not abstract.
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:  # noqa: B027  most managers hold no resources
         """Releases the manager's resources (processes). It may be called twice."""
 
 
 class RuleRewardManager(AbstractRewardManager):
-    """Scores every row by a rule. Unknown keyword arguments are passed to the scorer.
+    """Reads rows, scores them by a rule, applies the failure policy and puts scores on tokens.
 
+    Unknown keyword arguments are passed to the scorer.
     Responses that repeat themselves more than `repeat_threshold` (0 to 1) get the reward 0.
     With `score_observations`, the scorer's text includes the output of tools and searches.
     With `skips_rows_without_truth`, the rule does not score rows without a ground truth; only a
@@ -119,7 +141,7 @@ class RuleRewardManager(AbstractRewardManager):
         self,
         tokenizer: Tokenizer | None,
         num_examine: int,
-        compute_score: RawRewardFn | None = None,
+        compute_score: Function | None = None,
         reward_fn_key: str = "data_source",
         *,
         policy: FailurePolicy | None = None,
@@ -129,18 +151,18 @@ class RuleRewardManager(AbstractRewardManager):
         **options: Any,
     ) -> None:
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key)
-        defaults = RewardKwargs()
-        self.failure_policy = policy or FailurePolicy(
-            defaults.on_failure, defaults.failure_score, defaults.timeout_s
-        )
+        self.failure_policy = policy or FailurePolicy.of(RewardKwargs())
         self.repeat_threshold = repeat_threshold
         self.score_observations = score_observations
         self.skips_rows_without_truth = skips_rows_without_truth
         self.num_skipped = 0
         self.has_warned_about_missing_truth = False
         self.is_first_batch = True
-        self.uses_table = unwrap_function(self.compute_score) is table.default_compute_score
+        function = unwrap_function(self.compute_score)
+        self.uses_table = function is table.default_compute_score
         """Whether rows are scored by the table of data sources (not by a user's function)."""
+        self.is_async = is_async(self.compute_score)
+        self.is_symbolic = getattr(function, "__module__", None) in table.SYMBOLIC_MODULES
         while self.uses_table and isinstance(self.compute_score, functools.partial):
             options = {**self.compute_score.keywords, **options}
             self.compute_score = self.compute_score.func
@@ -152,46 +174,78 @@ class RuleRewardManager(AbstractRewardManager):
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Returns one result per row, in order."""
 
-    def shape_rewards(
-        self, scores: list[float], lengths: list[int]
-    ) -> tuple[list[float], dict[str, Sequence[JsonValue]]]:
+    def shape_rewards(self, scores: list[float], lengths: list[int]) -> tuple[list[float], Extras]:
         """Returns rewards and extra columns; `lengths` are the responses' token counts."""
         return scores, {}
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
-        extras: dict[str, Sequence[JsonValue]] = {}
-        if "rm_scores" in batch_tensors(data) and "reward_model" not in data.non_tensor_batch:
+        extras: Extras = {}
+        if "rm_scores" in data.batch and "reward_model" not in data.non_tensor_batch:
             # As in verl: without ground truths, the reward model's scores are the rewards.
-            rewards = batch_tensors(data)["rm_scores"]
+            rewards = data.batch["rm_scores"]
         else:
-            rewards, extras = self.score_batch(data)
+            rewards, extras = self._score_batch(data)
         return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
 
-    def score_batch(self, data: DataProto) -> tuple[torch.Tensor, dict[str, Sequence[JsonValue]]]:
+    def _score_batch(self, data: DataProto) -> tuple[torch.Tensor, Extras]:
         """Returns rewards [B, T] and the extra columns of a batch."""
-        ids = valid_response_ids(data)
-        rows = self.read_rows(data, ids)
+        ids, is_policy = response_tokens(data)
+        rows = self.read_rows(data, ids, is_policy)
         outcomes = self.score_checked_rows(rows)
         self._raise_if_all_failed(rows, outcomes)
         results = self._apply_policy(rows, outcomes)
         scores = [result.score for result in results]
-        rewards, extras = self.shape_rewards(scores, [len(r) for r in ids])
+        rewards, extras = self.shape_rewards(scores, [len(response) for response in ids])
         if self.repeat_threshold is not None:
             repeat_scores = repeatness([row.solution_str for row in rows])
             extras["repeat_score"] = repeat_scores
             for index, repeat_score in enumerate(repeat_scores):
                 if repeat_score > self.repeat_threshold:
                     rewards[index] = 0.0
-        num_without_policy_token = int((~policy_mask(data).any(dim=1)).sum())
-        if num_without_policy_token:
+        if num_without_policy_token := sum(not any(flags) for flags in is_policy):
             self.failures["no_policy_token"] += num_without_policy_token
-        self._log_examples(rows, rewards)
+        if self.num_examine:
+            self._log_examples(rows, rewards)
         return place_on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
 
-    def read_rows(self, data: DataProto, ids: list[list[int]]) -> list[ScorerInput]:
+    def read_rows(
+        self, data: DataProto, ids: list[list[int]], is_policy: list[list[bool]]
+    ) -> list[ScorerInput]:
         """Returns the scorer's arguments for each response."""
-        key, observations = self.reward_fn_key, self.score_observations
-        return read_rows(data, ids, self.tokenizer, key, score_observations=observations)
+        columns, key, observations = (
+            data.non_tensor_batch,
+            self.reward_fn_key,
+            self.score_observations,
+        )
+        return read_rows(columns, ids, is_policy, self.tokenizer, key, observations)
+
+    def scorer_of(self, row: ScorerInput) -> Function:
+        """Returns the user's score function, or the rule of the row's data source."""
+        return table.scorer_of(row.data_source)[1] if self.uses_table else self.compute_score
+
+    def precompute_comparisons(self, rows: Sequence[ScorerInput]) -> list[symbolic.Comparisons]:
+        """Makes the symbolic comparisons of the built-in rules together, within one time limit.
+
+        This process caches the results; they are also returned per row, for another process. A user's
+        score function is not called, because it may have side effects.
+        """
+        pairs_by_row: list[list[symbolic.Pair]] = [[] for _ in rows]
+        for row, pairs in zip(rows, pairs_by_row, strict=True):
+            function = self.scorer_of(row)
+            if self.is_symbolic or getattr(function, "__module__", "") in table.SYMBOLIC_MODULES:
+                with symbolic.recording_pairs(pairs):
+                    score_row(function, row, self.options)
+        if any(pairs_by_row):
+            symbolic.compare_all(chain.from_iterable(pairs_by_row))
+        return [symbolic.cached_results(pairs) if pairs else {} for pairs in pairs_by_row]
+
+    def call_until_deadline(self, function: Callable[[], T]) -> T | Failed:
+        """Returns `function()`, or a failure if `function` exceeds the time limit of the failure policy."""
+        timeout_s = self.failure_policy.timeout_s
+        try:
+            return call_with_deadline(function, timeout_s)
+        except DeadlineExceeded:
+            return Failed("timeout", f"no score after {timeout_s:g} s")
 
     def score_checked_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Scores rows; the scorer is not called for a row that lacks the ground truth that its rule needs."""
@@ -204,9 +258,12 @@ class RuleRewardManager(AbstractRewardManager):
             else next(results)
             for row, lacks in zip(rows, lacks_truth, strict=True)
         ]
-        if not self.skips_rows_without_truth:
-            return outcomes
-        # A user's function that fails for a row without a ground truth apparently needs one.
+        return self._skip_failures(rows, outcomes) if self.skips_rows_without_truth else outcomes
+
+    def _skip_failures(
+        self, rows: Sequence[ScorerInput], outcomes: list[Scored | Failed]
+    ) -> list[Scored | Failed]:
+        """Marks failed rows without a ground truth: the user's function apparently needs one."""
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
             if not isinstance(outcome, Failed) or not is_missing(row.ground_truth):
                 continue
@@ -214,10 +271,8 @@ class RuleRewardManager(AbstractRewardManager):
             if outcome.reason != NO_GROUND_TRUTH and not self.has_warned_about_missing_truth:
                 self.has_warned_about_missing_truth = True
                 logger.warning(
-                    "the score function fails for a row without a ground truth (%s: %s); only the "
-                    "reward model scores such rows",
-                    outcome.reason,
-                    outcome.detail,
+                    "the score function fails for a row without a ground truth "
+                    f"({outcome.reason}: {outcome.detail}); only the reward model scores such rows"
                 )
         return outcomes
 
@@ -242,10 +297,6 @@ class RuleRewardManager(AbstractRewardManager):
         if self.uses_table:
             table.check_sources(rows, self.reward_fn_key, where)
 
-    def timeout_failure(self) -> Failed:
-        """Returns the failure of a scorer that exceeded its deadline."""
-        return Failed("timeout", f"no score after {self.failure_policy.timeout_s:g} s")
-
     def _raise_if_all_failed(
         self, rows: Sequence[ScorerInput], outcomes: Sequence[Scored | Failed]
     ) -> None:
@@ -258,9 +309,9 @@ class RuleRewardManager(AbstractRewardManager):
         if failures and len(failures) == len(pairs):
             row, first = failures[0]
             raise RewardError(
-                f"none of the {len(pairs)} responses of the first batch could be scored, so there "
-                f"is nothing to learn from. The first failure (data_source "
-                f"{row.data_source!r}): {first.reason}: {first.detail}"
+                f"none of the {len(pairs)} responses of the first batch could be scored, so there is "
+                f"nothing to learn from. The first failure (data_source {row.data_source!r}): "
+                f"{first.reason}: {first.detail}"
             )
 
     def _apply_policy(
@@ -303,10 +354,8 @@ class RuleRewardManager(AbstractRewardManager):
     def _score_of_failure(self, index: int, row: ScorerInput, failed: Failed) -> Scored:
         """Counts and logs a failure; raises, or returns a score, as the failure policy requires."""
         self.failures[failed.reason] += 1
-        message = (
-            f"row {index} (data_source {row.data_source!r}) could not be scored: {failed.reason}: "
-            f"{failed.detail}"
-        )
+        where = f"row {index} (data_source {row.data_source!r})"
+        message = f"{where} could not be scored: {failed.reason}: {failed.detail}"
         if self.failure_policy.on_failure == "raise":
             raise RewardError(
                 f"{message}. Fix the scorer, or set "
@@ -319,13 +368,12 @@ class RuleRewardManager(AbstractRewardManager):
 
     def _log_examples(self, rows: Sequence[ScorerInput], scores: Sequence[float]) -> None:
         """Logs the first `num_examine` responses of each data source."""
-        row_counts: Counter[str] = Counter()
-        log_format = "[%s] score %s, ground truth %s, response:\n%s"
+        counts: Counter[str] = Counter()
         for row, score in zip(rows, scores, strict=True):
-            row_counts[row.data_source] += 1
-            if row_counts[row.data_source] <= self.num_examine:
-                response = printable(row.solution_str)
-                logger.info(log_format, row.data_source, score, row.ground_truth, response)
+            counts[row.data_source] += 1
+            if counts[row.data_source] <= self.num_examine:
+                values = row.data_source, score, row.ground_truth, printable(row.solution_str)
+                logger.info("[%s] score %s, ground truth %s, response:\n%s", *values)
 
 
 class NaiveRewardManager(RuleRewardManager):
@@ -335,45 +383,20 @@ class NaiveRewardManager(RuleRewardManager):
     """
 
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
-        if is_async(self.compute_score):
+        if self.is_async:
             return run_coroutine(self._await_all(rows))
-        precompute_comparisons(self.compute_score, rows, self.options)  # fills a cache
-        return [self._score_one(row) for row in rows]
-
-    def _score_one(self, row: ScorerInput) -> Scored | Failed:
-        call = functools.partial(score_row, self.compute_score, row, self.options)
-        try:
-            return call_with_deadline(call, self.failure_policy.timeout_s)
-        except DeadlineExceeded:
-            return self.timeout_failure()
+        self.precompute_comparisons(rows)  # fills a cache
+        calls = [functools.partial(score_row, self.scorer_of(r), r, self.options) for r in rows]
+        return [self.call_until_deadline(call) for call in calls]
 
     async def _await_all(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Awaits all rows concurrently, each with its own deadline."""
-        return list(await asyncio.gather(*map(self._await_one, rows)))
-
-    async def _await_one(self, row: ScorerInput) -> Scored | Failed:
-        function: Function = self.compute_score
-        arguments = accepted_arguments(function, row.arguments(), self.options)
-        functions = function, unwrap_function(function)
-        has_own_deadline = any(getattr(f, "has_own_deadline", False) for f in functions)
-        timeout_s = None if has_own_deadline else self.failure_policy.timeout_s
-        try:
-            with counted_mishaps() as mishaps:
-                call = asyncio.ensure_future(await_scorer(function, arguments))
-                done, _ = await asyncio.wait({call}, timeout=timeout_s)
-            if not done:
-                call.cancel()  # not awaited, because the call may ignore the cancellation
-                return self.timeout_failure()
-            if call.cancelled():
-                raise RuntimeError("the call cancelled itself (asyncio.CancelledError)")
-            return read_result(call.result(), mishaps)
-        except SetupError:
-            raise
-        except (Exception, SystemExit) as error:  # a user's scorer may raise anything
-            return exception_failure(error, function)
+        function, timeout_s = self.compute_score, self.failure_policy.timeout_s
+        calls = (await_row(function, row, self.options, timeout_s) for row in rows)
+        return list(await asyncio.gather(*calls))
 
 
-def extra_columns(results: Sequence[Scored]) -> dict[str, Sequence[JsonValue]]:
+def extra_columns(results: Sequence[Scored]) -> Extras:
     """Returns one list per name in the extras, with None for rows without the name."""
     names = dict.fromkeys(name for result in results for name in result.extras)
     return {name: [result.extras.get(name) for result in results] for name in names}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from hone.rewards.answers import all_answers, as_integer, as_integers, as_mapping, last_answer
 from hone.rewards.expressions import ExpressionError, evaluate, evaluate_compat
+from hone.rewards.rows import all_answers, as_integer, as_integers, as_mapping, last_answer
 from hone.types import JsonValue
 
 _ASSISTANT_MARKERS = ("Assistant:", "<|im_start|>assistant")

@@ -11,13 +11,7 @@ import re
 import string
 from collections.abc import Callable, Iterable
 
-from hone.rewards.answers import (
-    all_answers,
-    decode_json,
-    ground_truth_error,
-    last_answer,
-    to_python,
-)
+from hone.rewards.rows import all_answers, decode_json, ground_truth_error, last_answer, to_python
 from hone.types import JsonValue, Settings
 
 MAX_TAGS = 10

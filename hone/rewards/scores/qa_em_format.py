@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from hone.rewards.answers import all_answers
-from hone.rewards.outcome import POLICY, Segments, segments_of
+from hone.rewards.rows import POLICY, Segments, all_answers
 from hone.rewards.scores.qa_em import em_check, extract_solution, golden_answers, normalize_answer
 from hone.types import JsonValue, Settings
 
@@ -41,7 +40,7 @@ def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
 
 
 def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
-    """Returns the same as `is_valid_sequence`, for the segments of a response (`outcome.py`)."""
+    """Returns the same as `is_valid_sequence`, for the segments of a response (`rows.py`)."""
     parts = []
     for segment in segments:
         text = segment["text"]
@@ -133,7 +132,9 @@ def score_details(
         format_valid, _ = is_valid_sequence(solution_str)
         passages = extract_information_blocks(solution_str)
     else:
-        segments = segments_of(solution_str, extra_info)
+        # The text of a row without segments is the policy's.
+        own_segment = {"role": POLICY, "text": solution_str}
+        segments = (extra_info or {}).get("transcript_segments") or [own_segment]
         format_valid, _ = is_valid_conversation(segments)
         passages = observed_passages(segments)
     answer = extract_solution(solution_str)

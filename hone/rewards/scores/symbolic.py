@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 Pair = tuple[str, str]
 """An answer and the ground truth."""
+Comparisons = dict[Pair, bool | Failed]
+"""The results of comparisons."""
 
 SHORT_CPU_S = 0.1
 """CPU time per comparison in the first round, which includes every comparison of a batch."""
@@ -60,8 +62,9 @@ _SKIPPED = Failed("skipped", "the budget is spent")
 """The result of a comparison that was not made; the next batch makes it."""
 _lock = threading.Lock()
 _pool: DeadlinePool[bool | None] | None = None
-_num_processes: int | None = None
-_cache: dict[Pair, bool | Failed] = {}
+num_processes: int | None = None
+"""The number of comparison processes; None is one per core."""
+_cache: Comparisons = {}
 _recorded_pairs: ContextVar[list[Pair] | None] = ContextVar("recorded_pairs", default=None)
 
 
@@ -96,12 +99,11 @@ def is_available() -> bool:
 
 
 @contextmanager
-def recording_pairs() -> Iterator[list[Pair]]:
-    """Yields a list that collects the pairs compared inside the block; each comparison returns False."""
-    pairs: list[Pair] = []
+def recording_pairs(pairs: list[Pair]) -> Iterator[None]:
+    """Adds the pairs that are compared inside the block to `pairs`; each comparison returns False."""
     token = _recorded_pairs.set(pairs)
     try:
-        yield pairs
+        yield
     finally:
         _recorded_pairs.reset(token)
 
@@ -140,23 +142,17 @@ def size_problem(text: str) -> str | None:
     return "nested too deeply" if nesting_depth(text) > MAX_DEPTH else None
 
 
-def cached_results(pairs: Iterable[Pair]) -> dict[Pair, bool | Failed]:
+def cached_results(pairs: Iterable[Pair]) -> Comparisons:
     """Returns the results of `pairs`, for `add_to_cache` in another process."""
     return {pair: _cache[pair] for pair in pairs if pair in _cache}
 
 
-def add_to_cache(comparisons: Mapping[Pair, bool | Failed]) -> None:
+def add_to_cache(comparisons: Comparisons) -> None:
     """Adds comparisons to the cache."""
     for pair, result in comparisons.items():
         while len(_cache) >= _CACHE_SIZE:
             del _cache[next(iter(_cache))]
         _cache[pair] = result
-
-
-def set_num_processes(count: int) -> None:
-    """Sets the number of comparison processes; the default is one per core."""
-    global _num_processes
-    _num_processes = count
 
 
 def _compare_within_budget(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
@@ -176,7 +172,7 @@ def _compare_in_pool(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]
     global _pool
     with _lock:
         if _pool is None:
-            size = _num_processes or min(usable_cores(), MAX_PROCESSES)
+            size = num_processes or min(usable_cores(), MAX_PROCESSES)
             _pool = DeadlinePool("hone.rewards.scores.symbolic_worker:make_verifier", {}, size)
         pool = _pool
     jobs = [{"answer": answer, "truth": truth, "cpu_s": cpu_s} for answer, truth in pairs]

@@ -12,15 +12,18 @@ from functools import cache
 from typing import Any
 
 from hone.plugins import load_object, suggestion
-from hone.rewards.answers import ground_truth_error, is_missing
 from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
+from hone.rewards.rows import ground_truth_error, is_missing
 from hone.types import Fields, Function, JsonValue, Settings
 
 _PACKAGE = "hone.rewards.scores"
 _MATCH_KINDS = ("exact", "prefix", "substring")
 _SEARCH_SETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-_BOXED_SETS = ("math500", "amc23", "olympiadbench", "minerva_math", "svamp", "asdiv", "mawps")
+_MATH_SETS = (
+    *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+    *("math500", "amc23", "olympiadbench", "minerva_math", "svamp", "asdiv", "mawps"),
+)
 _AIME_SETS = ("Maxwell-Jia/AIME_2024", "yentinglin/aime_2025", "HuggingFaceH4/aime_2024")
 _CONTEST_SETS = ("codecontests", "apps", "codeforces", "taco")
 _ASSERT_SETS = (
@@ -43,8 +46,6 @@ class Entry:
     """The score that counts as correct (`acc` = 1) when the scorer returns a plain number."""
     needs_ground_truth: bool = True
     """Whether a row needs a ground truth; some scorers find tests in `extra_info` instead."""
-    symbolic: bool = False
-    """Whether the rule compares expressions symbolically."""
 
 
 def _entries(
@@ -55,24 +56,19 @@ def _entries(
 
 _EXACT: dict[str, Entry] = {
     **_entries("gsm8k", "openai/gsm8k", "gsm8k"),
-    **_entries(
-        "math_reward", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", symbolic=True
-    ),
-    **_entries("math_reward", "HuggingFaceH4/MATH-500", *_BOXED_SETS, symbolic=True),
+    **_entries("math_reward", *_MATH_SETS),
     **_entries("math_dapo", "math_dapo", "math", "math_dapo_reasoning", *_AIME_SETS),
-    **_entries("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS), symbolic=True),
+    **_entries("prime_math", *(f"numina_{name}" for name in _NUMINA_SETS)),
     **_entries("prime_code", *_CONTEST_SETS, function="score_details", needs_ground_truth=False),
-    **_entries("geo3k", "hiyouga/geometry3k", function="score_details", symbolic=True),
+    **_entries("geo3k", "hiyouga/geometry3k", function="score_details"),
     **_entries("qa_em", *_SEARCH_SETS, function="score_details"),
     **_entries("qa_em", *(f"searchR1_{name}" for name in _SEARCH_SETS), function="score_details"),
     **_entries("asserts", *_ASSERT_SETS, needs_ground_truth=False),
 }
 SYMBOLIC_MODULES = frozenset(
-    entry.target.partition(":")[0]
-    for entry in _EXACT.values()
-    if entry.symbolic and isinstance(entry.target, str)
+    f"{_PACKAGE}.{name}" for name in ("math_reward", "prime_math", "geo3k")
 )
-"""Modules with symbolic rules, which `custom_reward_function.path` may select for all rows."""
+"""The modules of rules that compare expressions symbolically."""
 _BUILT_IN: dict[str, dict[str, Entry]] = {
     "exact": _EXACT,
     "prefix": _entries("math_dapo", "aime"),

@@ -19,8 +19,8 @@ from hone.data.loader import Dataset
 from hone.data.prompts import PromptError, PromptTooLong
 from hone.data.rows import DataError, RowStore
 from hone.plugins import PluginError
-from hone.rewards.answers import is_missing
 from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
+from hone.rewards.rows import is_missing
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
 from hone.rollout.build import ENGINES

@@ -25,10 +25,10 @@ from hone.columns import REWARD_PREFIX, declaration, reward_column, write
 from hone.config.reward import RewardModelConfig
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.rewards.calling import accepted_names, unwrap_function
+from hone.rewards.calling import accepted_names
 from hone.rewards.failures import NO_GROUND_TRUTH, RewardError
-from hone.rewards.managers.reading import move_to_policy_tokens
-from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.managers.rule import RuleRewardManager, move_to_policy_tokens
+from hone.rewards.scorer_code import unwrap_function
 from hone.text import short_repr
 from hone.trainer.ppo.roles import RewardModel
 from hone.types import Function, JsonValue

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hone.rewards.answers import GroundTruthError
+from hone.rewards.rows import GroundTruthError
 from hone.rewards.scores import default_compute_score, prime_code, sandbox_fusion
 from hone.rewards.scores.table import compute_score_details
 

@@ -14,8 +14,8 @@ from hone.rewards.failures import Failed
 from hone.rewards.managers.batch import BatchRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.managers.rule import NaiveRewardManager
-from hone.rewards.outcome import ScorerInput, precompute_comparisons
-from hone.rewards.scores import default_compute_score, math_reward, symbolic
+from hone.rewards.rows import ScorerInput
+from hone.rewards.scores import math_reward, symbolic
 from hone.rewards.scores.symbolic import size_problem
 
 MakeBatch = Callable[..., DataProto]
@@ -162,7 +162,7 @@ def test_comparisons_of_a_built_in_rule_for_all_rows_are_precomputed(
 ) -> None:
     recorder = install_recorder(monkeypatch)
     rows = [ScorerInput("mine", rf"\boxed{{x^{{{i + 2}}}}}", r"\sqrt{y}", {}) for i in range(3)]
-    precompute_comparisons(math_reward.compute_score, rows, {})
+    NaiveRewardManager(None, 0, math_reward.compute_score).precompute_comparisons(rows)
     assert recorder.runs == [(3, symbolic.SHORT_CPU_S), (3, symbolic.LONG_CPU_S)]
 
 
@@ -173,7 +173,8 @@ def test_a_users_score_function_is_not_called_to_precompute() -> None:
         calls.append(solution_str)
         return 1.0
 
-    assert precompute_comparisons(score, [ScorerInput("lighteval/MATH", "x", "y", {})], {}) == [{}]
+    row = ScorerInput("lighteval/MATH", "x", "y", {})
+    assert NaiveRewardManager(None, 0, score).precompute_comparisons([row]) == [{}]
     assert calls == []
 
 
@@ -192,7 +193,7 @@ def test_a_slow_comparison_is_interrupted_and_its_process_continues(
 
     monkeypatch.setattr(pool, "_Worker", count_start)
     monkeypatch.setattr(symbolic, "_pool", None)
-    monkeypatch.setattr(symbolic, "_num_processes", 1)
+    monkeypatch.setattr(symbolic, "num_processes", 1)
     monkeypatch.setattr(symbolic, "LONG_CPU_S", 0.2)
     rows = [
         ScorerInput("lighteval/MATH", rf"\boxed{{{text}}}", r"\sqrt{2}+x", {}) for text in SLOW[:2]
@@ -201,7 +202,7 @@ def test_a_slow_comparison_is_interrupted_and_its_process_continues(
     try:
         results = [
             list(pairs.values())
-            for pairs in precompute_comparisons(default_compute_score, rows, {})
+            for pairs in NaiveRewardManager(None, 0).precompute_comparisons(rows)
         ]
         assert all(isinstance(r, Failed) and r.reason == "timeout" for [r] in results[:-1])
         assert results[-1] == [True]

@@ -1,7 +1,8 @@
-"""Under every manager, a scorer reads only the text of policy tokens."""
+"""Under every manager, a scorer reads only the text of policy tokens; answers are read between tags."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,9 @@ import pytest
 import torch
 
 from hone.protocol import DataProto
-from hone.rewards.managers.reading import move_to_policy_tokens, read_rows, valid_response_ids
 from hone.rewards.managers.registry import get_reward_manager_cls
-from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.outcome import ScorerInput
+from hone.rewards.managers.rule import RuleRewardManager, move_to_policy_tokens, response_tokens
+from hone.rewards.rows import ScorerInput, all_answers, last_answer, read_rows
 
 MakeBatch = Callable[..., DataProto]
 MANAGERS = ["naive", "batch", "dapo", "prime"]
@@ -26,7 +26,8 @@ def conversation(*turns: str) -> tuple[str, str]:
 
 
 def rows_of(tokenizer: Any, data: DataProto, **options: Any) -> list[ScorerInput]:
-    return read_rows(data, valid_response_ids(data), tokenizer, "data_source", **options)
+    columns = data.non_tensor_batch
+    return read_rows(columns, *response_tokens(data), tokenizer, "data_source", **options)
 
 
 def manager_of(name: str, tokenizer: Any, **options: Any) -> RuleRewardManager:
@@ -154,3 +155,26 @@ def test_rewards_on_policy_tokens_stay(make_batch: MakeBatch) -> None:
     data = make_batch(["abcde"], masks=["11001"])
     rewards = torch.rand(data.batch["responses"].shape) * data.batch["response_mask"]
     assert torch.equal(move_to_policy_tokens(data, rewards), rewards)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer> 7 </answer>", "7"),
+        ("<answer>a\nb</answer>", "a\nb"),
+        ("<answer>1</answer> no, <answer>2</answer>", "2"),
+        ("<answer>7</answer> </answer>", "7"),  # a closing tag that nothing opened
+        ("</answer> <answer>7</answer></answer></answer>", "7"),
+        ("<answer>1</answer> <answer>2", "1"),
+        ("<answer></answer>", ""),
+        ("<answer>7", None),
+        ("7</answer>", None),
+        ("</answer><answer>", None),
+        ("", None),
+    ],
+)
+def test_the_last_answer_is_that_of_the_last_pair_of_tags(text: str, answer: str | None) -> None:
+    assert last_answer(text) == answer
+    matches = re.findall("<answer>(.*?)</answer>", text, re.DOTALL)
+    assert (matches[-1].strip() if matches else None) == answer
+    assert all_answers(text) == [match.strip() for match in matches]
