@@ -39,7 +39,6 @@ from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function, JsonValue, Settings
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 Extras = dict[str, Sequence[JsonValue]]
 """The columns that scorers return besides the score: one value per row, None for a row without one."""
@@ -224,10 +223,9 @@ class RuleRewardManager(AbstractRewardManager):
         return table.scorer_of(row.data_source)[1] if self.uses_table else self.compute_score
 
     def precompute_comparisons(self, rows: Sequence[ScorerInput]) -> list[symbolic.Comparisons]:
-        """Makes the symbolic comparisons of the built-in rules together, within one time limit.
+        """Makes the symbolic comparisons of the built-in rules together; caches and returns the results.
 
-        This process caches the results; they are also returned per row, for another process. A user's
-        score function is not called, because it may have side effects.
+        A user's score function is not called, because it may have side effects.
         """
         pairs_by_row: list[list[symbolic.Pair]] = [[] for _ in rows]
         for row, pairs in zip(rows, pairs_by_row, strict=True):
