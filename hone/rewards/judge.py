@@ -113,15 +113,14 @@ class Judge:
     def __init__(self, client: CompletionClient | None = None, **settings: Any) -> None:
         judge_names = {field.name for field in fields(JudgeConfig)}
         server_names = {field.name for field in fields(RewardServerConfig)} - CLASSIFIER_SETTINGS
-        for name in settings:
-            if name not in judge_names | server_names:
-                hint = did_you_mean(nearest(name, judge_names | server_names))
-                raise WrongSetting(f"hone.Judge has no setting {name!r}.{hint}")
+        for name in settings.keys() - judge_names - server_names:
+            hint = did_you_mean(nearest(name, judge_names | server_names))
+            raise WrongSetting(f"hone.Judge has no setting {name!r}.{hint}")
         self.config = JudgeConfig(**{n: v for n, v in settings.items() if n in judge_names})
         if client is None:
-            server = {"model": None, **{n: v for n, v in settings.items() if n in server_names}}
-            if not server.get("url") or not server["model"]:
+            if not settings.get("url") or not settings.get("model"):
                 raise WrongSetting("a judge needs the url of its server and the model's name there")
+            server = {name: value for name, value in settings.items() if name in server_names}
             client = ChatServer(RewardServerConfig(**server), self.config)
         self.client = client
         self._template = read_template(self.config.template)
@@ -177,18 +176,10 @@ class Judge:
         return clean_text(_PLACEHOLDER.sub(lambda match: values[match[1]], self._template))
 
     def _combine_votes(self, texts: Sequence[str | Failed]) -> Scored | Failed:
-        grades, mishaps = [], Counter[str]()
-        failures = [text for text in texts if isinstance(text, Failed)]
-        for text in texts:
-            if isinstance(text, Failed):
-                mishaps[text.reason] += 1
-                continue
-            grade = self._grade(text)
-            if grade is None:
-                mishaps["unparsed"] += 1
-                failures.append(Failed("unparsed", f"the judge gave no grade: {text[-200:]!r}"))
-            else:
-                grades.append(grade)
+        """Returns the mean or the majority of the grades; votes without a grade are counted as mishaps."""
+        votes = [text if isinstance(text, Failed) else self._grade(text) for text in texts]
+        failures = [vote for vote in votes if isinstance(vote, Failed)]
+        grades = [vote for vote in votes if not isinstance(vote, Failed)]
         if not grades:
             return failures[0]
         score = sum(grades) / len(grades)
@@ -196,28 +187,28 @@ class Judge:
             counts = Counter(grades)
             score = min(grade for grade in counts if counts[grade] == max(counts.values()))
         first_text = next(text for text in texts if not isinstance(text, Failed))
+        mishaps = Counter(failure.reason for failure in failures)
         return Scored(score, {"judge": first_text, "judge_votes": len(grades)}, dict(mishaps))
 
-    def _grade(self, text: str) -> float | None:
-        """Returns the grade in a text, scaled to 0…1, or None if the grade is missing or out of range."""
+    def _grade(self, text: str) -> float | Failed:
+        """Returns the grade in a text, scaled to 0…1, or a failure if it is missing or out of range."""
         grade = _grade_in_json(text) if self.config.format == "json" else self._grade_in_text(text)
         lowest, highest = self.config.lowest, self.config.highest
         if grade is None or not lowest <= grade <= highest:
-            return None
+            return Failed("unparsed", f"the judge gave no grade: {text[-200:]!r}")
         return (grade - lowest) / (highest - lowest)
 
     def _grade_in_text(self, text: str) -> float | None:
         """Returns the number after the last `score_after` that is followed by a number."""
         text, marker = text.lower(), self.config.score_after.lower()
-        end = len(text)
+        start = len(text)
         for _ in range(_MAX_GRADE_POSITIONS):
-            start = text.rfind(marker, 0, end)
-            if start < 0:
-                return None
-            match = _NUMBER.match(text, start + len(marker))
+            start = text.rfind(marker, 0, start)
+            match = _NUMBER.match(text, start + len(marker)) if start >= 0 else None
             if match and (number := _parse_number(match[1].rstrip(".,eE+-"))) is not None:
                 return number
-            end = start
+            if start <= 0:
+                break
         return None
 
 
@@ -246,7 +237,7 @@ def _parse_number(value: Any) -> float | None:
 
 
 def delimit(text: str) -> str:
-    """Returns the text between two lines with the text's hash; the text cannot contain such a line."""
+    """Returns the text between two lines with its hash, which the text itself cannot contain."""
     digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
     return f"<response-{digest}>\n{text}\n</response-{digest}>"
 

@@ -60,7 +60,12 @@ def load_reward_manager(
         check_signature(load_object(target), ROW_ARGUMENTS, {})
     if reward_model.score_observations:
         _warn_about_observations()
-    cls = _manager_class(config)
+    manager_config = config.reward_manager
+    cls: type[AbstractRewardManager]
+    if manager_config.source == "importlib":
+        cls = load_extern_object(manager_config.module.path or "", manager_config.module.name)
+    else:
+        cls = get_reward_manager_cls(manager_config.name or reward_model.reward_manager)
     scorer = compute_score or get_custom_reward_fn(config)
     overrides = {name: reward_kwargs.pop(name) for name in _KWARGS_FIELDS & {*reward_kwargs}}
     kwargs = dataclasses.replace(reward_model.reward_kwargs, **overrides)
@@ -69,47 +74,53 @@ def load_reward_manager(
         if kwargs != reward_model.reward_kwargs:
             config = replace(config, "reward_model.reward_kwargs", kwargs)
         return _reward_loop_manager(cls, config, tokenizer, scorer)
-    settings = _manager_settings(config, kwargs)
-    is_rule_manager = issubclass(cls, RuleRewardManager)
-    accepted_settings = _init_parameter_names(cls) if is_rule_manager else accepted_names(cls)
-    if accepted_settings is not None:
-        settings = {name: settings[name] for name in settings if name in accepted_settings}
-        if not is_rule_manager and (unknown := sorted({*kwargs.extra} - accepted_settings)):
-            raise WrongSetting(
-                f"reward manager {cls.__name__} takes no argument {', '.join(unknown)}; check "
-                "reward_model.reward_kwargs"
-            )
-    settings |= kwargs.extra
-    if is_rule_manager:
-        settings = {
-            **_score_options(config, scorer),
-            "policy": FailurePolicy.of(kwargs),
-            **settings,
-        }
-        # With type=prime, every row needs a ground truth: its reward model is trained on the rule's score.
-        if reward_model.enable and reward_model.type != "prime":
-            settings["skips_rows_without_truth"] = True
-        if reward_model.repeatness_punishment:
-            settings["repeat_threshold"] = reward_model.high_repeat_threshold
     manager = cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
         compute_score=scorer,
         reward_fn_key=config.data.reward_fn_key,
-        **settings,
+        **_manager_settings(cls, config, kwargs, scorer),
     )
     if isinstance(manager, RuleRewardManager):
         manager.check_scorer()
     return manager
 
 
-def _init_parameter_names(cls: type) -> frozenset[str]:
-    """Returns the parameter names of `__init__` in a class and its bases."""
-    names: set[str] = set()
-    for ancestor in cls.__mro__[:-1]:  # without `object`
-        if "__init__" in vars(ancestor):
-            names.update(inspect.signature(vars(ancestor)["__init__"]).parameters)
-    return frozenset(names - {"self", "args", "kwargs", "options"})
+def _manager_settings(
+    cls: type[AbstractRewardManager],
+    config: PPOTrainerConfig,
+    kwargs: RewardKwargs,
+    scorer: Function | None,
+) -> Fields:
+    """Returns the settings that a manager's class declares as arguments; null becomes a default."""
+    reward_model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
+    settings: Fields = {name: getattr(kwargs, name) for name in _KWARGS_FIELDS - {"extra"}}
+    settings["score_observations"] = reward_model.score_observations
+    if settings["max_resp_len"] is None:
+        settings["max_resp_len"] = config.data.max_response_length
+    if settings["num_processes"] is None and sandbox.url:
+        # Scoring processes only wait for the service: its slots, not the cores, limit their number.
+        settings["num_processes"] = sandbox.max_concurrent
+    if not issubclass(cls, RuleRewardManager):
+        names = accepted_names(cls)
+        if names is None:
+            return {**settings, **kwargs.extra}
+        if unknown := sorted({*kwargs.extra} - names):
+            raise WrongSetting(
+                f"reward manager {cls.__name__} takes no argument {', '.join(unknown)}; check "
+                "reward_model.reward_kwargs"
+            )
+        return {**{n: v for n, v in settings.items() if n in names}, **kwargs.extra}
+    inits = [vars(ancestor)["__init__"] for ancestor in cls.__mro__ if "__init__" in vars(ancestor)]
+    names = frozenset(name for init in inits for name in inspect.signature(init).parameters)
+    settings = {name: settings[name] for name in settings if name in names}
+    # With type=prime, every row needs a ground truth: its reward model is trained on the rule's score.
+    if reward_model.enable and reward_model.type != "prime":
+        settings["skips_rows_without_truth"] = True
+    if reward_model.repeatness_punishment:
+        settings["repeat_threshold"] = reward_model.high_repeat_threshold
+    policy = FailurePolicy.of(kwargs)
+    return {**_score_options(config, scorer), "policy": policy, **settings, **kwargs.extra}
 
 
 def _reward_loop_manager(
@@ -215,34 +226,6 @@ def __getattr__(name: str) -> Any:
 
     globals()[name] = task = ray_task(_reward_task)
     return task
-
-
-def _manager_class(config: PPOTrainerConfig) -> type[AbstractRewardManager]:
-    manager = config.reward_manager
-    if manager.source == "register":
-        return get_reward_manager_cls(manager.name or config.reward_model.reward_manager)
-    if manager.source == "importlib":
-        cls: type[AbstractRewardManager] = load_extern_object(
-            manager.module.path or "", manager.module.name
-        )
-        return cls
-    raise WrongSetting(
-        f"reward_manager.source={manager.source!r} is not known; use 'register' (a name) or "
-        "'importlib' (reward_manager.module.path and .name)"
-    )
-
-
-def _manager_settings(config: PPOTrainerConfig, kwargs: RewardKwargs) -> Fields:
-    """Returns the settings that a manager may declare as arguments; null becomes a default."""
-    reward_model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
-    settings = {name: getattr(kwargs, name) for name in _KWARGS_FIELDS - {"extra"}}
-    settings["score_observations"] = reward_model.score_observations
-    if settings["max_resp_len"] is None:
-        settings["max_resp_len"] = config.data.max_response_length
-    if settings["num_processes"] is None and sandbox.url:
-        # Scoring processes only wait for the service: its slots, not the cores, limit their number.
-        settings["num_processes"] = sandbox.max_concurrent
-    return settings
 
 
 def _router_address(url: str | tuple[str, ...]) -> str:

@@ -30,7 +30,7 @@ from hone.types import Settings
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""It is long because a worker imports modules before its first job, slowly if the CPU is busy."""
+"""Long, because a worker imports modules before its first job, slowly if the CPU is busy."""
 START_RETRIES = 2
 """How many times in succession a worker that died during its start is replaced."""
 MESSAGE_TIMEOUT_S = 60.0
@@ -117,36 +117,32 @@ class DeadlinePool(Generic[T]):
                 threads.shutdown(cancel_futures=True)
 
     def _call(self, arguments: Settings, timeout_s: float) -> T | Failed:
+        """Sends a job to an idle worker, or to a new one, and returns the answer."""
         try:
             # Not `Connection.send`, which shares a tensor's memory only with children of multiprocessing.
             message = pickle.dumps((dict(arguments), timeout_s))
         except Exception as error:  # an object of the user may fail to be pickled with any error
             return Failed("bad_row", f"cannot be sent to another process: {error_text(error)}")
-        return self._exchange(message, timeout_s)
-
-    def _exchange(self, message: bytes, timeout_s: float) -> T | Failed:
-        """Sends a job to an idle worker, or to a new one, and returns the answer."""
-        try:
-            worker = self._idle_workers.pop()
-        except IndexError:
-            worker = self._start()
-        self._drop_if_stopping(worker)
-        try:
-            worker.connection.send_bytes(message)
-        except OSError:  # the worker died while idle (out of memory): another gets the job
-            self._drop(worker)
-            return self._exchange(message, timeout_s)
+        while True:
+            try:
+                worker = self._idle_workers.pop()
+            except IndexError:
+                worker = self._start()
+            self._drop_if_stopping(worker)
+            try:
+                worker.connection.send_bytes(message)
+                break
+            except OSError:  # the worker died while idle (out of memory): another gets the job
+                self._drop(worker)
         try:
             if not worker.connection.poll(timeout_s):
                 self._drop(worker)
-                detail = f"no score after {timeout_s:g} s; the process was killed"
-                return Failed("timeout", detail)
+                return Failed("timeout", f"no score after {timeout_s:g} s; the process was killed")
             answer: T | Failed | BaseException = worker.connection.recv()
         except (EOFError, OSError):
             self._drop(worker)
-            return Failed(
-                "crash", f"the scoring process ended with code {worker.process.returncode}"
-            )
+            code = worker.process.returncode
+            return Failed("crash", f"the scoring process ended with code {code}")
         except Exception as error:  # an object of the user may fail with any error
             answer = Failed("bad_return", f"cannot be read in the parent: {error_text(error)}")
         self._idle_workers.append(worker)
@@ -163,10 +159,9 @@ class DeadlinePool(Generic[T]):
                 raise _overload_error(f"could not be started: {error}") from error
             self._workers.add(worker)
             self._drop_if_stopping(worker)
+            connection = worker.connection
             try:
-                answer = None
-                if worker.connection.poll(START_TIMEOUT_S):
-                    answer = worker.connection.recv()
+                answer = connection.recv() if connection.poll(START_TIMEOUT_S) else None
             except (EOFError, OSError):
                 self._drop(worker)
                 code = worker.process.returncode

@@ -1,8 +1,8 @@
 """The worker process of `pool.py`: creates the callable once, then runs jobs.
 
-It ends when the pool closes its socket or kills it. It ignores SIGTERM: a scheduler may send it to
-every process, and the trainer needs scores to finish its step. If the parent dies during a call, a
-thread ends this process and its children, or a timer if the call does not let threads run.
+The process ends when the pool closes its socket or kills it, and ignores SIGTERM: a scheduler may send
+SIGTERM to every process, and the trainer needs scores to finish its step. If the parent dies during a call,
+a thread ends this process and its children, or a timer if the call does not let threads run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 from hone.rewards.failures import Failed, SetupError
 from hone.text import error_text
-from hone.types import Fields, Function
+from hone.types import Function
 
 GRACE_S = 10.0
 """How long a call that no thread can end may run beyond its deadline if the parent has died."""
@@ -44,7 +44,12 @@ def serve(connection: Connection) -> None:
             _send(connection, Failed("bad_row", f"cannot be read here: {error_text(error)}"))
             continue
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
-        answer = _call(function, arguments)
+        try:
+            answer = function(**arguments)
+        except SetupError as error:  # the parent raises this error
+            answer = error
+        except Exception as error:  # user code may raise anything; the parent applies the policy
+            answer = Failed("exception", error_text(error))
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         _send(connection, answer)
 
@@ -58,16 +63,6 @@ def _send(connection: Connection, answer: object) -> None:
     connection.send_bytes(message)
 
 
-def _call(function: Function, arguments: Fields) -> object:
-    """Returns the result; a SetupError is returned unchanged, any other exception as Failed."""
-    try:
-        return function(**arguments)
-    except SetupError as error:
-        return error
-    except Exception as error:  # user code may raise anything; the parent applies the policy
-        return Failed("exception", error_text(error))
-
-
 def _end_with_parent(descriptor: int) -> None:
     """Kills this process and its children when the parent has closed the other end of the socket."""
     poll = select.poll()
@@ -76,14 +71,10 @@ def _end_with_parent(descriptor: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _ignore_sigterm() -> None:
-    """Ignores SIGTERM in this process, but not in programs and forks that the callable starts."""
+if __name__ == "__main__":
+    # Programs and forks that the callable starts do not ignore SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: None)
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-
-
-if __name__ == "__main__":
-    _ignore_sigterm()
     socket_fd = int(sys.argv[1])
     threading.Thread(target=_end_with_parent, args=[socket_fd], daemon=True).start()
     with contextlib.suppress(EOFError, OSError):

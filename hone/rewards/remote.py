@@ -7,6 +7,7 @@ causes no delay beyond the deadline. Messages contain neither the API key nor th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -52,12 +53,8 @@ class RemoteError(RuntimeError):
         retry_after_s: float | None = None,
     ) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason, self.detail = reason, detail
+        self.failure = Failed(reason, detail)
         self.is_retryable, self.retry_after_s = is_retryable, retry_after_s
-
-    @property
-    def failure(self) -> Failed:
-        return Failed(self.reason, self.detail)
 
 
 class AnswerCache:
@@ -65,7 +62,7 @@ class AnswerCache:
 
     def __init__(self, location: str | None) -> None:
         self._folder = None if location in (None, "memory") else Path(str(location)).expanduser()
-        self._is_off = location is None
+        self._max_answers = 0 if location is None else MAX_CACHED_ANSWERS
         self._memory: dict[str, JsonValue] = {}
 
     def get(self, key: str) -> JsonValue:
@@ -78,17 +75,15 @@ class AnswerCache:
             return None
 
     def put(self, key: str, answer: JsonValue) -> None:
-        if self._is_off:
-            return
         if self._folder is not None:
             try:
                 atomic_write_text(self._file(key), json.dumps({"answer": answer}))
             except OSError as error:  # the next request for the answer goes to the server
                 _warn_once(f"the cache {self._folder} cannot be written: {error.strerror}")
             return
-        if len(self._memory) >= MAX_CACHED_ANSWERS:
-            del self._memory[next(iter(self._memory))]
         self._memory[key] = answer
+        if len(self._memory) > self._max_answers:
+            del self._memory[next(iter(self._memory))]
 
     def _file(self, key: str) -> Path:
         assert self._folder is not None
@@ -146,7 +141,7 @@ class ScoringServer:
                     await asyncio.sleep(min(wait_s, self._config.timeout_s))
                     backoff_s *= 2
                     continue
-                if self._is_reachable and error.reason in ("unreachable", "timeout"):
+                if self._is_reachable and error.failure.reason in ("unreachable", "timeout"):
                     logger.warning("%s; until it answers, requests are not retried", error)
                     self._is_reachable = False
                 raise
@@ -185,20 +180,21 @@ class ScoringServer:
             with _opener(url).open(request, timeout=self._config.timeout_s) as answer:
                 content: bytes = answer.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
-            try:
-                with error:
-                    body = self._redact(error.read(4096))
-            except Exception:  # without a complete body, the status is enough
-                body = ""
-            is_temporary = error.code in _RETRY_CODES
+            body = ""
+            with (
+                contextlib.suppress(Exception),
+                error,
+            ):  # without a complete body, the status is enough
+                body = self._redact(error.read(4096))
+            retry_after_s = None
+            with contextlib.suppress(ValueError):  # a date is ignored
+                retry_after_s = max(0.0, float(error.headers.get("Retry-After", "")))
             raise RemoteError(
                 "busy" if error.code == 429 else "http_error",
                 f"{address} answered with status {error.code}: {body!r}",
-                is_retryable=is_temporary,
-                retry_after_s=_retry_after_s(error) if is_temporary else None,
+                is_retryable=error.code in _RETRY_CODES,
+                retry_after_s=retry_after_s,
             ) from None
-        except TimeoutError:
-            raise RemoteError("timeout", f"{address} did not answer in time") from None
         except Exception as error:  # a broken connection or protocol may raise anything
             reason = getattr(error, "reason", error)
             name = "timeout" if isinstance(reason, TimeoutError) else "unreachable"
@@ -253,14 +249,6 @@ def _endpoint_url(url: str, path: str) -> str:
         path = path.removeprefix("/v1") if parts.path.startswith("/v1") else path
         return parts._replace(path=parts.path.rstrip("/") + path).geturl()
     return url
-
-
-def _retry_after_s(error: urllib.error.HTTPError) -> float | None:
-    """Returns the seconds of a Retry-After header; a date is ignored."""
-    try:
-        return max(0.0, float(error.headers.get("Retry-After", "")))
-    except ValueError:
-        return None
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -20,10 +20,10 @@ from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, Settings
 
 
-def import_path_of(function: Function) -> str | Function:
-    """Returns the import path of a function; returns any other object unchanged."""
+def import_path_of(function: str | Function) -> str | Function:
+    """Returns the import path of a function; returns any other object, or a path, unchanged."""
     name = getattr(function, "__qualname__", None)
-    if name is None:
+    if name is None or isinstance(function, str):
         return function
     if "<" in name:
         raise TypeError(
@@ -52,12 +52,11 @@ def row_scorer_keywords(compute_score: Function, options: Settings) -> Fields:
         bound_kwargs = {**function.keywords, **bound_kwargs}
         function = function.func
 
-    def replace_target_by_path(entry: table.Entry) -> table.Entry:
-        target = entry.target if isinstance(entry.target, str) else import_path_of(entry.target)
-        return dataclasses.replace(entry, target=target)
-
     registered_entries = {
-        match: {source: replace_target_by_path(entry) for source, entry in entries.items()}
+        match: {
+            source: dataclasses.replace(entry, target=import_path_of(entry.target))
+            for source, entry in entries.items()
+        }
         for match, entries in table.registered_scores().items()
     }
     return {

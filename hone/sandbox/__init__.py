@@ -6,9 +6,8 @@ layers and whether each is active.
 
 from __future__ import annotations
 
-from hone.sandbox.api import run_many, run_python
 from hone.sandbox.client import close
-from hone.sandbox.layers import DEFAULT_MINIMUM, LayerState, layers
+from hone.sandbox.layers import DEFAULT_MINIMUM, LayerState, layers, run_many, run_python
 from hone.sandbox.result import Job, SandboxError, SandboxResult, SandboxUnavailable, Status
 from hone.sandbox.selftest import Check, self_test
 

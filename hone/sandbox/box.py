@@ -21,9 +21,8 @@ from hone.sandbox import bubblewrap, landlock, seccomp
 from hone.sandbox.cgroups import Cgroup, cgroup_name, private_memory_bytes
 from hone.sandbox.descriptors import DescriptorOwner, create_memfd, fill_and_seal, read_all
 from hone.sandbox.plan import RunRequest
-from hone.sandbox.privileges import as_root
+from hone.sandbox.processes import StandardFds, as_root, set_rlimits, spawn
 from hone.sandbox.result import NotStarted, SandboxError, SandboxResult, Status
-from hone.sandbox.spawn import StandardFds, set_rlimits, spawn
 
 SETUP_S = 30.0  # limit from fork to the program's start
 CHECK_INTERVAL_S = 0.05  # interval between two memory checks
@@ -255,6 +254,13 @@ class Box(DescriptorOwner):
             pass  # the box has died; its exit is handled in _on_exit
         self._unwatch_and_close(pipe)
 
+    def guard(self, action: Callable[[], None]) -> None:
+        """Calls the action; an exception ends this run, but not the warden or other runs."""
+        try:
+            action()
+        except Exception as error:
+            self._fail(error)
+
     def _fail(self, error: Exception) -> None:
         self._error = f"{type(error).__name__}: {error}"
         self.kill()
@@ -277,12 +283,11 @@ class Box(DescriptorOwner):
         self._end_event("process", self._pidfd)
         self.pid = 0 if self.request.plan.bwrap_path is not None else self.pid
         self._kill_program()  # the program may have left child processes behind
-        if self._init_pidfd is not None:
-            self._watch("namespace", self._init_pidfd, self._on_namespace_end)
+        if (namespace_fd := self._init_pidfd) is not None:
+            self._watch("namespace", namespace_fd, lambda: self._on_namespace_end(namespace_fd))
 
-    def _on_namespace_end(self) -> None:
-        assert self._init_pidfd is not None
-        self._end_event("namespace", self._init_pidfd)
+    def _on_namespace_end(self, pidfd: int) -> None:
+        self._end_event("namespace", pidfd)
         self._init_pidfd = None
 
     # ---- limits ----

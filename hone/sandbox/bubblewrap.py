@@ -1,7 +1,7 @@
 """The mounts and command-line options of a box that bubblewrap builds.
 
 A box has new namespaces, no capabilities, uid 65534, an empty working directory in memory, and
-read-only mounts of /usr and the interpreter. spawn.py and the warden set the limits.
+read-only mounts of /usr and the interpreter. processes.py and the warden set the limits.
 """
 
 from __future__ import annotations

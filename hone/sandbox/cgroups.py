@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hone.sandbox.privileges import as_root
+from hone.sandbox.processes import as_root
 
 _PREFIX = "hone-"
 

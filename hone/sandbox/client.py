@@ -22,8 +22,7 @@ from hone.sandbox.cgroups import remove_stale_cgroups
 from hone.sandbox.descriptors import write_sealed
 from hone.sandbox.plan import BoxPlan, RunRequest
 from hone.sandbox.result import Job, NotStarted, SandboxError, SandboxResult
-from hone.sandbox.spares import SPARE_LIFETIME_S
-from hone.sandbox.warden import DESCRIPTORS_MARK, MAX_MESSAGE_BYTES
+from hone.sandbox.warden import DESCRIPTORS_MARK, MAX_MESSAGE_BYTES, SPARE_LIFETIME_S
 
 DISCONNECT_EVENTS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _MAX_ATTEMPTS = 3  # if the warden or the box is killed before the program starts
@@ -60,7 +59,7 @@ class WardenClient:
 
     def __init__(self, spare_lifetime_s: float) -> None:
         self.spare_lifetime_s = spare_lifetime_s  # read when a warden starts
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._control_socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -72,21 +71,16 @@ class WardenClient:
                     socket.send_fds(control, [message], descriptors)
                     return
                 except (BrokenPipeError, ConnectionResetError) as error:
-                    self._close_warden()
+                    self.close()
                     if attempt == _MAX_ATTEMPTS:
                         raise SandboxError(
                             f"sandbox: the warden ended {attempt} times while it started; find"
                             " out what kills it (memory, a supervisor)"
                         ) from error
 
-    def close(self) -> None:
-        """Ends the warden and all of its boxes."""
-        with self._lock:
-            self._close_warden()
-
     def forget(self) -> None:
         """Leaves the warden to the parent process; a forked child starts its own warden."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if self._control_socket is not None:
             self._control_socket.close()  # the warden ends when no process holds the socket
         self._control_socket = self._process = None
@@ -97,7 +91,7 @@ class WardenClient:
             if self._process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=_EXIT_TIMEOUT_S)
-                    self._close_warden()
+                    self.close()
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -116,15 +110,16 @@ class WardenClient:
         self._control_socket = ours
         return ours
 
-    def _close_warden(self) -> None:
+    def close(self) -> None:
         """Closes the control socket, which ends the warden, and kills the boxes of a warden that failed."""
-        if self._control_socket is not None:
-            self._control_socket.close()
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                if self._process.wait(timeout=_GRACE_S) != 0:
-                    _kill_session(self._process.pid)
-        self._control_socket = self._process = None
+        with self._lock:
+            if self._control_socket is not None:
+                self._control_socket.close()
+            if self._process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    if self._process.wait(timeout=_GRACE_S) != 0:
+                        _kill_session(self._process.pid)
+            self._control_socket = self._process = None
 
 
 def _kill_session(session_id: int) -> None:
@@ -156,9 +151,8 @@ def run_job(job: Job, plan: BoxPlan, caller_socket: socket.socket | None = None)
         return run.result()
 
 
-def close() -> None:
-    """Ends the warden of this process; the next run starts a new one."""
-    _warden.close()
+close = _warden.close
+"""Ends the warden of this process; the next run starts a new one."""
 
 
 class Run:

@@ -9,15 +9,13 @@ import contextlib
 import fcntl
 import os
 import selectors
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 _ADD_SEALS = 1033
 _SEAL_WRITE, _SEAL_GROW, _SEAL_SHRINK, _SEAL_SEAL = 0x0008, 0x0004, 0x0002, 0x0001
 
 
-class DescriptorOwner(ABC):
-    """Owns the open descriptors of one run and their callbacks in the warden's event loop."""
+class DescriptorOwner:
+    """Owns the open descriptors of one run."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -37,17 +35,6 @@ class DescriptorOwner(ABC):
         os.write(descriptor, data)
         os.lseek(descriptor, 0, os.SEEK_SET)
         return descriptor
-
-    def guard(self, action: Callable[[], None]) -> None:
-        """Calls the action; an exception ends this run, but not the warden or other runs."""
-        try:
-            action()
-        except Exception as error:
-            self._fail(error)
-
-    @abstractmethod
-    def _fail(self, error: Exception) -> None:
-        """Ends this run with an error."""
 
     def _close(self, descriptor: int) -> None:
         if descriptor in self._fds:

@@ -20,8 +20,7 @@ from hone.sandbox import seccomp
 from hone.sandbox.cgroups import Cgroup
 from hone.sandbox.interpreter import SYSTEM_PATHS
 from hone.sandbox.plan import DEVICES, RunRequest, box_environment
-from hone.sandbox.privileges import as_root, drop_root
-from hone.sandbox.spawn import SIGNALS_TO_RESET, StandardFds, set_rlimits
+from hone.sandbox.processes import SIGNALS_TO_RESET, StandardFds, as_root, drop_root, set_rlimits
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Probes which isolation layers work on this machine, and compares them with the minimum of a run.
+"""Runs programs in the strongest box that this machine can build, which the first run probes.
 
-If no layer provides a guarantee that the minimum names, the run does not start.
+If no isolation layer provides a guarantee that the minimum of a run names, the run does not start.
 """
 
 from __future__ import annotations
@@ -8,14 +8,20 @@ from __future__ import annotations
 import functools
 import json
 import os
+import socket
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hone.sandbox import bubblewrap, cgroups, interpreter, landlock, seccomp
 from hone.sandbox.client import run_job
 from hone.sandbox.plan import NOBODY, BoxPlan
-from hone.sandbox.result import Job, SandboxError, SandboxUnavailable
+from hone.sandbox.result import Job, JobFields, SandboxError, SandboxResult, SandboxUnavailable
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DEFAULT_MINIMUM = frozenset({"filesystem", "network", "processes"})
 # Guarantee → the layers that provide it; one of them is enough.
@@ -168,3 +174,35 @@ def _layer_states(
         ),
         "landlock": LayerState(has_landlock, landlock_detail),
     }
+
+
+def run_python(
+    code: str,
+    *,
+    minimum: Collection[str] = DEFAULT_MINIMUM,
+    interpreter: str | None = None,
+    caller_socket: socket.socket | None = None,
+    **job_fields: Unpack[JobFields],
+) -> SandboxResult:
+    """Runs untrusted Python and returns the result. Other keyword arguments are fields of Job.
+
+    minimum: guarantees or layers (`layers.GUARANTEES`, `layers.LAYERS`) that must be active;
+    otherwise SandboxUnavailable is raised and nothing runs.
+    caller_socket: the run ends if this connection closes.
+    """
+    return run_job(Job(code, **job_fields), plan_for(minimum, interpreter), caller_socket)
+
+
+def run_many(
+    jobs: Iterable[Job],
+    *,
+    max_concurrent: int,
+    minimum: Collection[str] = DEFAULT_MINIMUM,
+    interpreter: str | None = None,
+) -> list[SandboxResult]:
+    """Runs at most max_concurrent jobs at a time; returns the results in the order of jobs."""
+    if max_concurrent < 1:
+        raise ValueError(f"sandbox: max_concurrent={max_concurrent} must be at least 1")
+    plan = plan_for(minimum, interpreter)
+    with ThreadPoolExecutor(max_concurrent, thread_name_prefix="sandbox") as pool:
+        return list(pool.map(lambda job: run_job(job, plan), jobs))

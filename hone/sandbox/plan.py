@@ -45,19 +45,12 @@ class RunRequest:
     @classmethod
     def from_job(cls, job: Job, plan: BoxPlan, *, has_channel: bool = False) -> RunRequest:
         # The warden cannot import NumPy, so NumPy's floats and strings become Python's.
-        fields: Fields = {
+        limits: Fields = {
             name: type(highest)(getattr(job, name)) for name, (_, highest) in RANGES.items()
         }
-        fields |= {
-            "cpu_s": None if job.cpu_s is None else float(job.cpu_s),
-            "code": "",
-            "stdin": "",
-        }
-        fields |= {
-            "files": dict.fromkeys(map(str, job.files), ""),
-            "argv": tuple(map(str, job.argv)),
-        }
-        return cls(plan, Job(**fields), has_channel)
+        cpu_s = None if job.cpu_s is None else float(job.cpu_s)
+        files, argv = dict.fromkeys(map(str, job.files), ""), tuple(map(str, job.argv))
+        return cls(plan, Job("", cpu_s=cpu_s, files=files, argv=argv, **limits), has_channel)
 
     @property
     def file_names(self) -> tuple[str, ...]:

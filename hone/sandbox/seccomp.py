@@ -77,16 +77,14 @@ def build_filter(machine: str | None = None, *, deny_leaving_group: bool = False
             f"seccomp: no system-call table for {machine!r}; known: {sorted(_AUDIT_ARCH)}"
         )
     numbers = [*DENIED_CALLS[machine].values()]
-    if deny_leaving_group:
-        numbers += _LEAVE_GROUP_CALLS[machine]
-
+    numbers += _LEAVE_GROUP_CALLS[machine] if deny_leaving_group else ()
     permission_error, not_implemented = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [
         _instruction(_LOAD, _ARCH),
         _instruction(_EQUAL, _AUDIT_ARCH[machine], 1, 0),
         _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _CALL_NUMBER),
     ]
-    program.append(_instruction(_LOAD, _CALL_NUMBER))
     if machine == "x86_64":
         program += [_instruction(_AT_LEAST, _X32_BIT, 0, 1), _instruction(_RETURN, not_implemented)]
     for number in sorted(numbers):

@@ -9,8 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hone.sandbox.api import run_python
-from hone.sandbox.layers import DEFAULT_MINIMUM
+from hone.sandbox.layers import DEFAULT_MINIMUM, run_python
 from hone.sandbox.plan import BOX_HOME, box_environment
 from hone.sandbox.result import JobFields, SandboxResult, Status
 

@@ -13,7 +13,6 @@ import dataclasses
 import ipaddress
 import json
 import logging
-import math
 import select
 import socket
 import threading
@@ -22,9 +21,9 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TypedDict
 
-from hone.sandbox.api import run_python
 from hone.sandbox.client import DISCONNECT_EVENTS, CallerDisconnected
 from hone.sandbox.judging import judge
+from hone.sandbox.layers import run_python
 from hone.sandbox.result import RANGES, SandboxError, SandboxResult, Status, check_number
 from hone.types import JsonObject, JsonValue
 
@@ -143,13 +142,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _parse_limits(self, request: JsonObject) -> _Limits:
         limits: _Limits = {"memory_mb": self.server.max_memory_mb}
-        if request.get("memory_limit_MB") != -1:  # -1 means no limit in SandboxFusion
-            memory_mb = _number_field(request, "memory_limit_MB", RANGES["memory_mb"][1])
-            if memory_mb is not None:  # a larger limit is lowered to the server's maximum
-                limits["memory_mb"] = min(max(1, int(memory_mb)), self.server.max_memory_mb)
-        timeout_s = _number_field(request, "run_timeout", self.server.max_timeout_s)
-        if timeout_s is not None:
-            limits["timeout_s"] = float(timeout_s)
+        memory_mb = request.get("memory_limit_MB")
+        if memory_mb not in (None, -1):  # -1 means no limit in SandboxFusion
+            memory_mb = _check_limit("memory_limit_MB", memory_mb, RANGES["memory_mb"][1])
+            # A larger limit is lowered to the server's maximum.
+            limits["memory_mb"] = min(max(1, int(memory_mb)), self.server.max_memory_mb)
+        if (timeout_s := request.get("run_timeout")) is not None:
+            limits["timeout_s"] = _check_limit("run_timeout", timeout_s, self.server.max_timeout_s)
         return limits
 
     def _check_sender(self) -> None:
@@ -232,16 +231,13 @@ def _text_field(request: JsonObject, name: str, default: str | None = None) -> s
     return value
 
 
-def _number_field(request: JsonObject, name: str, highest: float) -> float | None:
-    """Returns a positive finite number, or None if the request does not set it."""
-    value = request.get(name)
-    if value is None:
-        return None
+def _check_limit(name: str, value: JsonValue, highest: float) -> float:
+    """Returns the value of a limit; raises ValueError unless it is a number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}={value!r:.80} must be a number")
-    if (isinstance(value, float) and not math.isfinite(value)) or not 0 < value <= highest:
+    if not 0 < value <= highest:  # also false for NaN
         raise ValueError(f"{name}={value!r:.80} must be above 0 and at most {highest:g}")
-    return value
+    return float(value)
 
 
 def _judge_response(

@@ -55,8 +55,9 @@ class SandboxService:
         self._slots = threading.BoundedSemaphore(max_concurrent)
         self._memory_limit_mb = memory_limit_mb
 
-    def run(self, job: Job) -> SandboxResult:
+    def run_python(self, code: str, **job_fields: Unpack[JobFields]) -> SandboxResult:
         """Runs one job on the service; the smaller memory limit of job and service applies."""
+        job = Job(code, **job_fields)
         if job.files or job.argv:
             raise ValueError("sandbox service: files and argv are not part of its API")
         request: JsonObject = {
@@ -90,14 +91,10 @@ class SandboxService:
                 " reward_model.sandbox_fusion.url empty to judge assertions on this machine"
             ) from error
 
-    def run_python(self, code: str, **job_fields: Unpack[JobFields]) -> SandboxResult:
-        """Runs hone.sandbox.run_python on the service."""
-        return self.run(Job(code, **job_fields))
-
     def _post(self, url: str, fields: JsonObject, timeout_s: float, memory_mb: int) -> Fields:
         """Sends a request and returns the answer; retries if the service is busy or unreachable."""
-        limits = {"run_timeout": timeout_s}
-        limits["memory_limit_MB"] = min(memory_mb, self._memory_limit_mb)
+        memory_mb = min(memory_mb, self._memory_limit_mb)
+        limits = {"run_timeout": timeout_s, "memory_limit_MB": memory_mb}
         body = json.dumps({**fields, **limits}).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         request = urllib.request.Request(url, body, headers, method="POST")
@@ -107,7 +104,8 @@ class SandboxService:
                 try:
                     timeout = 2 * timeout_s + _QUEUE_TIMEOUT_S
                     with urllib.request.urlopen(request, timeout=timeout) as response:
-                        return _decode(response.read(), url)
+                        data = response.read()
+                    break
                 except urllib.error.HTTPError as error:
                     with error:
                         reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
@@ -117,22 +115,22 @@ class SandboxService:
                         ) from error
                 except (OSError, http.client.HTTPException) as error:
                     reason = str(error)
-        raise SandboxServiceError(
-            f"sandbox service {url} gave no answer in {_ATTEMPTS} attempts ({reason});"
-            " is it running, and is reward_model.sandbox_fusion.url right?"
-        )
-
-
-def _decode(data: bytes, url: str) -> Fields:
-    try:
-        answer = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise SandboxServiceError(f"sandbox service {url} sent no JSON: {data[:200]!r}") from error
-    if not isinstance(answer, dict) or "status" not in answer:
-        raise SandboxServiceError(f"sandbox service {url}: no 'status' in {data[:200]!r}")
-    if answer["status"] == "SandboxError":
-        raise SandboxServiceError(f"sandbox service failed: {answer.get('message') or answer}")
-    return answer
+            else:
+                raise SandboxServiceError(
+                    f"sandbox service {url} gave no answer in {_ATTEMPTS} attempts ({reason});"
+                    " is it running, and is reward_model.sandbox_fusion.url right?"
+                )
+        try:
+            answer = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise SandboxServiceError(
+                f"sandbox service {url} sent no JSON: {data[:200]!r}"
+            ) from error
+        if not isinstance(answer, dict) or "status" not in answer:
+            raise SandboxServiceError(f"sandbox service {url}: no 'status' in {data[:200]!r}")
+        if answer["status"] == "SandboxError":
+            raise SandboxServiceError(f"sandbox service failed: {answer.get('message') or answer}")
+        return answer
 
 
 def _to_result(answer: Fields, output_bytes: int) -> SandboxResult:

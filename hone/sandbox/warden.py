@@ -18,21 +18,23 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from hone.sandbox.box import Box
 from hone.sandbox.cgroups import remove_stale_cgroups
 from hone.sandbox.interpreter import BindMounts
-from hone.sandbox.plan import NOBODY, RunRequest
-from hone.sandbox.privileges import as_root, lower_privileges
+from hone.sandbox.plan import NOBODY, BoxPlan, RunRequest
+from hone.sandbox.processes import as_root, lower_privileges
 from hone.sandbox.result import MAX_FILES, SandboxError, SandboxResult, Status
-from hone.sandbox.spares import SpareSlot
 
 MAX_MESSAGE_BYTES = 1 << 17
+SPARE_LIFETIME_S = 1.0  # runs further apart than this build no spare
 DESCRIPTORS_MARK = b"+"  # sent with the descriptors, before the reply
 _CGROUP_RETRY_S = 0.005  # a cgroup stays busy until its last member has exited
 _MAX_WAIT_S = 3600.0  # the selector rejects timeouts that a timespec cannot hold
 _SET_CHILD_SUBREAPER = 36
+
+Kind = tuple[BoxPlan, int, bool]  # plan, disk_mb, has_channel
 
 
 class CallerConnection:
@@ -80,7 +82,11 @@ class CallerConnection:
 
 
 class Warden:
-    """Serves requests from the control socket until it closes, and then kills its boxes."""
+    """Serves requests from the control socket until it closes, and then kills its boxes.
+
+    The warden holds at most one spare: a box of the kind that was requested twice in a row. A spare
+    is used once, like any box, and holds no data until its request arrives.
+    """
 
     def __init__(self, control: socket.socket, spare_lifetime_s: float) -> None:
         self._control = control
@@ -90,8 +96,11 @@ class Warden:
         self._cleaned_parents: set[str] = set()
         self._last_box_id = 0
         self._mounts = BindMounts()
-        self._spare_slot = SpareSlot(self._build_spare, self._discard, spare_lifetime_s)
         self._control_closed = False
+        self._spare: Box | None = None
+        self._spare_lifetime_s = spare_lifetime_s
+        self._last_kind: Kind | None = None
+        self._last_request_time = -math.inf
 
     def serve(self) -> None:
         self._selector.register(self._control, selectors.EVENT_READ, self._on_request)
@@ -104,15 +113,21 @@ class Warden:
                 box.guard(functools.partial(box.check, now))
                 if box.done:
                     self._finish(box)
-            self._spare_slot.check(now)
+            if self._spare is not None:
+                is_old = now >= self._last_request_time + self._spare_lifetime_s
+                if is_old or not self._spare.is_live_spare:
+                    self._discard_spare()
             self._exiting = [box for box in self._exiting if not box.release()]
             self._reap()
 
     def _wait_s(self) -> float | None:
         """Returns the longest time to wait for an event; None is no limit."""
-        wake_time = min([box.wake_at for box in self._boxes] + [self._spare_slot.discard_time])
+        wake_times = [box.wake_at for box in self._boxes]
+        if self._spare is not None:
+            wake_times.append(self._last_request_time + self._spare_lifetime_s)
         if self._exiting:
-            wake_time = min(wake_time, time.monotonic() + _CGROUP_RETRY_S)
+            wake_times.append(time.monotonic() + _CGROUP_RETRY_S)
+        wake_time = min(wake_times, default=math.inf)
         if wake_time == math.inf:
             return None
         return min(_MAX_WAIT_S, max(0.0, wake_time - time.monotonic()))
@@ -126,7 +141,7 @@ class Warden:
         if not data:
             self._control_closed = True
             self._selector.unregister(self._control)
-            self._spare_slot.discard()
+            self._discard_spare()
             for box in self._boxes:
                 box.kill(Status.KILLED)
             return
@@ -149,7 +164,7 @@ class Warden:
             for descriptor in text_fds:
                 os.close(descriptor)
         with contextlib.suppress(Exception):  # if this fails, the next request reports the error
-            self._spare_slot.restock(request)
+            self._restock(request)
 
     def _start(
         self, request: RunRequest, caller: CallerConnection, stdin_fd: int, *file_fds: int
@@ -159,20 +174,35 @@ class Warden:
             self._cleaned_parents.update(parents.unique_directories)
             with as_root():
                 remove_stale_cgroups(parents)
-        spare = self._spare_slot.take(request)
-        if spare is not None:
+        spare = self._spare
+        if spare is not None and spare.is_live_spare and _kind(request) == _kind(spare.request):
+            self._spare = None
             spare.send_to_caller = caller.send_descriptors
-            with contextlib.suppress(OSError):  # the spare died while it waited
-                assign = functools.partial(spare.assign, request, stdin_fd, file_fds[0])
-                return self._kill_on_error(spare, assign)
+            with contextlib.suppress(OSError), self._killed_on_error(spare):
+                spare.assign(request, stdin_fd, file_fds[0])
+                return spare
+            # The spare died while it waited.
         box, mount_points = self._create_box(request)
         box.send_to_caller = caller.send_descriptors
-        start = functools.partial(box.start, stdin_fd, [*file_fds], mount_points)
-        return self._kill_on_error(box, start)
+        with self._killed_on_error(box):
+            box.start(stdin_fd, [*file_fds], mount_points)
+        return box
 
-    def _build_spare(self, request: RunRequest) -> Box:
-        box, mount_points = self._create_box(request)
-        return self._kill_on_error(box, functools.partial(box.prepare, mount_points))
+    def _restock(self, request: RunRequest) -> None:
+        """Builds a spare if this request follows another of its kind within the lifetime of a spare."""
+        kind, now = _kind(request), time.monotonic()
+        is_early = now - self._last_request_time <= self._spare_lifetime_s
+        is_repeated = kind is not None and kind == self._last_kind and is_early
+        self._last_kind, self._last_request_time = kind, now
+        if not is_repeated:
+            return
+        if self._spare is not None and _kind(self._spare.request) != kind:
+            self._discard_spare()
+        if self._spare is None:
+            box, mount_points = self._create_box(request)
+            with self._killed_on_error(box):
+                box.prepare(mount_points)
+            self._spare = box
 
     def _create_box(self, request: RunRequest) -> tuple[Box, dict[str, str]]:
         self._last_box_id += 1
@@ -181,19 +211,21 @@ class Warden:
             mount_points = self._mounts.bind(paths)
         return Box(request, self._last_box_id, self._selector), mount_points
 
-    def _kill_on_error(self, box: Box, action: Callable[[], None]) -> Box:
-        """Runs the action and returns the box; kills the box if the action fails."""
+    @contextlib.contextmanager
+    def _killed_on_error(self, box: Box) -> Iterator[None]:
+        """Kills the box if the block fails."""
         try:
-            action()
+            yield
         except BaseException:
             box.kill(Status.KILLED)
             self._release(box)
             raise
-        return box
 
-    def _discard(self, box: Box) -> None:
-        box.kill(Status.KILLED)
-        self._boxes[box] = None
+    def _discard_spare(self) -> None:
+        if self._spare is not None:
+            self._spare.kill(Status.KILLED)
+            self._boxes[self._spare] = None
+            self._spare = None
 
     def _finish(self, box: Box) -> None:
         caller = self._boxes.pop(box)
@@ -208,7 +240,7 @@ class Warden:
 
     def _reap(self) -> None:
         """Reaps the orphans of boxes, which become children of the warden; does not reap the boxes."""
-        box_pids = {box.pid for box in self._boxes} | self._spare_slot.pids
+        box_pids = {box.pid for box in (*self._boxes, self._spare) if box is not None}
         while True:
             try:
                 child = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -217,6 +249,15 @@ class Warden:
             if child is None or child.si_pid in box_pids:
                 return
             os.waitpid(child.si_pid, 0)
+
+
+def _kind(request: RunRequest) -> Kind | None:
+    """Returns what must be equal for a spare and its request; None if no spare can fit the request."""
+    # Arguments, and files other than the program, are fixed when a box is built.
+    fits_spare = (
+        request.plan.bwrap_path is not None and not request.job.argv and not request.job.files
+    )
+    return (request.plan, request.job.disk_mb, request.has_channel) if fits_spare else None
 
 
 def main(control_fd: int, spare_lifetime_s: float) -> None:

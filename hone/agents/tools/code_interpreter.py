@@ -15,7 +15,7 @@ from hone.agents.tools.contract import (
 )
 from hone.event_loop import run_in_thread
 from hone.sandbox import run_python
-from hone.sandbox.result import Job, SandboxResult, Status
+from hone.sandbox.result import SandboxResult, Status
 from hone.sandbox.service import SandboxService
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
@@ -133,4 +133,4 @@ class SandboxFusionTool(CodeInterpreterTool):
 
     def run(self, code: str) -> SandboxResult:
         timeout_s = self.config.get("default_timeout", 30)
-        return self._service.run(Job(code, timeout_s=timeout_s, memory_mb=self._memory_mb))
+        return self._service.run_python(code, timeout_s=timeout_s, memory_mb=self._memory_mb)

@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 _LIMITS = ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request")
 DEFAULT_TIMEOUT_S = 300.0
-DEFAULT_TOKENS_PER_REQUEST = 2000
-"""The tokens that `max_tpm` counts per call if `estimated_tokens_per_request` is not set."""
 
 
 class RewardManagerBase(AbstractRewardManager, ABC):
@@ -204,13 +202,10 @@ class CallLimits:
         max_concurrent: int = 1,
         max_rpm: float | None = None,
         max_tpm: float | None = None,
-        estimated_tokens_per_request: int = DEFAULT_TOKENS_PER_REQUEST,
+        estimated_tokens_per_request: int = 2000,
     ) -> None:
-        for name, limit in (
-            ("max_concurrent", max_concurrent),
-            ("max_rpm", max_rpm),
-            ("max_tpm", max_tpm),
-        ):
+        limits = {"max_concurrent": max_concurrent, "max_rpm": max_rpm, "max_tpm": max_tpm}
+        for name, limit in limits.items():
             if limit is not None and not limit > 0:
                 raise WrongSetting(f"{name}={limit} of the reward settings must be positive")
         self.requests = None if max_rpm is None else AsyncTokenBucket(max_rpm / 60.0)
@@ -235,7 +230,7 @@ class CallLimits:
 
 @functools.cache
 def shared_limits(cls: type, **settings: float) -> CallLimits:
-    """Returns the limits that all managers of a class with these settings share."""
+    """Returns the limits of all managers of a class with these settings."""
     return CallLimits(**settings)  # type: ignore[arg-type]
 
 
@@ -250,17 +245,15 @@ class RateLimitedRewardManager(RewardManagerBase):
 
     def __init__(self, config: Settings, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        settings = _limits(config)
-        limits = {name: settings[name] for name in _LIMITS if settings.get(name) is not None}
-        self.limits = shared_limits(type(self), **limits)
-        for name in _reward_kwargs(config).get("extra") or {}:
-            if name not in (*_LIMITS, "timeout") and type(self) is RateLimitedRewardManager:
+        extra = _reward_kwargs(config).get("extra") or {}
+        for name in extra if type(self) is RateLimitedRewardManager else ():
+            if name not in (*_LIMITS, "timeout"):
                 hint = did_you_mean(nearest(name, (*_LIMITS, "timeout")))
                 raise WrongSetting(f"rate_limited has no setting reward_kwargs.{name}.{hint}")
-
-    @property
-    def timeout(self) -> float:
-        return _limits(self.config).get("timeout", DEFAULT_TIMEOUT_S)
+        settings = {**_reward_block(config), **extra}
+        limits = {name: settings[name] for name in _LIMITS if settings.get(name) is not None}
+        self.limits = shared_limits(type(self), **limits)
+        self.timeout: float = settings.get("timeout", DEFAULT_TIMEOUT_S)
 
     async def run_single(self, data: DataProto) -> Fields:
         async with self.limits.slot():
@@ -270,16 +263,14 @@ class RateLimitedRewardManager(RewardManagerBase):
             except SetupError:
                 raise
             except Exception as error:  # a user's score function may raise anything
-                return self._failure_result(error)
-
-    def _failure_result(self, error: Exception) -> Fields:
-        policy = _reward_kwargs(self.config)
-        if policy.get("on_failure") == "raise":
-            raise error
-        is_late = isinstance(error, asyncio.TimeoutError)
-        self._count_failure(Failed("timeout" if is_late else "exception", error_text(error)))
-        extra = {"timeout": True} if is_late else {"error": str(error)}
-        return _result_dict(policy.get("failure_score", 0.0), {**extra, "acc": 0.0})
+                policy = _reward_kwargs(self.config)
+                if policy.get("on_failure") == "raise":
+                    raise
+                is_late = isinstance(error, asyncio.TimeoutError)
+                reason = "timeout" if is_late else "exception"
+                self._count_failure(Failed(reason, error_text(error)))
+                extra = {"timeout": True} if is_late else {"error": str(error)}
+                return _result_dict(policy.get("failure_score", 0.0), {**extra, "acc": 0.0})
 
 
 def _result_dict(score: float, extra: Fields) -> Fields:
@@ -294,11 +285,6 @@ def _reward_block(config: Settings) -> Settings:
 
 def _reward_kwargs(config: Settings) -> Settings:
     return _reward_block(config).get("reward_kwargs") or {}
-
-
-def _limits(config: Settings) -> Settings:
-    """Returns the settings of the reward block, and those under its `reward_kwargs.extra`."""
-    return {**_reward_block(config), **(_reward_kwargs(config).get("extra") or {})}
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:

@@ -98,7 +98,8 @@ def register_score(
     if isinstance(target, str) and ":" not in target:
         raise ValueError(f"score of {source!r}: got {target!r}; write 'pkg.mod:function'")
     _registered[match][source] = Entry(target, full_mark, needs_ground_truth)
-    _clear_caches()
+    find.cache_clear()
+    scorer_of.cache_clear()
 
 
 def registered_scores() -> dict[str, dict[str, Entry]]:
@@ -110,10 +111,6 @@ def restore_scores(registered: Mapping[str, Mapping[str, Entry]]) -> None:
     """Replaces the registered entries by the `registered_scores` of another process."""
     for match in _MATCH_KINDS:
         _registered[match] = dict(registered.get(match, {}))
-    _clear_caches()
-
-
-def _clear_caches() -> None:
     find.cache_clear()
     scorer_of.cache_clear()
 
@@ -150,24 +147,10 @@ def default_compute_score(
     extra_info: Settings | None = None,
     **options: Any,
 ) -> float | Fields:
-    """Scores one response by the rule of its data source; `options` go to that rule.
+    """Scores one response by the rule of its data source, as verl does; `options` go to that rule.
 
-    Returns a number where verl does; `compute_score_details` also returns the parts.
+    Returns a number, or the dict of a rule that returns one in verl too.
     """
-    result = compute_score_details(data_source, solution_str, ground_truth, extra_info, **options)
-    target = scorer_of(data_source)[0].target
-    returns_details = isinstance(target, str) and target.endswith(":score_details")
-    return float(result["score"]) if returns_details and isinstance(result, dict) else result
-
-
-def compute_score_details(
-    data_source: str,
-    solution_str: str,
-    ground_truth: JsonValue,
-    extra_info: Settings | None = None,
-    **options: JsonValue,
-) -> float | Fields:
-    """Scores like `default_compute_score`, and returns the parts of the score if there are any."""
     entry, scorer = scorer_of(data_source)
     if entry.needs_ground_truth and is_missing(ground_truth):
         raise ground_truth_error(
@@ -181,7 +164,8 @@ def compute_score_details(
     }
     result = call_scorer(scorer, arguments, options)
     if isinstance(result, dict):
-        return result
+        is_dict_in_verl = getattr(scorer, "__name__", "") != "score_details"
+        return result if is_dict_in_verl else float(result["score"])
     return float(result[0]) if isinstance(result, (tuple, list)) else float(result)
 
 
@@ -220,13 +204,10 @@ def check_sources(
 
 def _unknown_source_message(source: str, where: str) -> str:
     names = known_sources()
-    num_others = sum(map(len, names.values())) - len(_EXAMPLES)
+    num_others = sum(map(len, names.values())) - 4
     hint = suggestion(source, names["exact"])
     return (
-        f"no scorer for data_source {source!r} ({where}).{hint} Known are {', '.join(_EXAMPLES)} "
-        f"and {num_others} more (docs/rewards.md); name your own score function with "
-        "custom_reward_function.path=FILE.py"
+        f"no scorer for data_source {source!r} ({where}).{hint} Known are openai/gsm8k, "
+        f"lighteval/MATH, nq, countdown and {num_others} more (docs/rewards.md); name your own score "
+        "function with custom_reward_function.path=FILE.py"
     )
-
-
-_EXAMPLES = ("openai/gsm8k", "lighteval/MATH", "nq", "countdown")

@@ -6,6 +6,7 @@ box is lost, it is replaced and the judgement is repeated. The program's box is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import marshal
@@ -72,10 +73,8 @@ def judge(
     job = Job(start_code, timeout_s=timeout_s, memory_mb=memory_mb)
     sources_json = json.dumps({"preamble": preamble, "tests": tests})
     for _ in range(_MAX_ATTEMPTS - 1):
-        try:
+        with contextlib.suppress(JudgeBoxLost):
             return _judge_once(job, plan, sources_json, caller_socket)
-        except JudgeBoxLost:
-            pass
     return _judge_once(job, plan, sources_json, caller_socket)
 
 
@@ -141,13 +140,11 @@ class JudgeBox:
                 if self._control_socket.recv(len(READY_MESSAGE)) != READY_MESSAGE:
                     self._run.result()  # raises if the box itself failed
                     raise JudgeBoxLost("sandbox: the judge's box did not start")
-            except TimeoutError as error:
+            except BaseException as error:
                 self.close()
-                raise JudgeBoxLost(
-                    f"sandbox: the judge's box was not ready in {_START_TIMEOUT_S} s"
-                ) from error
-            except BaseException:
-                self.close()
+                if isinstance(error, TimeoutError):
+                    message = f"sandbox: the judge's box was not ready in {_START_TIMEOUT_S} s"
+                    raise JudgeBoxLost(message) from error
                 raise
             return self._control_socket
 

@@ -7,7 +7,6 @@ import pytest
 
 from hone.rewards.rows import GroundTruthError
 from hone.rewards.scores import default_compute_score, prime_code, sandbox_fusion
-from hone.rewards.scores.table import compute_score_details
 
 pytestmark = pytest.mark.usefixtures("needs_sandbox")
 
@@ -42,10 +41,8 @@ def test_tests_may_be_in_the_extra_information() -> None:
     cases = [{"input": stdin, "output": expected} for stdin, expected in CASES]
     score = default_compute_score("codecontests", ODD, None, {"test_cases": cases})
     assert score == 1.0  # a number, as in verl; managers get the parts
-    assert compute_score_details("codecontests", ODD, None, {"test_cases": cases}) == {
-        "score": 1.0,
-        "acc": 1.0,
-    }
+    parts = prime_code.score_details(ODD, None, {"test_cases": cases})
+    assert parts == {"score": 1.0, "acc": 1.0}
 
 
 def test_functions_and_methods_are_called() -> None:

@@ -1,11 +1,16 @@
-"""Starts processes with posix_spawn, which copies no memory, and sets their rlimits."""
+"""Starts processes with posix_spawn, which copies no memory, and sets their rlimits and user ids.
+
+A warden that root starts runs as uid 65534, and as root only in `as_root()`. Programs that the warden
+executes never have root privileges, because exec resets the saved user id.
+"""
 
 from __future__ import annotations
 
 import os
 import resource
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from hone.sandbox.result import Job
 
@@ -46,3 +51,33 @@ def set_rlimits(pid: int, job: Job) -> None:
         if current_hard != resource.RLIM_INFINITY:  # a stricter existing limit is kept
             soft, hard = min(soft, current_hard), min(hard, current_hard)
         resource.prlimit(pid, limit, (soft, hard))
+
+
+def lower_privileges(uid: int) -> None:
+    """Sets the user and group to `uid` and keeps root as the saved id. Call it once, as root."""
+    os.setgroups([])
+    os.setresgid(uid, uid, 0)
+    os.setresuid(uid, uid, 0)
+
+
+@contextmanager
+def as_root() -> Iterator[None]:
+    """Makes root the effective user inside the block, if root is the saved user."""
+    effective_uid, saved_uid = os.getresuid()[1:]
+    if saved_uid != 0 or effective_uid == 0:
+        yield
+        return
+    os.seteuid(0)
+    try:
+        yield
+    finally:
+        os.seteuid(effective_uid)
+
+
+def drop_root() -> None:
+    """Removes the saved root id for good; called in a child before untrusted code runs."""
+    effective_uid, saved_uid = os.getresuid()[1:]
+    if saved_uid == 0 and effective_uid != 0:
+        gid = os.getegid()
+        os.setresgid(gid, gid, gid)
+        os.setresuid(effective_uid, effective_uid, effective_uid)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hone.sandbox.privileges import as_root, drop_root, lower_privileges
+from hone.sandbox.processes import as_root, drop_root, lower_privileges
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can lower its privileges")
 
