@@ -26,12 +26,7 @@ from typing import Any, TypeVar
 from hone.event_loop import raised_by_signal, run_coroutine
 from hone.rewards.failures import Failed, Scored, SetupError
 from hone.rewards.rows import ScorerInput, to_python
-from hone.rewards.scorer_code import (
-    definition_location,
-    describe,
-    error_location,
-    unwrap_function,
-)
+from hone.rewards.scorer_code import definition_location, describe, error_location, unwrap_function
 from hone.text import error_text, printable, short_repr
 from hone.types import Fields, Function, JsonObject, Settings
 

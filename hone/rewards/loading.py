@@ -17,12 +17,7 @@ from hone.config.reward import RewardKwargs, RewardModelConfig
 from hone.config.trees import PPOTrainerConfig
 from hone.plugins import PluginError, load_extern_object, load_object
 from hone.protocol import DataProto
-from hone.rewards.calling import (
-    FORMAT_ARGUMENTS,
-    ROW_ARGUMENTS,
-    accepted_names,
-    check_signature,
-)
+from hone.rewards.calling import FORMAT_ARGUMENTS, ROW_ARGUMENTS, accepted_names, check_signature
 from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.judge import CLASSIFIER_SETTINGS, CompletionClient, Judge
 from hone.rewards.managers.model import ModelRewardManager, ModelScorer

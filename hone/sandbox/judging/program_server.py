@@ -78,10 +78,7 @@ _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] =
         "T",
         lambda value: [value.year, value.month, value.day, *_clock(value), value.utcoffset()],
     ),
-    ("datetime", "timedelta"): (
-        "U",
-        lambda value: [value.days, value.seconds, value.microseconds],
-    ),
+    ("datetime", "timedelta"): ("U", lambda value: [value.days, value.seconds, value.microseconds]),
 }
 """Type → its tag, and a function that turns a value into plain data.
 
