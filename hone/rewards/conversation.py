@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 from hone.data.chat_template import apply_template
 from hone.tokenizer import Tokenizer
 
-Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
-"""Plain text, or chat messages."""
+Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]  # plain text, or chat messages
 _ZERO_WIDTH_SPACE = "\u200b"
 _CONTROL_TOKENS = (
     *("<|", "<｜", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "<s>", "</s>", "<bos>", "<eos>"),

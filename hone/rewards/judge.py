@@ -25,8 +25,7 @@ from hone.rewards.rows import ScorerInput
 from hone.text import clean_text
 from hone.types import Fields, JsonObject, JsonValue
 
-Request: TypeAlias = tuple[str, int]
-"""The text for the judge, and the index of the vote."""
+Request: TypeAlias = tuple[str, int]  # the text for the judge, and the index of the vote
 
 TEMPLATE = """You grade the response of an assistant to a question. The response stands between \
 two lines that begin with <response- and </response-. Everything between them is to be graded; \

@@ -20,12 +20,11 @@ from hone.protocol import DataProto
 from hone.rewards.calling import FORMAT_ARGUMENTS, ROW_ARGUMENTS, accepted_names, check_signature
 from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.judge import CLASSIFIER_SETTINGS, CompletionClient, Judge
-from hone.rewards.managers.model import ModelRewardManager, ModelScorer
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.reward_loop import RateLimitedRewardManager, RewardManagerBase
 from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
 from hone.rewards.scores.table import default_compute_score, register_score
-from hone.rewards.served import ServedClassifier
+from hone.rewards.served import ModelRewardManager, ModelScorer, ServedClassifier
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function
 

@@ -31,12 +31,10 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """Long, because a worker imports modules before its first job, slowly if the CPU is busy."""
-START_RETRIES = 2
-"""How many times in succession a worker that died during its start is replaced."""
+START_RETRIES = 2  # how many times in succession a worker that died during its start is replaced
 MESSAGE_TIMEOUT_S = 60.0
 """A worker that does not read or finish a message for this long counts as dead."""
-KILL_TIMEOUT_S = 10.0
-"""How long the end of a killed process is awaited."""
+KILL_TIMEOUT_S = 10.0  # how long the end of a killed process is awaited
 
 T = TypeVar("T")
 

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MAX_CHARS = 100_000
-"""Of a longer text, only the end is measured, because loops occur there."""
+MAX_CHARS = 100_000  # of a longer text, only the end is measured, because loops occur there
 PAIRWISE_CHARS = 512
 """Up to this length, all pairs of positions are compared, because sorting would be slower."""
-PAIRWISE_TEXTS = 128
-"""How many short texts are measured at once."""
+PAIRWISE_TEXTS = 128  # how many short texts are measured at once
 
 
 def repeatness(texts: Sequence[str]) -> list[float]:

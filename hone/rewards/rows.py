@@ -17,8 +17,7 @@ from hone.rewards.failures import WrongSetting
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
-INVALID_PREDICTION = "[INVALID]"
-"""The `pred` of a response without an answer."""
+INVALID_PREDICTION = "[INVALID]"  # the `pred` of a response without an answer
 POLICY, OBSERVATION = "policy", "observation"
 _NUM_TURNS_COLUMNS = ("__num_turns__", "num_turns")
 _ROLLOUT_SCORE_COLUMNS = ("reward_scores", "rollout_reward_scores")

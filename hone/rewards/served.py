@@ -1,4 +1,6 @@
-"""Scores responses with a served classifier: vLLM's `/classify`, `/pooling` and `/score`, or `texts`.
+"""The manager of a reward model outside of the run's workers: a judge, or a served classifier.
+
+Classifiers are served by vLLM's `/classify`, `/pooling` and `/score`, or by an endpoint of `texts`:
 
 | kind | request | answer |
 |---|---|---|
@@ -14,10 +16,12 @@ import asyncio
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 from hone.config.reward import RewardServerConfig
 from hone.data.prompts import as_messages
+from hone.event_loop import run_coroutine
+from hone.protocol import DataProto
 from hone.rewards.calling import read_result
 from hone.rewards.conversation import (
     conversation_text,
@@ -26,6 +30,7 @@ from hone.rewards.conversation import (
     prompt_text,
 )
 from hone.rewards.failures import Failed, Scored
+from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.remote import RemoteError, ScoringServer, cache_key
 from hone.rewards.rows import ScorerInput
 from hone.tokenizer import Tokenizer
@@ -34,6 +39,43 @@ from hone.types import Fields, JsonObject, JsonValue
 PATH_BY_KIND = {"classify": "/classify", "pooling": "/pooling", "score": "/score", "texts": ""}
 _RAW_OUTPUT = {"use_activation": False, "activation": False}
 """Request fields that turn off the activation function of the classification head."""
+
+
+class ModelScorer(Protocol):
+    """A reward model that scores rows; `extra_info["prompt"]` is the row's prompt."""
+
+    async def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]: ...
+
+    def pop_metrics(self) -> dict[str, float]: ...
+
+    def connection_error(self) -> str | None:
+        """Returns why the model's server cannot be reached, or None."""
+
+
+class ModelRewardManager(RuleRewardManager):
+    """Scores all rows of a batch concurrently with a `ModelScorer`."""
+
+    def __init__(self, tokenizer: Tokenizer, *, scorer: ModelScorer, **kwargs: Any) -> None:
+        super().__init__(tokenizer, 0, scorer.score_rows, **kwargs)
+        self.scorer = scorer
+
+    def read_rows(
+        self, data: DataProto, ids: list[list[int]], is_policy: list[list[bool]]
+    ) -> list[ScorerInput]:
+        """Adds the prompt to each row."""
+        rows = super().read_rows(data, ids, is_policy)
+        for row, prompt in zip(rows, data.non_tensor_batch["raw_prompt"], strict=True):
+            row.extra_info["prompt"] = prompt
+        return rows
+
+    def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
+        return run_coroutine(self.scorer.score_rows(rows))
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Returns failures by reason (`reward/model_failures/…`) and the scorer's metrics."""
+        items = super().pop_metrics().items()
+        failures = {name.replace("reward/", "reward/model_", 1): value for name, value in items}
+        return failures | self.scorer.pop_metrics()
 
 
 class ServedClassifier:

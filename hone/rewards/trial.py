@@ -54,15 +54,11 @@ class TrialRow:
         )
 
     def responses(self) -> list[ScorerInput]:
-        truth = _text_of(self.ground_truth)
-        texts = [
-            response_format.format(truth=truth, prompt=self.prompt)
-            for response_format in RESPONSE_FORMATS
-        ]
-        source, ground_truth, extra = self.data_source, self.ground_truth, self.extra_info
+        source, truth, extra = self.data_source, self.ground_truth, self.extra_info
+        values = {"truth": _text_of(truth), "prompt": self.prompt}
         return [
-            ScorerInput(source, text, ground_truth, extra | policy_transcript_info(text))
-            for text in texts
+            ScorerInput(source, text, truth, extra | policy_transcript_info(text))
+            for text in (response_format.format(**values) for response_format in RESPONSE_FORMATS)
         ]
 
 
@@ -92,7 +88,13 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
         detail = f"the score function of {location}: {detail}"
     is_same_error = len({(failed.reason, failed.error_classes) for failed in failures}) == 1
     source = f"{rows[0].location} (data_source {rows[0].data_source!r})"
-    if is_same_error and _is_response_independent(first):
+    # A function without a final `return` returns None for a text that it does not recognize.
+    may_depend_on_response = (
+        bool(TEXT_ERRORS & set(first.error_classes))
+        or first.reason not in ("exception", "no_ground_truth", "nan", "inf", "bad_return")
+        or (first.reason == "bad_return" and first.detail.startswith("None "))
+    )
+    if is_same_error and not may_depend_on_response:
         return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
     policy = manager.failure_policy
     consequence = (
@@ -103,16 +105,6 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
     return Verdict(
         warning=f"the score function failed on {source} with the ground truth as the response: "
         f"{detail}; {consequence}"
-    )
-
-
-def _is_response_independent(failed: Failed) -> bool:
-    """Returns whether no response could have caused the failure."""
-    if failed.reason == "exception":
-        return not TEXT_ERRORS & set(failed.error_classes)
-    # A function without a final `return` returns None for a text that it does not recognize.
-    return failed.reason in ("no_ground_truth", "nan", "inf") or (
-        failed.reason == "bad_return" and not failed.detail.startswith("None ")
     )
 
 

@@ -151,8 +151,7 @@ def run_job(job: Job, plan: BoxPlan, caller_socket: socket.socket | None = None)
         return run.result()
 
 
-close = _warden.close
-"""Ends the warden of this process; the next run starts a new one."""
+close = _warden.close  # ends the warden of this process; the next run starts a new one
 
 
 class Run:

@@ -16,8 +16,7 @@ from hone.sandbox.result import Job
 
 # Python or the warden ignores these signals; programs expect the default handlers.
 SIGNALS_TO_RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-StandardFds = tuple[int, int, int]
-"""The descriptors that become stdin, stdout and stderr."""
+StandardFds = tuple[int, int, int]  # the descriptors that become stdin, stdout and stderr
 
 
 def spawn(argv: list[str], *, standard_fds: StandardFds, pass_fds: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ A wrong but well-formed answer scores `format_score` (default 0; 0.1 is common).
 
 from __future__ import annotations
 
+import contextlib
 import re
 from decimal import Decimal, InvalidOperation
 
@@ -43,8 +44,11 @@ def compute_score(
     if answer is None:
         return 0.0
     expected = _remove_commas(str(ground_truth).strip())
-    if answer == expected or (method == "flexible" and _is_same_number(answer, expected)):
+    if answer == expected:
         return score
+    with contextlib.suppress(InvalidOperation):
+        if method == "flexible" and Decimal(answer) == Decimal(expected):
+            return score
     return format_score
 
 
@@ -52,10 +56,3 @@ def _remove_commas(number: str) -> str:
     """Removes thousands separators; `42,43` is not one number and stays unchanged."""
     number = number.rstrip(",")
     return number.replace(",", "") if _GROUPED_NUMBER.fullmatch(number) else number
-
-
-def _is_same_number(left: str, right: str) -> bool:
-    try:
-        return Decimal(left) == Decimal(right)
-    except InvalidOperation:
-        return False

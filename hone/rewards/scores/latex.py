@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-MAX_CHARS = 2000
-"""Longer answers are not normalized, because no real answer is that long."""
+MAX_CHARS = 2000  # longer answers are not normalized, because no real answer is that long
 _BRACE = re.compile(r"[{}]")
 
 

@@ -12,8 +12,7 @@ from threading import Semaphore
 from hone.rewards.programs import Limits, count_passed, extract_code, read_tests
 from hone.types import Fields, JsonValue, Settings
 
-MAX_COUNTED_TESTS = 10
-"""How many tests count with `continuous`."""
+MAX_COUNTED_TESTS = 10  # how many tests count with `continuous`
 TEST_TIMEOUT_S = 10.0
 
 

@@ -27,9 +27,10 @@ def extract_answer(text: str) -> tuple[str, bool]:
     if boxed is not None:
         return boxed.strip(), True
     tail = text[-TAIL_CHARS:]
-    environment = last_environment(tail)
-    if environment is not None:
-        return environment, bool(_ANSWER_PHRASE.search(tail))
+    match = _ENVIRONMENT.search(tail)  # such as a matrix at the end of the text
+    start = tail.rfind(f"\\begin{{{match.group(1)}}}") if match else -1
+    if match and start >= 0:
+        return tail[start : match.end(1) + 1], bool(_ANSWER_PHRASE.search(tail))
     phrases = list(_ANSWER_PHRASE.finditer(tail))
     sentence = tail[phrases[-1].end() :] if phrases else tail.strip().split("\n")[-1]
     sentence = sentence.strip().split("\n")[0]
@@ -37,13 +38,6 @@ def extract_answer(text: str) -> tuple[str, bool]:
     if not phrases:
         sentence = _CONNECTIVES.sub("", sentence)
     return sentence.strip(" $*"), bool(phrases)
-
-
-def last_environment(text: str) -> str | None:
-    r"""Returns the `\begin{…}…\end{…}` (such as a matrix) at the end of the text, or None."""
-    match = _ENVIRONMENT.search(text)
-    start = text.rfind(f"\\begin{{{match.group(1)}}}") if match else -1
-    return text[start : match.end(1) + 1] if match and start >= 0 else None
 
 
 def grade_answer(answer: str, truth: str) -> bool:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable
 from hone.rewards.rows import all_answers, decode_json, ground_truth_error, last_answer, to_python
 from hone.types import JsonValue, Settings
 
-MAX_TAGS = 10
-"""A response with more opening or closing answer tags gets a quarter of its score."""
+MAX_TAGS = 10  # a response with more opening or closing answer tags gets a quarter of its score
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

@@ -7,10 +7,9 @@ white space in between. The policy must not write information. Tags in a passage
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from hone.rewards.rows import POLICY, Segments, all_answers
-from hone.rewards.scores.qa_em import em_check, extract_solution, golden_answers, normalize_answer
+from hone.rewards.scores.qa_em import em_check, extract_solution, golden_answers, subem_check
 from hone.types import JsonValue, Settings
 
 _TAGS = ("think", "search", "information", "answer")
@@ -89,27 +88,10 @@ def _check_blocks(text: str) -> tuple[bool, str]:
     return (True, "") if last_block == "answer" else (False, f"ends after {last_block}")
 
 
-def extract_information_blocks(text: str) -> list[str]:
-    """Returns the `<information>` blocks of a whole transcript, also those that the model wrote."""
-    return all_answers(text, "information")
-
-
-def observed_passages(segments: Segments) -> list[str]:
-    """Returns the passages that searches returned."""
-    passages = [_passage(s["text"]) for s in segments if s["role"] != POLICY]
-    return [passage for passage in passages if passage is not None]
-
-
 def _passage(observation: str) -> str | None:
     """Returns the text from the first opening to the last closing tag, or None without tags."""
     start, end = observation.find(_OPEN), observation.rfind(_CLOSE)
     return observation[start + len(_OPEN) : end].strip() if 0 <= start < end else None
-
-
-def is_retrieval_correct(passages: Iterable[str], golden: list[str]) -> bool:
-    """Returns whether a retrieved passage contains a reference answer."""
-    answers = [answer for answer in map(normalize_answer, golden) if answer]
-    return any(answer in normalize_answer(passage) for passage in passages for answer in answers)
 
 
 def score_details(
@@ -130,16 +112,17 @@ def score_details(
     golden = golden_answers(ground_truth)
     if score_observations:
         format_valid, _ = is_valid_sequence(solution_str)
-        passages = extract_information_blocks(solution_str)
+        passages = all_answers(solution_str, "information")
     else:
         # The text of a row without segments is the policy's.
         own_segment = {"role": POLICY, "text": solution_str}
         segments = (extra_info or {}).get("transcript_segments") or [own_segment]
         format_valid, _ = is_valid_conversation(segments)
-        passages = observed_passages(segments)
+        observations = [_passage(s["text"]) for s in segments if s["role"] != POLICY]
+        passages = [passage for passage in observations if passage is not None]
     answer = extract_solution(solution_str)
     is_correct = answer is not None and em_check(answer, golden)
-    retrieval_hit = format_valid and is_retrieval_correct(passages, golden)
+    retrieval_hit = format_valid and any(subem_check(passage, golden) for passage in passages)
     if is_correct:
         value = score if format_valid else score - structure_format_score
     elif format_valid:

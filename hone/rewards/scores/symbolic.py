@@ -24,21 +24,16 @@ from hone.rewards.pool import DeadlinePool
 
 logger = logging.getLogger(__name__)
 
-Pair = tuple[str, str]
-"""An answer and the ground truth."""
-Comparisons = dict[Pair, bool | Failed]
-"""The results of comparisons."""
+Pair = tuple[str, str]  # an answer and the ground truth
+Comparisons = dict[Pair, bool | Failed]  # the results of comparisons
 
 SHORT_CPU_S = 0.1
 """CPU time per comparison in the first round, which includes every comparison of a batch."""
 LONG_CPU_S = 0.5
 """CPU time per comparison in the second round, for comparisons that timed out in the first round."""
-MAX_LONG_COMPARISONS = 32
-"""Limit on comparisons per batch in the second round."""
-MAX_CRASHES = 8
-"""The rest of a round is skipped after this many crashed processes."""
-WALL_LIMIT_S = 60.0
-"""Wall-clock limit of a comparison, for a process that uses no CPU time."""
+MAX_LONG_COMPARISONS = 32  # limit on comparisons per batch in the second round
+MAX_CRASHES = 8  # the rest of a round is skipped after this many crashed processes
+WALL_LIMIT_S = 60.0  # wall-clock limit of a comparison, for a process that uses no CPU time
 MAX_PROCESSES = 8
 MAX_CHARS = 1000
 _CACHE_SIZE = 65_536
@@ -62,8 +57,7 @@ _SKIPPED = Failed("skipped", "the budget is spent")
 """The result of a comparison that was not made; the next batch makes it."""
 _lock = threading.Lock()
 _pool: DeadlinePool[bool | None] | None = None
-num_processes: int | None = None
-"""The number of comparison processes; None is one per core."""
+num_processes: int | None = None  # the number of comparison processes; None is one per core
 _cache: Comparisons = {}
 _recorded_pairs: ContextVar[list[Pair] | None] = ContextVar("recorded_pairs", default=None)
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from sympy import Basic
 
 MEMORY_LIMIT_MB = 2048
-GRACE_CPU_S = 0.5
-"""CPU time between the interrupt and the kernel's kill."""
+GRACE_CPU_S = 0.5  # CPU time between the interrupt and the kernel's kill
 _WARM_UP_PAIRS = (
     (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt 3}"),
     (r"\{2,1\}", r"\{1,2\}"),

@@ -20,8 +20,7 @@ from fractions import Fraction
 from types import MemberDescriptorType
 from typing import Any, NoReturn, TypeAlias
 
-Value: TypeAlias = Any
-"""A value of any type, of the program or of its tests."""
+Value: TypeAlias = Any  # a value of any type, of the program or of its tests
 Shape: TypeAlias = type | list[type]
 """The exact type of a tag's content, or the exact types of its items."""
 
@@ -194,29 +193,6 @@ def _parse_large_integer(text: str) -> int:
     return int(text, 16)
 
 
-def _parse_deque(content: list[Value]) -> Value:
-    items, max_length = content
-    return collections.deque(_check_shape(items, list), max_length)
-
-
-def _parse_time(content: list[Value]) -> datetime.time:
-    *parts, offset = content
-    hour, minute, second, microsecond = _check_shape(parts, [int] * 4)
-    return datetime.time(hour, minute, second, microsecond, _time_zone(offset))
-
-
-def _parse_datetime(content: list[Value]) -> datetime.datetime:
-    *parts, offset = content
-    return datetime.datetime(*_check_shape(parts, [int] * 7)).replace(tzinfo=_time_zone(offset))
-
-
-def _time_zone(offset: Value) -> datetime.timezone | None:
-    """Returns the zone of an offset from UTC; None of a time without a zone."""
-    if offset is None:
-        return None
-    return datetime.timezone(_check_shape(offset, datetime.timedelta))
-
-
 _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
     "i": (str, _parse_large_integer),
     "t": (list, tuple),
@@ -230,16 +206,16 @@ _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
     "K": (list, lambda items: dict.fromkeys(items).keys()),
     "I": (list, lambda items: _pair_up(items).items()),
     "V": (list, lambda items: dict(enumerate(items)).values()),
-    "q": (list, _parse_deque),
+    "q": (list, lambda parts: collections.deque(_check_shape(parts[0], list), *parts[1:])),
     "C": (list, lambda items: collections.Counter(_pair_up(items))),
     "O": (list, lambda items: collections.OrderedDict(_pair_up(items))),
     "D": (list, lambda items: collections.defaultdict(None, _pair_up(items))),
     "N": (str, lambda text: Decimal(text[:_MAX_DIGITS])),
     "F": ([int, int], lambda parts: Fraction(*parts)),
     "M": (list, lambda parts: Match(*parts)),
-    "Y": ([int, int, int], lambda parts: datetime.date(*parts)),
-    "H": (list, _parse_time),
-    "T": (list, _parse_datetime),
+    "Y": (str, datetime.date.fromisoformat),
+    "H": (str, datetime.time.fromisoformat),
+    "T": (str, datetime.datetime.fromisoformat),
     "U": ([int, int, int], lambda parts: datetime.timedelta(*parts)),
     "-": (type(None), lambda _: ABSENT),
     ".": (type(None), lambda _: ...),

@@ -35,11 +35,6 @@ def _flatten_items(value: dict[Value, Value]) -> list[Value]:
     return [part for pair in value.items() for part in pair]
 
 
-def _clock(value: Value) -> list[int]:
-    """Returns the time of day of a `time` or `datetime`."""
-    return [value.hour, value.minute, value.second, value.microsecond]
-
-
 def _attributes(value: Value) -> dict[str, Value]:
     """Returns the attributes of an object, also those in slots."""
     slots = [
@@ -72,12 +67,9 @@ _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] =
     ("decimal", "Decimal"): ("N", str),
     ("fractions", "Fraction"): ("F", lambda value: [value.numerator, value.denominator]),
     ("re", "Match"): ("M", lambda value: [value.group(), *value.span()]),
-    ("datetime", "date"): ("Y", lambda value: [value.year, value.month, value.day]),
-    ("datetime", "time"): ("H", lambda value: [*_clock(value), value.utcoffset()]),
-    ("datetime", "datetime"): (
-        "T",
-        lambda value: [value.year, value.month, value.day, *_clock(value), value.utcoffset()],
-    ),
+    ("datetime", "date"): ("Y", lambda value: value.isoformat()),
+    ("datetime", "time"): ("H", lambda value: value.isoformat()),
+    ("datetime", "datetime"): ("T", lambda value: value.isoformat()),
     ("datetime", "timedelta"): ("U", lambda value: [value.days, value.seconds, value.microseconds]),
 }
 """Type → its tag, and a function that turns a value into plain data.

@@ -28,7 +28,7 @@ from hone.workers.rollout_worker import RolloutWorker
 from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker
 
 if TYPE_CHECKING:
-    from hone.rewards.managers.model import ModelRewardManager
+    from hone.rewards.served import ModelRewardManager
 
 AnyGroup: TypeAlias = WorkerGroup[Any]
 """A worker group whose class depends on the configuration or the caller."""
