@@ -1,7 +1,6 @@
-"""Rule-based scores, and the managers that turn them into token rewards.
+"""Rule-based scores, and the managers that turn scores into token rewards.
 
-Names are imported on first use, so that a scoring process starts without torch. Reward models
-(networks) run in workers; the trainer combines their scores with rule-based scores.
+Names are imported on first use, so that a scoring process starts without torch.
 """
 
 from __future__ import annotations

@@ -108,10 +108,7 @@ async def await_row(
 
 
 def failure_of(error: BaseException, function: Function) -> Failed:
-    """Returns the failure for an exception, with the line in the user's code.
-
-    Raises an error of the setup, and the exit that a scheduler's signal asks for.
-    """
+    """Returns the failure for a scorer's exception; raises a SetupError, and the exit of a scheduler."""
     if isinstance(error, SetupError) or (isinstance(error, SystemExit) and raised_by_signal(error)):
         raise error
     location = error_location(error, function)

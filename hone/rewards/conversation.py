@@ -1,8 +1,4 @@
-"""Renders conversations for a reward model or a judge.
-
-The text of a response may contain control tokens of the model that reads it. A zero-width space
-after the first character of each makes them plain text for tokenizers.
-"""
+"""Renders conversations for a reward model or a judge, with the control tokens of responses broken up."""
 
 from __future__ import annotations
 

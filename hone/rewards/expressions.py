@@ -1,8 +1,4 @@
-"""Evaluates model-written arithmetic without `eval`: + - * /, unary minus, parentheses, integers.
-
-Values are exact fractions. Long or deeply nested text and long numbers are refused before any
-arithmetic. `evaluate_compat` accepts all that TinyZero's `eval` accepts, and computes with floats.
-"""
+"""Evaluates model-written arithmetic exactly and without `eval`: + - * /, minus, parentheses, integers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """The results of scoring a row, and the policy for rows that fail.
 
-Under the policy `raise`, a failure stops the run; under `score`, the row gets `failure_score`.
 Failures are counted by reason, a short word that becomes part of a metric name.
 """
 

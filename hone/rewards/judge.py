@@ -1,7 +1,6 @@
 """A generative judge: a language model reads question and response, and writes a grade.
 
-The response is untrusted. Its control tokens are broken up, and the response is inserted in
-one pass between two lines with its hash, so that no response can contain its closing line.
+The response is untrusted: its control tokens are broken up, and it stands between two lines with its hash.
 """
 
 from __future__ import annotations
@@ -101,10 +100,7 @@ def _message_content(answer: Fields) -> str:
 
 
 class Judge:
-    """Grades responses from 0 to 1. A judge is also a score function: `hone.Judge(url=…)`.
-
-    The settings are the keys of `reward_model.judge` and `reward_model.server`.
-    """
+    """Grades responses from 0 to 1, also as a score function; settings are keys of `reward_model.judge`."""
 
     has_own_deadline = True
     """Each request has its own deadline; a deadline of the manager would include the wait for a slot."""

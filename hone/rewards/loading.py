@@ -143,10 +143,7 @@ def load_model_manager(
     model_tokenizer: Tokenizer | None,
     client: CompletionClient | None = None,
 ) -> ModelRewardManager:
-    """Returns the manager of a served classifier or of a judge.
-
-    A judge uses `client`, or the configured server if `client` is None.
-    """
+    """Returns the manager of a served classifier, or of a judge: `client`, or the configured server."""
     reward_model = config.reward_model
     scorer: ModelScorer
     if reward_model.type == "judge":
@@ -228,10 +225,7 @@ def _router_address(url: str | tuple[str, ...]) -> str:
 
 
 def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Fields:
-    """Returns keyword arguments for scorers: format scores, sandbox, reward model, `score_kwargs`.
-
-    A user-defined scorer gets the arguments that it names, and all of `score_kwargs`.
-    """
+    """Returns the scorer's keyword arguments; a user's scorer gets those it names, and all `score_kwargs`."""
     reward_model = config.reward_model
     options = {
         name: getattr(reward_model, name)

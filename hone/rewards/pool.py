@@ -1,7 +1,6 @@
 """Scoring processes with hard deadlines: a process that exceeds one is killed and replaced.
 
-Workers are new interpreters without torch, never forks of this threaded process. One thread per
-worker waits for its answer; results are in the order of the jobs.
+Workers are new interpreters without torch, never forks of this process, which has threads.
 """
 
 from __future__ import annotations
@@ -76,10 +75,7 @@ class _Worker:
 
 
 class DeadlinePool(Generic[T]):
-    """Processes, each with a callable that `factory` (`"module:name"`) creates from `keywords`.
-
-    `run` calls it once per job with the job's keyword arguments.
-    """
+    """Processes that call `factory(**keywords)(**job)` for each job; `factory` is `"module:name"`."""
 
     def __init__(self, factory: str, keywords: Settings, size: int) -> None:
         if size < 1:

@@ -1,8 +1,6 @@
-"""The worker process of `pool.py`: creates the callable once, then runs jobs.
+"""The worker process of `pool.py`: creates the callable once, then runs jobs until the pool ends it.
 
-The process ends when the pool closes its socket or kills it, and ignores SIGTERM: a scheduler may send
-SIGTERM to every process, and the trainer needs scores to finish its step. If the parent dies during a call,
-a thread ends this process and its children, or a timer if the call does not let threads run.
+Workers ignore SIGTERM, which a scheduler may send to every process: a trainer needs scores to end its step.
 """
 
 from __future__ import annotations

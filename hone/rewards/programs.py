@@ -1,7 +1,6 @@
 """Tests model-written programs: extracts the code, reads the tests, runs each test in a box.
 
-Every test is a separate run in `hone.sandbox`. The program cannot tamper with the result: its
-output is compared here, and assertions run in a second box.
+The program cannot tamper with the result: its output is compared here, and assertions run in a second box.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """An HTTP client of scoring servers, with limits, retries, deadlines and a cache of answers.
 
-Requests run in threads that a closing event loop does not wait for, so a server that never answers
-causes no delay beyond the deadline. Messages contain neither the API key nor the query of a URL.
+Messages contain neither the API key nor the query of a URL.
 """
 
 from __future__ import annotations

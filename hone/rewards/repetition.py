@@ -1,8 +1,4 @@
-"""Measures how repetitive a text is: 0 without repeats, close to 1 for a text that only repeats.
-
-This is PURE's measure: the sum of the longest common prefixes (LCP) of adjacent sorted suffixes,
-divided by n(n+1)/2, the number of substrings of a text of n characters (not tokens).
-"""
+"""PURE's measure of repetition: 0 for a text without repeats, close to 1 for a text that only repeats."""
 
 from __future__ import annotations
 
@@ -35,10 +31,7 @@ def _codes(text: str) -> np.ndarray:
 
 
 def _lcp_sums_pairwise(texts: Sequence[str]) -> list[int]:
-    """Returns Σ LCP(adjacent suffixes) of each text, as Σ_i max_{j < i} LCP(suffix i, suffix j).
-
-    Both sums are the number of substrings minus the number of distinct substrings.
-    """
+    """Returns Σ LCP(adjacent suffixes) of each text, which equals Σ_i max_{j < i} LCP(suffix i, suffix j)."""
     longest = max(map(len, texts))
     codes = np.full((longest, len(texts)), np.nan, dtype=np.float32)  # NaN equals no character
     for index, text in enumerate(texts):

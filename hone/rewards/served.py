@@ -117,10 +117,7 @@ class ServedClassifier:
         return (conversation_text(conversation, response, self._tokenizer),)
 
     async def scores(self, texts: Sequence[tuple[str, ...]]) -> list[float | Failed]:
-        """Returns the score of each text, or the failure of its request; equal texts are sent once.
-
-        Each item of `texts` is one rendered conversation, or (`kind` score) a prompt and a response.
-        """
+        """Returns a score or failure for each item: a conversation, or (`kind` score) a prompt and a response."""
         cache = self.server.cache
         name = self.model or self.server.address
         keys = {text: cache_key(self.kind, name, list(text)) for text in texts}

@@ -1,8 +1,4 @@
-"""Sends a scorer to another process by its import path, never by its code.
-
-A module-level function is sent as `"module:name"` or `"file.py:name"`, a callable object as a
-pickle. Lambdas and local functions raise an error.
-"""
+"""Sends a scorer to another process: a function by its import path, a callable object as a pickle."""
 
 from __future__ import annotations
 

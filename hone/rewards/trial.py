@@ -1,7 +1,6 @@
 """Tries a scorer before training, on rows of the data with responses that contain the ground truth.
 
-A scorer works if it returns a number for one of them. It is refused if every response fails with
-the same error, of a kind that does not depend on the response. Other failures only print a warning.
+A scorer is refused if every response fails with the same error, and the error cannot depend on the response.
 """
 
 from __future__ import annotations
@@ -120,12 +119,10 @@ def _text_of(value: JsonValue) -> str:
 def ground_truth_scorer(
     target: str, source_key: str, prompt_key: str
 ) -> Callable[[Settings], float | str]:
-    """Returns a function that maps a row to the score of its ground truth, or to the failure.
-
-    `target` is the score function as `file.py` or `file.py:name`.
-    """
-    path, _, name = target.rpartition(":") if target.rpartition(":")[0] else (target, "", "")
-    function = load_extern_object(path, name or CustomRewardFunctionConfig.name)
+    """Returns a function that maps a row to the score of its ground truth, or to the failure."""
+    path, _, name = target.rpartition(":")  # file.py:name, or file.py
+    name = name if path else CustomRewardFunctionConfig.name
+    function = load_extern_object(path or target, name)
     manager = NaiveRewardManager(None, 0, function)
     manager.check_scorer()
 

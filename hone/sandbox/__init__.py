@@ -1,8 +1,4 @@
-"""Runs untrusted code in a box without network or host files, under hard limits.
-
-`run_python(code)` runs one program and `run_many(jobs)` runs many. `layers()` returns the isolation
-layers and whether each is active.
-"""
+"""Runs untrusted code in a box without network or host files, under hard limits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One run from start to result, as callbacks for the warden's event loop.
-
-A box owns the descriptors and the cgroup of its run, and releases them. It never blocks.
-"""
+"""One run from start to result, as callbacks for the warden's event loop; a box never blocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The mounts and command-line options of a box that bubblewrap builds.
-
-A box has new namespaces, no capabilities, uid 65534, an empty working directory in memory, and
-read-only mounts of /usr and the interpreter. processes.py and the warden set the limits.
-"""
+"""The mounts and command-line options of a box that bubblewrap builds; `processes.py` sets the limits."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The cgroup of a run, which limits its total memory and number of processes and lists its members.
 
-It is created below the cgroup of this process, so a run stays within the limits of this process.
-CPU shares are not set: the CPU limit is an rlimit.
+A run's cgroup is a child of this process's cgroup, so a run stays within the limits of this process.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ class ParentCgroups:
 
 
 def find_parents(proc: Path = Path("/proc/self")) -> tuple[ParentCgroups | None, str]:
-    """Returns the parents of new cgroups, and their version and controllers as text.
-
-    Returns None and the reason if no cgroup can be created.
-    """
+    """Returns the parents of new cgroups or None, and a text: their controllers, or why there are none."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()

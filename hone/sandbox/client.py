@@ -1,7 +1,4 @@
-"""The client of the warden: sends requests to the warden and waits for the results.
-
-Each process has one warden, which starts on first use and is replaced if it is killed.
-"""
+"""The client of the warden: each process has one, which starts on first use and is replaced if it dies."""
 
 from __future__ import annotations
 
@@ -143,10 +140,7 @@ os.register_at_fork(after_in_child=_warden.forget)
 
 
 def run_job(job: Job, plan: BoxPlan, caller_socket: socket.socket | None = None) -> SandboxResult:
-    """Runs one job. Raises SandboxError if the box fails, but not if the program fails.
-
-    caller_socket: the run ends with CallerDisconnected if this connection closes.
-    """
+    """Runs one job; raises SandboxError if the box fails, CallerDisconnected if `caller_socket` closes."""
     with Run(job, plan, caller_socket=caller_socket) as run:
         return run.result()
 

@@ -1,7 +1,4 @@
-"""The file descriptors of one box, which are close-on-exec and are closed with the box.
-
-Text for a box is in sealed memfds: in-memory files that the program in the box cannot change.
-"""
+"""The file descriptors of one box, and sealed memfds: files in memory that no program can change."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Chooses the Python interpreter of the box, and finds the paths that the interpreter needs.
 
-Only the standard library is visible: site-packages is hidden, unless the interpreter belongs to a
-virtual environment. bubblewrap.py and landlock.py make the paths visible. Root's Python is often
-below /root, which uid 65534 cannot enter; the warden bind-mounts it in an accessible directory.
+Site-packages is hidden, unless the interpreter belongs to a virtual environment. Root's Python is often below
+/root, which uid 65534 cannot enter; the warden bind-mounts it in an accessible directory.
 """
 
 from __future__ import annotations
@@ -123,10 +122,7 @@ class BindMounts:
         self._mount_points: dict[str, str] = {}
 
     def bind(self, paths: Sequence[str]) -> dict[str, str]:
-        """Mounts each new path and returns the mount point of every path.
-
-        Raises OSError if this process may not mount.
-        """
+        """Mounts each new path and returns the mount point of every path."""
         for path in paths:
             if path not in self._mount_points:
                 self._directory = self._directory or _mount_directory(paths)

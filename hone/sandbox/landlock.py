@@ -1,7 +1,7 @@
 """The box without bubblewrap: a temporary directory, Landlock for files, seccomp for sockets.
 
-It is weaker than bubblewrap and used only if the configured minimum allows it: the program sees the
-pids of host processes (not their contents), and stat(2) works on denied paths.
+It is used only if the configured minimum allows it: the program sees the pids of host processes, and stat(2)
+works on denied paths.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ def fork_program(
     standard_fds: StandardFds,
     error_pipe: int,
 ) -> int:
-    """Forks a child that restricts itself and executes the program; returns the child's pid.
-
-    error_pipe: the child writes the error here if setup fails; exec closes it.
-    """
+    """Forks a child that restricts itself and executes the program; errors before that go to `error_pipe`."""
     warden_pid = os.getpid()
     pid = os.fork()
     if pid:

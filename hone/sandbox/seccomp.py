@@ -1,7 +1,6 @@
-"""The seccomp filter: a BPF program that denies system calls to a program in the box.
+"""The seccomp filter: a BPF program that denies system calls which no ordinary Python program uses.
 
-Namespaces isolate the box; this deny list removes kernel interfaces that no ordinary Python program
-uses. There are no 32-bit tables: every call of another ABI is refused.
+There are no 32-bit tables: every call of another ABI is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A client for code execution services with SandboxFusion's `run_code` API.
+"""A client for code execution services with SandboxFusion's `run_code` API, which isolate the program.
 
-Clusters whose trainer nodes may not run untrusted code need such a service. The service isolates the
-program. A failure of the service raises an error; it is never reported as the program's result.
+A failure of the service raises an error; it is never reported as the program's result.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The warden: a small process that starts, watches and ends all boxes of the process it serves.
+"""The warden: a small process with one thread that starts, watches and ends all boxes of its client.
 
 Forking a trainer with many gigabytes and threads is slow and unsafe, so the warden forks instead.
-If the trainer is killed, the warden kills the boxes and exits. The warden has a single thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reward managers, which convert a batch to token rewards.
-
-The class decorator `register("name")` adds a user-defined manager to the table in `registry.py`.
-"""
+"""Reward managers, which convert a batch to token rewards; `register("name")` adds a user's class."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The batch manager: calls the scorer once for the whole batch.
+"""The batch manager calls the scorer once for the whole batch, for scorers that score lists.
 
-Use this manager for scorers that score lists (a model, a service). If the call fails, every row
-fails, since the cause is unknown; an invalid value in the returned list fails only one row.
+If the call fails, every row fails; an invalid value in the returned list fails only its row.
 """
 
 from __future__ import annotations

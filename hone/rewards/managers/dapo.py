@@ -1,8 +1,6 @@
 """The dapo manager: naive scores with a soft penalty for responses close to the length limit.
 
-The penalty falls linearly from 0 to `-penalty_factor` over the last `overlong_buffer_cfg.len`
-tokens before `max_resp_len`, and further beyond `max_resp_len`. The reward includes the penalty;
-`acc` and `score` do not.
+The reward includes the penalty; `acc` and `score` do not.
 """
 
 from __future__ import annotations
@@ -18,10 +16,7 @@ from hone.types import Function, JsonValue, Settings
 
 
 def overlong_penalty(length: int, max_resp_len: int, buffer_len: int, factor: float) -> float:
-    """Returns 0 up to `max_resp_len - buffer_len` tokens.
-
-    From there, the penalty falls linearly through -factor at `max_resp_len` tokens.
-    """
+    """Returns the penalty: 0 before the buffer, -factor at `max_resp_len` tokens, linear in the length."""
     excess = length - (max_resp_len - buffer_len)
     return min(-excess / buffer_len * factor, 0.0)
 

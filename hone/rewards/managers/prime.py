@@ -1,8 +1,4 @@
-"""The prime manager: scores rows in parallel processes, with a hard deadline per call.
-
-A process whose scorer hangs is killed with its children after `timeout_s` and replaced. The other
-rows keep their scores.
-"""
+"""The prime manager scores rows in parallel processes, and replaces a process whose scorer hangs."""
 
 from __future__ import annotations
 

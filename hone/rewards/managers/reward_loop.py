@@ -1,7 +1,4 @@
-"""Reward managers with the interface of verl's reward loop: concurrent calls of `run_single`.
-
-A user's manager subclasses `RewardManagerBase` and implements `async run_single(data)`.
-"""
+"""Reward managers with the interface of verl's reward loop: concurrent calls of `run_single`."""
 
 from __future__ import annotations
 

@@ -77,10 +77,7 @@ def place_on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torc
 
 
 def move_to_policy_tokens(data: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-    """Moves each reward [B, T] on an observation to the policy token before it, or else to the first one.
-
-    A manager of verl puts the score on the last token of the response, which may be a tool's.
-    """
+    """Moves each reward [B, T] on an observation to the policy token before it, or else to the first one."""
     mask = policy_mask(data)
     positions = torch.arange(mask.shape[1]).expand_as(mask)
     first_positions = mask.int().argmax(-1, keepdim=True)

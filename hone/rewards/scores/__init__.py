@@ -1,7 +1,4 @@
-"""Rule-based scores: one file per rule; `table.py` selects the rule of a data source.
-
-Importing this package loads no scorer and no torch; `scores.gsm8k` loads on first use.
-"""
+"""Rule-based scores: one file per rule, loaded on first use; `table.py` selects the rule of a data source."""
 
 from __future__ import annotations
 

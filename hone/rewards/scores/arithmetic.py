@@ -1,7 +1,6 @@
-"""Arithmetic problems whose answer is one integer inside `<answer>`.
+"""Arithmetic problems whose answer is one integer in the last `<answer>`.
 
-The last `<answer>` of the response counts; thousands separators are allowed. `compat=True` gives
-TinyZero's scores, which need an `Assistant:` marker before the answer.
+`compat=True` gives TinyZero's scores, which need an `Assistant:` marker before the answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """MBPP, HumanEval and LeetCode: the program must satisfy the assertions of the row.
 
-Assertions come from the ground truth, or from the benchmarks' fields in `extra_info` (`test_list`,
-`test` and `entry_point`). All assertions are checked in one run; the score is 1 or 0.
+Assertions come from the ground truth, or from the benchmarks' fields in `extra_info`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Countdown: the answer must combine all numbers, each once, with + - * / to reach the target.
+"""Countdown: the last `<answer>` must combine all numbers, each once, with + - * / to reach the target.
 
-The default reads the last `<answer>` anywhere in the response and computes exact fractions.
-`compat=True` gives TinyZero's scores, including its quirks (last line only, `**`, `//`).
+`compat=True` gives TinyZero's scores, including its quirks (last line only, `**`, `//`, floats).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-r"""Geometry3K: 0.9 for the right boxed answer, 0.1 for `<think>…</think>` before it.
-
-`judge` returns accuracy and format separately; `compute_score` is their weighted sum, as in verl.
-"""
+r"""Geometry3K: 0.9 for the right boxed answer, 0.1 for `<think>…</think>` before it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """GSM8K: the number after the last `####` (strict), or the last number of the text (flexible).
 
 `strict` compares text, as published results do: `####42` and `#### 42.` are not answers.
-A wrong but well-formed answer scores `format_score` (default 0; 0.1 is common).
 """
 
 from __future__ import annotations

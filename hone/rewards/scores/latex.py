@@ -1,7 +1,6 @@
 r"""Mathematical answers as text: finds `\boxed{…}` and normalizes equal answers to one spelling.
 
-The normal form follows the MATH benchmark (Hendrycks et al. 2021). Answers that are equal only
-mathematically are compared in `hone.rewards.scores.symbolic`.
+The normal form follows the MATH benchmark (Hendrycks et al. 2021).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-r"""DAPO and AIME: scores the text after the last `Answer:`, or else the last `\boxed{}`, as +1 or -1.
-
-Only the last 300 characters count; with `strict_box_verify=True`, only a `\boxed{}` in the last 100.
-There is no symbolic check, because ground truths are integers or short expressions.
-"""
+r"""DAPO and AIME: scores the text after the last `Answer:`, or else the last `\boxed{}`, as +1 or -1."""
 
 from __future__ import annotations
 

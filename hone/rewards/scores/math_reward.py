@@ -1,8 +1,4 @@
-r"""MATH: the last `\boxed{…}` must equal the ground truth as text, as a number, or symbolically.
-
-Text and numbers are compared here; only undecided pairs go to the symbolic check, which runs under
-a hard limit in another process.
-"""
+r"""MATH: the last `\boxed{…}` must equal the ground truth as text, as a number, or symbolically."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Programming contests: checks the program's output on the tests, in the sandbox.
 
-The score is 1 if all tests pass. Else the score is 0, or with `continuous` the share of the first
-ten tests that pass. Tests come from the ground truth or from `extra_info.test_cases`.
+The score is 1 if all tests pass, else 0, or with `continuous` the share of the first ten tests that pass.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 r"""Numina problems: finds the answer in a box or after key words, and compares it symbolically.
 
-The rule is more lenient than MATH's: `\boxed` is not required, and answers may be rounded. The
-result is `(correct, well formed, extracted answer)`, of which `correct` is the score.
+The rule is more lenient than MATH's: `\boxed` is not required, and answers may be rounded.
 """
 
 from __future__ import annotations

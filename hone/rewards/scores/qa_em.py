@@ -1,8 +1,6 @@
 """Scores answers to questions by exact match: the last `<answer>` must equal a reference (Search-R1).
 
-Answers in the prompt's example or in an `<information>` block never count, even in a block that the
-policy wrote. If `structure_format_score`, `final_format_score` or `retrieval_score` of `reward_model`
-is not 0, `qa_em_format` computes the score.
+Answers in an `<information>` block never count, even in a block that the policy wrote.
 """
 
 from __future__ import annotations

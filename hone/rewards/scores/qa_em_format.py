@@ -1,7 +1,7 @@
 """Search-R1's score with format rewards for a well-formed trajectory and a useful retrieval.
 
-A well-formed trajectory is think, any number of (search, information, think), and answer, with only
-white space in between. The policy must not write information. Tags in a passage are ignored.
+A well-formed trajectory is think, any number of (search, information, think), and answer. Only searches may
+write information.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ _NEXT_BLOCKS = {
 
 
 def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
-    """Returns whether a whole transcript is well formed, and the reason if it is not.
-
-    Like Search-R1, `compat` requires the ChatML marker and rejects a trailing end-of-turn token.
-    """
+    """Returns whether a transcript is well formed, and why not; `compat` accepts only what Search-R1 does."""
     if _ASSISTANT_MARKER in text:
         text = text.split(_ASSISTANT_MARKER, 1)[1]
     elif compat:

@@ -1,7 +1,6 @@
-"""RLLA (tool use): checks the format (think, tool_call, response) and compares the tool calls.
+"""RLLA (tool use): the format scores 0 or 1, the tool calls score -3 to 3 by names, parameters and values.
 
-The reference is a response of that format; its tool_call block has one JSON call per line. The
-format scores 0 or 1, the calls score -3 to 3 by names, parameter names and values.
+The reference is a response of think, tool_call and response; its tool_call block has one JSON call per line.
 """
 
 from __future__ import annotations

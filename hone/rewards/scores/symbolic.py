@@ -1,8 +1,7 @@
 """Compares two LaTeX answers symbolically with math-verify, in processes that can be killed.
 
-Only math-verify's LaTeX parser is used, because its plain-expression parser calls Python's `eval`.
-Expressions that are too large, and comparisons that exceed their CPU time or memory, count as not
-equal, and as failures in the metrics. The comparisons of a batch run together (`compare_all`).
+Only math-verify's LaTeX parser is used, because its plain-expression parser calls Python's `eval`. An
+expression that is too large and a comparison that exceeds its limits count as not equal, and as failures.
 """
 
 from __future__ import annotations

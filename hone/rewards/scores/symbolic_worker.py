@@ -1,8 +1,4 @@
-"""The process that compares expressions: math-verify under memory and CPU time limits.
-
-A comparison that exceeds its CPU time is interrupted, and the process continues with the next. If
-the comparison cannot be interrupted (one huge operation in C), the kernel soon kills the process.
-"""
+"""The process that compares expressions: math-verify under memory and CPU time limits."""
 
 from __future__ import annotations
 
@@ -40,10 +36,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def make_verifier() -> Callable[..., bool | None]:
-    """Limits memory, loads math-verify and returns a function that compares two answers.
-
-    The function returns None if it exceeds its CPU time.
-    """
+    """Returns a function that compares two answers, and returns None if it exceeds its CPU time."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     limit = MEMORY_LIMIT_MB << 20

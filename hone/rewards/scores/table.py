@@ -1,7 +1,6 @@
 """The table from `data_source` to scorer, and `default_compute_score`, which reads the table.
 
-Exact names come first, then prefixes, then substrings, as in verl. Scorers of `register_score` come
-before all of them. Scorers are imported on first use.
+Scorers of `register_score` come first, then exact names, prefixes and substrings, as in verl.
 """
 
 from __future__ import annotations
@@ -147,10 +146,7 @@ def default_compute_score(
     extra_info: Settings | None = None,
     **options: Any,
 ) -> float | Fields:
-    """Scores one response by the rule of its data source, as verl does; `options` go to that rule.
-
-    Returns a number, or the dict of a rule that returns one in verl too.
-    """
+    """Scores a response by the rule of its data source; returns a number, or a dict where verl does."""
     entry, scorer = scorer_of(data_source)
     if entry.needs_ground_truth and is_missing(ground_truth):
         raise ground_truth_error(

@@ -1,8 +1,4 @@
-"""Runs assertions about an untrusted program, which cannot tamper with the assertions.
-
-The judge's box runs the tests, which call the program through proxies. The program's box answers the
-calls with plain data.
-"""
+"""Runs assertions about an untrusted program, which cannot tamper with the assertions."""
 
 from __future__ import annotations
 

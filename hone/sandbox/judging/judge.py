@@ -1,7 +1,7 @@
 """Starts the program's box, and lets the judge's box run the tests.
 
-Each process has one judge's box per plan, which runs every judgement in a separate child. If that
-box is lost, it is replaced and the judgement is repeated. The program's box is used once.
+Each process has one judge's box per plan, which runs every judgement in a separate child. A judgement whose
+judge's box is lost is repeated in a new one.
 """
 
 from __future__ import annotations
@@ -183,10 +183,7 @@ def _judge_files() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def _program_server_expression() -> str:
-    """Returns a Python expression for the code object of program_server.py.
-
-    It contains the compiled code, and the source for a box that has another version of Python.
-    """
+    """Returns an expression for program_server.py's code, compiled; from source in another Python."""
     source = (_FOLDER / "program_server.py").read_text()
     compiled = marshal.dumps(compile(source, "program_server.py", "exec", dont_inherit=True))
     return (

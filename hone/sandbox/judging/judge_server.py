@@ -1,8 +1,4 @@
-"""The server in the judge's box: for each request, forks a child that runs the tests.
-
-The server itself has no tests and no program. A child serves one judgement and writes its verdict;
-the tests, the program's channel and the socket for the verdict arrive as descriptors.
-"""
+"""The server in the judge's box: a child per request runs the tests and writes the verdict."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Writes requests to the program's box, and reads its answers.
 
-Requests contain only what the program may know. Answers are untrusted: tagged JSON is read as exact
-built-in types, instances of shared classes or proxies; anything else raises MalformedAnswer.
+Answers are untrusted: tagged JSON is read as exact built-in types, instances of shared classes or proxies.
 """
 
 from __future__ import annotations

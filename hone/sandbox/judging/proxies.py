@@ -1,7 +1,7 @@
 """Proxies through which the tests use names, functions and objects of the program's box.
 
-A proxy forwards calls and returns plain data, which plain_data.py reads. The program never decides
-what is equal, true or contained: if a test lets an object of the program decide, the tests fail.
+The program never decides what is equal, true or contained: tests in which an object of the program would
+decide fail.
 """
 
 from __future__ import annotations
@@ -138,10 +138,7 @@ class Session:
         return RemoteIterator(self, handle) if kind == "iterator" else RemoteObject(self, handle)
 
     def _make_exception_class(self, names: list[str]) -> type:
-        """Returns a local class with the name and the built-in base of the program's exception.
-
-        names: the names of the program's class and of its bases.
-        """
+        """Returns a local class for the program's exception; `names` are those of its class and bases."""
         base = _builtin_exception(names)
         if names and names[0] != base.__name__ and names[0] not in self._exception_classes:
             self._exception_classes[names[0]] = type(names[0], (base,), {})
@@ -322,10 +319,7 @@ class TestNamespace(dict[str, Value]):
         return value
 
     def _program_names(self) -> set[str]:
-        """Returns the names that the tests load and do not define.
-
-        Built-ins are returned only if there is no other such name.
-        """
+        """Returns the names that the tests load and do not define; built-ins only if there is no other name."""
         instructions = [
             (instruction.opname, instruction.argval)
             for code in self._codes
