@@ -19,7 +19,7 @@ from hone.config.errors import did_you_mean, nearest
 from hone.config.reward import JudgeConfig, RewardServerConfig
 from hone.rewards.conversation import escape_special_tokens, prompt_text
 from hone.rewards.failures import Failed, Scored, WrongSetting
-from hone.rewards.remote import RemoteError, ScoringServer, cache_key
+from hone.rewards.remote import ScoringServer, cache_key
 from hone.rewards.rows import ScorerInput
 from hone.text import clean_text
 from hone.types import Fields, JsonObject, JsonValue
@@ -83,12 +83,10 @@ class ChatServer:
             self.server.counts["cache_hits"] += 1
             return cached
         messages: JsonValue = [{"role": "user", "content": text}]
-        try:
-            body = self._request_fields | {"messages": messages, "seed": vote}
-            answer = await self.server.post(body, _message_content)
-        except RemoteError as error:
-            return error.failure
-        cache.put(key, answer)
+        body = self._request_fields | {"messages": messages, "seed": vote}
+        answer = await self.server.post(body, _message_content)
+        if not isinstance(answer, Failed):
+            cache.put(key, answer)
         return answer
 
 

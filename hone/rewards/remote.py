@@ -122,8 +122,8 @@ class ScoringServer:
                 return f"{redacted_url(url)}: {error}"
         return None
 
-    async def post(self, body: JsonObject, parse: Callable[[Fields], T]) -> T:
-        """Returns the parsed answer; raises RemoteError if all attempts failed."""
+    async def post(self, body: JsonObject, parse: Callable[[Fields], T]) -> T | Failed:
+        """Returns the parsed answer, or the failure of the last attempt."""
         backoff_s, attempt, url_index = FIRST_RETRY_PAUSE_S, 0, self._num_requests
         self._num_requests += 1
         while True:
@@ -143,7 +143,7 @@ class ScoringServer:
                 if self._is_reachable and error.failure.reason in ("unreachable", "timeout"):
                     logger.warning("%s; until it answers, requests are not retried", error)
                     self._is_reachable = False
-                raise
+                return error.failure
             if not self._is_reachable:
                 logger.warning("the server answers again: %s", redacted_url(url))
             self._is_reachable = True

@@ -31,7 +31,7 @@ from hone.rewards.conversation import (
 )
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.remote import RemoteError, ScoringServer, cache_key
+from hone.rewards.remote import ScoringServer, cache_key
 from hone.rewards.rows import ScorerInput
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, JsonObject, JsonValue
@@ -89,6 +89,8 @@ class ServedClassifier:
     ) -> None:
         self.kind, self.model = config.kind, config.model
         self.server = ScoringServer(config, PATH_BY_KIND[config.kind])
+        self.pop_metrics = self.server.pop_metrics
+        self.connection_error = self.server.connection_error
         self._batch_size, self._tokenizer, self._is_chat = config.batch_size, tokenizer, is_chat
         # A chat template writes the special tokens itself, so the server must not add them.
         self._has_special_tokens = is_chat and has_template(tokenizer)
@@ -98,12 +100,6 @@ class ServedClassifier:
         texts = [self._request_texts(row.extra_info["prompt"], row.solution_str) for row in rows]
         scores = await self.scores(texts)
         return [score if isinstance(score, Failed) else read_result(score) for score in scores]
-
-    def pop_metrics(self) -> dict[str, float]:
-        return self.server.pop_metrics()
-
-    def connection_error(self) -> str | None:
-        return self.server.connection_error()
 
     def _request_texts(self, prompt: Any, response: str) -> tuple[str, ...]:
         response = escape_special_tokens(response, self._tokenizer)
@@ -117,7 +113,7 @@ class ServedClassifier:
         return (conversation_text(conversation, response, self._tokenizer),)
 
     async def scores(self, texts: Sequence[tuple[str, ...]]) -> list[float | Failed]:
-        """Returns a score or failure for each item: a conversation, or (`kind` score) a prompt and a response."""
+        """Returns the score or failure of each conversation, or (`kind` score) prompt and response."""
         cache = self.server.cache
         name = self.model or self.server.address
         keys = {text: cache_key(self.kind, name, list(text)) for text in texts}
@@ -146,10 +142,8 @@ class ServedClassifier:
         else:
             options = {**_RAW_OUTPUT, "add_special_tokens": not self._has_special_tokens}
             body |= {"input": first_texts, **options}
-        try:
-            return await self.server.post(body, lambda answer: self._parse(answer, len(texts)))
-        except RemoteError as error:
-            return [error.failure] * len(texts)
+        scores = await self.server.post(body, lambda answer: self._parse(answer, len(texts)))
+        return [scores] * len(texts) if isinstance(scores, Failed) else scores
 
     def _parse(self, answer: Fields, count: int) -> list[float]:
         """Returns the `count` scores of an answer; any other content raises an error."""
@@ -161,7 +155,10 @@ class ServedClassifier:
             values = [_last_value(row[field]) for row in rows]
         if len(values) != count:
             raise ValueError(f"{count} scores expected, got {len(values)}")
-        return [_check_number(value) for value in values]
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"a score is {value!r:.40}, not a number")
+        return [float(value) for value in values]
 
 
 def _last_value(value: JsonValue) -> JsonValue:
@@ -171,9 +168,3 @@ def _last_value(value: JsonValue) -> JsonValue:
             raise ValueError(f"a reward model has one label, this one has {len(value)}")
         value = value[-1]
     return value
-
-
-def _check_number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"a score is {value!r:.40}, not a number")
-    return float(value)

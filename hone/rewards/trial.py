@@ -121,7 +121,7 @@ def ground_truth_scorer(
 ) -> Callable[[Settings], float | str]:
     """Returns a function that maps a row to the score of its ground truth, or to the failure."""
     path, _, name = target.rpartition(":")  # file.py:name, or file.py
-    name = name if path else CustomRewardFunctionConfig.name
+    name = (path and name) or CustomRewardFunctionConfig.name
     function = load_extern_object(path or target, name)
     manager = NaiveRewardManager(None, 0, function)
     manager.check_scorer()

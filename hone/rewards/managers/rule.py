@@ -175,34 +175,29 @@ class RuleRewardManager(AbstractRewardManager):
         return scores, {}
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
-        extras: Extras = {}
         if "rm_scores" in data.batch and "reward_model" not in data.non_tensor_batch:
             # As in verl: without ground truths, the reward model's scores are the rewards.
             rewards = data.batch["rm_scores"]
-        else:
-            rewards, extras = self._score_batch(data)
-        return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
-
-    def _score_batch(self, data: DataProto) -> tuple[torch.Tensor, Extras]:
-        """Returns rewards [B, T] and the extra columns of a batch."""
+            return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
         ids, is_policy = response_tokens(data)
         rows = self.read_rows(data, ids, is_policy)
         outcomes = self.score_checked_rows(rows)
         self._raise_if_all_failed(rows, outcomes)
         results = self._apply_policy(rows, outcomes)
         scores = [result.score for result in results]
-        rewards, extras = self.shape_rewards(scores, [len(response) for response in ids])
+        scores, extras = self.shape_rewards(scores, [len(response) for response in ids])
         if self.repeat_threshold is not None:
             repeat_scores = repeatness([row.solution_str for row in rows])
             extras["repeat_score"] = repeat_scores
-            for index, repeat_score in enumerate(repeat_scores):
-                if repeat_score > self.repeat_threshold:
-                    rewards[index] = 0.0
+            pairs = zip(scores, repeat_scores, strict=True)
+            scores = [0.0 if repeat > self.repeat_threshold else score for score, repeat in pairs]
         if num_without_policy_token := sum(not any(flags) for flags in is_policy):
             self.failures["no_policy_token"] += num_without_policy_token
         if self.num_examine:
-            self._log_examples(rows, rewards)
-        return place_on_last_policy_token(data, rewards), {**extra_columns(results), **extras}
+            self._log_examples(rows, scores)
+        rewards = place_on_last_policy_token(data, scores)
+        extras = {**extra_columns(results), **extras}
+        return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
 
     def read_rows(
         self, data: DataProto, ids: list[list[int]], is_policy: list[list[bool]]

@@ -236,7 +236,7 @@ class Absent:
 
 
 class Encoder:
-    """Encodes the values of one answer; with `skip_list_check`, `send` raises ValueError for a large integer."""
+    """Encodes the values of one answer; with `skip_list_check`, `send` may raise ValueError for a list."""
 
     def __init__(
         self, session: ProgramSession, shared_objects: list[Value], skip_list_check: bool

@@ -319,7 +319,7 @@ class TestNamespace(dict[str, Value]):
         return value
 
     def _program_names(self) -> set[str]:
-        """Returns the names that the tests load and do not define; built-ins only if there is no other name."""
+        """Returns the names that the tests load but do not define; built-ins only if there is no other."""
         instructions = [
             (instruction.opname, instruction.argval)
             for code in self._codes
