@@ -94,7 +94,7 @@ def main() -> dict[str, Any]:
         folder = Path(scratch)
         file, queries = corpus_and_queries(folder)
         started = time.perf_counter()
-        corpus, _ = open_index(IndexOptions(file, folder=folder / "index"), lambda *_: None)
+        corpus, _ = open_index(IndexOptions(file, folder=folder / "index"))
         index_s = time.perf_counter() - started
         bare = bm25s.BM25.load(folder / "index" / "bm25", load_corpus=False)
         service, url = start(file, folder / "index")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,9 @@ import bm25s
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.retrieval.contract import Hit, Progress
-from hone.retrieval.corpus import Corpus, CorpusError
+from hone.retrieval.corpus import Corpus, CorpusError, Hit
+
+log = logging.getLogger(__name__)
 
 
 class BM25Index:
@@ -38,18 +40,18 @@ class BM25Index:
         return [Hit(int(indices[i]), float(scores[indices[i]])) for i in order]
 
 
-def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> None:
+def build_bm25(corpus: Corpus, folder: Path) -> None:
     """Writes the index of the corpus to `folder`."""
     texts = []
     for count, passage in enumerate(corpus):
         texts.append(passage.contents)
         if count % 5000 == 0:
-            progress("reading passages", count, len(corpus))
-    progress("splitting into words", 0, len(corpus))
+            log.info("reading passages: %s of %s", f"{count:,}", f"{len(corpus):,}")
+    log.info("splitting the passages into words")
     words = bm25s.tokenize(texts, show_progress=False)
     if not any(words.ids):
         raise CorpusError(f"no passage of {corpus.file} has a word; stop words do not count")
-    progress("counting words", 0, len(corpus))
+    log.info("counting words")
     index = bm25s.BM25(dtype=str(np.dtype(np.float32)))
     index.index(words, show_progress=False)
     temporary = folder.with_name(f"{folder.name}.part")
@@ -57,7 +59,6 @@ def build_bm25(corpus: Corpus, folder: Path, progress: Progress) -> None:
     index.save(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.replace(folder)
-    progress("indexed", len(corpus), len(corpus))
 
 
 def open_bm25(folder: Path) -> BM25Index:

@@ -1,4 +1,4 @@
-"""Reads the passages of a corpus file one at a time.
+"""A corpus file, whose passages are read one at a time, and the interface of an index over them.
 
 A corpus is JSON lines, plain or gzipped: `{"id", "contents"}`, where the first line of `contents` is the
 quoted title, or `{"id", "title", "text"}`. Only the line offsets are kept in memory.
@@ -10,9 +10,9 @@ import gzip
 import json
 import mmap
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,20 @@ class Passage(NamedTuple):
 
     id: str
     contents: str
+
+
+class Hit(NamedTuple):
+    """The number of a passage in the corpus, from 0, and its score for the query."""
+
+    number: int
+    score: float
+
+
+class Index(Protocol):
+    """Ranks the passages of one corpus by their relevance to a query."""
+
+    def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
+        """Returns up to `topk` hits per query, best first; called by one thread at a time."""
 
 
 class Corpus:
@@ -57,23 +71,19 @@ def open_corpus(path: Path, folder: Path) -> Corpus:
     if not path.is_file():
         raise CorpusError(f"{path} is not a file; give a corpus of JSON lines, plain or .gz")
     folder.mkdir(parents=True, exist_ok=True)
-    plain_file = _decompress(path, folder) if path.suffix == ".gz" else path
+    plain_file = path
+    if path.suffix == ".gz":
+        plain_file = folder / path.name.removesuffix(".gz")
+        if not plain_file.exists() or plain_file.stat().st_mtime < path.stat().st_mtime:
+            with (
+                gzip.open(path, "rb") as source,
+                atomic_path(plain_file) as temporary,
+                temporary.open("wb") as stream,
+            ):
+                shutil.copyfileobj(source, stream, 1 << 20)
     if plain_file.stat().st_size == 0:
         raise CorpusError(f"{path} has no passages")
     return Corpus(plain_file, _line_offsets(plain_file, folder))
-
-
-def _decompress(path: Path, folder: Path) -> Path:
-    """Returns the decompressed file; writes this file if it is missing or older than `path`."""
-    plain_file = folder / path.name.removesuffix(".gz")
-    if not plain_file.exists() or plain_file.stat().st_mtime < path.stat().st_mtime:
-        with (
-            gzip.open(path, "rb") as source,
-            atomic_path(plain_file) as temporary,
-            temporary.open("wb") as stream,
-        ):
-            shutil.copyfileobj(source, stream, 1 << 20)
-    return plain_file
 
 
 def _line_offsets(plain_file: Path, folder: Path) -> NDArray[np.int64]:
@@ -100,9 +110,12 @@ def _parse_passage(line: bytes, file: Path, line_number: int) -> Passage:
         record = json.loads(line)
     except ValueError as error:
         raise CorpusError(f"{file} line {line_number} is not JSON ({error})") from None
-    if isinstance(record, dict) and isinstance(contents := record.get("contents"), str):
-        return Passage(str(record.get("id", line_number - 1)), contents)
-    if isinstance(record, dict) and isinstance(text := record.get("text"), str):
-        title = str(record.get("title", "")).strip('"')
-        return Passage(str(record.get("id", line_number - 1)), f'"{title}"\n{text}')
+    if isinstance(record, dict):
+        passage_id = str(record.get("id", line_number - 1))
+        contents, text = record.get("contents"), record.get("text")
+        if isinstance(contents, str):
+            return Passage(passage_id, contents)
+        if isinstance(text, str):
+            title = str(record.get("title", "")).strip('"')
+            return Passage(passage_id, f'"{title}"\n{text}')
     raise CorpusError(f'{file} line {line_number} needs "contents", or "title" and "text"')

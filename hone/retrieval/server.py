@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from aiohttp import web
 
-from hone.retrieval.contract import Hit, Index
-from hone.retrieval.corpus import Corpus
+from hone.retrieval.corpus import Corpus, Hit, Index
 from hone.text import clean_text
-from hone.types import JsonObject, JsonValue
+from hone.types import JsonObject
 
 _MAX_BODY_BYTES = 16 << 20
 _MAX_TOPK, _MAX_QUERIES, _MAX_BATCH = 1000, 10_000, 256
-
-
-@dataclass(frozen=True)
-class _Request:
-    queries: list[str]
-    topk: int
-    return_scores: bool
 
 
 class Service:
@@ -57,10 +48,8 @@ class Service:
         loop = asyncio.get_running_loop()
         while True:
             await self._has_queries.wait()
-            batch, self._waiting_queries = (
-                self._waiting_queries[:_MAX_BATCH],
-                self._waiting_queries[_MAX_BATCH:],
-            )
+            batch = self._waiting_queries[:_MAX_BATCH]
+            del self._waiting_queries[:_MAX_BATCH]
             if not self._waiting_queries:
                 self._has_queries.clear()
             queries = [query for query, _, _ in batch]
@@ -83,30 +72,23 @@ class Service:
 
     async def _retrieve(self, request: web.Request) -> web.Response:
         try:
-            params = _parse_request(await request.read(), self._topk)
+            queries, topk, return_scores = _parse_request(await request.read(), self._topk)
         except ValueError as error:
             return web.json_response({"error": str(error)}, status=400)
         loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[list[Hit]]] = [loop.create_future() for _ in params.queries]
-        self._waiting_queries += [
-            (query, params.topk, future)
-            for query, future in zip(params.queries, futures, strict=True)
-        ]
+        futures: list[asyncio.Future[list[Hit]]] = [loop.create_future() for _ in queries]
+        self._waiting_queries += zip(queries, [topk] * len(queries), futures, strict=True)
         if futures:
             self._has_queries.set()
-        results = await asyncio.gather(*futures)
-        result = [self._result(hits, params.return_scores) for hits in results]
-        return web.json_response({"result": result})
-
-    def _result(self, hits: Sequence[Hit], return_scores: bool) -> JsonValue:
-        """Returns the passages of one query's hits as JSON."""
-        documents: list[JsonObject] = [{**self._corpus[hit.number]._asdict()} for hit in hits]
-        if not return_scores:
-            return list(documents)
-        return [
-            {"document": document, "score": hit.score}
-            for document, hit in zip(documents, hits, strict=True)
+        results = [
+            [self._document(hit, return_scores) for hit in hits]
+            for hits in await asyncio.gather(*futures)
         ]
+        return web.json_response({"result": results})
+
+    def _document(self, hit: Hit, return_scores: bool) -> JsonObject:
+        document: JsonObject = self._corpus[hit.number]._asdict()
+        return {"document": document, "score": hit.score} if return_scores else document
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response(
@@ -114,8 +96,8 @@ class Service:
         )
 
 
-def _parse_request(body: bytes, default_topk: int) -> _Request:
-    """Parses the body of a request; raises ValueError if it is invalid."""
+def _parse_request(body: bytes, default_topk: int) -> tuple[list[str], int, bool]:
+    """Returns queries, topk and return_scores of a request; raises ValueError for an invalid body."""
     try:
         fields = json.loads(body)
     except ValueError:
@@ -133,4 +115,4 @@ def _parse_request(body: bytes, default_topk: int) -> _Request:
     return_scores = fields.get("return_scores", False)
     if not isinstance(return_scores, bool):
         raise ValueError("return_scores must be true or false")
-    return _Request(list(map(clean_text, queries)), topk, return_scores)
+    return list(map(clean_text, queries)), topk, return_scores

@@ -176,7 +176,7 @@ class ServerRollout(StreamingEngine):
         return version
 
     async def _republish(self, server: HttpServer) -> None:
-        """Publishes the current weights to a server again."""
+        """Publishes the current weights to a server that has lost them."""
         log.info("%s gets the weights of version %d again", server.safe_url, self.version)
         assert self._expected_version is not None
         await self._publish_folder(server, self._expected_version)

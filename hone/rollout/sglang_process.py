@@ -15,8 +15,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -31,7 +31,7 @@ _MAX_STARTS = 3
 """Maximum number of consecutive starts without a healthy server."""
 _TERMINATE_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 4096
-_RESERVED_ARGUMENTS = ("model_path", "host", "port", "skip_tokenizer_init")
+_RESERVED_ARGUMENTS = {"model_path", "host", "port", "skip_tokenizer_init"}
 """Server arguments that hone sets."""
 
 
@@ -87,9 +87,15 @@ class LaunchedSGLang(SGLangServer):
         if self._child is None or self._child.poll() is None:
             return
         if self.num_starts >= _MAX_STARTS:
+            assert self._log is not None
+            file = self._log.fileno()
+            tail_start = max(0, os.fstat(file).st_size - _LOG_TAIL_BYTES)
+            lines = (
+                os.pread(file, _LOG_TAIL_BYTES, tail_start).decode(errors="replace").splitlines()
+            )
             raise RolloutError(
                 f"SGLang ended {self.num_starts} times in a row while it started (exit status "
-                f"{self._child.returncode}); the end of its log: {self._log_tail()}"
+                f"{self._child.returncode}); the end of its log: {' / '.join(map(str.strip, lines[-3:]))}"
             )
         log.warning("SGLang has ended (exit status %s) and is restarted", self._child.returncode)
         self.launch()
@@ -108,16 +114,11 @@ class LaunchedSGLang(SGLangServer):
     def terminate(self) -> None:
         """Ends the process group with SIGTERM; after the timeout, kills it with SIGKILL."""
         if self._child is not None:
-            for signal_number in (signal.SIGTERM, signal.SIGKILL):
-                try:
-                    os.killpg(self._child.pid, signal_number)
-                except ProcessLookupError:
-                    break
-                deadline = time.monotonic() + _TERMINATE_TIMEOUT_S
-                while signal_number == signal.SIGTERM and time.monotonic() < deadline:
-                    if self._child.poll() is not None:
-                        break
-                    time.sleep(0.05)
+            with suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    self._child.wait(_TERMINATE_TIMEOUT_S)
+                os.killpg(self._child.pid, signal.SIGKILL)
             self._child.wait()
             self._child = None
         if self._reaper is not None:
@@ -128,26 +129,14 @@ class LaunchedSGLang(SGLangServer):
             self._log.close()
             self._log = None
 
-    def _log_tail(self) -> str:
-        """Returns the last three lines of the log."""
-        assert self._log is not None
-        file = self._log.fileno()
-        tail_start = max(0, os.fstat(file).st_size - _LOG_TAIL_BYTES)
-        tail = os.pread(file, _LOG_TAIL_BYTES, tail_start)
-        lines = tail.decode(errors="replace").splitlines()
-        return " / ".join(line.strip() for line in lines[-3:])
-
 
 def command_and_environment(
     spec: RolloutSpec, extra_arguments: Settings | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command of SGLang's server and additional environment variables for the process."""
     config = spec.config
-    conflicts = {name for name in _RESERVED_ARGUMENTS if name in config.engine_kwargs.sglang}
-    if conflicts:
-        raise RolloutError(
-            f"rollout.engine_kwargs.sglang.{min(conflicts)} is set by hone; leave it out"
-        )
+    for name in config.engine_kwargs.sglang.keys() & _RESERVED_ARGUMENTS:
+        raise RolloutError(f"rollout.engine_kwargs.sglang.{name} is set by hone; leave it out")
     arguments: Settings = {
         "model_path": spec.model_path,
         "skip_tokenizer_init": True,

@@ -15,7 +15,7 @@ from pathlib import Path
 import bm25s
 import numpy as np
 
-from hone.retrieval.contract import Hit, Index
+from hone.retrieval.corpus import Hit, Index
 from hone.retrieval.serve import IndexOptions, answer_requests, open_index
 
 

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from hone.agents.loops.search import INFORMATION_END, INFORMATION_START, format_passages
 from hone.data.preprocess.search_qa import HOLD_OUT_EVERY
-from hone.retrieval.contract import Index
-from hone.retrieval.corpus import Corpus
+from hone.retrieval.corpus import Corpus, Index
 from hone.retrieval.serve import IndexOptions, open_index
 from hone.rewards.scores.qa_em import normalize_answer
 
@@ -174,7 +173,7 @@ def main() -> None:
     else:
         questions = read_questions(options.source / "questions.jsonl.gz")
     passages = options.source / "passages.jsonl.gz"
-    corpus, index = open_index(IndexOptions(passages, folder=out / "index"), lambda *_: None)
+    corpus, index = open_index(IndexOptions(passages, folder=out / "index"))
     world = World(questions, corpus, index, options.topk)
     numbers: dict[str, list[int]] = {"train": [], "test": []}
     for at in range(len(questions)):

@@ -75,7 +75,7 @@ def test_the_oracle_answers_a_query_like_its_question_and_chance_is_steady(
     from hone.retrieval.serve import IndexOptions, open_index
 
     options = IndexOptions(world / "passages.jsonl.gz", folder=world / "index")
-    corpus, real = open_index(options, lambda *_: None)
+    corpus, real = open_index(options)
     oracle = retrievers.OracleIndex(real, world / "oracle.jsonl")
     golden = lines(world / "oracle.jsonl")
     for at in (0, 7, 2399):

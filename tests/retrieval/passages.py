@@ -33,10 +33,6 @@ def write_corpus(folder: Path, *, layout: str = "contents") -> Path:
     return file
 
 
-def no_progress(activity: str, done: int, total: int) -> None:
-    """A progress callback that does nothing."""
-
-
 class Retriever:
     """The retrieval service over the small corpus, in a thread of this process."""
 
@@ -61,7 +57,7 @@ class Retriever:
         from hone.retrieval.server import Service
 
         self._end = asyncio.Event()
-        corpus, index = open_index(IndexOptions(write_corpus(self._folder)), no_progress)
+        corpus, index = open_index(IndexOptions(write_corpus(self._folder)))
         runner = web.AppRunner(Service(corpus, index, topk=3).application())
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True).start()

@@ -8,13 +8,13 @@ import pytest
 
 from hone.retrieval.bm25 import build_bm25, open_bm25
 from hone.retrieval.corpus import CorpusError, open_corpus
-from tests.retrieval.passages import no_progress, write_corpus
+from tests.retrieval.passages import write_corpus
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bm25")
-    build_bm25(open_corpus(write_corpus(folder), folder), folder / "index", no_progress)
+    build_bm25(open_corpus(write_corpus(folder), folder), folder / "index")
     return open_bm25(folder / "index")
 
 
@@ -51,4 +51,4 @@ def test_a_corpus_without_words_is_an_error_of_the_corpus(tmp_path) -> None:
     (tmp_path / "c.jsonl").write_text('{"contents": "the the"}\n{"contents": ""}\n')
     corpus = open_corpus(tmp_path / "c.jsonl", tmp_path / "index")
     with pytest.raises(CorpusError, match=r"no passage of .*c.jsonl has a word"):
-        build_bm25(corpus, tmp_path / "index" / "bm25", no_progress)
+        build_bm25(corpus, tmp_path / "index" / "bm25")

@@ -18,7 +18,7 @@ from hone.retrieval.serve import IndexOptions, open_index
 from hone.retrieval.serve import main as serve
 from hone.tracking import lock
 from hone.tracking.lock import FolderLocked, Holder
-from tests.retrieval.passages import TEXTS, no_progress, write_corpus
+from tests.retrieval.passages import TEXTS, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -29,50 +29,50 @@ def encoder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("index", ["bm25", "dense"])
-def test_an_index_is_built_again_only_for_a_changed_corpus(tmp_path, encoder, index) -> None:
-    file, activities = write_corpus(tmp_path), []
+def test_an_index_is_built_again_only_for_a_changed_corpus(
+    tmp_path, encoder, index, caplog
+) -> None:
+    caplog.set_level("INFO", "hone.retrieval")
+    file = write_corpus(tmp_path)
     options = IndexOptions(file, index, encoder=encoder)
-
-    def progress(activity, done, total):
-        activities.append(activity)
-
-    _, first = open_index(options, progress)
-    assert activities
-    activities.clear()
-    _, second = open_index(options, progress)
-    assert activities == []
+    _, first = open_index(options)
+    assert caplog.records
+    caplog.clear()
+    _, second = open_index(options)
+    assert not caplog.records
     assert first.search(["capital"], 2) == second.search(["capital"], 2)
     with file.open("a") as stream:
         stream.write('{"contents": "one more"}\n')
-    corpus, _ = open_index(options, progress)
-    assert activities
+    corpus, _ = open_index(options)
+    assert caplog.records
     assert len(corpus) == 5
 
 
-def test_a_corpus_of_the_same_size_with_other_words_is_indexed_again(tmp_path) -> None:
-    file, activities = tmp_path / "corpus.jsonl", []
+def test_a_corpus_of_the_same_size_with_other_words_is_indexed_again(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", "hone.retrieval")
+    file = tmp_path / "corpus.jsonl"
     texts = ['{"contents": "owl"}\n', '{"contents": "cat"}\n']
     for turn, lines in enumerate((texts, texts[::-1], texts[::-1])):
         file.write_text("".join(lines))
         os.utime(file, (time.time() + 60 * turn,) * 2)  # newer than the index
-        corpus, index = open_index(IndexOptions(file), lambda *report: activities.append(report))
+        corpus, index = open_index(IndexOptions(file))
         [hits] = index.search(["owl"], 1)
         assert corpus[hits[0].number].contents == "owl"
-        assert bool(activities) == (turn < 2)  # only newer, the file keeps its index
-        activities.clear()
+        assert bool(caplog.records) == (turn < 2)  # only newer, the file keeps its index
+        caplog.clear()
 
 
 def test_an_interrupted_build_is_not_used_for_the_earlier_corpus(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "index"
     first = IndexOptions(write_corpus(tmp_path), folder=folder)
-    open_index(first, no_progress)
+    open_index(first)
     (tmp_path / "b.jsonl").write_text('{"contents": "an otter"}\n' * 2)
     second = IndexOptions(tmp_path / "b.jsonl", folder=folder)
     with monkeypatch.context() as patch:
         patch.setattr(serve_module, "atomic_write_text", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            open_index(second, no_progress)
-    _, index = open_index(first, no_progress)
+            open_index(second)
+    _, index = open_index(first)
     assert [len(hits) for hits in index.search(["owl", "otter"], 1)] == [1, 0]
 
 
@@ -83,16 +83,16 @@ def test_two_servers_do_not_build_an_index_at_once(tmp_path) -> None:
     (folder / lock.LOCK_NAME).write_text(json.dumps(asdict(other)))
     options = IndexOptions(write_corpus(tmp_path), folder=folder)
     with pytest.raises(FolderLocked, match=f"in use by .*process {parent}"):
-        open_index(options, no_progress)
+        open_index(options)
     (folder / lock.LOCK_NAME).unlink()
-    open_index(options, no_progress)
+    open_index(options)
     (folder / lock.LOCK_NAME).write_text(json.dumps(asdict(other)))
-    open_index(options, no_progress)  # a finished index needs no lock
+    open_index(options)  # a finished index needs no lock
 
 
 def test_the_dense_index_ranks_a_passage_first_for_its_own_text(tmp_path, encoder) -> None:
     options = IndexOptions(write_corpus(tmp_path), "dense", encoder=encoder, kind="HNSW16")
-    corpus, index = open_index(options, no_progress)
+    corpus, index = open_index(options)
     texts = [passage.contents for passage in corpus]
     assert [hits[0].number for hits in index.search(texts, 1)] == [0, 1, 2, 3]
     [hits] = index.search(["owl"], 10)
@@ -102,18 +102,15 @@ def test_the_dense_index_ranks_a_passage_first_for_its_own_text(tmp_path, encode
 
 def test_an_existing_faiss_file_must_match_the_corpus(tmp_path, encoder) -> None:
     options = IndexOptions(write_corpus(tmp_path), "dense", encoder=encoder)
-    open_index(options, no_progress)
+    open_index(options)
     existing = tmp_path / "corpus.jsonl.index" / "dense.faiss"
     with (tmp_path / "corpus.jsonl").open("a") as stream:
         stream.write('{"contents": "one more"}\n')
     with pytest.raises(CorpusError, match="4 vectors but the corpus has 5 passages"):
-        open_index(
-            IndexOptions(options.corpus, "dense", file=existing, encoder=encoder), no_progress
-        )
+        open_index(IndexOptions(options.corpus, "dense", file=existing, encoder=encoder))
     with pytest.raises(CorpusError, match="does not exist"):
         open_index(
             IndexOptions(options.corpus, "dense", file=tmp_path / "none", encoder=encoder),
-            no_progress,
         )
 
 

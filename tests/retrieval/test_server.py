@@ -9,8 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from hone.retrieval.contract import Hit
-from hone.retrieval.corpus import open_corpus
+from hone.retrieval.corpus import Hit, open_corpus
 from hone.retrieval.server import Service
 from tests.retrieval.passages import TEXTS, write_corpus
 
