@@ -29,7 +29,8 @@ from hone.types import Fields
 
 log = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("!I")
+_LENGTH = struct.Struct("!i")
+"""The length of a frame, in the format of `multiprocessing.connection`."""
 _PROGRESS_INTERVAL_S = 10.0
 _PING_INTERVAL_S = 15.0
 _PONG_TIMEOUT_S = 120.0

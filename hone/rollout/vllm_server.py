@@ -13,53 +13,28 @@ import os
 import queue
 import shutil
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 Frame = dict[str, Any]
-_LENGTH = struct.Struct("!I")
 _PR_SET_PDEATHSIG = 1  # the option of prctl by which a child gets a signal if its parent dies
 _SEND_INTERVAL_S = 0.05
 """The tokens of running requests are sent at this interval: a frame per step would slow the reader down."""
-
-
-class Connection:
-    """Length-prefixed JSON frames over a socket."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket, self._lock = connection, threading.Lock()
-        self._file = connection.makefile("rb")
-
-    def send(self, frame: Frame) -> None:
-        content = json.dumps(frame, separators=(",", ":")).encode()
-        with self._lock:
-            self._socket.sendall(_LENGTH.pack(len(content)) + content)
-
-    def receive(self) -> Frame | None:
-        """Returns the next frame, or None after the socket is closed."""
-        prefix = self._file.read(_LENGTH.size)
-        if len(prefix) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack(prefix)
-        content = self._file.read(length)
-        return json.loads(content) if len(content) == length else None
 
 
 class Server:
     """Serves one vLLM engine until the socket closes."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection, self._send_lock = connection, threading.Lock()
         self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-        self._busy_since = time.monotonic()  # start of the current command or step
-        self._idle = True
+        # Start of the current command or step; None between them.
+        self._busy_since: float | None = None
         self._paused = False
         self._vllm_ids: dict[str, str] = {}  # vLLM's id of each request in the engine, by key
         # By key: [key, token ids, log-probs, whether the request finished, number of cached tokens].
@@ -70,61 +45,53 @@ class Server:
         # Whether the first worker broadcasts each bucket to the others.
         self._distributed = False
         self._llm: Any = None
-        self._make_sampling_params: Any = None
+        self._sampling_params_class: Any = None
         self._lora_request: Any = None
+
+    def _send(self, frame: Frame) -> None:
+        with self._send_lock:
+            self._connection.send_bytes(json.dumps(frame, separators=(",", ":")).encode())
 
     def read_commands(self) -> None:
         """Queues commands and answers pings; kills the process group when the parent has exited."""
         try:
-            while (frame := self._connection.receive()) is not None:
+            while True:
+                frame: Frame = json.loads(self._connection.recv_bytes())
                 if frame["verb"] == "ping":
-                    busy_s = 0.0 if self._idle else time.monotonic() - self._busy_since
-                    self._connection.send({"busy_s": busy_s})
+                    busy_since = self._busy_since
+                    busy_s = 0.0 if busy_since is None else time.monotonic() - busy_since
+                    self._send({"busy_s": busy_s})
                 else:
                     self._commands.put(frame)
-        except OSError:
+        except (EOFError, OSError):
             pass
         finally:
             end_process_group()
 
     def serve(self) -> None:
         """Runs the queued commands, and a decode step whenever the queue is empty."""
-        handlers = (
-            *(self.start, self.add, self.abort, self.pause, self.resume),
-            *(self.load, self.finish, self.adapter, self.sleep, self.wake_up),
-        )
-        handler_by_verb: dict[str, Callable[[Frame], object]] = {
-            handler.__name__: handler for handler in handlers
-        }
         while True:
-            frame = self._next_command(wait=self._paused or not self._vllm_ids)
-            if frame is None:
+            self._busy_since = None
+            try:
+                frame = self._commands.get(block=self._paused or not self._vllm_ids)
+            except queue.Empty:
+                self._busy_since = time.monotonic()
                 self._step()
                 continue
+            self._busy_since = time.monotonic()
             if frame["verb"] not in ("start", "add", "abort"):
                 self._drain()
             self._send_tokens(list(self._unsent_outputs))
             answer: Frame = {"call": frame.get("call")}
             try:
-                answer["result"] = handler_by_verb[frame["verb"]](frame)
+                answer["result"] = getattr(self, frame["verb"])(frame)
             except Exception as error:
                 if self._num_workers > 1:  # other workers may have succeeded, or still wait
                     raise
                 traceback.print_exc()
                 answer["error"] = f"{type(error).__name__}: {error}"
             if frame.get("call") is not None:
-                self._connection.send(answer)
-
-    def _next_command(self, wait: bool) -> Frame | None:
-        """Returns the next command; without `wait`, returns None if the queue is empty."""
-        self._idle = True
-        try:
-            frame = self._commands.get(block=wait)
-        except queue.Empty:
-            return None
-        finally:
-            self._busy_since, self._idle = time.monotonic(), False
-        return frame
+                self._send(answer)
 
     def _step(self) -> None:
         """Runs one step of the engine core and sends its tokens; `LLM` would build an object per token."""
@@ -161,7 +128,7 @@ class Server:
 
     def _send_tokens(self, keys: list[str]) -> None:
         if keys:
-            self._connection.send({"tokens": [self._unsent_outputs.pop(key) for key in keys]})
+            self._send({"tokens": [self._unsent_outputs.pop(key) for key in keys]})
 
     # -- commands -------------------------------------------------------------------------------
 
@@ -189,15 +156,7 @@ class Server:
         self._llm.llm_engine.model_executor.register_failure_callback(kill_process_group)
         self._num_workers = len(workers_are_local)
 
-        def make_sampling_params(sampling: Frame) -> Any:
-            return SamplingParams(
-                **sampling,
-                logprobs=0,
-                ignore_eos=True,  # the end tokens are in stop_token_ids
-                detokenize=False,
-            )
-
-        self._make_sampling_params = make_sampling_params
+        self._sampling_params_class = SamplingParams
         return str(vllm.__version__)
 
     def add(self, frame: Frame) -> None:
@@ -207,14 +166,19 @@ class Server:
             request = engine.input_processor.process_inputs(
                 key,
                 {"prompt_token_ids": frame["prompt"]},
-                self._make_sampling_params(frame["sampling"]),
+                self._sampling_params_class(
+                    **frame["sampling"],
+                    logprobs=0,
+                    ignore_eos=True,  # the end tokens are in stop_token_ids
+                    detokenize=False,
+                ),
                 supported_tasks=engine.get_supported_tasks(),
                 lora_request=self._lora_request,
             )
             engine.input_processor.assign_request_id(request)
             engine.engine_core.add_request(request)
         except Exception as error:
-            self._connection.send({"refused": key, "error": f"{type(error).__name__}: {error}"})
+            self._send({"refused": key, "error": f"{type(error).__name__}: {error}"})
         else:
             self._vllm_ids[key] = request.request_id
 
@@ -279,7 +243,7 @@ def kill_process_group() -> None:
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: end_process_group())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    server = Server(Connection(socket.socket(fileno=int(sys.argv[1]))))
+    server = Server(Connection(int(sys.argv[1])))
     threading.Thread(target=server.read_commands, daemon=True).start()
     try:
         server.serve()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,22 +10,10 @@ import pytest
 from hone.rollout.contract import RolloutError
 from hone.rollout.requests import Chunk
 from hone.rollout.vllm_process import EngineDied, EngineProcess
-from hone.rollout.vllm_server import Connection
 
 from .test_vllm_process import started, with_process
 
 ENDLESS = {"max_tokens": 10**6, "stop_token_ids": []}
-
-
-def test_frames_of_any_length_arrive_whole() -> None:
-    here, there = socket.socketpair()
-    sent = [{"verb": "a"}, {"tokens": list(range(20_000)), "text": "über"}, {}]
-    for frame in sent:
-        Connection(here).send(frame)
-    here.close()
-    connection = Connection(there)
-    assert [connection.receive() for _ in range(4)] == [*sent, None]
-    there.close()
 
 
 def test_a_pause_holds_tokens_and_what_was_drawn_comes_before_its_answer(tmp_path: Path) -> None:
