@@ -61,14 +61,11 @@ class WeightFolder:
     def add(self, bucket: Mapping[str, Tensor]) -> None:
         assert self._update_checkpoint is not None, "call begin() first"
         file_name = f"model-{len(set(self._update_map.values())) + 1:05}.safetensors"
-        self._save(
-            {name: tensor.detach().cpu() for name, tensor in bucket.items()},
-            self._update_checkpoint / file_name,
-        )
+        self._save(bucket, self._update_checkpoint / file_name)
         self._update_map |= dict.fromkeys(bucket, file_name)
 
     def _save(self, bucket: Mapping[str, Tensor], file: Path) -> None:
-        tensors = {name: tensor.contiguous() for name, tensor in bucket.items()}
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket.items()}
         try:
             save_file(tensors, file, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
@@ -173,11 +170,6 @@ def meta_model(model_path: str) -> PreTrainedModel:
 
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(load_config(model_path))
-
-
-def meta_parameters(model_path: str) -> dict[str, Tensor]:
-    """Returns the parameters of a model on the meta device, by name; a tied parameter has two names."""
-    return dict(meta_model(model_path).named_parameters(remove_duplicate=False))
 
 
 def checkpoint_tensors(lm: PreTrainedModel, bucket: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -43,56 +43,33 @@ def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 def fill_buckets(
     weights: Iterable[tuple[str, Tensor]], device: torch.device, bucket_bytes: int
 ) -> Iterator[Fields]:
-    """Fills the same memory with one bucket after the other; yields each one's `BucketInfo` arguments."""
-    memory = _BucketMemory(device)
+    """Fills the same memory with one bucket after the other.
+
+    Yields the arguments of each bucket's `BucketInfo` in vllm_worker.py.
+    """
+    on_gpu = device.type == "cuda"
+    file_descriptor = -1 if on_gpu else os.memfd_create("hone-vllm")
+    buffer = torch.empty(0, dtype=torch.uint8)
     try:
         for bucket in split_into_buckets(weights, bucket_bytes):
-            yield memory.fill(list(bucket.items()))
+            tensors, size = [], 0
+            for name, tensor in bucket.items():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                tensors.append((name, dtype, list(tensor.shape), size))
+                size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            if len(buffer) < size and on_gpu:
+                buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            elif len(buffer) < size:
+                os.ftruncate(file_descriptor, size)
+                buffer = torch.frombuffer(mmap.mmap(file_descriptor, size), dtype=torch.uint8)
+            for (_, _, _, offset), tensor in zip(tensors, bucket.values(), strict=True):
+                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                buffer[offset : offset + len(data)].copy_(data)
+            memory: Fields = {"path": f"/proc/{os.getpid()}/fd/{file_descriptor}"}
+            if on_gpu:
+                torch.cuda.synchronize(device)
+                memory = {"cuda": share_gpu_memory(buffer)}
+            yield {"tensors": tensors, "size": len(buffer), **memory}
     finally:
-        memory.close()
-
-
-def _aligned_bytes(tensor: Tensor) -> int:
-    """Returns the size of a tensor in a bucket, with alignment."""
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-class _BucketMemory:
-    """The memory that holds one bucket at a time: a memory file, or GPU memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._file_descriptor = -1 if device.type == "cuda" else os.memfd_create("hone-vllm")
-        self._buffer: Tensor | None = None
-
-    def fill(self, tensors: Sequence[tuple[str, Tensor]]) -> Fields:
-        """Copies tensors into the memory; returns the arguments of `BucketInfo` in vllm_worker.py."""
-        buffer = self._reserve(sum(_aligned_bytes(tensor) for _, tensor in tensors))
-        entries, offset = [], 0
-        for name, tensor in tensors:
-            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            buffer[offset : offset + len(data)].copy_(data)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries.append((name, dtype, list(tensor.shape), offset))
-            offset += _aligned_bytes(tensor)
-        description: Fields = {"tensors": entries, "size": len(buffer)}
-        if self._device.type != "cuda":
-            return description | {"path": f"/proc/{os.getpid()}/fd/{self._file_descriptor}"}
-        torch.cuda.synchronize(self._device)
-        return description | {"cuda": share_gpu_memory(buffer)}
-
-    def _reserve(self, size: int) -> Tensor:
-        """Returns a uint8 tensor of at least `size` bytes; later buckets reuse the tensor."""
-        if self._buffer is None or len(self._buffer) < size:
-            if self._device.type == "cuda":
-                self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            else:
-                os.ftruncate(self._file_descriptor, max(size, 1))
-                mapping = mmap.mmap(self._file_descriptor, max(size, 1))
-                self._buffer = torch.frombuffer(mapping, dtype=torch.uint8)
-        return self._buffer
-
-    def close(self) -> None:
-        self._buffer = None
-        if self._file_descriptor >= 0:
-            os.close(self._file_descriptor)
+        if not on_gpu:
+            os.close(file_descriptor)

@@ -20,7 +20,7 @@ from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.requests import RequestRules
 from hone.rollout.server_build import bucket_bytes, build_vllm_servers, receives_weights
-from hone.rollout.server_weights import AdapterFolder, meta_parameters
+from hone.rollout.server_weights import AdapterFolder, meta_model
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_buckets import UPDATABLE_MODEL_TYPES
 from hone.rollout.vllm_process import EngineProcess, LaunchArguments
@@ -90,11 +90,12 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
         make_launch_arguments(spec, rules.max_positions, i, lora_arguments)
         for i in range(config.data_parallel_size)
     ]
+    lm_parameters = meta_model(spec.model_path).named_parameters(remove_duplicate=False)
     names = ["vLLM"] if len(launches) == 1 else [f"vLLM {i}" for i in range(len(launches))]
     engine = VLLMRollout(
         [EngineProcess(*arguments) for arguments in zip(launches, names, strict=True)],
         rules,
-        meta_parameters(spec.model_path) if folder is None else folder.parameters,
+        folder.parameters if folder is not None else dict(lm_parameters),
         bucket_bytes=bucket_bytes(spec),
         device=spec.device,
         current_weights=spec.current_weights if folder is None else None,

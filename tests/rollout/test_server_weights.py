@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hone.models.tiny import save_pretrained
 from hone.rollout.server_weights import (
     WeightFolder,
-    meta_parameters,
+    meta_model,
     serialize_for_sglang,
     split_into_buckets,
 )
@@ -82,7 +82,9 @@ def test_the_models_parameters_come_from_its_config_alone(tmp_path: Path) -> Non
     model = save_pretrained(lm, TOKENIZER, tmp_path / "model")
     for file in model.glob("*.safetensors"):
         file.unlink()
-    shapes = {name: p.shape for name, p in meta_parameters(str(model)).items()}
+    shapes = {
+        name: p.shape for name, p in meta_model(str(model)).named_parameters(remove_duplicate=False)
+    }
     assert shapes == {n: p.shape for n, p in lm.named_parameters(remove_duplicate=False)}
 
 

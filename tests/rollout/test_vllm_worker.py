@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hone.rollout
-from hone.rollout.vllm_buckets import _BucketMemory
+from hone.rollout.vllm_buckets import fill_buckets
 
 
 @pytest.fixture
@@ -77,23 +77,23 @@ def test_another_sampler_of_vllm_is_refused(worker: Any) -> None:
 
 
 def test_a_bucket_gives_its_tensors_also_after_it_is_filled_again(worker: Any) -> None:
-    memory = _BucketMemory(torch.device("cpu"))
     first = [("a", torch.randn(3, 5)), ("b", torch.arange(7, dtype=torch.bfloat16))]
+    second = ("c", torch.ones(100))
+    buckets = fill_buckets([*first, second], torch.device("cpu"), 100)
     engine = worker.BucketEngine()
     loaded: dict[str, torch.Tensor] = {}
     engine.model = SimpleNamespace(load_weights=loaded.update)
-    engine.receive_weights(worker.BucketInfo(**memory.fill(first)))
+    engine.receive_weights(worker.BucketInfo(**next(buckets)))
     with_loader: dict[str, torch.Tensor] = {}  # as vLLM 0.22 calls it
-    bucket = memory.fill([("c", torch.ones(100))])
+    bucket = next(buckets)
     engine.receive_weights(worker.BucketInfo(**bucket), load_weights=with_loader.update)
     for name, tensor in first:
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor)
     assert torch.equal(with_loader["c"], torch.ones(100))
-    descriptor = memory._file_descriptor
-    memory.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+    path = bucket["path"]
+    buckets.close()
+    assert not os.path.exists(path)
 
 
 def test_a_draw_is_natives_for_its_seed_and_position(
