@@ -60,7 +60,19 @@ class Corpus:
         if not 0 <= index < len(self):
             raise IndexError(f"passage {index} of {len(self)}")
         start, end = int(self._offsets[index]), int(self._offsets[index + 1])
-        return _parse_passage(self._bytes[start:end], self.file, index + 1)
+        try:
+            record = json.loads(self._bytes[start:end])
+        except ValueError as error:
+            raise CorpusError(f"{self.file} line {index + 1} is not JSON ({error})") from None
+        if isinstance(record, dict):
+            passage_id = str(record.get("id", index))
+            contents, text = record.get("contents"), record.get("text")
+            if isinstance(contents, str):
+                return Passage(passage_id, contents)
+            if isinstance(text, str):
+                title = str(record.get("title", "")).strip('"')
+                return Passage(passage_id, f'"{title}"\n{text}')
+        raise CorpusError(f'{self.file} line {index + 1} needs "contents", or "title" and "text"')
 
     def __iter__(self) -> Iterator[Passage]:
         return (self[index] for index in range(len(self)))
@@ -103,19 +115,3 @@ def _line_offsets(plain_file: Path, folder: Path) -> NDArray[np.int64]:
     with atomic_path(cache_file) as temporary, temporary.open("wb") as stream:
         np.save(stream, array)
     return array
-
-
-def _parse_passage(line: bytes, file: Path, line_number: int) -> Passage:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise CorpusError(f"{file} line {line_number} is not JSON ({error})") from None
-    if isinstance(record, dict):
-        passage_id = str(record.get("id", line_number - 1))
-        contents, text = record.get("contents"), record.get("text")
-        if isinstance(contents, str):
-            return Passage(passage_id, contents)
-        if isinstance(text, str):
-            title = str(record.get("title", "")).strip('"')
-            return Passage(passage_id, f'"{title}"\n{text}')
-    raise CorpusError(f'{file} line {line_number} needs "contents", or "title" and "text"')

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from hone.retrieval.corpus import Corpus, CorpusError, Hit
@@ -74,17 +73,14 @@ class Encoder:
         ).to(self._device)
         if batch["input_ids"].shape[1] == 0:  # all texts are empty
             return np.zeros((len(texts), self._model.config.hidden_size), dtype=np.float32)
-        hidden = self._model(**batch).last_hidden_state.float()
-        vectors = F.normalize(self._pool(hidden, batch["attention_mask"]), dim=-1)
-        array: NDArray[np.float32] = vectors.cpu().numpy()
-        return array
-
-    def _pool(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Returns one vector per text, [N, d], from `hidden` [N, W, d] and `mask` [N, W] of W tokens."""
+        hidden = self._model(**batch).last_hidden_state.float()  # [N, tokens, d]
         if self.style.pooling == "cls":
-            return hidden[:, 0]
-        weights = mask[..., None].to(hidden.dtype)
-        return (hidden * weights).sum(1) / weights.sum(1).clamp_min(1)
+            pooled = hidden[:, 0]  # [N, d]
+        else:
+            mask = batch["attention_mask"][..., None].to(hidden.dtype)
+            pooled = (hidden * mask).sum(1) / mask.sum(1).clamp_min(1)
+        array: NDArray[np.float32] = F.normalize(pooled, dim=-1).cpu().numpy()
+        return array
 
 
 def _default_encoder_folder() -> str:

@@ -219,20 +219,18 @@ class HttpServer:
     ) -> tuple[int, str]:
         import aiohttp
 
+        async def send_request() -> tuple[int, str]:
+            async with self.session().request(method, self.url + path, json=body) as response:
+                return response.status, await response.text(errors="replace")
+
         try:
-            return await _wait_for(
-                self.timeouts.call_timeout_s, self._send_request(method, path, body)
-            )
+            return await _wait_for(self.timeouts.call_timeout_s, send_request())
         except asyncio.TimeoutError:
             raise ServerLost(
                 self, f"did not answer {path} within {self.timeouts.call_timeout_s:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(self, f"was lost during {path} ({error_text(error)})") from error
-
-    async def _send_request(self, method: str, path: str, body: Settings | None) -> tuple[int, str]:
-        async with self.session().request(method, self.url + path, json=body) as response:
-            return response.status, await response.text(errors="replace")
 
     async def events(self, path: str, body: Settings) -> AsyncGenerator[Event, None]:
         """Yields the JSON objects of a stream of `data:` lines, until `[DONE]`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.rollout.contract import RolloutError, Sampling, StopReason, Traits
 from hone.rollout.requests import Chunk, Request, RequestRules
-from hone.rollout.streaming_engine import StreamingEngine
+from hone.rollout.streaming_engine import StreamingEngine, in_engine_loop
 from hone.tokenizer import Tokenizer
 
 
@@ -109,5 +109,6 @@ class ScriptedRollout(StreamingEngine):
     async def _backend_sleep(self) -> None:
         self.asleep = True
 
-    async def _backend_wake_up(self) -> None:
+    @in_engine_loop
+    async def wake_up(self) -> None:
         self.asleep = False

@@ -115,7 +115,7 @@ class ServerRollout(StreamingEngine):
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
         if any(server.released_tags for server in self._servers):
-            await self._backend_wake_up()
+            await self.wake_up()
         server = self._route(request)
         server.num_open_requests += 1
         try:
@@ -338,7 +338,8 @@ class ServerRollout(StreamingEngine):
             await server.resume_memory(tags_to_resume)
             server.released_tags = tuple(tag for tag in server.released_tags if tag not in tags)
 
-    async def _backend_wake_up(self) -> None:
+    @in_engine_loop
+    async def wake_up(self) -> None:
         async with self._wake_lock:
             await self._for_each_server(lambda s: self._resume_memory(s, s.released_tags))
             if not self._update.in_progress:  # otherwise `commit` publishes the weights

@@ -1,10 +1,12 @@
-"""Passes new weights to inference servers: in a checkpoint folder, or in the payload of a request."""
+"""Passes new weights to vLLM and SGLang: in a checkpoint folder, a request's payload, or shared memory."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import mmap
+import os
 import pickle
 import shutil
 import tempfile
@@ -21,6 +23,8 @@ from torch import Tensor
 from hone.models.lora import adapter_weights
 from hone.rollout.contract import RolloutError
 from hone.rollout.owned_folder import OwnedFolder
+from hone.types import Fields
+from hone.weights.contract import share_gpu_memory
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
 
 Weights = Iterable[tuple[str, Tensor]]
 _FOLDER_PREFIX = "hone-server-weights-"
+_ALIGNMENT = 64
+UPDATABLE_MODEL_TYPES = frozenset({"qwen3_moe"})
+"""Model types with experts whose updates are tested against vLLM's own process."""
 
 
 class WeightFolder:
@@ -147,6 +154,58 @@ def split_into_buckets(weights: Weights, bucket_bytes: int) -> Iterator[dict[str
         size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def split_experts(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Yields every expert as a view with its name in a checkpoint; yields other tensors unchanged.
+
+    The trainer has one tensor for all experts of a layer; a checkpoint has one tensor per expert.
+    """
+    for name, tensor in weights:
+        layer, _, part = name.rpartition(".experts.")
+        if layer and part == "gate_up_proj":  # [experts, 2 * intermediate, hidden]
+            for i, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                yield f"{layer}.experts.{i}.gate_proj.weight", gate
+                yield f"{layer}.experts.{i}.up_proj.weight", up
+        elif layer and part == "down_proj":  # [experts, hidden, intermediate]
+            for i, expert in enumerate(tensor):
+                yield f"{layer}.experts.{i}.down_proj.weight", expert
+        else:
+            yield name, tensor
+
+
+def fill_buckets(weights: Weights, device: torch.device, bucket_bytes: int) -> Iterator[Fields]:
+    """Yields buckets in memory that vLLM's workers can open: a memory file, or GPU memory by CUDA IPC.
+
+    A bucket has the arguments of `BucketInfo` in vllm_worker.py. All buckets use the same memory.
+    """
+    on_gpu = device.type == "cuda"
+    file_descriptor = -1 if on_gpu else os.memfd_create("hone-vllm")
+    buffer = torch.empty(0, dtype=torch.uint8)
+    try:
+        for bucket in split_into_buckets(weights, bucket_bytes):
+            tensors, size = [], 0
+            for name, tensor in bucket.items():
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                tensors.append((name, dtype, list(tensor.shape), size))
+                size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            if len(buffer) < size and on_gpu:
+                buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            elif len(buffer) < size:
+                os.ftruncate(file_descriptor, size)
+                buffer = torch.frombuffer(mmap.mmap(file_descriptor, size), dtype=torch.uint8)
+            for (_, _, _, offset), tensor in zip(tensors, bucket.values(), strict=True):
+                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                buffer[offset : offset + len(data)].copy_(data)
+            memory: Fields = {"path": f"/proc/{os.getpid()}/fd/{file_descriptor}"}
+            if on_gpu:
+                torch.cuda.synchronize(device)
+                memory = {"cuda": share_gpu_memory(buffer)}
+            yield {"tensors": tensors, "size": len(buffer), **memory}
+    finally:
+        if not on_gpu:
+            os.close(file_descriptor)
 
 
 def serialize_for_sglang(bucket: Mapping[str, Tensor]) -> str:

@@ -125,8 +125,6 @@ class StreamingEngine(RequestEngine):
 
     async def _backend_sleep(self) -> None: ...
 
-    async def _backend_wake_up(self) -> None: ...
-
     async def _backend_close(self) -> None: ...
 
     # -- requests -------------------------------------------------------------------------------
@@ -355,9 +353,8 @@ class StreamingEngine(RequestEngine):
                 return
             await asyncio.sleep(0.001)
 
-    @in_engine_loop
     async def wake_up(self) -> None:
-        await self._backend_wake_up()
+        """Restores what `_backend_sleep` has freed."""
 
     async def close(self) -> None:
         if not self._closed:

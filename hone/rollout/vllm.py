@@ -20,9 +20,8 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError, Sampling, Traits
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.routing import Router
-from hone.rollout.server_weights import AdapterFolder
+from hone.rollout.server_weights import AdapterFolder, fill_buckets, split_experts
 from hone.rollout.streaming_engine import StreamingEngine, Weights, in_engine_loop
-from hone.rollout.vllm_buckets import fill_buckets, split_experts
 from hone.rollout.vllm_openai import vllm_sampling_params
 from hone.rollout.vllm_process import EngineProcess
 from hone.types import Fields
@@ -90,7 +89,7 @@ class VLLMRollout(StreamingEngine):
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
         if self._current_sleep_level is not None:
-            await self._backend_wake_up()
+            await self.wake_up()
         params = vllm_sampling_params(request.request_id, sampling, self._rules.eos_ids)
         # vLLM's own seed creates a generator, which on a CPU fails with chunked prefill.
         params["extra_args"] = {"hone_seed": sampling.seed}
@@ -206,7 +205,8 @@ class VLLMRollout(StreamingEngine):
         drops_weights = self._must_restore or self._current_weights is not None
         return 2 if drops_weights and self._adapter_folder is None else 1
 
-    async def _backend_wake_up(self) -> None:
+    @in_engine_loop
+    async def wake_up(self) -> None:
         async with self._wake_lock:
             if self._current_sleep_level:
                 await self._call_all("wake_up")
@@ -231,7 +231,7 @@ class VLLMRollout(StreamingEngine):
     # -- weights --------------------------------------------------------------------------------
 
     async def _backend_begin(self) -> None:
-        await self._backend_wake_up()
+        await self.wake_up()
         self._num_buckets = 0
         for process in self._processes:
             process.num_buckets = 0

@@ -20,9 +20,8 @@ from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.requests import RequestRules
 from hone.rollout.server_build import bucket_bytes, build_vllm_servers, receives_weights
-from hone.rollout.server_weights import AdapterFolder, meta_model
+from hone.rollout.server_weights import UPDATABLE_MODEL_TYPES, AdapterFolder, meta_model
 from hone.rollout.vllm import VLLMRollout
-from hone.rollout.vllm_buckets import UPDATABLE_MODEL_TYPES
 from hone.rollout.vllm_process import EngineProcess, LaunchArguments
 from hone.types import Fields, Settings
 

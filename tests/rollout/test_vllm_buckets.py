@@ -16,7 +16,7 @@ from hone.config import load_config
 from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Sampling
-from hone.rollout.vllm_buckets import fill_buckets, split_experts
+from hone.rollout.server_weights import fill_buckets, split_experts
 from hone.rollout.vllm_build import build_vllm
 
 from . import models

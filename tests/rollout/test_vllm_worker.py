@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hone.rollout
-from hone.rollout.vllm_buckets import fill_buckets
+from hone.rollout.server_weights import fill_buckets
 
 
 @pytest.fixture
