@@ -43,22 +43,15 @@ class ServerLost(ConnectionLost):
         self.server = server
 
 
-@dataclass(frozen=True)
-class Timeouts:
-    """The timeouts of one server."""
-
-    start_timeout_s: float
-    """The longest wait until the server is healthy, at the start and after the connection was lost."""
-    call_timeout_s: float
-    """The longest wait until a call returns, and between two chunks of a stream."""
-
-
 @dataclass(eq=False)
 class HttpServer:
     """The client of one server: address, state and calls. Subclasses implement the endpoints."""
 
     url: str = field(repr=False)
-    timeouts: Timeouts
+    start_timeout_s: float
+    """The longest wait until the server is healthy, at the start and after the connection was lost."""
+    call_timeout_s: float
+    """The longest wait until a call returns, and between two chunks of a stream."""
     api_key_env: str | None = None
     eos_ids: tuple[int, ...] = ()
     tensor_parallel_size: int = 1
@@ -184,9 +177,7 @@ class HttpServer:
                 self.url = self.safe_url  # the key replaces a user name and password
             self._session = aiohttp.ClientSession(
                 headers=headers,
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=self.timeouts.call_timeout_s
-                ),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.call_timeout_s),
                 connector=aiohttp.TCPConnector(limit=0),
             )
         return self._session
@@ -224,10 +215,10 @@ class HttpServer:
                 return response.status, await response.text(errors="replace")
 
         try:
-            return await _wait_for(self.timeouts.call_timeout_s, send_request())
+            return await _wait_for(self.call_timeout_s, send_request())
         except asyncio.TimeoutError:
             raise ServerLost(
-                self, f"did not answer {path} within {self.timeouts.call_timeout_s:g} s"
+                self, f"did not answer {path} within {self.call_timeout_s:g} s"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerLost(self, f"was lost during {path} ({error_text(error)})") from error
@@ -237,11 +228,11 @@ class HttpServer:
         import aiohttp
 
         # A request may wait in the server's queue before its first chunk.
-        timeout_s = self.timeouts.start_timeout_s
+        timeout_s = self.start_timeout_s
         client_timeout = aiohttp.ClientTimeout(
             total=None,
-            sock_connect=self.timeouts.call_timeout_s,
-            sock_read=self.timeouts.start_timeout_s,
+            sock_connect=self.call_timeout_s,
+            sock_read=self.start_timeout_s,
         )
         try:
             async with self.session().post(
@@ -257,7 +248,7 @@ class HttpServer:
                 partial_line = b""
                 while True:
                     data = await _wait_for(timeout_s, response.content.readany())
-                    timeout_s = self.timeouts.call_timeout_s
+                    timeout_s = self.call_timeout_s
                     if not data:
                         rest = shorten(partial_line.decode(errors="replace"))  # an error's message
                         raise ServerLost(
@@ -301,7 +292,7 @@ class HttpServer:
         """Polls `/health` until it answers 200; raises RolloutError after `start_timeout_s`."""
         reason = "its /health does not answer 200"
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.timeouts.start_timeout_s
+        deadline = loop.time() + self.start_timeout_s
         while loop.time() < deadline:
             try:
                 if await self.is_healthy():
@@ -311,7 +302,7 @@ class HttpServer:
             self.restart_if_ended()
             await asyncio.sleep(_HEALTH_POLL_INTERVAL_S)
         raise RolloutError(
-            f"{self.safe_url} is not healthy after {self.timeouts.start_timeout_s:g} s "
+            f"{self.safe_url} is not healthy after {self.start_timeout_s:g} s "
             f"(rollout.server.max_start_wait_time): {reason}"
         )
 

@@ -19,7 +19,7 @@ from hone.models.load import load_config, resolve_model_path
 from hone.models.lora import is_plain_lora
 from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Sampling
-from hone.rollout.http_server import HttpServer, ServerLost, Timeouts
+from hone.rollout.http_server import HttpServer, ServerLost
 from hone.rollout.requests import RequestRules
 from hone.rollout.server import ADAPTER_VERSION_PREFIX, ServerRollout
 from hone.rollout.server_weights import (
@@ -45,11 +45,11 @@ _LORA_MODULES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     """Connects to running SGLang servers, or starts one."""
     config, lm = spec.config.server, peft_model_for_adapters(spec)
-    timeouts = Timeouts(config.max_start_wait_time, config.timeout)
+    timeouts = (config.max_start_wait_time, config.timeout)
     if not config.urls:
         command, environment = command_and_environment(spec, lm and lora_server_arguments(lm))
         server = LaunchedSGLang(
-            "", timeouts, eos_ids=spec.eos_ids, command=command, environment=environment
+            "", *timeouts, eos_ids=spec.eos_ids, command=command, environment=environment
         )
         try:
             server.launch()
@@ -60,7 +60,7 @@ def build_sglang(spec: RolloutSpec) -> RolloutEngine:
 
     def make_servers(spec: RolloutSpec) -> list[SGLangServer]:
         return [
-            SGLangServer(url, timeouts, config.api_key_env, eos_ids=spec.eos_ids)
+            SGLangServer(url, *timeouts, config.api_key_env, eos_ids=spec.eos_ids)
             for url in server_urls(spec)
         ]
 
@@ -83,7 +83,8 @@ def build_vllm_servers(spec: RolloutSpec) -> RolloutEngine:
     servers = [
         VLLMServer(
             url,
-            Timeouts(config.max_start_wait_time, config.timeout),
+            config.max_start_wait_time,
+            config.timeout,
             config.api_key_env,
             eos_ids=spec.eos_ids,
             tied_embeddings=bool(model_config.tie_word_embeddings),

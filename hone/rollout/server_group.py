@@ -30,7 +30,7 @@ class UpdateGroup:
         self._servers, self._device = list(servers), device
         self._name = f"hone-{secrets.token_hex(8)}"
         self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._timeout = timedelta(seconds=servers[0].timeouts.call_timeout_s)
+        self._timeout = timedelta(seconds=servers[0].call_timeout_s)
         self._store: TCPStore | None = None
         self._group: Any = None
 

@@ -260,7 +260,7 @@ class SGLangServer(HttpServer):
         await self.call_checked("/update_weights_from_tensor", body)
 
     async def end_update(self, version: str) -> None:
-        await self.call(f"/flush_cache?timeout={self.timeouts.call_timeout_s:g}", {})
+        await self.call(f"/flush_cache?timeout={self.call_timeout_s:g}", {})
         body = {"new_version": version, "abort_all_requests": False}
         await self.call_checked("/update_weight_version", body)
 

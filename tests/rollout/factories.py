@@ -11,7 +11,6 @@ from hone.models.policy import PolicyModel
 from hone.ops.counter_rng import fold_seed
 from hone.rollout.contract import RolloutEngine, Traits
 from hone.rollout.hf import HFRollout
-from hone.rollout.http_server import Timeouts
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder
 from hone.rollout.native.engine import NativeRollout
@@ -148,10 +147,7 @@ def server_engine(
 ) -> ServerRollout:
     model = servers[0].policy.lm
     engine = ServerRollout(
-        [
-            SGLangServer(s.url, Timeouts(start_timeout_s, call_timeout_s), eos_ids=(EOS,))
-            for s in servers
-        ],
+        [SGLangServer(s.url, start_timeout_s, call_timeout_s, eos_ids=(EOS,)) for s in servers],
         RequestRules.of(model.config, (EOS,), TOKENIZER),
         dict(model.named_parameters(remove_duplicate=False)),
         WeightFolder(None, "no-such-folder"),

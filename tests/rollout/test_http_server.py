@@ -12,7 +12,7 @@ import torch
 from aiohttp import web
 
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.http_server import Event, ServerLost, Timeouts
+from hone.rollout.http_server import Event, ServerLost
 from hone.rollout.server_weights import WeightFolder
 from hone.rollout.sglang_server import SGLangServer
 from hone.rollout.vllm_openai import VLLMServer
@@ -42,7 +42,7 @@ def test_a_server_that_is_not_healthy_yet_is_waited_for(servers: list[ContractSe
     servers[0].faults["unhealthy"] = 2
 
     async def scenario() -> None:
-        server = SGLangServer(servers[0].url, Timeouts(30.0, 5.0))
+        server = SGLangServer(servers[0].url, 30.0, 5.0)
         await server.wait_until_healthy()
         await server.close()
         assert servers[0].calls == ["/health"] * 3
@@ -63,7 +63,6 @@ def test_a_healthy_server_that_cannot_generate_is_reported(servers: list[Contrac
 def test_the_api_key_comes_from_the_environment_and_is_never_shown(
     servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.rollout.http_server import Timeouts
     from hone.rollout.sglang_server import SGLangServer
 
     servers.append(ContractServer(policy(), api_key="s3cret"))
@@ -71,7 +70,7 @@ def test_the_api_key_comes_from_the_environment_and_is_never_shown(
 
     async def scenario(variable: str) -> None:
         url = servers[0].url.replace("http://", "http://user:pass@")
-        server = SGLangServer(url, Timeouts(5.0, 5.0), api_key_env=variable)
+        server = SGLangServer(url, 5.0, 5.0, api_key_env=variable)
         try:
             assert "s3cret" not in repr(server)
             assert "pass" not in repr(server) + server.safe_url
@@ -145,7 +144,7 @@ def ones(tmp_path: Path) -> Iterator[WeightFolder]:
 
 
 def test_a_weight_that_is_not_shown_hides_no_other(ones: WeightFolder) -> None:
-    server = Showing("http://gpu:1", Timeouts(1.0, 1.0))
+    server = Showing("http://gpu:1", 1.0, 1.0)
     server.shown = ("b",)
     with pytest.raises(RolloutError, match="'b' has other values"):
         asyncio.run(server.check_weights("v", ones))
@@ -154,7 +153,7 @@ def test_a_weight_that_is_not_shown_hides_no_other(ones: WeightFolder) -> None:
 def test_a_server_that_shows_no_weight_is_named_once(
     ones: WeightFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = Showing("http://gpu:1", Timeouts(1.0, 1.0))
+    server = Showing("http://gpu:1", 1.0, 1.0)
     for _ in range(2):
         asyncio.run(server.check_weights("v", ones))
     (record,) = caplog.records
@@ -167,7 +166,7 @@ def test_a_server_of_another_kind_is_named(servers: list[ContractServer]) -> Non
     servers.append(ContractServer(policy()))
 
     async def connect() -> None:
-        server = VLLMServer(servers[0].url, Timeouts(5.0, 5.0))
+        server = VLLMServer(servers[0].url, 5.0, 5.0)
         try:
             await server.connect()
         finally:
@@ -216,7 +215,7 @@ def outcomes_of(answer: web.Response) -> tuple[object, object]:
         web_server = web.Server(handle)
         listener = await asyncio.get_running_loop().create_server(web_server, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
-        server = VLLMServer(f"http://127.0.0.1:{port}", Timeouts(5.0, 5.0))
+        server = VLLMServer(f"http://127.0.0.1:{port}", 5.0, 5.0)
         try:
             return await outcome(server.weight_version()), await outcome(events())
         finally:
@@ -259,4 +258,4 @@ def test_a_weight_that_cannot_be_read_is_an_error_of_the_server() -> None:
 
     folder: Any = Folder()
     with pytest.raises(RolloutError, match="cannot read"):
-        asyncio.run(Garbles("http://gpu", Timeouts(1.0, 1.0)).check_weights("v", folder))
+        asyncio.run(Garbles("http://gpu", 1.0, 1.0).check_weights("v", folder))

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from hone.rollout.contract import RolloutError, Sampling, StopReason
-from hone.rollout.http_server import Timeouts
 from hone.rollout.sglang_server import SGLangServer
 
 from .contract_server import ContractServer
@@ -540,7 +539,7 @@ def test_no_server_stays_paused_after_a_run(servers: list[ContractServer]) -> No
         assert servers[0].paused == ""
         await servers[0].engine.pause(keep=True)
         servers[0].paused = "retract"
-        server = SGLangServer(servers[0].url, Timeouts(5.0, 5.0))
+        server = SGLangServer(servers[0].url, 5.0, 5.0)
         await server.connect()
         assert servers[0].paused == ""
         await server.close()

@@ -30,9 +30,8 @@ from .test_build import spec_of
 FAKE = Path(__file__).parent / "fake_sglang"
 WORKER = """
 import asyncio, sys
-from hone.rollout.http_server import Timeouts
 from hone.rollout.sglang_process import LaunchedSGLang
-server = LaunchedSGLang("", Timeouts(300.0, 30.0), command=sys.argv[1:])
+server = LaunchedSGLang("", 300.0, 30.0, command=sys.argv[1:])
 server.launch()
 asyncio.run(server.wait_until_healthy())
 print(server.pid, flush=True)

@@ -13,7 +13,7 @@ import torch
 
 from hone.models.tiny import save_pretrained
 from hone.rollout.contract import RolloutError, Sampling
-from hone.rollout.http_server import ServerLost, Timeouts
+from hone.rollout.http_server import ServerLost
 from hone.rollout.requests import Request, RequestRules
 from hone.rollout.server import ServerRollout
 from hone.rollout.server_weights import WeightFolder
@@ -37,7 +37,7 @@ _ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses
 
 
 def server(**state: Any) -> VLLMServer:
-    return VLLMServer("http://user:pass@gpu:8000", Timeouts(1.0, 1.0), **state)
+    return VLLMServer("http://user:pass@gpu:8000", 1.0, 1.0, **state)
 
 
 def choice(**changes: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_a_request_sets_every_parameter_for_which_vllm_has_a_default_of_the_mode
             yield choice(finish_reason="length")
 
     async def stream() -> None:
-        running = Records("http://gpu:8000", Timeouts(1.0, 1.0))
+        running = Records("http://gpu:8000", 1.0, 1.0)
         request = Request([1], Sampling(1, 1.0, 0), "one")
         assert [c.finished async for c in running.stream(request, request.sampling)] == [True]
 
@@ -145,7 +145,7 @@ class RestartedServer(VLLMServer):
 def test_a_server_that_restarted_while_it_was_idle_serves_nothing_before_its_weights_are_back() -> (
     None
 ):
-    running = RestartedServer("http://gpu:8000", Timeouts(1.0, 1.0))
+    running = RestartedServer("http://gpu:8000", 1.0, 1.0)
     engine = ServerRollout(
         [running],
         RequestRules(frozenset({89}), vocab_size=90),
@@ -177,7 +177,7 @@ def test_an_event_that_cannot_be_read_fails_its_request_alone(event: dict[str, A
             yield event if body["prompt"] == [2] else choice(finish_reason="length")
 
     engine = ServerRollout(
-        [Garbles("http://gpu:8000", Timeouts(1.0, 1.0))],
+        [Garbles("http://gpu:8000", 1.0, 1.0)],
         RequestRules(frozenset({89}), vocab_size=90),
         {},
         WeightFolder(None, "no-model"),

@@ -18,7 +18,6 @@ from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import save_pretrained
 from hone.rollout.contract import RolloutEngine, Traits
-from hone.rollout.http_server import Timeouts
 from hone.rollout.requests import Request, RequestRules
 from hone.rollout.server import ServerRollout
 from hone.rollout.server_weights import WeightFolder
@@ -69,7 +68,7 @@ def server_url() -> str:
     url = f"http://127.0.0.1:{port}"
 
     async def healthy() -> None:
-        server = VLLMServer(url, Timeouts(start_timeout_s=600.0, call_timeout_s=60.0))
+        server = VLLMServer(url, start_timeout_s=600.0, call_timeout_s=60.0)
         await server.wait_until_healthy()
         await server.close()
 
@@ -98,7 +97,8 @@ class VLLMServerFactory(Factory):
             [
                 VLLMServer(
                     server_url(),
-                    Timeouts(start_timeout_s=60.0, call_timeout_s=60.0),
+                    start_timeout_s=60.0,
+                    call_timeout_s=60.0,
                     eos_ids=(EOS,),
                 )
             ],
