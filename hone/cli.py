@@ -284,7 +284,7 @@ def _model_get(options: Options, rest: list[str]) -> None:
 
 def _config_show(options: Options, rest: list[str]) -> None:
     from hone.config import compose
-    from hone.config.commands import format_with_origins
+    from hone.config.document import format_with_origins
     from hone.trainer.command_line import check_plan
 
     composed = compose(
@@ -298,13 +298,13 @@ def _config_show(options: Options, rest: list[str]) -> None:
 
 
 def _config_explain(options: Options, rest: list[str]) -> None:
-    from hone.config.commands import explain
+    from hone.config.document import explain
 
     print_text("\n".join(explain(key, options.tree) for key in options.keys))
 
 
 def _config_check(options: Options, rest: list[str]) -> int:
-    from hone.config.commands import check
+    from hone.config.document import check
     from hone.trainer.command_line import check_plan
 
     outcomes = [check(file, check_plan) for file in options.files]

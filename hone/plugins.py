@@ -1,7 +1,7 @@
 """Maps plug-in names to objects, with one table per kind of plug-in.
 
-A table maps a name to "module:object", which is imported on first use. User plug-ins are given as
-"pkg.mod:object" or "file.py:object", or registered in the table by a decorator.
+A table maps a name to "module:object", which is imported on first use. A user gives "pkg.mod:object" or
+"file.py:object", or registers an object by a decorator.
 """
 
 from __future__ import annotations

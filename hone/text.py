@@ -96,10 +96,7 @@ def _text_flaw(text: str, allow_nul: bool) -> str | None:
 
 
 def read_json(text: str, *, strict: bool = False) -> Any:
-    """Parses JSON; raises BadText if the text is invalid or nested too deeply.
-
-    `strict` also rejects NaN, infinities and duplicate keys.
-    """
+    """Parses JSON; raises BadText if it is invalid or too deep; `strict` rejects NaN and duplicate keys."""
     hooks = {"parse_constant": _reject_constant, "object_pairs_hook": _reject_duplicate_keys}
     options: Settings = hooks if strict else {}
     try:

@@ -231,7 +231,7 @@ def test_every_name_of_the_tour_exists() -> None:
 
 @pytest.mark.parametrize("name", ["tuning", "checkpoints", "quickstart", "agents"])
 def test_every_key_that_a_page_names_exists(name: str) -> None:
-    from hone.config.commands import explain
+    from hone.config.document import explain
 
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     keys = set(re.findall(r"(?<![\w./…])([a-z]\w*(?:\.\w+)+)=", text))
@@ -328,7 +328,7 @@ def test_a_relative_target_is_sought_where_the_command_is_started(
 
 
 def test_the_recipes_pass_the_check_and_say_what_they_set() -> None:
-    from hone.config.commands import check as check_yaml
+    from hone.config.document import check as check_yaml
 
     files = sorted(ROOT.glob("recipes/tinyzero/*.yaml"))
     assert len(files) == 6

@@ -1,8 +1,7 @@
 """Aggregates per-token losses to a scalar that does not depend on the split into micro-batches.
 
-`agg_loss` returns this micro-batch's share: the shares of all micro-batches and ranks sum to the
-loss of the mini-batch. The divisors are counts of the whole mini-batch, which the engine sets with
-`batch_counts`.
+The shares of all micro-batches and ranks sum to the loss of the mini-batch: the divisors are counts of the
+whole mini-batch, which the engine sets with `batch_counts`.
 """
 
 from __future__ import annotations
@@ -72,11 +71,10 @@ def agg_loss(
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """Returns this micro-batch's share of the mini-batch loss, times `dp_size`.
+    """Returns this micro-batch's share of the mini-batch loss, times `dp_size`; 0 for an empty mask.
 
-    `dp_size` is for engines whose gradients are averaged, not summed, over ranks. Counts come from
-    the arguments, else from `batch_counts`, else from `loss_mask`, which must then be the mask of the whole
-    mini-batch. An empty mask gives 0 with a gradient of 0.
+    `dp_size` is for engines that average gradients over ranks. Counts come from the arguments, else from
+    `batch_counts`, else from `loss_mask`, which must then be the mask of the whole mini-batch.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ValueError(
@@ -142,8 +140,7 @@ def compute_value_loss(
 ) -> tuple[Tensor, Tensor]:
     """Returns the critic's loss ½·max((v−R)², (clip(v, V±c)−R)²), aggregated, and the clip fraction.
 
-    v is `vpreds`, V `values` (before the update), R `returns`, and c `cliprange_value`. The last four
-    arguments are those of `agg_loss`.
+    v is `vpreds`, V `values` (before the update), R `returns`, and c `cliprange_value`.
     """
     vpreds, returns, values = (
         zero_outside_mask(x, response_mask) for x in (vpreds, returns, values)

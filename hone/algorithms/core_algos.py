@@ -146,10 +146,7 @@ def compute_rewards(
 def compute_pf_ppo_reweight_data(
     data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0
 ) -> DataProto:
-    """Resamples rows by their scores, with torch's global random state.
-
-    Entries of meta_info that are lists with one item per row are resampled with the rows.
-    """
+    """Resamples rows, and lists of one item per row in meta_info, with torch's global random state."""
     scores = data.batch["token_level_scores"].sum(dim=-1)
     rows = pf_ppo_rows(scores, reweight_method, weight_pow, torch.default_generator)
     resampled = data.select_idxs(rows)

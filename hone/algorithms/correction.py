@@ -44,10 +44,7 @@ def correct(
     response_mask: Tensor,
     config: Settings | None = None,
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
-    """Returns (importance weights or None, the loss mask after rejection, `rollout_corr/…` metrics).
-
-    `config` is algorithm.rollout_correction.
-    """
+    """Returns (importance weights or None, the loss mask after rejection, `rollout_corr/…` metrics)."""
     option = partial(setting, config, defaults=RolloutCorrectionConfig)
     mask = response_mask.bool()
     trainer, rollout = (
@@ -190,10 +187,7 @@ def agreement_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics
 def weight_metrics(
     weights: Tensor, log_ratio: Tensor, mask: Tensor, level: str, bounds: tuple[float, ...]
 ) -> Metrics:
-    """Returns metrics of the applied weights; the fractions count ratios that were out of bounds.
-
-    For sequence weights, the maximum and minimum are those of the ratios before truncation.
-    """
+    """Returns metrics of the weights; fractions, and extremes of sequences, are of untruncated ratios."""
     low, high = (1 / bounds[0], bounds[0]) if len(bounds) == 1 else bounds
     row_mask = mask.any(-1)
     squares = masked_mean(weights**2, mask)
@@ -201,7 +195,7 @@ def weight_metrics(
     if level == "sequence":
         row_log_ratio = masked_sum(log_ratio, mask, -1)
         ratio, scope_mask = _bounded_exp(row_log_ratio), row_mask
-        min_ratio = (-_masked_max(-row_log_ratio, row_mask)).exp()
+        min_ratio = (-_masked_max(-row_log_ratio, row_mask)).exp() * row_mask.any()
         extremes = {"_max": _masked_max(ratio, row_mask), "_min": min_ratio}
     else:
         extremes = {"_max": _masked_max(weights, mask), "_min": -_masked_max(-weights, mask)}
@@ -210,7 +204,7 @@ def weight_metrics(
     metrics = {
         "rollout_is_mean": masked_mean(weights, mask),
         "rollout_is_std": masked_var(weights, mask, unbiased=False).sqrt(),
-        **{f"rollout_is{key}": _zero_if_empty(row_mask, value) for key, value in extremes.items()},
+        **{f"rollout_is{key}": value for key, value in extremes.items()},
         "rollout_is_eff_sample_size": masked_mean(weights, mask) ** 2
         / torch.where(squares > 0, squares, 1),
         "rollout_is_ratio_fraction_high": _fraction(ratio > high, scope_mask),
@@ -274,10 +268,6 @@ def _summary(name: str, values: Tensor, mask: Tensor) -> Metrics:
 def _bounded_exp(x: Tensor) -> Tensor:
     """Returns exp(x), bounded so that it is always finite."""
     return x.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
-
-
-def _zero_if_empty(row_mask: Tensor, value: Tensor) -> Tensor:
-    return value if row_mask.any() else torch.zeros_like(value)
 
 
 def _fraction(flags: Tensor, mask: Tensor) -> Tensor:

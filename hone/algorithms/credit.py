@@ -45,8 +45,7 @@ def assign_credit(
     """Returns the step rewards [B, T] from which returns are computed; 0 where no step ends.
 
     A temperature τ > 0 weights each step's reward r by softmax(−r/τ) over the steps of its trajectory, so
-    that the sum tends to the minimum as τ → 0. "gamma-decay" and "strict min-form" do not change the
-    rewards. `trajectory` [B] has the index of each row's trajectory; None if every row is a trajectory.
+    that the sum tends to the minimum as τ → 0. `trajectory` [B] has the index of each row's trajectory.
     """
     mask = step_mask.bool()
     rewards = zero_outside_mask(process_rewards, mask)
@@ -81,10 +80,7 @@ def min_form_returns(
     response_mask: Tensor,
     row_order: RowOrder | None = None,
 ) -> Tensor:
-    """Returns [B, T] G_t = min of the rewards of the steps that end at t or later; 0 outside the mask.
-
-    Tokens at which no step ends are not part of the minimum; after the last step G is 0.
-    """
+    """Returns [B, T] G_t = min of the rewards of the steps that end at t or later; 0 after the last step."""
     rewards_at_ends = torch.where(step_mask.bool(), process_rewards, torch.inf)
     minima = rewards_at_ends.flip(-1).cummin(-1).values.flip(-1)
     if row_order is not None and minima.shape[-1]:
@@ -101,10 +97,7 @@ def total_min_form_returns(
     response_mask: Tensor,
     row_order: RowOrder | None = None,
 ) -> Tensor:
-    """Returns [B, T] the minimum of future process rewards plus the sum of all other future rewards.
-
-    Other rewards are the rule score and the KL penalty.
-    """
+    """Returns [B, T] the minimum of future process rewards plus the sum of other future rewards."""
     other_rewards = token_level_rewards - zero_outside_mask(process_rewards, step_mask)
     min_returns = min_form_returns(process_rewards, step_mask, response_mask, row_order)
     return rewards_to_go(other_rewards, response_mask, 1.0, row_order) + min_returns
@@ -146,8 +139,7 @@ def outcome_losses(
 ) -> Tensor:
     """Returns the loss [B] of each response: the cross-entropy of σ(β · Σ log-ratio) with its outcome.
 
-    With `rivals`, the result of `rival_logits`, the loss is −log σ(± (logit − rival logit)): plus for a
-    correct response, minus for others.
+    With `rivals` (`rival_logits`), it is −log σ(± (logit − rival logit)): plus for a correct response.
     """
     logit = beta * masked_sum(log_ratio, response_mask, -1)
     if rivals is None:
@@ -156,11 +148,8 @@ def outcome_losses(
 
 
 def rival_logits(logit: Tensor, outcome: Tensor, index: Labels) -> Tensor:
-    """Returns [B] the mean logit of each response's rivals, or 0 without rivals.
-
-    Rivals are the responses of the same group with a lower outcome, or with a higher outcome if the
-    response's own outcome is 0.
-    """
+    """Returns [B] the mean logit of each response's rivals, or 0 without rivals: responses of the same
+    group with a lower outcome, or with a higher outcome if the response's own outcome is 0."""
     ids = Groups.of(index).ids.to(logit.device)
     is_lower = outcome[None] < outcome[:, None]
     is_rival = torch.where((outcome > 0)[:, None], is_lower, outcome[None] > outcome[:, None])
@@ -169,11 +158,8 @@ def rival_logits(logit: Tensor, outcome: Tensor, index: Labels) -> Tensor:
 
 
 def ranking_accuracy(logit: Tensor, outcome: Tensor, index: Labels) -> tuple[float, float]:
-    """Returns two accuracies: that of pairs in a group, and that of the logits' signs.
-
-    The first is the fraction of pairs that the logits order as the outcomes do, weighted by the difference
-    of outcomes (0.5 without pairs).
-    """
+    """Returns the share of pairs in a group that the logits order as the outcomes do, weighted by the
+    difference of outcomes (0.5 without pairs), and the share of logits whose sign fits the outcome."""
     ids = Groups.of(index).ids
     weights = (outcome[:, None] - outcome[None]).clamp(min=0) * (ids[:, None] == ids[None])
     total_weight = float(weights.sum())

@@ -1,7 +1,6 @@
 """KL estimators, the KL penalty in the reward, and the controllers of its coefficient.
 
-KL is the divergence of the policy from the reference policy. If the KL is part of the loss, the engine
-aggregates `kl_penalty` like any other per-token loss.
+KL is the divergence of the policy from the reference policy.
 """
 
 from __future__ import annotations
@@ -27,11 +26,8 @@ _K3_BOUND = 10.0
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Returns the per-token KL estimate, with the shape of `logprob`.
-
-    A trailing `+` ("k3+") keeps the value and takes the gradient of k2, which is the unbiased
-    gradient of the divergence.
-    """
+    """Returns the per-token KL estimate; a trailing `+` ("k3+") keeps the value and takes the gradient of k2,
+    which is the unbiased gradient of the divergence."""
     value = kl_penalty_forward(logprob, ref_logprob, kl_penalty)
     if not kl_penalty.endswith("+"):
         return value
@@ -91,10 +87,7 @@ def apply_kl_penalty(
     kl_coef: float,
     estimator_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns rewards = scores − kl_coef·KL, 0 outside the mask, and the batch's current KL.
-
-    The current KL is the mean over rows of each row's token mean; rows without tokens are ignored.
-    """
+    """Returns rewards = scores − kl_coef·KL, 0 outside the mask, and the mean KL of the rows' means."""
     kl = zero_outside_mask(kl_penalty(old_log_probs, ref_log_prob, estimator_name), response_mask)
     rewards = zero_outside_mask(token_level_scores, response_mask) - kl_coef * kl
     current_kl = masked_mean(masked_mean(kl, response_mask, -1), response_mask.bool().any(-1))

@@ -85,10 +85,7 @@ def compute_is_metrics(
     rollout_is_threshold: float,
     rollout_is_threshold_lower: float | None = None,
 ) -> dict[str, float]:
-    """Returns metrics of weights, without prefix.
-
-    `log_ratio_for_metrics` is [B, T] for token weights and [B, 1] for sequence weights.
-    """
+    """Returns metrics of weights; for sequence weights, `log_ratio_for_metrics` is [B, 1]."""
     mask = response_mask.bool()
     log_ratio = log_ratio_for_metrics
     if rollout_is == "sequence":
@@ -145,10 +142,7 @@ def compute_rollout_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """Returns metrics of the gap between rollout and trainer log-probs.
-
-    Without rollout log-probs, it returns the perplexity of the trainer only.
-    """
+    """Returns metrics of the gap of rollout and trainer log-probs, or the perplexity of the trainer alone."""
     mask = response_mask.bool()
     trainer = zero_outside_mask(old_log_prob.detach(), mask)
     rollout = (

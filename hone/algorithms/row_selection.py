@@ -30,10 +30,7 @@ def remove_extreme(scores: Labels, index: Labels) -> Tensor:
 def interquartile(
     scores: Labels, index: Labels, lower_percentile_bound: float, upper_percentile_bound: float
 ) -> Tensor:
-    """Keeps the groups whose mean score lies between two percentiles of all groups' means.
-
-    If both percentiles are the same number, every group with that mean is kept.
-    """
+    """Keeps the groups whose mean score lies between two percentiles of all groups' means, or equals both."""
     values, groups = _scores_and_groups(scores, index)
     mean = groups.mean(values)
     if not len(mean):
@@ -58,11 +55,8 @@ def _scores_and_groups(scores: Labels, index: Labels) -> tuple[Tensor, Groups]:
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> Tensor:
-    """Returns [B] the sampling weight of each row (PF-PPO, 2409.06957).
-
-    pow: |score|^p; max_min: 1 for the best and the worst, else 0; max_random: 0.4 for the best, 0.1
-    for the others.
-    """
+    """Returns [B] the sampling weight of each row (PF-PPO, 2409.06957): |score|^p (pow), 1 for the best and
+    the worst (max_min), or 0.4 for the best and 0.1 for the others (max_random)."""
     if reweight_method == "pow":
         weights = scores.abs() ** weight_pow
     elif reweight_method == "max_min":

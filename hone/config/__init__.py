@@ -1,7 +1,6 @@
 """Configuration: the typed schema with every default, and loading from overrides and files.
 
-Precedence, lowest first: schema, files in the order of their defaults list, command line. Importing this
-package does not import torch; Hydra is imported when a configuration is composed.
+Precedence, lowest first: schema, files in the order of their defaults list, command line.
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ def compose(
 ) -> ComposedConfig:
     """Resolves a configuration and records the origin of each value.
 
-    `config_path` and `config_dir` are folders of the user's YAML files. `schema` is the name of a tree; by
-    default the config file names the tree. `starting_values` maps the values that were set, by dotted key, to
-    settings of lower precedence. `extra_checks` checks more than the schema, such as the columns that an
-    algorithm reads.
+    `config_path` and `config_dir` are folders of the user's YAML files. `schema` names the tree, if the file
+    does not. `starting_values` maps the values that were set, by dotted key, to settings of lower precedence.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]

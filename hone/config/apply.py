@@ -108,8 +108,7 @@ class _Composition:
     def write_settings(self, settings: Sequence[Setting]) -> dict[str, Setting]:
         """Writes the settings over the defaults, and returns those whose key has no field.
 
-        The values of keys without a field are stored too, under old and new names, because other values
-        may refer to them.
+        Their values are stored too, under old and new names, because other values may refer to them.
         """
         root, tree = self.root, self.schema.name
         settings_without_field: dict[str, Setting] = {}
@@ -135,7 +134,8 @@ class _Composition:
         referenced = {key for s in settings for key in keys.referenced_keys(s.value)}
         for key in referenced - {s.key for s in settings}:
             if owner_of(root, key) is None and (rule := rule_of(key, tree)):
-                self.values[key] = rule.reference_value
+                values = (value for value in rule.values if value not in ("off", "any"))
+                self.values[key] = next(values, None)
         return settings_without_field
 
     def _write(self, owner: str, setting: Setting) -> str | None:
@@ -183,11 +183,7 @@ class _Composition:
         self.problems += lines_per_sentence(refused, " is refused", " are refused")
 
     def build_config(self) -> Config:
-        """Returns the frozen tree, with every leaf in its field's type and range.
-
-        The default replaces a value that does not fit, and a null that the field does not accept. A key
-        that merely refers to such a value is not reported.
-        """
+        """Returns the frozen tree; the default replaces a value that its field does not accept."""
         converted: dict[str, Value] = {}
         type_problems: dict[str, str] = {}
         range_problems: dict[str, str] = {}

@@ -1,8 +1,7 @@
 """Building blocks of the schema: dict-like blocks, and defaults that follow other keys.
 
 `config.get("clip_ratio_c", 3.0)`, `config["clip_ratio"]`, `"lam" in config` and `**config` work in a
-user's loss, estimator or manager, as with verl's configs. Blocks are read-only. `setting` reads a dotted key
-of a block, a dict or any other object.
+user's loss, estimator or manager, as with verl's configs.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ class MissingKey(KeyError, AttributeError):
 
 
 class Block(Mapping[str, Any]):
-    """A dataclass that is also a read-only mapping.
-
-    Derived values (properties) can also be read by name; iteration yields only the fields.
-    """
+    """A dataclass that is also a read-only mapping; properties can be read by name and are not iterated."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -92,6 +88,9 @@ def setting(config: Settings | None, key: str, defaults: type[Block]) -> Any:
     return value
 
 
+_default_block = functools.cache(lambda block: block())
+
+
 def config_value(config: Settings | None, key: str) -> Any:
     """Returns `config.<key>` if the config itself has it, else None."""
     value = _lookup(config, key)
@@ -107,8 +106,3 @@ def _lookup(config: Settings | None, key: str) -> Any:
         is_mapping = isinstance(value, Mapping)
         value = value.get(part, _MISSING) if is_mapping else getattr(value, part, _MISSING)
     return value
-
-
-@functools.cache
-def _default_block(block: type[Block]) -> Block:
-    return block()

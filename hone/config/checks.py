@@ -1,8 +1,8 @@
 """Checks keys that depend on each other before any model is loaded; each message names valid values.
 
-Checks that only compare keys are rows of `rules.txt`; checks that compute or look up names are here;
-checks of the columns that the algorithm reads are in `hone/trainer/ppo/plan.py`. If a conflict can be
-solved without changing the training result, the value is changed and a note says so.
+Checks that only compare keys are rows of `rules.txt`; checks of the columns that the algorithm reads are in
+`hone/trainer/ppo/plan.py`. A note, not an error, tells of a value that is changed without an effect on the
+training result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.block import SchemaBlock
 from hone.config.convert import Config, Value, parse_scalar, read_table
 from hone.config.engine import FSDPConfig, sequence_parallel
@@ -41,8 +40,7 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
         mesh = mesh_problems(config.world_size, "", config, "engine", config.engine)
         problems = list(mesh) if config.world_size > 1 else []
         slots = max(1, config.world_size // config.ranks_per_slot)
-        problems = problems or list(_divisibility_problems(config.data.train_batch_size, slots))
-        yield from problems
+        yield from problems or batch_size_problems(config, slots)
     if isinstance(config, PPOTrainerConfig):
         actor, ranks = config.actor_rollout_ref.actor, config.world_size
         if ":" not in actor.strategy:  # a custom engine defines its own mesh
@@ -55,16 +53,13 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
             yield from problems or batch_size_problems(config, ranks // ranks_per_slot)
         for check in (_reward_and_rollout_problems, _data_problems, _shard_problems):
             yield from check(config)
-        yield from _correction_problems(config.algorithm.rollout_correction)
     yield from (sentence for _, sentence in _rows("problems", tree, config))
     yield from _unknown_name_problems(_TREE_OF_ROWS.get(tree, tree), config)
 
 
 def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
-    """Yields each key that has no effect because of the other values, and the reason.
-
-    A key whose docstring begins with `clip_cov: …` has no effect unless another key is `clip_cov`.
-    """
+    """Yields each key that has no effect because of the other values, and the reason; a key whose docstring
+    begins with `clip_cov: …` has no effect unless another key is `clip_cov`."""
     root: type = type(config)
     for condition, keys, why in _rows("idle", tree, config):
         condition_keys = _KEY.findall(condition)
@@ -207,19 +202,16 @@ def mesh_problems(
         yield f"{' times '.join(sizes)} does not divide {ranks} ranks; {advice}"
 
 
-def _divisibility_problems(prompts: int, ranks: int, n: int = 1) -> Iterator[str]:
+def batch_size_problems(config: PPOTrainerConfig | SupervisedConfig, ranks: int) -> Iterator[str]:
+    """Yields a problem if the batch size is not divisible by the number of data-parallel ranks; the last
+    mini-batch of a step may be smaller, and its rows may be uneven over the ranks."""
+    prompts = config.data.train_batch_size
+    n = config.actor_rollout_ref.rollout.n if isinstance(config, PPOTrainerConfig) else 1
     unit = ranks // math.gcd(ranks, n)
     if prompts % unit:
         n_text = f" times rollout.n={n}" if n > 1 else ""
         subject = f"data.train_batch_size={prompts}{n_text}"
         yield f"{subject} is not divisible by {ranks} data-parallel ranks; {multiples_advice(prompts, unit)}"
-
-
-def batch_size_problems(config: PPOTrainerConfig, ranks: int) -> Iterator[str]:
-    """Yields a problem if the batch size is not divisible by the number of data-parallel ranks; the last
-    mini-batch of a step may be smaller, and its rows may be uneven over the ranks."""
-    n = config.actor_rollout_ref.rollout.n
-    yield from _divisibility_problems(config.data.train_batch_size, ranks, n)
 
 
 def _reward_and_rollout_problems(config: PPOTrainerConfig) -> Iterator[str]:
@@ -234,9 +226,7 @@ def _reward_and_rollout_problems(config: PPOTrainerConfig) -> Iterator[str]:
     if rollout.name == "native" and ranks % size:
         subject = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
         yield f"{subject} does not divide {ranks} rollout ranks; {divisors_advice(ranks, size)}"
-
-
-def _correction_problems(correction: RolloutCorrectionConfig) -> Iterator[str]:
+    correction = config.algorithm.rollout_correction
     try:
         if correction.rollout_is is not None:
             parse_bound(correction.rollout_is_threshold, IS_THRESHOLD_KEY)

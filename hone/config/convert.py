@@ -1,8 +1,4 @@
-"""Converts values to type hints, formats values and hints as text, and reads the table of rules.
-
-OmegaConf's structured configs are not used: they support no union of a list and a string, and do not
-report origins.
-"""
+"""Converts values to type hints, formats values and hints as text, and reads the table of rules."""
 
 from __future__ import annotations
 
@@ -68,10 +64,7 @@ def fit(value: Value, hint: Hint) -> Value:
     if origin in (Union, types.UnionType):
         # The type of the value is tried first; for an integer, float is tried before string.
         preferred_types = (type(value), float) if type(value) is int else (type(value),)
-        for member in [
-            *(member_type for member_type in preferred_types if member_type in members),
-            *members,
-        ]:
+        for member in (*(t for t in preferred_types if t in members), *members):
             with contextlib.suppress(NoFit):
                 return fit(value, member)
     elif origin is Literal and any(is_same_value(value, choice) for choice in members):
@@ -154,15 +147,11 @@ def read_table() -> dict[str, list[list[str]]]:
         if line.startswith("["):
             rows = sections.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
-            alternatives = _ALTERNATIVES.search(line) or (
-                "<>",
-                "<>",
-            )  # one row per word of `<a,b>`; the word replaces `<a,b>` and `<>`
-            lines = (
-                line.replace(alternatives[0], word).replace("<>", word)
-                for word in alternatives[1].split(",")
-            )
-            rows += ([cell.strip() for cell in re.split(r" \|(?= |$)", text)] for text in lines)
+            # One row per word of `<a,b>`; the word replaces `<a,b>` and `<>`.
+            alternatives = _ALTERNATIVES.search(line) or ("<>", "<>")
+            for word in alternatives[1].split(","):
+                text = line.replace(alternatives[0], word).replace("<>", word)
+                rows.append([cell.strip() for cell in re.split(r" \|(?= |$)", text)])
     return sections
 
 

@@ -1,7 +1,6 @@
 """The keys of a tree: one `Leaf` per key, with its type, default, range and docstring.
 
-This module also resolves `${a.b}` references and suggests known keys for unknown ones. The schema has
-dozens of simple references; resolving them here instead of with OmegaConf makes loading ten times faster.
+Simple references (`${a.b}`) are resolved here, which makes loading ten times faster than with OmegaConf.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ REJECTION_OPTIONS = (
 def rejection_bounds(options: OptionNames, bounds: Bounds) -> list[tuple[str, float, float]]:
     """Returns the lower and upper bound of k1, k2 or k3 for each rejection option; raises if invalid.
 
-    Bounds of k1 = −log(train / rollout) are written as bounds of the ratio train / rollout; k2 and k3 have
-    one upper bound.
+    Bounds of k1 = −log(train / rollout) are written as bounds of the ratio; k2 and k3 have one upper bound.
     """
     key = "algorithm.rollout_correction.rollout_rs"
     names, values = [str(name) for name in split_list(options)], split_list(bounds)

@@ -1,7 +1,6 @@
 """Reads command-line overrides and YAML files as settings with an origin.
 
-Hydra parses the overrides and orders the files of a defaults list. verl's trees and groups are registered
-with Hydra by name only, because the schema defines their defaults.
+Hydra parses the overrides and orders the files of a defaults list; it knows verl's trees and groups by name.
 """
 
 from __future__ import annotations
@@ -60,29 +59,24 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
     settings: list[Setting] = []
     for text, next_argument in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
         parsed = parse_override(text, next_argument)
+        key, advice = str(parsed.key_or_group), ""
         if parsed.is_sweep_override():
-            raise ConfigError(
-                f"{text!r} names several values for one key; write a list as key=[a,b], or add -m "
-                f"to run once per value ({COMMAND_LINE})"
-            )
-        key, added = str(parsed.key_or_group), text.startswith("+")
-        if parsed.package is not None:
-            raise ConfigError(
-                f"{text!r} names the package of a key; write {key}=VALUE ({COMMAND_LINE})"
-            )
+            advice = "several values for one key; write a list as key=[a,b], or add -m to run once per value"
+        elif parsed.package is not None:
+            advice = f"the package of a key; write {key}=VALUE"
+        if advice:
+            raise ConfigError(f"{text!r} names {advice} ({COMMAND_LINE})")
         if parsed.is_delete():
             settings.append(Setting(key, None, COMMAND_LINE, delete=True))
         else:
             leaf_settings = flatten(parsed.value(), key, COMMAND_LINE)
-            settings += [replace(setting, added=added) for setting in leaf_settings]
+            settings += [replace(s, added=text.startswith("+")) for s in leaf_settings]
     return settings
 
 
 def parse_override(text: str, next_argument: str = "") -> Override:
-    """Parses one override with Hydra; the next argument serves only the error message.
-
-    A plain value that Hydra's grammar rejects (`~/models/x`) is read as a string.
-    """
+    """Parses one override with Hydra; a plain value that Hydra rejects (`~/models/x`) is read as a string.
+    The next argument serves only the error message."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -92,19 +86,17 @@ def parse_override(text: str, next_argument: str = "") -> Override:
     next_argument = next_argument.strip()
     is_value_next = equals and next_argument and not _NEW_ARGUMENT.match(next_argument)
     has_spaces = next_argument.startswith("=") or is_value_next
-    if (key and not value and has_spaces) or key != key.strip():
-        raise ConfigError(
-            f"cannot read the argument {text!r}; write {key.strip()}=VALUE without spaces around the ="
-        )
-    can_quote = key and value and not set(value) & set("[]{}'\"\\")
-    for attempt in (text, f"{key}='{value}'") if can_quote else (text,):
-        with contextlib.suppress(HydraException):
-            parsed = parser.parse_override(attempt)
-            if parsed.key_or_group:
-                return parsed
     advice = "write key=value, with quotes around values that hold spaces, commas or brackets"
-    if "." in key and not equals:
-        advice = f"write {key}=VALUE"
+    if (key and not value and has_spaces) or key != key.strip():
+        advice = f"write {key.strip()}=VALUE without spaces around the ="
+    else:
+        can_quote = key and value and not set(value) & set("[]{}'\"\\")
+        for attempt in (text, f"{key}='{value}'") if can_quote else (text,):
+            with contextlib.suppress(HydraException):
+                parsed = parser.parse_override(attempt)
+                if parsed.key_or_group:
+                    return parsed
+        advice = f"write {key}=VALUE" if "." in key and not equals else advice
     raise ConfigError(f"cannot read the argument {text!r}; {advice}")
 
 
@@ -148,8 +140,8 @@ def read_config(
 ) -> tuple[str | None, list[Setting]]:
     """Returns the tree that a config names, if any, and its settings, lowest precedence first.
 
-    The config is the file of that name in one of the folders, or a built-in config. Group choices
-    (`engine=fsdp`) in the command-line `overrides` select files; the other overrides apply after them.
+    The config is a file in one of the folders, or built in. Group choices (`engine=fsdp`) in the command-line
+    `overrides` select files; the other overrides apply after them.
     """
     paths = (Path(str(folder).removeprefix("file://")) for folder in folders)
     search_folders = [path.expanduser().resolve() for path in paths]
@@ -186,28 +178,19 @@ def _require_built_in(
         if (file := search_folder / f"{name}.yml").is_file():
             raise ConfigError(f"{file} is not read, because Hydra reads .yaml files; rename it")
     for folder, search_folder in zip(folders, search_folders, strict=True):
-        may_be_missing = not Path(folder).is_absolute() or search_folder.parts[-2:] == (
-            "trainer",
-            "config",
-        )
-        if not search_folder.is_dir() and not (may_be_missing and name in BUILT_IN_TREES):
+        is_verls = search_folder.parts[-2:] == ("trainer", "config")
+        may_be_missing = name in BUILT_IN_TREES and (is_verls or not Path(folder).is_absolute())
+        if not search_folder.is_dir() and not may_be_missing:
             hint = did_you_mean(nearest(name, BUILT_IN_TREES))
             raise ConfigError(f"there is no config '{name}': {folder} is no folder here.{hint}")
     if name in BUILT_IN_TREES:
         return
-    names = [
-        *(p.stem for search_folder in search_folders for p in search_folder.glob("*.yaml")),
-        *BUILT_IN_TREES,
-    ]
+    files = [p.stem for search_folder in search_folders for p in search_folder.glob("*.yaml")]
+    hint = did_you_mean(nearest(name, [*files, *BUILT_IN_TREES]))
+    if not search_folders:
+        hint += " A config of your own needs --config-path, the folder that holds it"
     where = f" in {', '.join(map(str, search_folders))}" if search_folders else ""
-    advice = (
-        ""
-        if search_folders
-        else " A config of your own needs --config-path, the folder that holds it"
-    )
-    raise ConfigError(
-        f"there is no config '{name}'{where}.{did_you_mean(nearest(name, names))}{advice}"
-    )
+    raise ConfigError(f"there is no config '{name}'{where}.{hint}")
 
 
 def _is_choice(text: str, search_folders: Sequence[Path]) -> bool:
@@ -239,34 +222,25 @@ def _defaults_list(
 
     _register_with_hydra()
     primary = folder or Path(__file__).parent  # any folder without YAML files
-    search_urls = ",".join(
-        f"'file://{search_folder}'" for search_folder in search_folders if search_folder != folder
-    )
-    search_path = [f"hydra.searchpath=[{search_urls}]"] if search_urls else []
-    options = [text for text in choices if not text.lstrip("+~").startswith("hydra/")]
+    search_urls = ",".join(f"'file://{other}'" for other in search_folders if other != folder)
+    options = [f"hydra.searchpath=[{search_urls}]"] if search_urls else []
+    options += [text for text in choices if not text.lstrip("+~").startswith("hydra/")]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the search path of another package may not exist
             loader = ConfigLoaderImpl(create_config_search_path(f"file://{primary}"))
-            result = loader.compute_defaults_list(
-                name, [*search_path, *options], run_mode=RunMode.RUN
-            )
-    except YAMLError as error:
-        raise ConfigError(
-            f"{name}.yaml is not valid YAML: {' '.join(str(error).split())}"
-        ) from None
-    except (HydraException, ValueError) as error:  # ValueError: a group's option that is no name
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"the defaults list of {name}.yaml does not resolve: {reason}") from None
+            result = loader.compute_defaults_list(name, options, run_mode=RunMode.RUN)
     except RecursionError:
         raise ConfigError(f"the defaults list of {name}.yaml leads back to {name}.yaml") from None
-    for override in result.config_overrides:
-        group = str(override.key_or_group)
+    except (YAMLError, HydraException, ValueError) as error:
+        subject = f"the defaults list of {name}.yaml does not resolve"  # ValueError: an odd option
+        if isinstance(error, YAMLError):
+            subject = f"{name}.yaml is not valid YAML"
+        raise ConfigError(f"{subject}: {' '.join(str(error).split())}") from None
+    for group in (str(override.key_or_group) for override in result.config_overrides):
         if group != "hydra.searchpath":
-            key = group.replace("/", ".")
-            raise ConfigError(
-                f"there is no config group '{group}'; a key has dots: {key} ({COMMAND_LINE})"
-            )
+            advice = f"a key has dots: {group.replace('/', '.')}"
+            raise ConfigError(f"there is no config group '{group}'; {advice} ({COMMAND_LINE})")
     return [
         (default.config_path, default.package or "")
         for default in result.defaults

@@ -1,7 +1,7 @@
 """Handles keys and values of verl that have no field in our schema; `rules.txt` lists them.
 
 A key is refused, neutral (without effect; a value that requests another behaviour prints a note),
-rewritten or renamed; this file computes some values. To support a key, delete its row and add the field.
+rewritten or renamed.
 """
 
 from __future__ import annotations
@@ -59,11 +59,6 @@ class Rule:
     def matches(self, value: JsonValue) -> bool:
         """Returns whether the row applies to a value; words such as "off" and "any" match many."""
         return is_one_of(value, self.values)
-
-    @property
-    def reference_value(self) -> JsonValue:
-        """The value of a reference to the key if the key is not set."""
-        return next((v for v in self.values if v not in ("off", "any")), None)
 
     def __str__(self) -> str:
         where = f" where {self.where}" if self.where else ""
@@ -139,10 +134,8 @@ def rule_of(key: str, tree: str) -> Rule | None:
 def lines_per_sentence(
     notes: Iterable[tuple[str, str]], one: str = "", many: str = ""
 ) -> list[str]:
-    """Returns one line per sentence, with its first three keys and the number of further keys.
-
-    The line contains `one` after a single key, and `many` after several.
-    """
+    """Returns one line per sentence, with its first three keys and the number of further keys; it contains
+    `one` after a single key, and `many` after several."""
     keys_by_sentence: dict[str, list[str]] = {}
     for key, sentence in notes:
         keys_by_sentence.setdefault(sentence, []).append(key)

@@ -1,8 +1,7 @@
 """Terminal output during a run: a live line, progress bars and plain text.
 
-On a terminal, the live line and the bars are at the bottom, and text is above them. Elsewhere (a
-file, a pipe, CI), a step is one short line (`trainer.console=full`: every metric), and long waits
-are reported.
+On a terminal, text is above the live line and the bars. Elsewhere (a file, a pipe, CI), a step is one short
+line (`trainer.console=full`: every metric), and long waits are reported.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ PERMANENT_PREFIXES = ("val-core/", "val/")
 
 
 class Bar:
-    """A progress bar: the amount done, the total, and a note.
-
-    Code may set the attributes directly: a terminal draws them a few times per second.
-    """
+    """A progress bar: the amount done, the total, and a note; code may also set the attributes directly."""
 
     def __init__(
         self,
@@ -121,11 +117,8 @@ class Screen:
     def bar(
         self, description: str, total: float | None, *, has_step_line: bool = False
     ) -> Iterator[Bar]:
-        """Yields a progress bar.
-
-        `has_step_line`: the run prints a line per step that has the count and the ETA. The bar then has
-        no ETA on a terminal, and is not shown elsewhere.
-        """
+        """Yields a progress bar. With `has_step_line`, the run prints a line per step that has the count and
+        the ETA: the bar has no ETA on a terminal, and is not shown elsewhere."""
         if not self.is_terminal:
             bar = Bar(description, total, self._throttled_reporter())
             yield Bar(description) if has_step_line else bar
@@ -151,9 +144,16 @@ class Screen:
         def show(bar: Bar) -> None:
             nonlocal last_report
             now = self.clock()
-            if now - last_report >= SECONDS_BETWEEN_PLAIN_REPORTS:
-                last_report = now
-                self.line(_plain_report(bar, now - start))
+            elapsed_s = now - start
+            if now - last_report < SECONDS_BETWEEN_PLAIN_REPORTS:
+                return
+            last_report = now
+            count = f"{bar.done:g}/{bar.total:g}" if bar.total else f"{bar.done:g}"
+            parts = [f"{bar.description} {count}", bar.note, f"{duration(elapsed_s)} so far"]
+            if bar.total and 0 < bar.done < bar.total:
+                eta_s = elapsed_s / bar.done * (bar.total - bar.done)
+                parts.append(f"ETA {duration(eta_s)}")
+            self.line(" · ".join(filter(None, parts)))
 
         return show
 
@@ -207,16 +207,6 @@ def _create_live_region(screen: Screen) -> Progress:
         transient=True,
         refresh_per_second=4,
     )
-
-
-def _plain_report(bar: Bar, elapsed_s: float) -> str:
-    parts = [f"{bar.description} {bar.done:g}" + (f"/{bar.total:g}" if bar.total else "")]
-    if bar.note:
-        parts.append(bar.note)
-    parts.append(f"{duration(elapsed_s)} so far")
-    if bar.total and 0 < bar.done < bar.total:
-        parts.append(f"ETA {duration(elapsed_s / bar.done * (bar.total - bar.done))}")
-    return " · ".join(parts)
 
 
 @functools.cache

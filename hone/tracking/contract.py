@@ -69,10 +69,7 @@ class TrackerError(ValueError):
 
 
 def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
-    """Converts Python, numpy and torch scalars to numbers; other values raise TrackerError.
-
-    An integer beyond the range of floats becomes an infinity, because trackers convert integers to float.
-    """
+    """Converts Python, numpy and torch scalars to numbers, and integers beyond floats to infinities."""
     return {clean_text(str(key)): _as_number(key, value) for key, value in metrics.items()}
 
 

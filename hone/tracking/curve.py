@@ -36,10 +36,7 @@ def draw_curve(
     *,
     smoothing: float = DEFAULT_SMOOTHING,
 ) -> Path:
-    """Draws the metrics `keys` of one or more runs.
-
-    metrics_path: `metrics.jsonl` files or run folders; the keys of a mapping label the runs.
-    """
+    """Draws metrics of `metrics.jsonl` files or run folders; the keys of a mapping label the runs."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -257,10 +257,8 @@ def _read(path: Path) -> tuple[Holder | None, int]:
 
 
 def _is_alive(holder: Holder, path: Path, draft: Path) -> bool:
-    """Whether the holder's process runs or, on another machine, touches the lock file `path`.
-
-    The file server sets the draft's time when it is touched, so the clocks of machines may differ.
-    """
+    """Whether the holder's process runs or, on another machine, touches the lock file `path`; the times of
+    `path` and the draft are both the file server's."""
     if holder.is_on_this_machine:
         return holder.is_running
     (current, mtime_ns), start = _read(path), time.monotonic()

@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint folder: size and checksum of every file.
+"""The manifest of a checkpoint folder, written last: size and checksum of every file.
 
-The manifest is written last, so a folder without a manifest is incomplete. Each rank computes the
-checksums of its own shards, in parallel.
+Each rank computes the checksums of its own shards, in parallel.
 """
 
 from __future__ import annotations

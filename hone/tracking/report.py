@@ -1,7 +1,7 @@
 """`hone report RUN…`: writes one HTML page for a run, or for several runs overlaid.
 
-The page is self-contained and safe to open: the template (`report.html`) escapes all text, and the
-content security policy allows only the page's script (`report.js`) and style (`report.css`).
+The template (`report.html`) escapes all text, and the content security policy allows only the page's script
+and style.
 """
 
 from __future__ import annotations
@@ -156,10 +156,8 @@ def _headline(run: RunData, keys: Sequence[str]) -> MetricResult | None:
 
 
 def _group_metrics(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str]]:
-    """Returns metric names by group: the overview, PURE's sections, and one group per prefix.
-
-    The overview has only one of several metrics with equal values.
-    """
+    """Returns metric names by group: the overview, without metrics of equal values, PURE's sections, and one
+    group per prefix."""
     overview = [key for key in names if OVERVIEW_METRICS.fullmatch(key)]
     overview.sort(key=lambda k: (not k.startswith("val-core/"), not SUMMARY_METRICS.fullmatch(k)))
     key_by_values: dict[tuple[bytes, ...], str] = {}

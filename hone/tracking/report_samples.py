@@ -128,10 +128,7 @@ def _number(value: JsonValue) -> float | None:
 
 
 def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], list[Sample]]:
-    """Returns the best and the worst responses of a run, one per prompt.
-
-    Of equal scores, the latest counts.
-    """
+    """Returns the best and the worst responses of a run, one per prompt; of equal scores, the latest."""
     best: dict[int, SortKey] = {}
     worst: dict[int, SortKey] = {}
     for file_index, (step, path) in enumerate(files):

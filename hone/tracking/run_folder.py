@@ -29,10 +29,8 @@ def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step
 
 
 class RunFolder:
-    """The paths inside a run folder, which may begin with `~`; the first write creates the folder.
-
-    Copies of the checkpoints go to the folder `remote` (`trainer.default_hdfs_dir`).
-    """
+    """The paths inside a run folder; copies of the checkpoints go to the folder `remote`
+    (`trainer.default_hdfs_dir`). The first write creates the folder."""
 
     def __init__(self, path: str | os.PathLike[str], remote: str | None = None) -> None:
         self.path = Path(path).expanduser()

@@ -54,9 +54,8 @@ def check_trackers(backend: str | Sequence[str]) -> None:
 class Tracking:
     """Sends the metrics of each step to every tracker.
 
-    A run with a folder always writes `metrics.jsonl`, because resuming, curves and reports read it.
-    If that write fails, the run stops. The failure of any other tracker is logged and counted in
-    `tracking/failures/<name>`, and the run continues.
+    A run with a folder always writes `metrics.jsonl`, and stops if that write fails. The failure of any other
+    tracker is logged and counted in `tracking/failures/<name>`.
     """
 
     def __init__(

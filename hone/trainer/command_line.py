@@ -114,7 +114,7 @@ def compose_arguments(
         extra_checks=extra_checks,
     )
     if options.cfg or options.info:
-        from hone.config.commands import as_yaml, format_with_origins
+        from hone.config.document import as_yaml, format_with_origins
 
         package = "" if options.package in (None, "_global_") else options.package
         text = (

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from hone.config import ConfigError, compose, config_to_dict, load_config
-from hone.config.commands import check, explain, format_with_origins
+from hone.config.document import check, explain, format_with_origins
 from hone.config.keys import leaves
 from hone.config.trees import TREES
 from hone.trainer.command_line import check_plan

@@ -1,8 +1,7 @@
-"""Advantage estimators by name.
+"""Advantage estimators by name; `advantages` and `returns` are [B, T] and 0 outside response_mask.
 
 An entry is an `Estimator` in verl's form, a user's `Estimator` class, or a user's function
-`fn(token_level_rewards, response_mask, index, config, **columns)`. Each returns `(advantages, returns)`,
-both [B, T] and 0 outside response_mask, and declares which further columns it reads.
+`fn(token_level_rewards, response_mask, index, config, **columns)`.
 """
 
 from __future__ import annotations
@@ -38,10 +37,8 @@ TABLE: Table[Function] = Table(
 
 
 def get_estimator(name: str, config: Settings | None = None, **options: JsonValue) -> Estimator:
-    """Returns the estimator of a name or of "pkg.mod:object", with the options of `config` (`algorithm`).
-
-    `options` come from other parts of the configuration; an estimator uses the options that it declares.
-    """
+    """Returns the estimator of a name or of "pkg.mod:object", with the options of `config` (`algorithm`) and
+    those of `options` that it declares; the latter come from other parts of the configuration."""
     from hone.algorithms.advantages.estimator import create_estimator
 
     return create_estimator(TABLE.get(name), config, **options)

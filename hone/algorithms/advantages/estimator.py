@@ -1,11 +1,8 @@
 """The base classes of advantage estimators, frozen dataclasses that declare which columns they read; GRPO.
 
-Their fields are their options, read from `algorithm` by name. `OutcomeEstimator` computes one advantage per
-trajectory. `EstimatorFunction` gives an estimator verl's signature; `FunctionEstimator` wraps a user's
-function.
-
-A trajectory is usually one row. If several rows have the same `trajectory_id`, their rewards and lengths are
-summed, statistics count the trajectory once, and each of its rows gets the trajectory's advantage.
+Their fields are their options, read from `algorithm` by name. A trajectory is usually one row. If several
+rows have the same `trajectory_id`, their rewards and lengths are summed, statistics count the trajectory
+once, and each of its rows gets the trajectory's advantage.
 """
 
 from __future__ import annotations
@@ -114,11 +111,8 @@ class Estimator:
 
 @dataclass(frozen=True)
 class FunctionEstimator(Estimator):
-    """A user's function `fn(token_level_rewards, response_mask, index, config, **columns)`.
-
-    The function's attribute `needs` lists the columns that it requires; arguments that the function does not
-    accept are not passed.
-    """
+    """A user's function `fn(token_level_rewards, response_mask, index, config, **columns)`; its attribute
+    `needs` lists the columns that it requires. It gets only arguments that it accepts."""
 
     function: Function
     config: Settings | None
@@ -152,8 +146,7 @@ class FunctionEstimator(Estimator):
 class EstimatorFunction:
     """An estimator as a function with verl's arguments in verl's order; options and columns are keywords.
 
-    The arguments up to `response_mask` are required. Every estimator accepts the columns of all estimators,
-    and an argument of verl that the estimator does not use; an unknown keyword is an error.
+    Every estimator accepts the columns of all estimators, and the arguments of verl that it does not use.
     """
 
     def __init__(

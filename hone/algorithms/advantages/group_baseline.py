@@ -1,7 +1,6 @@
 """Estimators with other group baselines or scales: OPO, GPG, Pass@k, MaxRL, Lite-PPO, GDPO.
 
-In the formulas, R is a trajectory's score, len the number of its policy tokens, mean_g and std_g are over its
-group.
+R is a trajectory's score, len the number of its policy tokens; mean_g and std_g are over its group.
 """
 
 from __future__ import annotations
@@ -60,10 +59,8 @@ class GPG(OutcomeEstimator):
 
 @dataclass(frozen=True)
 class PassK(OutcomeEstimator):
-    """Pass@k: A_best = (R_best − R_second) / (std_g + ε), others 0.
-
-    A group of one has no second-best score and gets 0; a batch of only such groups is an error.
-    """
+    """Pass@k: A_best = (R_best − R_second) / (std_g + ε), others 0. A group of one gets 0; a batch of
+    only such groups is an error."""
 
     norm_adv_by_std_in_grpo: bool
     epsilon: float = EPS
@@ -93,10 +90,7 @@ class PassK(OutcomeEstimator):
 
 @dataclass(frozen=True)
 class MaxRL(OutcomeEstimator):
-    """A = (R − mean_g)/(mean_g + ε) (2602.02710): rarer successes get larger advantages.
-
-    The mean is a success rate, so scores must not be negative. A group of one gets 0.
-    """
+    """A = (R − mean_g)/(mean_g + ε) (2602.02710): rare successes count more; a group of one gets 0."""
 
     groups = "required"
 
@@ -126,7 +120,7 @@ class LitePPO(OutcomeEstimator):
 
 @dataclass(frozen=True)
 class GDPO(Estimator):
-    """A = whiten(Σ_k w_k·grpo(R_k)). R_k is a reward part, [B, T] or [B], and w_k its weight.
+    """A = whiten(Σ_k w_k·grpo(R_k)) (2601.05242). R_k is a reward part, [B, T] or [B], and w_k its weight.
 
     Parts are columns `reward/<key>`, or `non_tensor_batch[<key>]` as in verl.
     """

@@ -1,4 +1,4 @@
-"""Token returns and the estimators that use them: REINFORCE++ and ReMax.
+"""Token returns and the estimators that use them: GAE, REINFORCE++ and ReMax.
 
 The rows of one trajectory continue in batch order: the last token of a row precedes the first token of
 the next row. Tool tokens have no reward and no discount.
@@ -77,23 +77,17 @@ class RowOrder:
 def rewards_to_go(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float, row_order: RowOrder | None
 ) -> Tensor:
-    """Returns [B, T] the discounted sum of the rewards from each token on; 0 outside the mask.
-
-    The discount applies per policy token, not per tool token.
-    """
+    """Returns [B, T] the rewards from each token on, summed with a discount per policy token."""
     rewards = zero_outside_mask(token_level_rewards, response_mask)
     if gamma == 1:
         returns = rewards.flip(-1).cumsum(-1).flip(-1)
         if row_order is not None:
             returns = returns + row_order.sum_of_later_rows(rewards.sum(-1)).unsqueeze(-1)
         return zero_outside_mask(returns, response_mask)
-    returns = torch.zeros_like(rewards)
-    state = rewards.new_zeros(len(rewards))  # return at each row's first token
-    for rows, next_return in backward_scan(row_order, state):
-        returns[rows], state[rows] = _discounted_returns(
-            rewards[rows], response_mask[rows], gamma, next_return
-        )
-    return returns
+    # The return is the advantage over values of 0.
+    return gae_advantages(
+        rewards, torch.zeros_like(rewards), response_mask.bool(), gamma, 1.0, row_order
+    )
 
 
 def backward_scan(
@@ -108,68 +102,51 @@ def backward_scan(
         yield rows, torch.where(continues, state[next_rows], torch.zeros_like(state[rows]))
 
 
-def _discounted_returns(
-    rewards: Tensor, mask: Tensor, gamma: float, next_return: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns the returns [B, T] and the return of each row's first token [B].
-
-    `next_return` [B] is the return after each row's last token.
-    """
-    is_policy_token = mask.bool().T
-    out = torch.zeros_like(rewards.T)
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        discounted = rewards[:, t] + gamma * next_return
-        next_return = torch.where(is_policy_token[t], discounted, next_return)
-        out[t] = next_return
-    return zero_outside_mask(out.T, mask), next_return
+def gae_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    row_order: RowOrder | None,
+) -> Tensor:
+    """Returns [B, T] A_t = δ_t + γλ·A_next, where δ_t = r_t + γ·V_next − V_t; 0 outside the mask."""
+    advantages = torch.zeros_like(rewards)
+    state = rewards.new_zeros(len(rewards), 2)  # value and advantage at each row's first token
+    for rows, next_state in backward_scan(row_order, state):
+        # Transposed to [T, B], so that each step of the scan reads contiguous memory.
+        is_policy_token, r, v = (x[rows].T.contiguous() for x in (mask, rewards, values))
+        next_value, advantage = next_state.unbind(-1)
+        out = torch.zeros_like(r)
+        for t in range(len(r) - 1, -1, -1):
+            delta = r[t] + gamma * next_value - v[t]
+            advantage = torch.where(is_policy_token[t], delta + gamma * lam * advantage, advantage)
+            next_value = torch.where(is_policy_token[t], v[t], next_value)
+            out[t] = advantage
+        advantages[rows], state[rows] = out.T, torch.stack([next_value, advantage], dim=-1)
+    return zero_outside_mask(advantages, mask)
 
 
 @dataclass(frozen=True)
 class GAE(Estimator):
-    """δ_t = r_t + γ·V_next − V_t;  A_t = δ_t + γλ·A_next;  return = A + V.
+    """δ_t = r_t + γ·V_next − V_t;  A_t = δ_t + γλ·A_next;  return = A + V (1506.02438).
 
-    r is the reward, V the value, and `next` the next policy token.
+    r is the reward, V the value, and `next` the next policy token. Advantages are then whitened.
     """
 
     gamma: float
     lam: float
 
     groups = "ignored"
-
     requires = ("values",)
 
     def __call__(self, batch: Trajectories) -> Estimate:
         mask = batch.mask.bool()
         rewards = zero_outside_mask(batch.rewards, mask)
         values = zero_outside_mask(batch.column("values"), mask)
-        advantages = torch.zeros_like(rewards)
-        state = rewards.new_zeros(len(rewards), 2)  # value and advantage at each row's first token
         row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, rewards)
-        for rows, next_state in backward_scan(row_order, state):
-            advantages[rows], state[rows] = _gae_scan(
-                rewards[rows], values[rows], mask[rows], self.gamma, self.lam, next_state
-            )
-        raw_advantages = zero_outside_mask(advantages, mask)
-        return masked_whiten(raw_advantages, mask), raw_advantages + values
-
-
-def _gae_scan(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, next_state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns advantages [B, T] and the state [B, 2] at each row's first token.
-
-    `next_state` [B, 2] is the state after each row's last token.
-    """
-    # Transposed to [T, B], so that each step of the scan reads contiguous memory.
-    is_policy_token, r, v = (x.T.contiguous() for x in (mask, rewards, values))
-    next_value, advantage = next_state.unbind(-1)
-    out = torch.zeros_like(r)
-    for t in range(len(r) - 1, -1, -1):
-        delta = r[t] + gamma * next_value - v[t]
-        advantage = torch.where(is_policy_token[t], delta + gamma * lam * advantage, advantage)
-        next_value = torch.where(is_policy_token[t], v[t], next_value)
-        out[t] = advantage
-    return out.T, torch.stack([next_value, advantage], dim=-1)
+        advantages = gae_advantages(rewards, values, mask, self.gamma, self.lam, row_order)
+        return masked_whiten(advantages, mask), advantages + values
 
 
 @dataclass(frozen=True)

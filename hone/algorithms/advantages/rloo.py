@@ -24,10 +24,9 @@ from hone.ops.statistics import masked_whiten, zero_outside_mask
 class RLOOToken(Estimator):
     """A_t = G_t − Σ_{j≠i} Σ_t G_j / Σ_{j≠i} len_j (PURE, 2504.15275); a group of one has no baseline.
 
-    G is the return at a token of response i; j is another response of the group. With `credit_assignment`
-    "strict min-form", G is the minimum over future steps and reads `reward/process` and `step_mask`;
-    otherwise, G is the (discounted) sum of future rewards. With `process_baseline` "step" or "token", each
-    step reward has a baseline, and the outcome's baseline is the mean score of the others.
+    G is the return at a token of response i, and j another response of the group. With `credit_assignment`
+    "strict min-form", G is the minimum over future steps, otherwise the (discounted) sum of future rewards.
+    With `process_baseline` "step" or "token", each step reward has a baseline.
     """
 
     gamma: float
@@ -88,7 +87,7 @@ def _leave_one_out(outcome: Outcomes, values: Tensor, weights: Tensor) -> Tensor
 class RLOO(Estimator):
     """A = R − mean of the group's other scores = (R − mean_g)·n/(n−1); a group of one keeps its raw R.
 
-    With process rewards, which are per token, the estimator is `rloo_token` without discount, as in PURE.
+    With process rewards, the estimator is `rloo_token` without discount, as in PURE.
     """
 
     credit_assignment: float | str | None = None
@@ -118,8 +117,7 @@ class RLOO(Estimator):
 class PrimeRLOO(Estimator):
     """Whitened G_t = c_gt · (R·n − Σ_j R_j)/(n−1) + Σ_{s≥t} [c_dpo · (r_s·n − Σ_j mean r_j)/(n−1) − KL_s].
 
-    R is a score, r the column `reward/implicit`, and j one of the group's n responses; c_gt and c_dpo are
-    reward_gt_coef and reward_dpo_coef (PRIME, 2502.01456).
+    R is a score, r the column `reward/implicit`, and j one of the group's n responses (PRIME, 2502.01456).
     """
 
     reward_gt_coef: float

@@ -1,8 +1,7 @@
-"""Policy losses by name; each is called with verl's arguments.
+"""Policy losses by name.
 
-`fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)`
-returns `(loss, metrics)`: this micro-batch's share of the loss (aggregation.py), and the metrics as
-means over tokens.
+`fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights)` returns
+`(loss, metrics)`: this micro-batch's share of the loss, and the metrics as means over tokens.
 """
 
 from __future__ import annotations

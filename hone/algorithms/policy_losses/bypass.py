@@ -1,8 +1,6 @@
 """Losses that use the rollout's log-probs as the old log-probs.
 
-Old log-probs are not recomputed; importance weights and rejection compare the current log-probs with the
-rollout's. Rejected tokens stay in the denominator, so the loss does not depend on the split into
-micro-batches.
+Rejected tokens stay in the denominator, so the loss does not depend on the split into micro-batches.
 """
 
 from __future__ import annotations
@@ -24,11 +22,7 @@ _KEYWORD = "rollout_correction"
 
 
 def bypass_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
-    """Returns the loss of `loss_type`, 0 for rejected tokens: ppo_clip is PPO, reinforce is −weight·A·log π.
-
-    Settings come from the keyword argument `rollout_correction` (algorithm.rollout_correction),
-    or from `config.policy_loss.rollout_correction`, where verl's trainer puts them.
-    """
+    """Returns the loss, 0 for rejected tokens; `loss_type` ppo_clip is PPO, reinforce is −weight·A·log π."""
     option = partial(setting, _settings(tokens), defaults=RolloutCorrectionConfig)
     if option("rollout_is_batch_normalize"):
         raise ValueError(

@@ -1,8 +1,7 @@
 """Clip-Cov and KL-Cov (2505.22617): clip or penalise the few tokens that reduce entropy most.
 
-For these tokens, advantage and log-probability are both far above the mini-batch means, so both losses
-first read the whole mini-batch. Clip-Cov samples tokens by a hash of their position, so the same batch
-always gives the same tokens.
+For these tokens, advantage and log-probability are both far above the mini-batch means. Clip-Cov samples
+them by a hash of their position, so the same batch always gives the same tokens.
 """
 
 from __future__ import annotations

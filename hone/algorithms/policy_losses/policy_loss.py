@@ -1,7 +1,6 @@
-"""The base of all policy losses: masks inputs, applies weights, aggregates, computes metrics.
+"""The base of all policy losses, which masks inputs, applies weights and aggregates; PPO's loss.
 
-A loss is a function from per-token inputs to per-token values. Inputs outside the mask are 0, and the loss
-does not depend on the split into micro-batches.
+A loss is a function from per-token inputs to per-token values. Inputs outside the mask are 0.
 """
 
 from __future__ import annotations
@@ -228,8 +227,7 @@ def call_custom_loss(
 ) -> tuple[Tensor, NamedTensors]:
     """Calls a user's loss by verl's argument names, or by position if its arguments have other names.
 
-    Arguments that the function does not have are left out, except importance weights: without them, it
-    would train something else.
+    Arguments that it does not have are left out, except importance weights: it would train something else.
     """
     name = getattr(function, "__name__", type(function).__name__)
     arguments = dict(zip(_ARGUMENTS, (*inputs, config.loss_agg_mode, config, weights), strict=True))
