@@ -22,7 +22,7 @@ from hone.config.trees import TREES
 
 CONFIG_ROOM = str(Path(hone.config.__file__).parent)
 COPYING = ("dataclasses.py", "copy.py", "pickle.py", "cloudpickle.py", "reprlib.py")
-LOOKUPS = [f.__code__ for f in (block.setting, block.config_value, block.has_key, block._lookup)]
+LOOKUPS = [f.__code__ for f in (block.setting, block.config_value, block._lookup)]
 SELF = __file__
 
 

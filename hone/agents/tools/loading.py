@@ -180,7 +180,8 @@ def _named_errors(entry: Settings, path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ToolError(f"{path}, {entry['class_name']}: {error_text(error)}") from error
+        reason = str(error) if isinstance(error, ToolError) else error_text(error)
+        raise ToolError(f"{path}, {entry['class_name']}: {reason}") from error
 
 
 def _entry_config(entry: Settings, path: str) -> Settings:

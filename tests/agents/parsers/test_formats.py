@@ -205,7 +205,7 @@ def test_a_parser_in_verls_form_is_registered_and_read_by_the_loop() -> None:
         parser = ToolParser.get_tool_parser("verl_style", tokenizer)
         good, bad = asyncio.run(parser.parse("add", tokenizer.encode("add"), [ADD]))
     finally:
-        PARSERS.remove("verl_style")
+        del PARSERS.entries["verl_style"]
     assert good == ToolCall("add", {"x": 1})
     assert bad.error == "`arguments` is not a JSON object"
     with pytest.raises(ValueError, match="unknown tool-call parser 'verl_style'"):
