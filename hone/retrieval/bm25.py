@@ -59,6 +59,7 @@ def build_bm25(corpus: Corpus, folder: Path) -> None:
     index.save(temporary)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.replace(folder)
+    log.info("indexed %s passages", f"{len(corpus):,}")
 
 
 def open_bm25(folder: Path) -> BM25Index:

@@ -115,11 +115,16 @@ class FolderLock:
             lock._depth -= 1
             if lock._depth == 0:
                 del _locks[self.file]
-                lock._released.set()
-                with contextlib.suppress(OSError):
-                    if _read(lock.file)[0] == lock.holder:
-                        lock.file.unlink()
-                lock._remove_created_folders()
+                lock._release()
+
+    def _release(self) -> None:
+        self._released.set()
+        if self.holder is None or self.holder.pid != os.getpid():  # a forked child's copy
+            return
+        with contextlib.suppress(OSError):
+            if _read(self.file)[0] == self.holder:
+                self.file.unlink()
+        self._remove_created_folders()
 
     def _acquire(self) -> None:
         self.holder = Holder.of_this_process()
@@ -262,13 +267,18 @@ def _is_alive(holder: Holder, path: Path, draft: Path) -> bool:
     if holder.is_on_this_machine:
         return holder.is_running
     (current, mtime_ns), start = _read(path), time.monotonic()
-    message = "%s is held by %s; waiting up to %.0f s for a sign of life"
-    log.warning(message, path.parent, holder, DEAD_AFTER_S)
+    has_warned = False
     while current == holder:
         os.utime(draft)
         age_s = (draft.stat().st_mtime_ns - mtime_ns) / 1e9  # by the file server's clock
         if age_s > DEAD_AFTER_S or time.monotonic() - start > DEAD_AFTER_S:
             return False
+        if not has_warned:
+            message = (
+                "%s is held by %s, last seen %.0f s ago; waiting up to %.0f s for a sign of life"
+            )
+            log.warning(message, path.parent, holder, max(age_s, 0.0), DEAD_AFTER_S)
+        has_warned = True
         time.sleep(HEARTBEAT_S / 5)
         previous_mtime_ns, (current, mtime_ns) = mtime_ns, _read(path)
         if current == holder and mtime_ns != previous_mtime_ns:

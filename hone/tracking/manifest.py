@@ -86,8 +86,10 @@ def find_damage(folder: Path, within: Path | None = None) -> str | None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"it has no {MANIFEST}, which is written last: it is incomplete"
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return f"its manifest cannot be read: {error}"
+    except RecursionError:
+        return f"its manifest cannot be read: {MANIFEST} is nested too deeply"
     is_table = isinstance(manifest, dict) and all(map(_is_valid_entry, manifest.items()))
     if not manifest or not is_table:
         return f"its manifest cannot be read: {MANIFEST} is not a table of files"

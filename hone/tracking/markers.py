@@ -31,7 +31,11 @@ def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[
 
 
 def marked_timer(
-    name: str, timing_raw: MutableMapping[str, float], *range_options: str | None, **options: str
+    name: str,
+    timing_raw: MutableMapping[str, float],
+    color: str | None = None,
+    domain: str | None = None,
+    category: str | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Same as `simple_timer`; adds no profiler range, so color, domain and category have no effect."""
     return simple_timer(name, timing_raw)
@@ -77,7 +81,11 @@ class DistProfiler:
     """verl's per-worker profiler, always disabled; `global_profiler` profiles all workers."""
 
     def __init__(
-        self, rank: int, config: ProfilerConfig | None = None, **options: Settings | JsonValue
+        self,
+        rank: int,
+        config: ProfilerConfig | None = None,
+        tool_config: Settings | None = None,
+        **options: JsonValue,
     ) -> None:
         if config is not None and config.enable:
             raise NotImplementedError(
@@ -101,8 +109,8 @@ class RolloutTraceConfig:
         project_name: str,
         experiment_name: str,
         backend: str | None,
-        *args: int,
-        **options: int,
+        token2text: bool = False,
+        max_samples_per_step_per_worker: int | None = None,
     ) -> None:
         if backend is not None:
             logging.getLogger(__name__).warning(

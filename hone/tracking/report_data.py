@@ -22,6 +22,10 @@ from hone.types import Fields
 
 PROMPTS_SHOWN = 6
 VALIDATIONS_SHOWN = 12
+MAX_STEP = 2**62
+"""Lines of later steps are skipped, because the difference of two steps must fit in 64 bits."""
+MAX_DRAWN = 1e300
+"""Larger values are treated as infinite, because their sums and differences could overflow."""
 NO_ROLLOUTS_NOTE = (
     "no responses of training steps were kept (rollouts/step_N.parquet); "
     "set trainer.rollout_steps_to_keep or trainer.rollout_data_dir"
@@ -182,9 +186,12 @@ def collect_series(rows: Iterable[MetricsRow]) -> RunMetrics:
     steps_by_key: dict[str, array[int]] = defaultdict(lambda: array("q"))
     values_by_key: dict[str, array[float]] = defaultdict(lambda: array("d"))
     invalid_counts: Counter[str] = Counter()
-    metrics = RunMetrics()
+    metrics, num_skipped_lines = RunMetrics(), 0
     for row in rows:
         step = row[STEP_KEY]
+        if abs(step) > MAX_STEP:
+            num_skipped_lines += 1
+            continue
         first, last = metrics.step_range or (step, step)
         metrics.step_range = min(first, step), max(last, step)
         for key, value in row.items():
@@ -196,6 +203,8 @@ def collect_series(rows: Iterable[MetricsRow]) -> RunMetrics:
                 invalid_counts[key] += 1
             else:
                 steps_by_key[key].append(step)
+    if num_skipped_lines:
+        metrics.notes.append(f"{_count_text(num_skipped_lines)} skipped: the step is beyond ±2^62")
     for key in sorted(values_by_key):
         if invalid_counts[key]:
             metrics.notes.append(
@@ -203,6 +212,13 @@ def collect_series(rows: Iterable[MetricsRow]) -> RunMetrics:
             )
         if values_by_key[key]:
             steps, values = np.array(steps_by_key.pop(key)), np.array(values_by_key.pop(key))
+            is_huge = np.isfinite(values) & (np.abs(values) > MAX_DRAWN)
+            if is_huge.any():
+                values[is_huge] = np.copysign(np.inf, values[is_huge])
+                count = _count_text(int(is_huge.sum()))
+                metrics.notes.append(
+                    f"{key}: not drawn where it is beyond ±{MAX_DRAWN:.0e} ({count})"
+                )
             order = np.argsort(steps, kind="stable")
             steps, values = steps[order], values[order]
             is_last_of_step = np.append(steps[1:] != steps[:-1], True)

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from hone.types import JsonObject, JsonValue
@@ -90,21 +91,24 @@ def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
 
 def _parse_turns(turns: JsonValue, tool_outputs: JsonValue) -> tuple[Turn, ...]:
     """Parses the turns of a response with their tool calls; malformed values are skipped."""
-    calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] = []
     for output in _objects(tool_outputs):
         arguments = output.get("arguments")
         items = arguments.items() if isinstance(arguments, dict) else ()
         text = ", ".join(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in items)
-        calls.append(ToolCall(f"{output.get('name', '')}({text})", _number(output.get("reward"))))
-    result = []
+        tool_calls.append(
+            ToolCall(f"{output.get('name', '')}({text})", _number(output.get("reward")))
+        )
+    remaining_calls = iter(tool_calls)
+    parsed_turns = []
     for turn in _objects(turns):
-        num_calls = int(min(max(_number(turn.get("calls")) or 0, 0), len(calls)))
-        turn_calls, calls = tuple(calls[:num_calls]), calls[num_calls:]
+        num_calls = int(min(max(_number(turn.get("calls")) or 0, 0), len(tool_calls)))
+        turn_calls = tuple(islice(remaining_calls, num_calls))
         score, reward, tokens = (_number(turn.get(name)) for name in ("score", "reward", "tokens"))
         is_trained_on = turn.get("mask", turn.get("role") == "assistant") in (1, True)
         role, text = str(turn.get("role", "")), str(turn.get("text", ""))
-        result.append(Turn(role, text, score, turn_calls, reward, tokens, is_trained_on))
-    return tuple(result)
+        parsed_turns.append(Turn(role, text, score, turn_calls, reward, tokens, is_trained_on))
+    return tuple(parsed_turns)
 
 
 def _parse_json(text: JsonValue) -> JsonValue:

@@ -105,6 +105,11 @@ def test_a_shard_of_another_size_than_its_rank_wrote_is_an_error(
     assert not (tmp_path / MANIFEST).exists()
 
 
+def test_a_manifest_that_is_nested_too_deeply_is_damage(step: Path) -> None:
+    (step / MANIFEST).write_text("[" * 100_000)
+    assert find_damage(step) == f"its manifest cannot be read: {MANIFEST} is nested too deeply"
+
+
 def test_only_the_given_subfolder_is_checked(step: Path) -> None:
     (step / "actor" / "shard").unlink()
     assert find_damage(step, step / "actor" / "huggingface") is None

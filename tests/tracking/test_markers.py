@@ -18,6 +18,8 @@ def test_timers_add_up_also_through_an_exception() -> None:
     with pytest.raises(ValueError, match="x"), markers.marked_timer("gen", timing, color="red"):
         raise ValueError("x")
     assert timing["gen"] > first > 0
+    with pytest.raises(TypeError, match="colour"):
+        markers.marked_timer("gen", timing, colour="red")  # type: ignore[call-arg]
 
 
 def test_decorators_do_not_change_the_function() -> None:
@@ -42,6 +44,7 @@ def test_a_profiler_of_one_worker_is_disabled_or_refused() -> None:
     profiler = markers.DistProfiler(0, config=markers.ProfilerConfig(ranks=[0]))
     profiler.start(role="actor")
     profiler.stop()
+    markers.DistProfiler(0, None, {"tool": "nsys"}).start()
     with pytest.raises(NotImplementedError, match="global_profiler"):
         markers.DistProfiler(0, config=markers.ProfilerConfig(enable=True))
 

@@ -153,9 +153,10 @@ def test_unreadable_parts_are_skipped_and_named_in_the_page(
     run = RunFolder(tmp_path / "broken")
     run.path.mkdir()
     lines = [
-        {"step": 1, "fine": 0.25, "null": None, "text": "abc", "least": 5e-324},
-        {"step": 2, "fine": 0.75, "null": None, "list": [1], "least": 0.0},
+        {"step": 1, "fine": 0.25, "null": None, "text": "abc", "huge": 1e308, "least": 5e-324},
+        {"step": 2, "fine": 0.75, "null": None, "list": [1], "huge": -1e308, "least": 0.0},
         {"step": 3, "whole": 10**400, "strange": None, "_nonfinite": {"strange": "oops"}},
+        {"step": 10**30, "fine": 9.0, "timing_s/gen": 1e308},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     run.metrics_file.write_text(text + '{"step": 4, "fi')
@@ -171,7 +172,9 @@ def test_unreadable_parts_are_skipped_and_named_in_the_page(
         "list: skipped where it is not a number (1 line)",
         "whole: skipped where it is not a number (1 line)",
         "strange: skipped where it is not a number (1 line)",
-        "skipped lines that are not metrics (1 line, the first being line 4)",
+        "huge: not drawn where it is beyond ±1e+300 (2 lines)",
+        "1 line skipped: the step is beyond",
+        "skipped lines that are not metrics (1 line, the first being line 5)",
         "config.yaml cannot be read and is skipped: while parsing a flow sequence",
         "config_origins.json cannot be read and is skipped: Unterminated string",
         "rollouts/step_1.parquet: 'score' is skipped where it is not a number",
@@ -179,7 +182,7 @@ def test_unreadable_parts_are_skipped_and_named_in_the_page(
     ):
         assert note in page.text, note
     drawn = [value for _, name, value in page.attributes if name == "data-name"]
-    assert drawn == ["fine", "least"]
+    assert drawn == ["fine", "huge", "least"]
     assert not re.search("nan|inf", page.scripts[0])
     assert re.search(r"steps\s*1 to 3", page.text)
 

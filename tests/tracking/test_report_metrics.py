@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from hypothesis import given
@@ -27,6 +28,14 @@ def test_arrays_equal_the_rows(rows: list[dict[str, float]]) -> None:
     steps = [int(row["step"]) for row in rows]
     assert metrics.step_range == ((min(steps), max(steps)) if steps else None)
     assert metrics.notes == []
+
+
+def test_non_finite_values_stay_and_huge_values_become_infinite() -> None:
+    values = [math.nan, math.inf, 1e300, 1.01e300, -1.7e308]
+    metrics = collect_series([{"step": i, "a": v} for i, v in enumerate(values)])
+    assert repr(metrics.get("a").values.tolist()) == "[nan, inf, 1e+300, inf, -inf]"
+    assert metrics.get("a").finite_points().values.tolist() == [1e300]
+    assert metrics.notes == ["a: not drawn where it is beyond ±1e+300 (2 lines)"]
 
 
 def test_invalid_lines_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
