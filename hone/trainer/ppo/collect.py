@@ -23,9 +23,9 @@ from hone.data.loader import PromptLoader
 from hone.ops.statistics import Groups
 from hone.protocol import DataProto
 from hone.tracking.console import screen
+from hone.trainer.ppo.extras import extra_numbers, has_extra
 from hone.trainer.ppo.metrics import split_attention_mask
-from hone.trainer.ppo.response_metrics import filter_metrics, verifiable_rewards
-from hone.trainer.ppo.scoring import extra_numbers, has_extra, has_rule_score
+from hone.trainer.ppo.response_metrics import filter_metrics, has_rule_score, verifiable_rewards
 from hone.trainer.ppo.source import TrajectorySource
 from hone.types import Fields
 

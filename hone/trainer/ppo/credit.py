@@ -1,9 +1,14 @@
-"""Computes rewards, importance weights and advantages on the driver, and orders rows for the update."""
+"""Computes what each response earns: scores, rewards, importance weights and advantages.
+
+All of it runs on the driver, which also selects and orders the rows of the update. The score of a response
+is the weighted sum of its parts: rule or agent loop, reward model, turns and trajectory.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import numpy as np
 import torch
@@ -13,30 +18,190 @@ from hone.agents.collate import (
     is_last_row,
     last_row_values,
     trajectory_indices,
+    trajectory_rewards,
     trajectory_totals,
+    turn_rewards,
 )
 from hone.algorithms.advantages.estimator import TRAJECTORY_COLUMN, Estimator, Trajectories
 from hone.algorithms.correction import correct
-from hone.algorithms.credit import implicit_rewards, ranking_accuracy
+from hone.algorithms.credit import assign_credit
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
 from hone.algorithms.row_selection import pf_ppo_rows
-from hone.columns import REWARD_PREFIX, require, write
-from hone.config import PPOTrainerConfig
+from hone.columns import REWARD_PREFIX, declaration, require, reward_column, write
 from hone.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
-from hone.controller import WorkerGroup
+from hone.config.reward import RewardModelConfig
 from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
 from hone.ops.counter_rng import fold_seed
-from hone.ops.statistics import Groups, masked_whiten
+from hone.ops.statistics import masked_whiten
 from hone.plugins import PluginError
 from hone.protocol import DataProto
+from hone.protocol.rows import object_array
+from hone.rewards.calling import accepted_names
 from hone.rewards.failures import RewardError
-from hone.trainer.ppo.metrics import mean_over_ranks
-from hone.trainer.ppo.scoring import AGENT, RULE, extra_numbers, has_extra
-from hone.types import Fields
-from hone.workers.process_reward_model import GROUP, OUTCOME, ImplicitRewardModelWorker
+from hone.rewards.managers.rule import RuleRewardManager, move_to_policy_tokens
+from hone.rewards.scorer_code import unwrap_function
+from hone.text import short_repr
+from hone.trainer.ppo.extras import FAILURE_COLUMN, Extras, extra_numbers, has_extra
+from hone.trainer.ppo.roles import RewardModel
+from hone.types import Fields, Function, JsonValue
+from hone.workers.reward_model import RewardModelWorker
 
-_BATCH_ROW = "batch_row"
-"""The index of the row in the batch, which `balance` reorders."""
+AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
+"""The parts of a score by agent loop, rule, reward model and process reward model."""
+
+
+def has_model_style(reward_model: object) -> bool:
+    """Returns whether a row's `reward_model` column has style `model`: the reward model scores such a row."""
+    return isinstance(reward_model, Mapping) and reward_model.get("style") == MODEL
+
+
+def score(
+    batch: DataProto,
+    reward_fn: Function,
+    reward_model: RewardModel | None,
+    config: RewardModelConfig,
+    route_by_style: bool = False,
+) -> DataProto:
+    """Writes the score of each part, their weighted sum, and the extras as columns."""
+    scores_steps = config.type == "prm"
+    parts, extras = _score_parts(batch, reward_fn, reward_model, route_by_style, scores_steps)
+    weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
+    total: Tensor | None = None
+    for part, scores in parts.items():
+        if part == PROCESS:
+            step_mask, trajectory = batch.batch["step_mask"], trajectory_indices(batch)
+            scores = assign_credit(scores, step_mask, config.credit_assignment, trajectory)
+            # The column has weighted rewards, since the strict minimum subtracts the column from the sum.
+            scores = scores * config.modeling_reward_coef
+        if part != AGENT:  # the agent loop's part is a column already
+            write(batch, reward_column(part), scores)
+        weighted_scores = scores * weights.get(part, 1.0)
+        total = weighted_scores if total is None else total + weighted_scores
+    assert total is not None
+    for kind, coefficients, compute_rewards in (
+        ("turn", config.turn_reward_coef, turn_rewards),
+        ("trajectory", config.trajectory_reward_coef, trajectory_rewards),
+    ):
+        for name, weight in coefficients.items():
+            scores = compute_rewards(batch, name)
+            write(batch, f"{REWARD_PREFIX}{kind}/{name}", scores)
+            total = total + scores * weight
+    write(batch, "token_level_scores", total)
+    # Every batch has the failure column, so that batches of several rounds can be concatenated.
+    for name, values in {FAILURE_COLUMN: [None] * len(batch), **extras}.items():
+        batch.set_column(name, object_array(list(values)))
+    batch.meta_info["reward_extra_names"] = sorted(extras)
+    return batch
+
+
+def _score_parts(
+    batch: DataProto,
+    reward_fn: Function,
+    model: RewardModel | None,
+    route_by_style: bool,
+    scores_steps: bool,
+) -> tuple[dict[str, Tensor], Extras]:
+    """Returns the token scores [B, T] of each part, and extras; an agent loop's score replaces the rule's.
+
+    With a reward model, no rule scores rows of style `model`; with `route_by_style`, an outcome reward model
+    scores only these. Only the last row of a trajectory is scored; with `scores_steps`, the model scores all.
+    """
+    parts: dict[str, Tensor] = {}
+    extras: Extras = {}
+    is_last = is_last_row(batch)
+    is_model_style = np.zeros(len(batch), dtype=bool)
+    if model is not None:
+        styles = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
+        is_model_style = np.array([has_model_style(value) for value in styles], dtype=bool)
+    if batch.has_column(reward_column(AGENT)):
+        parts[AGENT] = batch.batch[reward_column(AGENT)]
+    else:
+        parts[RULE], extras = _score_rows(batch, is_last & ~is_model_style, reward_fn)
+        _check_extras(extras, reward_fn)
+    if model is not None:
+        mask = is_last & is_model_style if route_by_style else is_last | scores_steps
+        if isinstance(model, RuleRewardManager):
+            parts[MODEL], model_extras = _score_rows(batch, mask, model)
+            rule_failures, model_failures = (x.get(FAILURE_COLUMN) for x in (extras, model_extras))
+            extras = {**{name: v for name, v in model_extras.items() if name != "score"}, **extras}
+            if rule_failures is not None and model_failures is not None:
+                pairs = zip(rule_failures, model_failures, strict=True)
+                extras[FAILURE_COLUMN] = [rule or model for rule, model in pairs]
+        elif not mask.any():
+            parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
+        else:
+            selected_batch = batch if mask.all() else batch[mask]
+            output = model.call(RewardModelWorker.compute_rm_score, selected_batch)
+            if output.has_column("step_mask"):
+                write(batch, "step_mask", _expand_rows(output.batch["step_mask"], mask))
+                parts[PROCESS] = _expand_rows(output.batch["step_rewards"], mask)
+            else:
+                parts[MODEL] = _expand_rows(output.batch["rm_scores"], mask)
+        if MODEL in parts:
+            write(batch, "rm_scores", parts[MODEL])
+    return parts, extras
+
+
+def _score_rows(batch: DataProto, mask: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
+    """Returns the manager's scores [B, T] and extras of the selected rows; other rows have 0 and None."""
+    if not mask.any() and len(batch):
+        return torch.zeros(batch.batch["responses"].shape), {}
+    selected_batch = batch if mask.all() else batch[mask]
+    rewards, row_extras = _call_manager(reward_fn, selected_batch)
+    extras: dict[str, list[JsonValue]] = {}
+    for name, values in row_extras.items():
+        row_values = iter(values)
+        extras[name] = [next(row_values) if is_selected else None for is_selected in mask]
+    return _expand_rows(move_to_policy_tokens(selected_batch, rewards), mask), extras
+
+
+def _call_manager(reward_fn: Function, batch: DataProto) -> tuple[Tensor, Extras]:
+    """Returns rewards [B, T] and extras; a manager of TinyZero's form takes the batch and returns rewards."""
+    call = reward_fn if inspect.isroutine(reward_fn) else type(reward_fn).__call__
+    names, shape = accepted_names(call), tuple(batch.batch["responses"].shape)
+    options = {"return_dict": True} if names is None or "return_dict" in names else {}
+    result = reward_fn(batch, **options)
+    if not isinstance(result, Mapping):
+        result = {"reward_tensor": result}
+    rewards, extras = result.get("reward_tensor"), result.get("reward_extra_info") or {}
+    manager = f"the reward manager {getattr(reward_fn, '__name__', type(reward_fn).__name__)}"
+    if not isinstance(rewards, Tensor) or tuple(rewards.shape) != shape:
+        returned = f"{type(rewards).__name__} of shape {tuple(getattr(rewards, 'shape', ()))}"
+        raise RewardError(
+            f"{manager} returned a {returned} as rewards; return a tensor of shape {shape}"
+        )
+    if not rewards.isfinite().all():
+        row = int((~rewards.isfinite()).any(-1).nonzero()[0])
+        raise RewardError(
+            f"{manager} returned a reward for row {row} that is not finite; return a number for every row"
+        )
+    for name, values in extras.items():
+        if not isinstance(values, Sized) or isinstance(values, str) or len(values) != len(batch):
+            raise RewardError(
+                f"{manager} returned {short_repr(values)} as reward_extra_info[{name!r}]; return one value "
+                f"for each of the {len(batch)} rows"
+            )
+    return rewards.detach().float().cpu(), extras
+
+
+def _expand_rows(scores: Tensor, mask: np.ndarray) -> Tensor:
+    """Expands the scores of the selected rows to [B, T], with 0 in the other rows."""
+    expanded = torch.zeros((len(mask), *scores.shape[1:]), dtype=scores.dtype)
+    expanded[torch.from_numpy(mask)] = scores
+    return expanded
+
+
+def _check_extras(extras: Extras, reward_fn: Function) -> None:
+    """Raises an error if an extra has the name of a column that the training loop writes."""
+    for name in extras:
+        column = declaration(name)
+        if column is not None and name != FAILURE_COLUMN:
+            scorer = unwrap_function(getattr(reward_fn, "compute_score", None) or reward_fn)
+            scorer_name = getattr(scorer, "__name__", type(scorer).__name__)
+            raise RewardError(
+                f"the score function {scorer_name} returns {name!r}, which is a column of step "
+                f"{column.step!r} ({column.meaning}); return it under another name"
+            )
 
 
 def apply_kl_in_reward(
@@ -194,53 +359,3 @@ def _length_metrics(lengths: Tensor, rank_rows: Sequence[Sequence[int]]) -> dict
         "global_seqlen/balanced_max": float(max(tokens_after)),
         "global_seqlen/mean": lengths.sum().item() / ranks,
     }
-
-
-def train_implicit_reward_model(
-    batch: DataProto, workers: WorkerGroup[ImplicitRewardModelWorker], config: PPOTrainerConfig
-) -> None:
-    """Updates the reward model, and writes `reward/implicit` [B, T] and the metrics of the update."""
-    settings, mask = config.reward_model, require(batch, "response_mask")
-    labels, uid = outcome_labels(batch, config), batch.non_tensor_batch["uid"]
-    rows = batch.select()
-    columns = {OUTCOME: labels, GROUP: Groups.of(uid).ids, _BATCH_ROW: torch.arange(len(batch))}
-    for name, values in columns.items():
-        rows.set_column(name, values)
-    ranks, by_length = workers.data_parallel_size, config.trainer.balance_batch
-    rows, _ = balance(rows, ranks, [settings.mini_batch_size], by_length=by_length)
-    num_step_rows = int(rows.batch["step_row"].max()) + 1
-    output = workers.call(ImplicitRewardModelWorker.update_rm, rows, num_step_rows=num_step_rows)
-    log_ratios = output.batch["log_ratio"][rows.batch[_BATCH_ROW].argsort()]
-    beta, granularity = settings.model.beta_train, settings.prime_granularity
-    rewards = implicit_rewards(
-        log_ratios, mask, beta=beta, granularity=granularity, norm=settings.prime_norm
-    )
-    write(batch, "reward/implicit", rewards)
-    total_ratios = trajectory_totals(batch, log_ratios.sum(-1))
-    is_last = is_last_row(batch)
-    last_labels, last_uids = labels[torch.from_numpy(is_last)], uid[is_last]
-    accuracies = ranking_accuracy(beta * total_ratios, last_labels, last_uids)
-    step_metrics = batch.meta_info.setdefault("metrics", {})
-    step_metrics |= mean_over_ranks(output.meta_info["metrics"])
-    step_metrics["reward_model/reward"] = float(trajectory_totals(batch, rewards.sum(-1)).mean())
-    step_metrics["reward_model/raw_reward"] = float(total_ratios.mean())
-    step_metrics["reward_model/dpo_acc"], step_metrics["reward_model/dpo_acc_abs"] = accuracies
-
-
-def outcome_labels(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B] in 0 … 1
-    """Returns the label of each response: the scorer's `acc` if there is one, else the response's score."""
-    if has_extra(batch, "acc"):
-        numbers = extra_numbers(batch, "acc", config.reward_model.reward_kwargs.failure_score)
-        labels = torch.tensor(numbers, dtype=torch.float32)
-    else:
-        part = RULE if batch.has_column(f"reward/{RULE}") else AGENT
-        labels = require(batch, f"reward/{part}").sum(-1).float()
-    if (trajectory := trajectory_indices(batch)) is not None:
-        labels = trajectory_totals(batch, labels)[trajectory]
-    out_of_range = labels[(labels < 0) | (labels > 1)].tolist()
-    if out_of_range:
-        raise RewardError(
-            f"reward_model.type=prime trains on outcomes from 0 to 1, but a score is {out_of_range[0]:g}; "
-            "return scores in that range, or an additional `acc`"
-        )
-    return labels

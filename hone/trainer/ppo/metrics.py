@@ -81,6 +81,16 @@ def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, flo
     }
 
 
+def pop_manager_metrics(*managers: object) -> dict[str, float]:
+    """Returns the metrics of the managers since the last call; a user's manager may have none."""
+    return {
+        name: value
+        for manager in managers
+        if hasattr(manager, "pop_metrics")
+        for name, value in manager.pop_metrics().items()
+    }
+
+
 def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
     """Returns mean, max and min; empty if there are no values."""
     if values.numel() == 0:

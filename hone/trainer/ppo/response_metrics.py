@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,18 +20,12 @@ from hone.config import PPOTrainerConfig
 from hone.config.reward import RewardModelConfig
 from hone.ops.statistics import Groups, masked_mean
 from hone.protocol import DataProto, object_array
+from hone.rewards.failures import NO_GROUND_TRUTH
 from hone.rewards.repetition import repeatness
 from hone.tokenizer import Tokenizer
+from hone.trainer.ppo.credit import AGENT, MODEL, PROCESS, RULE, has_model_style
+from hone.trainer.ppo.extras import FAILURE_COLUMN
 from hone.trainer.ppo.metrics import are_numbers, mean_max_min, split_attention_mask
-from hone.trainer.ppo.scoring import (
-    AGENT,
-    FAILURE_COLUMN,
-    MODEL,
-    PROCESS,
-    RULE,
-    has_model_style,
-    has_rule_score,
-)
 
 CORRECT_THRESHOLD = 0.5
 REFLECTION_PATTERN = re.compile(
@@ -98,6 +93,15 @@ def verifiable_rewards(batch: DataProto, config: PPOTrainerConfig) -> Tensor | N
             scores: Tensor = batch.column(reward_column(part))
             return scores.sum(-1)
     return None
+
+
+def has_rule_score(batch: DataProto) -> Tensor:
+    """Returns [N] bool: whether a rule scored the trajectory, with the ground truth that it needs."""
+    arrays, missing = batch.non_tensor_batch, [None] * len(batch)
+    failures, columns = arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing)
+    pairs = zip(failures, columns, strict=True)
+    flags = [reason != NO_GROUND_TRUTH and not has_model_style(column) for reason, column in pairs]
+    return torch.from_numpy(last_row_values(batch, np.array(flags, dtype=bool)))
 
 
 def outcome_rewards(batch: DataProto, config: RewardModelConfig) -> Tensor | None:

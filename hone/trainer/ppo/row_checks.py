@@ -25,7 +25,7 @@ from hone.rewards.scores.table import UnknownSourceError
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
 from hone.rollout.build import ENGINES
 from hone.tracking import atomic_write_text
-from hone.trainer.ppo.scoring import AGENT, MODEL, PROCESS, RULE, has_model_style
+from hone.trainer.ppo.credit import AGENT, MODEL, PROCESS, RULE, has_model_style
 from hone.types import Function, Row
 
 MODEL_STYLE = "reward_model.style=model"

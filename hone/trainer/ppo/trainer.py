@@ -28,9 +28,10 @@ from hone.tokenizer import Processor, Tokenizer
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
-from hone.trainer.ppo import checkpoint, credit, metrics, roles, scoring
+from hone.trainer.ppo import checkpoint, credit, metrics, roles
 from hone.trainer.ppo.alarms import Alarms
 from hone.trainer.ppo.collect import DynamicSampling, filter_batch
+from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.memory import freeze_garbage_collection
 from hone.trainer.ppo.plan import Plan, set_schedule_lengths
 from hone.trainer.ppo.profiling import StepProfiler
@@ -110,6 +111,7 @@ class PPOTrainer:
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
         self.reward_model = roles.get_reward_model(config, self.plan, self.tokenizer, groups)
         self.scoring_options = self.reward_model, config.reward_model, self.route_by_style
+        self.logs_response_metrics = config.logs_response_metrics
         self.trained_groups = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,
@@ -220,7 +222,7 @@ class PPOTrainer:
     def score(self, batch: DataProto) -> DataProto:
         """Writes each reward part to a column, and their weighted sum to `token_level_scores`."""
         with self.phase("reward"):
-            return scoring.score(batch, self.reward_fn, *self.scoring_options)
+            return credit.score(batch, self.reward_fn, *self.scoring_options)
 
     def estimate(self, batch: DataProto) -> DataProto:
         """Computes the log-probs, values and implicit rewards that the algorithm reads."""
@@ -242,9 +244,7 @@ class PPOTrainer:
                 add_columns(batch, self.critic.call(CriticWorker.compute_values, batch))
         if plan.needs_implicit_rewards:
             with self.phase("update_rm"):
-                credit.train_implicit_reward_model(
-                    batch, self.trained_groups["reward"], self.config
-                )
+                train_implicit_reward_model(batch, self.trained_groups["reward"], self.config)
         return batch
 
     def assign_credit(self, batch: DataProto) -> DataProto:
@@ -309,10 +309,10 @@ class PPOTrainer:
             **traffic_metrics(self.traffic),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
-        if self.config.logs_response_metrics:
+        if self.logs_response_metrics:
             with self.timers.timer("compute_additional_metrics"):
                 report |= response_metrics(batch, self.tokenizer, self.config, self.route_by_style)
-        return report | scoring.pop_metrics(self.reward_fn, self.reward_model)
+        return report | metrics.pop_manager_metrics(self.reward_fn, self.reward_model)
 
     def after_step(self, batch: DataProto) -> dict[str, float]:
         """Writes the rollout file, calls `on_batch_end`, and returns the metrics of a due validation."""
@@ -331,12 +331,12 @@ class PPOTrainer:
 
         def generate(prompts: Mapping[str, np.ndarray]) -> DataProto:
             self.source.submit(prompts, samples=n, sampling=sampling)
-            return scoring.score(self.source.take(), self.val_reward_fn, *self.scoring_options)
+            return credit.score(self.source.take(), self.val_reward_fn, *self.scoring_options)
 
         with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             val_metrics, batch = run_validation(self.val_loader.first_epoch(), generate, n, bar)
         self.rollout_writer.write_validation(batch, self.global_step, self.tracking)
-        manager_metrics = scoring.pop_metrics(self.val_reward_fn, self.reward_model)
+        manager_metrics = metrics.pop_manager_metrics(self.val_reward_fn, self.reward_model)
         return val_metrics | {f"val-aux/{name}": value for name, value in manager_metrics.items()}
 
     @contextmanager

@@ -11,7 +11,6 @@ import torch
 
 from hone.agents.collate import input_ids
 from hone.protocol import DataProto
-from hone.rewards.failures import RewardError
 
 from ..runs import Run, Task, opened
 
@@ -83,39 +82,6 @@ def test_remax_compares_with_the_greedy_response(train: Callable[..., Run]) -> N
 def test_gdpo_names_a_part_that_no_score_gives(train: Callable[..., Run]) -> None:
     with pytest.raises(KeyError, match="reward/politeness"):
         train("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[politeness]")
-
-
-def test_gdpo_gives_a_row_that_failed_the_failure_score(train: Callable[..., Run]) -> None:
-    run = train(
-        "algorithm.adv_estimator=gdpo",
-        "algorithm.gdpo_reward_keys=[acc,format]",
-        "custom_reward_function.name=fails_on_a",
-        "actor_rollout_ref.rollout.n=8",
-    )
-    rows = run.rollouts(1)
-    failed = [row for row in rows if row["reward_failure"]]
-    assert 0 < len(failed) < len(rows)
-    assert all(row["format"] is None for row in failed)  # the file says what the scorer said
-    assert len(run.steps) == 2
-
-
-def test_a_later_batch_whose_every_score_failed_is_no_end_either(train: Callable[..., Run]) -> None:
-    run = train(
-        "algorithm.adv_estimator=gdpo",
-        "algorithm.gdpo_reward_keys=[format]",
-        "custom_reward_function.name=fails_after_eight",
-    )
-    assert [step.get("reward/failures/exception") for step in run.steps] == [None, 8]
-
-
-def test_gdpo_names_the_row_and_the_key_that_a_score_left_out(train: Callable[..., Run]) -> None:
-    with pytest.raises(RewardError, match=r"row \d+ .*lexical.* no number under 'bonus', got None"):
-        train(
-            "algorithm.adv_estimator=gdpo",
-            "algorithm.gdpo_reward_keys=[bonus]",
-            "custom_reward_function.name=bonus_for_some",
-            "actor_rollout_ref.rollout.n=8",
-        )
 
 
 def test_kl_in_the_reward_is_subtracted_token_by_token(train: Callable[..., Run]) -> None:

@@ -12,7 +12,7 @@ from hone.config import ConfigError, load_config
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import RewardError
-from hone.trainer.ppo.credit import train_implicit_reward_model
+from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.plan import Plan
 
 from ..runs import Run, Task

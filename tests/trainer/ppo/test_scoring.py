@@ -21,8 +21,8 @@ from hone.data.rows import BadRowPolicy, DataError, read_rows, write_parquet
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
+from hone.trainer.ppo.credit import score
 from hone.trainer.ppo.row_checks import check_columns, check_media
-from hone.trainer.ppo.scoring import score
 from hone.trainer.ppo.trainer import PPOTrainer
 
 from .. import rewards
@@ -184,41 +184,6 @@ def test_a_row_that_names_code_stops_before_models_load(
         PPOTrainer(load_config(overrides), character_tokenizer("0123456789+="))
 
 
-SHADOWS = {"acc": 0.77, "score": 5.0, "pred": "z", "reward": 9.0, "format": 3.0}
-
-
-def test_a_column_of_the_data_never_stands_for_a_score(
-    train: Callable[..., Run], tmp_path: Path
-) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(task_row(i, i, **SHADOWS)) + "\n" for i in range(8)))
-    run = train(
-        f"data.train_files={file}",
-        f"data.val_files={file}",
-        "custom_reward_function.name=detailed",
-        "trainer.total_training_steps=1",
-    )
-    rows, line = run.rollouts(1), run.steps[-1]
-    for row in rows:
-        expected = rewards.detailed("", scored_text(row), None)
-        assert {name: row[name] for name in expected} == pytest.approx(expected)
-    assert line["accuracy"] == pytest.approx(sum(row["acc"] for row in rows) / len(rows))
-    file_rows = pq.read_table(run.folder / "validation" / "step_1.parquet").to_pylist()
-    right = sum(rewards.detailed("", scored_text(row), None)["acc"] for row in file_rows) / len(
-        file_rows
-    )
-    assert line["val-core/lexical/acc/mean@1"] == pytest.approx(right)
-
-
-def test_accuracy_is_not_read_from_the_data_where_no_scorer_gives_it(
-    train: Callable[..., Run], tmp_path: Path
-) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(task_row(i, i, acc=0.77)) + "\n" for i in range(8)))
-    run = train(f"data.train_files={file}", "trainer.total_training_steps=1")
-    assert "accuracy" not in run.steps[0]
-
-
 OURS = [
     "loss_mask", "rm_scores", "values", "num_turns", "stop_reason", "versions", "seed",
     "sample_index", "trajectory_id", "responses", "advantages", "old_log_probs",
@@ -261,18 +226,6 @@ def test_what_data_sets_bring_is_not_refused(tmp_path: Path) -> None:
     check_columns(read_rows(str(tmp_path / "rows.parquet"), BadRowPolicy("raise")), "prompt")
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompts": "1+1="}) + "\n")
     check_columns(read_rows(str(tmp_path / "own.jsonl"), BadRowPolicy("raise")), "prompts")
-
-
-@pytest.mark.parametrize("name", ["loss_mask", "responses", "advantages", "uid", "reward/rule"])
-def test_an_extra_may_not_be_called_like_a_column(name: str) -> None:
-    def polite(batch: DataProto, return_dict: bool) -> dict[str, Any]:
-        return {"reward_tensor": torch.zeros(2, 3), "reward_extra_info": {name: [1, 2]}}
-
-    batch = DataProto.from_dict(
-        {"responses": torch.zeros(2, 3), "response_mask": torch.ones(2, 3, dtype=torch.int64)}
-    )
-    with pytest.raises(RewardError, match=rf"polite returns '{name}'.*another name"):
-        score(batch, polite, None, RewardModelConfig())
 
 
 def test_a_score_at_the_end_of_a_response_that_a_tool_ends_is_not_lost() -> None:
