@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -105,9 +106,10 @@ def read_json(text: str, *, strict: bool = False) -> Any:
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep") from None
     except ValueError as error:  # also for integers with more digits than Python parses
         raise BadText(clean_text(str(error))[:MAX_MESSAGE_CHARACTERS]) from None
-    may_be_deep = text.count("[") + text.count("{") > MAX_DEPTH
-    if may_be_deep and any(depth > MAX_DEPTH for depth, _ in enumerate(_levels(value))):
-        raise BadText(f"it is nested more than {MAX_DEPTH} levels deep")
+    if text.count("[") + text.count("{") > MAX_DEPTH:  # otherwise the value cannot be too deep
+        level = next(itertools.islice(_levels(value), MAX_DEPTH, None), [])
+        if any(isinstance(item, dict | list) for item in level):
+            raise BadText(f"it is nested more than {MAX_DEPTH} levels deep")
     return value
 
 

@@ -97,6 +97,7 @@ def test_values_become_data_that_can_be_written() -> None:
         ("{", "Expecting"),
         ("[" * 100_000, "nested"),
         ("[" * 100 + "]" * 100, "nested"),
+        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested"),
         ("1" * 5000, "limit"),
         ("NaN", "NaN is not a JSON number"),
         ('{"a": 1, "a": 2}', "duplicate key"),

@@ -229,7 +229,7 @@ class _Composition:
                 break
         accepts_null = type(None) in typing.get_args(leaf.hint)
         if value is None and self.origins.get(key) != COMMAND_LINE and not accepts_null:
-            value = keys.resolve_value(leaf.default, self.values)
+            value = keys.resolve_default(leaf.default, self.values)
             return to_plain(_defaults(self.root)[key]) if value is None else value
         return value
 
@@ -280,7 +280,7 @@ def _requested_keys(config: Config, origins: Mapping[str, str]) -> dict[str, str
     requested: dict[str, str] = {}
     for key, origin in origins.items():
         leaf = leaves(root).get(owner_of(root, key) or "")
-        is_changed = leaf and values[leaf.key] != keys.resolve_value(leaf.default, values)
+        is_changed = leaf and values[leaf.key] != keys.resolve_default(leaf.default, values)
         if leaf and (is_changed or origin.startswith(COMMAND_LINE)):
             requested[leaf.key] = origin
     return requested

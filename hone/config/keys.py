@@ -6,6 +6,7 @@ Simple references (`${a.b}`) are resolved here, which makes loading ten times fa
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -224,9 +225,10 @@ def _create_block(cls: Hint, tree: Settings) -> Config:
         return None
     cls = cls or getattr(importlib.import_module(module), name)
     values = {key: value for key, value in tree.items() if key != "_target_"}
+    field_names = [field.name for field in dataclasses.fields(cls)]
     for key, value in values.items():
-        if key not in hints(cls):
-            hint = did_you_mean(nearest(key, hints(cls)))
+        if key not in field_names:
+            hint = did_you_mean(nearest(key, field_names))
             raise TypeError(f"{cls.__name__} has no field {key!r}.{hint}")
         if isinstance(value, Mapping):
             block = _create_block(block_type(hints(cls)[key]), value)
@@ -251,6 +253,8 @@ def resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
         return [resolve_value(item, values, depth) for item in value]
     if not isinstance(value, str) or "${" not in value:
         return value
+    if "\\${" in value:  # an escaped reference is text
+        raise KeyError(value)
     if depth > _MAX_REFERENCE_CHAIN:
         raise ConfigError(f"the reference {value} leads back to itself")
 
@@ -263,9 +267,16 @@ def resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
         other = look_up(bound[2])
         return min(int(bound[1]), other) if isinstance(other, int) else other
     text = PLAIN_REFERENCE.sub(lambda match: str(look_up(match[1])), value)
-    if "\\${" in value or "${" in text:  # an escaped reference is text
+    if "${" in text:
         raise KeyError(value)
     return text
+
+
+def resolve_default(default: Value, values: JsonObject) -> Value:
+    """Resolves a default of the schema; returns it unchanged if a value has the text of a reference."""
+    with contextlib.suppress(KeyError):
+        return resolve_value(default, values)
+    return default
 
 
 def referenced_keys(value: JsonValue) -> list[str]:

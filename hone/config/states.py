@@ -221,9 +221,8 @@ def _new_settings(
         if is_of_tree and matches_pattern(pattern.lstrip("!"), key):
             return pattern, compute(key, value, values)
     rows = [rule for rule in rules("rewritten", tree=tree) if rule.pattern.lstrip("!") == key]
-    for rule in rows:
-        is_met = condition_holds(rule.where, lambda name: values.get(name, ABSENT))
-        if rule.matches(value) and is_met:
+    for rule in filter(lambda rule: rule.matches(value), rows):
+        if condition_holds(rule.where, lambda name: values.get(name, ABSENT)):
             replacements = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
             new = {k: replacements.get(str(v), v) for k, v in parse_pairs(rule.becomes).items()}
             return rule.pattern, new

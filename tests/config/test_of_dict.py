@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pytest
 from omegaconf import OmegaConf
 
 from hone.config.algorithm import AlgorithmConfig, KLControlConfig
 from hone.config.keys import omega_conf_to_dataclass
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TREE = {
     "_target_": "verl.trainer.config.AlgoConfig",
@@ -30,6 +34,11 @@ class Outer:
     rate: float = 0.1
 
 
+@dataclass
+class WithCheckersType:
+    path: Path
+
+
 @pytest.mark.parametrize("tree", [TREE, OmegaConf.create(TREE)], ids=["dict", "omegaconf"])
 def test_the_target_names_our_block_and_references_are_followed(tree: dict) -> None:
     block = omega_conf_to_dataclass(tree)
@@ -42,6 +51,7 @@ def test_the_target_names_our_block_and_references_are_followed(tree: dict) -> N
 def test_a_users_own_dataclass_is_made_with_its_inner_ones() -> None:
     assert omega_conf_to_dataclass({"inner": {"size": 2}}, Outer) == Outer(Inner(2))
     assert omega_conf_to_dataclass(None, AlgorithmConfig) == AlgorithmConfig()
+    assert omega_conf_to_dataclass({"path": "a"}, WithCheckersType) == WithCheckersType("a")
     made = Outer(Inner(1))
     assert omega_conf_to_dataclass(made, Outer) is made
     assert omega_conf_to_dataclass({}) is None

@@ -52,6 +52,19 @@ def test_an_escaped_reference_is_text() -> None:
     assert config.trainer.project_name == "a${data.train_batch_size}"
 
 
+def test_an_escaped_reference_of_a_key_to_itself_is_text() -> None:
+    config = load_config(["trainer.project_name=a\\${trainer.project_name}"])
+    assert config.trainer.project_name == "a${trainer.project_name}"
+
+
+def test_a_default_may_contain_the_text_of_a_reference() -> None:
+    config = load_config(
+        ["trainer.experiment_name='\\${none}'", "trainer.default_local_dir=/checkpoints"]
+    )
+    assert config.trainer.experiment_name == "${none}"
+    assert config.trainer.default_local_dir == "/checkpoints"
+
+
 def test_a_circle_is_explained() -> None:
     with pytest.raises(ConfigError, match="leads back to itself"):
         load_config(["data.seed=${trainer.seed}", "trainer.seed=${data.seed}"])
