@@ -205,7 +205,8 @@ _CORE_ALGO_NAMES = {
         }.items()
         for name in names.split()
     },
-    **_map("hone.algorithms.aggregation", "agg_loss compute_value_loss"),
+    **_map("hone.ops.statistics", "agg_loss"),
+    **_map("hone.algorithms.value_loss", "compute_value_loss"),
     **_map(
         "hone.algorithms.kl",
         "kl_penalty kl_penalty_forward AdaptiveKLController FixedKLController get_kl_controller",
@@ -310,7 +311,7 @@ NAMES: dict[str, dict[str, str]] = {
         ),
         **_map("hone.tracking.markers", "marked_timer simple_timer"),
         "_timer": "hone.tracking.markers:simple_timer",
-        **_map("hone.algorithms.aggregation", "agg_loss"),
+        **_map("hone.ops.statistics", "agg_loss"),
         **_map("hone.protocol", "DataProto"),
     },
     "hone.utils.metric": _map(_METRICS, "reduce_metrics AggregationType Metric"),

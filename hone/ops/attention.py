@@ -204,7 +204,8 @@ class Padding(NamedTuple):
         cells = torch.where(is_token, starts[:, None] + offset, start)
         cell_indices = is_token.flatten().nonzero().flatten()
         equal_lengths = bool((n == width).all())
-        return Padding(send(cells, device), send(cell_indices, device), start, equal_lengths)
+        cells, cell_indices = (x.to(device, non_blocking=True) for x in (cells, cell_indices))
+        return Padding(cells, cell_indices, start, equal_lengths)
 
     def pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
         segments, width = self.cells.shape
@@ -340,7 +341,7 @@ class SegmentLayout:
 
     @cached_property
     def _parents(self) -> Tensor:  # [C] index of each child's root
-        return send(torch.tensor([p for p, _ in self.children]), self.device)
+        return torch.tensor([p for p, _ in self.children], device=self.device)
 
     def attend(
         self,
@@ -388,7 +389,7 @@ class SegmentLayout:
         if self._children is None:
             return None
         width = self._children.cells.shape[1]
-        lengths = send(torch.tensor(self.root_lengths), self.device)[self._parents]
+        lengths = torch.tensor(self.root_lengths, device=self.device)[self._parents]
         own = torch.arange(width, device=self.device)
         parent = torch.arange(self._roots.cells.shape[1], device=self.device)
         sees_parent = (parent < lengths[:, None])[:, None, :].expand(-1, width, -1)

@@ -100,6 +100,8 @@ class TrainWorker(Worker):
     """A worker with one training engine: the actor, critic, reference or a reward model."""
 
     engine: TrainEngine
+    rows_per_update: int
+    """The rows of one mini-batch over all ranks; unset for a model that is not trained."""
 
     def __init__(self, config: Block) -> None:
         super().__init__()
@@ -138,7 +140,7 @@ class TrainWorker(Worker):
         """
         return minibatches(
             data,
-            rows_per_update=config.sequences_per_update,
+            rows_per_update=self.rows_per_update,
             epochs=config.ppo_epochs,
             shuffle_seed=config.data_loader_seed if config.shuffle else None,
             num_step_rows=num_step_rows,
@@ -229,6 +231,7 @@ class ActorWorker(TrainWorker):
         self.tokenizer = build_tokenizer(config.model)
         fsdp_configs = (config.actor.fsdp_config, config.ref.fsdp_config)
         self.build_engine(config.actor.strategy, actor_spec, *fsdp_configs)
+        self.rows_per_update = config.actor.sequences_per_update
         self._objective = self._policy_objective(None)
         self._roofline = Roofline.for_device(self.engine.facts, self.engine.device)
 
@@ -334,6 +337,7 @@ class CriticWorker(TrainWorker):
         config = self.config.critic
         import_external(config.model.external_lib)
         self.build_engine(config.strategy, critic_spec, config.model.fsdp_config)
+        self.rows_per_update = config.sequences_per_update
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -37,10 +37,10 @@ CORRECTION = [
     f"tests/algorithms/test_{name}.py" for name in ("correction", "correction_metrics", "rejection")
 ]
 TESTS: dict[str, list[str]] = {
-    "hone/ops/statistics.py": ["tests/ops/test_statistics.py"],
-    "hone/algorithms/aggregation.py": [
-        f"tests/algorithms/test_{name}.py" for name in ("aggregation", "value_loss")
+    "hone/ops/statistics.py": [
+        f"tests/ops/test_{name}.py" for name in ("statistics", "loss_aggregation")
     ],
+    "hone/algorithms/value_loss.py": ["tests/algorithms/test_value_loss.py"],
     "hone/algorithms/kl.py": ["tests/algorithms/test_kl.py"],
     "hone/algorithms/row_selection.py": ["tests/algorithms/test_row_selection.py"],
     "hone/algorithms/credit.py": ["tests/algorithms/test_credit.py"],

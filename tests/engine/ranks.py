@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hone.algorithms.aggregation import LOSS_AGG_MODES
 from hone.algorithms.policy_losses import TABLE
 from hone.config.actor import CriticConfig
 from hone.config.engine import FSDPConfig, OptimConfig
@@ -27,6 +26,7 @@ from hone.models.lora import AdapterSettings, wrap_lora
 from hone.models.policy import hidden_states
 from hone.models.tiny import character_tokenizer
 from hone.ops.packing import MicroBatchRule
+from hone.ops.statistics import LOSS_AGG_MODES
 from hone.protocol import DataProto
 from hone.protocol.padding import split_padded
 from hone.workers.objectives import PolicyObjective, ValueObjective

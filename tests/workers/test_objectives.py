@@ -9,11 +9,11 @@ from itertools import chain
 import pytest
 import torch
 
-from hone.algorithms.aggregation import BatchCounts, agg_loss, batch_counts
 from hone.algorithms.policy_losses import TABLE
 from hone.config import load_config
 from hone.config.actor import CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
+from hone.ops.statistics import BatchCounts, agg_loss, batch_counts
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.workers.objectives import (

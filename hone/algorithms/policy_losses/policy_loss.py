@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.aggregation import agg_loss
 from hone.config.actor import ActorConfig
 from hone.config.block import setting
 from hone.config.errors import unknown_argument
-from hone.ops.statistics import masked_mean, zero_outside_mask
+from hone.ops.statistics import agg_loss, masked_mean, zero_outside_mask
 from hone.plugins import PluginError
 from hone.types import Fields, Function, Settings
 

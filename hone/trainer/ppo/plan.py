@@ -86,6 +86,8 @@ class Plan:
 
     With one update per batch, the forward pass of the update computes the old log-probs.
     """
+    corrects_for_rollout: bool
+    """Whether importance weights or a reduced loss mask are written before the update."""
     filters_groups: bool
     """Whether groups are filtered after scoring; dynamic sampling filters them itself."""
     needs_reference: bool
@@ -192,6 +194,7 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         rows_per_update=(actor.sequences_per_update, *critic_rows_per_update),
         has_reward_server=bool(reward_model_type and model.server.url),
         log_prob_columns=_log_prob_columns(config, columns),
+        corrects_for_rollout=algorithm.rollout_correction.applies_before_update,
         filters_groups=filters_prompts
         or (data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1),
         needs_reference="ref_log_prob" in columns,

@@ -252,7 +252,7 @@ class PPOTrainer:
         algorithm = self.config.algorithm
         with self.timers.timer("adv"):
             step_metrics = credit.apply_kl_in_reward(batch, algorithm, self.kl_controller)
-            if algorithm.rollout_correction.applies_before_update:
+            if self.plan.corrects_for_rollout:
                 step_metrics |= credit.correct_for_rollout(batch, algorithm.rollout_correction)
             failure_score = self.config.reward_model.reward_kwargs.failure_score
             credit.estimate_advantages(

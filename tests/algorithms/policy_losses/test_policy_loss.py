@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.algorithms.aggregation import LOSS_AGG_MODES, BatchCounts, batch_counts
 from hone.algorithms.policy_losses import TABLE, get_policy_loss_fn
+from hone.ops.statistics import LOSS_AGG_MODES, BatchCounts, batch_counts
 
 from .references import CFG, ROW, clipped, slope, whole
 
