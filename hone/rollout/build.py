@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from hone.config.rollout import RolloutConfig
 from hone.models.load import load_config
 from hone.plugins import PluginError, Table
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
+
+if TYPE_CHECKING:
+    from hone.models.policy import PolicyModel
+    from hone.rollout.native.core import NativeCore
+    from hone.rollout.native.decoder import PlainDecoder
+    from hone.rollout.native.paged_core import PagedCore
 
 ENGINES: Table[Callable[[RolloutSpec], RolloutEngine]] = Table(
     "rollout engine",
@@ -48,23 +56,43 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
     config, policy = spec.config, spec.load_policy()
     record_experts = isinstance(config, RolloutConfig) and config.enable_rollout_routing_replay
     if not config.exact and not record_experts and spec.device.type != "cuda":
-        from hone.rollout.native.core import NativeCore
+        return NativeRollout(build_slot_core(spec, policy))
+    exact_decoder = None
+    if config.exact:
+        from hone.rollout.native.exact_decoder import ExactDecoder
 
-        core = NativeCore(
-            policy,
-            eos_ids=spec.eos_ids,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            tokenizer=spec.tokenizer,
+        policy.exact = exact_decoder = ExactDecoder(policy)
+    build_core = paged_core_factory(spec, policy)
+    return NativeRollout(
+        build_core(
+            enforce_eager=config.enforce_eager, exact=exact_decoder, record_experts=record_experts
         )
-        return NativeRollout(core)
-    from hone.rollout.native.exact_decoder import ExactDecoder
+    )
+
+
+def build_slot_core(
+    spec: RolloutSpec, policy: PolicyModel, forward: PlainDecoder | None = None
+) -> NativeCore:
+    """Builds the core for a CPU; `forward` replaces the default forward of the policy."""
+    from hone.rollout.native.core import NativeCore
+
+    return NativeCore(
+        policy,
+        eos_ids=spec.eos_ids,
+        max_num_seqs=spec.config.max_num_seqs,
+        max_num_batched_tokens=spec.config.max_num_batched_tokens,
+        tokenizer=spec.tokenizer,
+        forward=forward,
+    )
+
+
+def paged_core_factory(spec: RolloutSpec, policy: PolicyModel) -> partial[PagedCore]:
+    """Returns `PagedCore` with the arguments that the spec determines."""
     from hone.rollout.native.paged_core import PagedCore
 
-    exact_decoder = ExactDecoder(policy) if config.exact else None
-    if exact_decoder is not None:
-        policy.exact = exact_decoder
-    paged_core = PagedCore(
+    config = spec.config
+    return partial(
+        PagedCore,
         policy,
         eos_ids=spec.eos_ids,
         max_num_seqs=config.max_num_seqs,
@@ -72,13 +100,9 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
         max_model_len=config.max_total_tokens,
         gpu_memory_utilization=config.gpu_memory_utilization,
         tokenizer=spec.tokenizer,
-        enforce_eager=config.enforce_eager,
         capture_sizes=config.cudagraph_capture_sizes,
         prefix_caching=config.enable_prefix_caching,
-        exact=exact_decoder,
-        record_experts=record_experts,
     )
-    return NativeRollout(paged_core)
 
 
 def build_hf(spec: RolloutSpec) -> RolloutEngine:

@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -84,6 +85,12 @@ class HttpServer:
     can_release_memory = False
     """Whether the server can release memory while the actor trains."""
 
+    def __post_init__(self) -> None:
+        if find_spec("aiohttp") is None:
+            raise RolloutError(
+                "rollout.server needs aiohttp, which is not installed: pip install 'hone-rl[server]'"
+            )
+
     @property
     def safe_url(self) -> str:
         """The URL without user name and password."""
@@ -120,13 +127,16 @@ class HttpServer:
                 version = await self.weight_version()
             except RolloutError as error:
                 raise ServerLost(self, f"did not return its weight version: {error}") from error
-            if version != self.expected_version:
-                raise ServerLost(
-                    self,
-                    f"has weights {version!r} instead of {self.expected_version!r}: it was restarted or "
-                    "updated",
-                )
+            self.check_version(version)
             self.version_verified = True
+
+    def check_version(self, version: str | None) -> None:
+        """Raises ServerLost if the server has reported another version than `expected_version`."""
+        if self.expected_version is not None and version != self.expected_version:
+            raise ServerLost(
+                self,
+                f"has weights {version!r} instead of {self.expected_version!r}: it was restarted or updated",
+            )
 
     async def pause(self) -> None: ...
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from hone.config.rollout import RolloutConfig
@@ -125,10 +124,6 @@ def _build_engine(
     spec: RolloutSpec, servers: Sequence[HttpServer], peft_model: PeftModel | None = None
 ) -> ServerRollout:
     """Builds the engine; with `peft_model`, the servers get only its adapter."""
-    if find_spec("aiohttp") is None:
-        raise RolloutError(
-            "rollout.server needs aiohttp, which is not installed: pip install 'hone-rl[server]'"
-        )
     config, path = spec.config, resolve_model_path(spec.model_path)
     transfer, folder_path = config.server.weights, config.server.weights_folder
     if transfer != "disk" and not isinstance(servers[0], SGLangServer):

@@ -31,7 +31,7 @@ _MAX_STARTS = 3
 """Maximum number of consecutive starts without a healthy server."""
 _TERMINATE_TIMEOUT_S = 10.0
 _LOG_TAIL_BYTES = 4096
-_RESERVED_ARGUMENTS = {"model_path", "host", "port", "skip_tokenizer_init"}
+_RESERVED_ARGUMENTS = ("host", "model_path", "port", "skip_tokenizer_init")
 """Server arguments that hone sets."""
 
 
@@ -135,8 +135,9 @@ def command_and_environment(
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command of SGLang's server and additional environment variables for the process."""
     config = spec.config
-    for name in config.engine_kwargs.sglang.keys() & _RESERVED_ARGUMENTS:
-        raise RolloutError(f"rollout.engine_kwargs.sglang.{name} is set by hone; leave it out")
+    for name in _RESERVED_ARGUMENTS:
+        if name in config.engine_kwargs.sglang:
+            raise RolloutError(f"rollout.engine_kwargs.sglang.{name} is set by hone; leave it out")
     arguments: Settings = {
         "model_path": spec.model_path,
         "skip_tokenizer_init": True,

@@ -165,13 +165,7 @@ class SGLangServer(HttpServer):
                 f"{self.safe_url}/generate counts {total} tokens, and sent {num_received + len(ids)} ids and "
                 f"{num_received + len(new_ids)} log-probs: the numbers or the ids differ"
             )
-        version = meta.get("weight_version")
-        if self.expected_version is not None and str(version) != self.expected_version:
-            raise ServerLost(
-                self,
-                f"has weights {version!r} instead of {self.expected_version!r}: it was restarted or "
-                "updated",
-            )
+        self.check_version(str(meta.get("weight_version")))
         return Chunk(
             new_ids,
             [entry[0] for entry in log_probs],

@@ -202,11 +202,11 @@ def make_launch_arguments(
 
 def _user_arguments(arguments: Settings) -> Fields:
     """Returns `engine_kwargs.vllm` without values of None; raises for a reserved argument."""
-    for name in arguments.keys() & _RESERVED_ARGUMENTS.keys():
-        raise RolloutError(
-            f"rollout.engine_kwargs.vllm.{name} cannot be set: it is determined by "
-            f"{_RESERVED_ARGUMENTS[name]}"
-        )
+    for name, source in _RESERVED_ARGUMENTS.items():
+        if name in arguments:
+            raise RolloutError(
+                f"rollout.engine_kwargs.vllm.{name} cannot be set: it is determined by {source}"
+            )
     return {name: value for name, value in arguments.items() if value is not None}
 
 

@@ -37,6 +37,14 @@ def test_a_server_that_does_not_return_is_reported_at_the_deadline(
     asyncio.run(scenario())
 
 
+def test_a_client_without_aiohttp_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hone.rollout.http_server.find_spec", lambda name: None)
+    with pytest.raises(RolloutError, match=r"needs aiohttp.*pip install 'hone-rl\[server\]'"):
+        SGLangServer("http://127.0.0.1:1", 1.0, 1.0)
+
+
 def test_a_server_that_is_not_healthy_yet_is_waited_for(servers: list[ContractServer]) -> None:
     servers.append(ContractServer(policy()))
     servers[0].faults["unhealthy"] = 2

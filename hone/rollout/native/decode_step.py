@@ -69,12 +69,12 @@ class BatchState:
         with device:
             state = BatchState(
                 torch.zeros(len(STATE_FIELDS), num_rows, dtype=torch.int64),
-                torch.ones(num_rows),
+                torch.ones(num_rows, dtype=torch.float32),
                 torch.zeros(num_rows, dtype=torch.int32),
-                torch.full((num_rows, MAX_STOP_IDS), -1),
+                torch.full((num_rows, MAX_STOP_IDS), -1, dtype=torch.int64),
                 torch.zeros(num_rows, max_blocks_per_seq, dtype=torch.int32),
                 torch.zeros(num_rows, chunk_capacity, dtype=torch.int32),
-                torch.zeros(num_rows, chunk_capacity),
+                torch.zeros(num_rows, chunk_capacity, dtype=torch.float32),
             )
         state.clear_from(0)
         return state

@@ -301,7 +301,7 @@ class NativeRollout(RequestEngine):
             streaming = list(self._streaming.values())
         for request in streaming:
             if request.num_streamed < len(request.versions):
-                call_soon_in_loop(request.awaited_future.get_loop(), _stream_tokens, request)
+                call_soon_in_loop(request.awaited_future.get_loop(), request.stream)
 
     def _deliver(self, finished: list[Request]) -> None:
         """Posts the results; removes requests whose event loop is closed, because nothing awaits them."""
@@ -351,24 +351,13 @@ def _post_results(requests: list[Request]) -> list[Request]:
 
 def _set_results(requests: list[Request]) -> None:
     for request in requests:
-        _stream_tokens(request)
+        request.stream()
         if request.awaited_future.done():
             continue
         try:
             request.awaited_future.set_result(request.output())
         except Exception as error:  # fails this request only
             request.awaited_future.set_exception(decoding_error(error))
-
-
-def _stream_tokens(request: Request) -> None:
-    """Passes new tokens to `on_tokens`; an error of the callback fails only this request."""
-    if request.awaited_future.done():
-        return
-    try:
-        request.stream()
-    except Exception as error:
-        request.cancelled = True
-        request.awaited_future.set_exception(error)
 
 
 def _set_exception(request: Request, error: RolloutError) -> None:

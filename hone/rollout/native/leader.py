@@ -45,7 +45,7 @@ class LeaderCore:
 
     @version.setter
     def version(self, version: int) -> None:
-        self._execute_and_queue("version", version=version)
+        self._queue_and_execute({"do": "version", "version": version})
 
     @property
     def busy(self) -> bool:
@@ -65,35 +65,36 @@ class LeaderCore:
             self._replica.add(number, copy)
 
     def step(self, must_yield: Callable[[], bool]) -> list[Request]:
-        replica, copies = self._replica, dict(self._replica.requests)
+        replica = self._replica
         cancelled = [
-            n for n, r in self._requests.items() if r.cancelled and not copies[n].cancelled
+            number
+            for number, request in self._requests.items()
+            if request.cancelled and not replica.requests[number].cancelled
         ]
         command: Command = {"do": "step", "cancelled": cancelled, "checksum": replica.checksum()}
         self.send(command)
-        with self._peers.close_on_error():
-            return [self._finish(n, copies[n]) for n in replica.execute(command)]
+        return self._execute(command)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
         numbers = [n for n, request in self._requests.items() if select([request], request_ids)]
-        copies = dict(self._replica.requests)
-        command: Command = {"do": "abort", "numbers": numbers}
-        self._unsent_commands.append(command)
-        with self._peers.close_on_error():
-            return [self._finish(n, copies[n]) for n in self._replica.execute(command)]
+        return self._queue_and_execute({"do": "abort", "numbers": numbers})
 
     def free_cache(self) -> None:
-        self._execute_and_queue("free_cache")
+        self._queue_and_execute({"do": "free_cache"})
 
     def invalidate(self) -> None:
-        self._execute_and_queue("invalidate")
+        self._queue_and_execute({"do": "invalidate"})
 
-    def _execute_and_queue(self, kind: str, **arguments: int) -> None:
-        """Executes a command that finishes no request, and queues it for the other ranks."""
-        command: Command = {"do": kind, **arguments}
+    def _queue_and_execute(self, command: Command) -> list[Request]:
+        """Queues a command for the other ranks, and executes it here."""
         self._unsent_commands.append(command)
+        return self._execute(command)
+
+    def _execute(self, command: Command) -> list[Request]:
+        """Executes a command and returns the requests that have finished."""
+        copies = dict(self._replica.requests)
         with self._peers.close_on_error():
-            self._replica.execute(command)
+            return [self._finish(n, copies[n]) for n in self._replica.execute(command)]
 
     def send(self, command: Command) -> None:
         """Sends the unsent commands and this one; the other ranks must be listening."""

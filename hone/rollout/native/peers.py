@@ -123,7 +123,10 @@ class Peers:
         try:
             yield
         except BaseException as error:
-            if self.failed or (cause := self.fail(error)) is error:
+            if self.failed:
+                raise
+            cause = self.fail(error)
+            if cause is error:
                 raise
             raise cause from error
 

@@ -6,9 +6,9 @@ all-reduce; logits are gathered, so every rank samples the same token.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,14 +21,13 @@ from hone.models.families import SHARDED_FAMILIES, UnsupportedModel, key_shape
 from hone.models.load import empty_causal_lm
 from hone.models.policy import PolicyModel
 from hone.ops.packed_linear import PackableLinear
+from hone.rollout.build import build_slot_core, paged_core_factory
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
-from hone.rollout.native.core import NativeCore
 from hone.rollout.native.decoder import FusedDecoder, ModuleDecoder, PlainDecoder, RmsNorm
 from hone.rollout.native.engine import Core
 from hone.rollout.native.follower import FollowerRollout
 from hone.rollout.native.kernels_reference import kernels_for
 from hone.rollout.native.leader import LeaderRollout
-from hone.rollout.native.paged_core import PagedCore
 from hone.rollout.native.peers import Peers
 from hone.rollout.weights import check_name_and_shape, load_weights
 
@@ -235,52 +234,29 @@ def build_sharded(spec: RolloutSpec, peers: Peers) -> RolloutEngine:
     policy = ShardedPolicy(spec.load_policy().lm, peers, spec.device)
     if spec.current_weights is not None:
         load_weights(policy, policy.shards(spec.current_weights()))
-    core = (
-        build_paged_core(spec, policy)
-        if spec.device.type == "cuda"
-        else build_slot_core(spec, policy)
-    )
+    on_gpu = spec.device.type == "cuda"
+    core = build_paged_shard(spec, policy) if on_gpu else build_slot_shard(spec, policy)
     return LeaderRollout(core, peers) if peers.rank == 0 else FollowerRollout(core, peers)
 
 
-def build_slot_core(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
-    """Returns the core for a CPU; all ranks pad batches to a multiple of the same number of rows."""
-    core = NativeCore(
-        policy,
-        eos_ids=spec.eos_ids,
-        max_num_seqs=spec.config.max_num_seqs,
-        max_num_batched_tokens=spec.config.max_num_batched_tokens,
-        tokenizer=spec.tokenizer,
-        forward=ShardedPlainDecoder(policy) if policy.uses_plain_decoder else None,
-    )
+def build_slot_shard(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
+    """Builds this rank's core for a CPU; all ranks pad batches to a multiple of the same number of rows."""
+    forward = ShardedPlainDecoder(policy) if policy.uses_plain_decoder else None
+    core = build_slot_core(spec, policy, forward)
     core.row_multiple = -policy.peers.min_over_ranks(-core.row_multiple)  # the maximum of all ranks
     return core
 
 
-def build_paged_core(spec: RolloutSpec, policy: ShardedPolicy, blocks: int | None = None) -> Core:
-    """Returns the core for a GPU, without CUDA graphs; all ranks have the same number of blocks."""
-    config, max_model_len = spec.config, spec.config.max_total_tokens
-    decoder = (
-        ShardedFusedDecoder(policy, kernels_for(spec.device), max_model_len)
-        if policy.uses_plain_decoder
-        else ModuleDecoder(policy)
-    )
-    build = functools.partial(
-        PagedCore,
-        policy,
-        eos_ids=spec.eos_ids,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        tokenizer=spec.tokenizer,
-        enforce_eager=True,
-        prefix_caching=config.enable_prefix_caching,
-        forward=decoder,
-    )
-    core = build(blocks=blocks)
+def build_paged_shard(spec: RolloutSpec, policy: ShardedPolicy, blocks: int | None = None) -> Core:
+    """Builds this rank's core for a GPU, without CUDA graphs; all ranks have the same number of blocks."""
+    forward: FusedDecoder | ModuleDecoder = ModuleDecoder(policy)
+    if policy.uses_plain_decoder:
+        kernels, max_positions = kernels_for(spec.device), spec.config.max_total_tokens
+        forward = ShardedFusedDecoder(policy, kernels, max_positions)
+    build_core = partial(paged_core_factory(spec, policy), enforce_eager=True, forward=forward)
+    core = build_core(blocks=blocks)
     blocks = policy.peers.min_over_ranks(core.cache.num_blocks)
-    return core if core.cache.num_blocks == blocks else build(blocks=blocks)
+    return core if core.cache.num_blocks == blocks else build_core(blocks=blocks)
 
 
 class _RowParallelLinear:
