@@ -103,10 +103,11 @@ class DataProto:
         """Builds a batch from one dict of torch tensors and numpy arrays."""
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        for key in data.keys() - tensors.keys() - arrays.keys():
-            raise ProtocolError(
-                f"column {key!r} is a {type(data[key]).__name__}; give a torch.Tensor or np.ndarray"
-            )
+        for name, column in data.items():
+            if not isinstance(column, torch.Tensor | np.ndarray):
+                raise ProtocolError(
+                    f"column {name!r} is a {type(column).__name__}; give a torch.Tensor or np.ndarray"
+                )
         return cls.from_dict(tensors, arrays, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -285,7 +286,9 @@ class DataProto:
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Splits the batch into `chunks` parts; raises if they are unequal and padding is not enabled."""
-        if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
+        if chunks < 1:
+            raise ProtocolError(f"a batch cannot be split into {chunks} chunks")
+        if len(self) % chunks and not self.is_padding_enabled():
             raise ProtocolError(
                 f"a batch of {len(self)} rows does not divide into {chunks} equal chunks; pad it with "
                 f"pad_dataproto_to_divisor, or build it with auto_padding=True"
@@ -327,7 +330,12 @@ class DataProto:
     # -- serialization ----------------------------------------------------------------------
 
     def __getstate__(self) -> Fields:
-        return vars(self) | {"batch": encode_tensordict(self.batch)}
+        batch = encode_tensordict(self.batch)
+        return {
+            "batch": batch,
+            "non_tensor_batch": self.non_tensor_batch,
+            "meta_info": self.meta_info,
+        }
 
     def __setstate__(
         self, state: Fields | tuple[PackedTensorDict | bytes | None, dict[str, np.ndarray], Fields]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -211,23 +212,22 @@ def concat_batches(data: Sequence[DataProto]) -> DataProto:
 
 def build_tensordict(tensors: dict[str, torch.Tensor], num_batch_dims: int) -> TensorDict:
     """Builds a TensorDict from tensor columns, whose leading dimensions must agree."""
-    sizes = {
-        key: (value.size(0),) if value.is_nested else tuple(value.shape[:num_batch_dims])
-        for key, value in tensors.items()
-    }
-    first, size = next(iter(sizes.items()))
-    for key, column_size in sizes.items():
-        if len(column_size) < num_batch_dims:
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, column in tensors.items():
+        is_nested = getattr(column, "is_nested", False)  # a numpy array has no such attribute
+        sizes[name] = (column.size(0),) if is_nested else tuple(column.shape[:num_batch_dims])
+    first_name, batch_size = next(iter(sizes.items()))
+    for name, size in sizes.items():
+        if len(size) < num_batch_dims:
             raise ProtocolError(
-                f"column {key!r} has {len(column_size)} dimensions; "
-                f"num_batch_dims is {num_batch_dims}"
+                f"column {name!r} has {len(size)} dimensions; num_batch_dims is {num_batch_dims}"
             )
-        if column_size != size:
+        if size != batch_size:
             raise ProtocolError(
-                f"column {key!r} has batch size {column_size}; column {first!r} has {size}: "
+                f"column {name!r} has batch size {size}; column {first_name!r} has {batch_size}: "
                 "all columns of a batch have one row per sample"
             )
-    return TensorDict(tensors, batch_size=size)
+    return TensorDict(tensors, batch_size=batch_size)
 
 
 def row_indices(idxs: Index, num_rows: int) -> torch.Tensor:
@@ -282,27 +282,32 @@ def union_dicts(first: dict[str, T], second: dict[str, T], kind: str) -> dict[st
     return first | second
 
 
-def deeply_equal(a: Any, b: Any) -> bool:
-    """Whether two values are deeply equal; NaN equals NaN."""
-    if a is b:
+def deeply_equal(a: Any, b: Any, _outer_pairs: frozenset[tuple[int, int]] = frozenset()) -> bool:
+    """Whether two values are deeply equal; NaN equals NaN, and a value may contain itself.
+
+    `_outer_pairs` has the ids of the pairs of values that contain `a` and `b`.
+    """
+    pair = (id(a), id(b))
+    if a is b or pair in _outer_pairs:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return _same_tensor(a, b)
+    are_equal = functools.partial(deeply_equal, _outer_pairs=_outer_pairs | {pair})
     if is_tensor_collection(a) and is_tensor_collection(b):
         if isinstance(a, _NON_TENSORS) or isinstance(b, _NON_TENSORS):
-            return type(a) is type(b) and deeply_equal(a.tolist(), b.tolist())
-        return a.batch_size == b.batch_size and deeply_equal(dict(a), dict(b))
+            return type(a) is type(b) and are_equal(a.tolist(), b.tolist())
+        return a.batch_size == b.batch_size and are_equal(dict(a), dict(b))
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.shape == b.shape and object in (a.dtype, b.dtype):
-            return all(map(deeply_equal, a.ravel(), b.ravel()))
+            return all(map(are_equal, a.ravel(), b.ravel()))
         has_nan = a.dtype.kind == b.dtype.kind and a.dtype.kind in "fcmM"
         return bool(np.array_equal(a, b, equal_nan=has_nan))
     if any(isinstance(x, torch.Tensor | np.ndarray) or is_tensor_collection(x) for x in (a, b)):
         return False
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(deeply_equal(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(are_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(deeply_equal, a, b))
+        return type(a) is type(b) and len(a) == len(b) and all(map(are_equal, a, b))
     if isinstance(a, _TYPES_WITH_NAN) and isinstance(b, _TYPES_WITH_NAN) and a != a and b != b:
         return True
     return bool(a == b)

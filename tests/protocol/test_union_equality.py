@@ -1,4 +1,4 @@
-"""Equality deep enough for what rows hold: NaN, and arrays in lists."""
+"""Equality deep enough for what rows hold: NaN, arrays in lists, structures that hold themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from hone.protocol import deeply_equal, union_numpy_dict, union_tensor_dict
 
@@ -55,6 +55,28 @@ def test_what_differs_is_not_the_same(first: Any, second: Any) -> None:
     assert not deeply_equal(first, second)
     assert not deeply_equal(second, first)
     assert deeply_equal(first, first)
+
+
+def test_a_structure_may_contain_itself() -> None:
+    one: list[Any] = [1]
+    one.append(one)
+    two: list[Any] = [1]
+    two.append(two)
+    three: list[Any] = [2]
+    three.append(three)
+    assert deeply_equal(one, two)
+    assert not deeply_equal(one, three)
+
+
+def test_a_tensordict_may_contain_itself() -> None:
+    def cycle(number: int) -> dict[str, Any]:
+        value: dict[str, Any] = {"number": number}
+        value["batch"] = TensorDict({"x": torch.zeros(1)}, batch_size=[1])
+        value["batch"]["own"] = NonTensorData(value)
+        return value
+
+    assert deeply_equal(cycle(1), cycle(1))
+    assert not deeply_equal(cycle(1), cycle(2))
 
 
 def test_a_mapping_of_tensors_is_compared_entry_by_entry() -> None:

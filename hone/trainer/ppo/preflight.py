@@ -111,7 +111,7 @@ class _Preflight:
             agent_checks = attempt(lambda: AgentChecks(config, tokenizer, datasets))
         if agent_checks is not None:
             agent_problems = list(agent_checks.problems())  # builds the loops
-            agent_checks.set_prompt_rendering()
+            attempt(agent_checks.set_prompt_rendering)
         load_train = partial(load_reward_manager, num_examine=0)
         load_val = partial(load_validation_manager, dataset=datasets.get(VALIDATION_KEY))
         for key, load in {TRAIN_KEY: load_train, VALIDATION_KEY: load_val}.items():

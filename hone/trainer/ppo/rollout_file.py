@@ -7,11 +7,8 @@ numbers, all bools or all text is stored as JSON.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -21,13 +18,10 @@ from torch import Tensor
 
 from hone.agents.collate import trajectory_indices, trajectory_totals
 from hone.columns import REWARD_PREFIX
-from hone.config import ConfigError
-from hone.config.trainer import TrainerConfig
 from hone.protocol import DataProto
 from hone.text import clean_text, short_repr
 from hone.tokenizer import Tokenizer
-from hone.tracking import RunFolder, Tracking, atomic_path
-from hone.tracking.run_folder import step_files
+from hone.tracking import atomic_path
 from hone.trainer.ppo.metrics import split_attention_mask
 from hone.types import Fields, JsonValue, Row
 
@@ -225,7 +219,7 @@ def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
         column_name = CLASH_PREFIX + column_name if column_name in names else column_name
         names.add(column_name)
         values = [v.item() if isinstance(v, np.generic) else v for v in arrays[name]]
-        columns[column_name] = pa.array([_clean(value) for value in _to_one_type(values)])
+        columns[column_name] = pa.array(map(_clean, _to_one_type(values)))
 
 
 def _list_array(values: Tensor, is_inside: np.ndarray, name: str) -> pa.ListArray:
@@ -292,109 +286,18 @@ def _json_default(value: _T) -> JsonValue:
 def _to_one_type(values: list[JsonValue]) -> list[JsonValue]:
     """Converts an extra's values to one type: all bools, all text or all numbers, else JSON text."""
     present_values = [v for v in values if v is not None]
-    types = {type(v) for v in present_values}
-    if types in (set(), {bool}, {str}):
+    if any(all(isinstance(v, kind) for v in present_values) for kind in (bool, str)):
         return values
-    numbers = [v for v in present_values if isinstance(v, int | float)]
-    if types == {int} and all(-(2**63) <= n < 2**63 for n in numbers):
+    numbers = [v for v in present_values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) < len(present_values):
+        return [_as_json(v) for v in values]
+    if all(isinstance(n, int) and -(2**63) <= n < 2**63 for n in numbers):
         return values
     # As float64, floats and integers up to 2^53 are exact.
-    if types <= {int, float} and all(isinstance(n, float) or abs(n) <= 2**53 for n in numbers):
+    if all(isinstance(n, float) or abs(n) <= 2**53 for n in numbers):
         return [float(v) if isinstance(v, int | float) else None for v in values]
     return [_as_json(v) for v in values]
 
 
 def _clean(value: _T) -> _T | str:
     return clean_text(value) if isinstance(value, str) else value
-
-
-class RolloutWriter:
-    """Writes the rollout files of a run in a thread, while the next step runs.
-
-    The caller must not change the tensors of a submitted batch. With `trainer.rollout_data_dir`, the files of
-    all steps are kept. Otherwise the run folder keeps the files of the last steps, and of the last steps
-    before the checkpoint from which a killed run would resume.
-    """
-
-    def __init__(self, run: RunFolder, trainer: TrainerConfig, tokenizer: Tokenizer) -> None:
-        self._run, self._trainer, self._tokenizer = run, trainer, tokenizer
-        self._all_steps_folder = trainer.rollout_data_dir
-        self._folder = Path(trainer.rollout_data_dir or run.rollouts).expanduser()
-        self._validation_folder = Path(trainer.validation_data_dir or run.validation).expanduser()
-        if self._folder.absolute() == self._validation_folder.absolute():
-            raise ConfigError(
-                f"trainer.rollout_data_dir and trainer.validation_data_dir are both {self._folder}, where "
-                "their files step_N.parquet would replace each other; use two folders"
-            )
-        self._thread_tokenizer: Tokenizer | None = None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout-file")
-        self._pending_write: Future[None] | None = None
-
-    def write(self, batch: DataProto, step: int, tracking: Tracking | None = None) -> None:
-        """Logs some rows of a step to trackers that show tables, and starts to write the step's file.
-
-        Raises the error of the previous file if that could not be written.
-        """
-        self._log_samples("train", batch, step, tracking, self._trainer.log_train_generations)
-        if not self._all_steps_folder and self._trainer.rollout_steps_to_keep == 0:
-            return
-        self.flush()
-        columns = batch.batch.clone(recurse=False)
-        batch_copy = type(batch)(columns, dict(batch.non_tensor_batch), dict(batch.meta_info))
-        self._pending_write = self._executor.submit(self._write, batch_copy, step)
-
-    def write_validation(self, batch: DataProto, step: int, tracking: Tracking | None) -> None:
-        """Writes the file of a validation, and logs some rows to trackers that show tables."""
-        file = self._validation_folder / self._run.validation_file(step).name
-        write_rollouts(file, batch, self._tokenizer, step=step)
-        self._log_samples("val", batch, step, tracking, self._trainer.log_val_generations)
-
-    def _log_samples(
-        self, split: str, batch: DataProto, step: int, tracking: Tracking | None, count: int
-    ) -> None:
-        if tracking is not None and count > 0:
-            samples = sample_rows(batch, self._tokenizer, count)
-            tracking.log_samples(f"{split}/generations", samples, step)
-
-    def flush(self) -> None:
-        """Waits for the last file, which must exist before the checkpoint of its step is renamed."""
-        pending_write, self._pending_write = self._pending_write, None
-        if pending_write is not None:
-            pending_write.result()
-
-    def __enter__(self) -> RolloutWriter:
-        return self
-
-    def __exit__(self, error_type: type[BaseException] | None, *exc: object) -> None:
-        """Waits for the last file, so that none is written after the run has released its folder."""
-        with contextlib.suppress(*(() if error_type is None else (Exception,))):
-            self.flush()
-
-    def close(self) -> None:
-        self._executor.shutdown()
-
-    def _write(self, batch: DataProto, step: int) -> None:
-        if self._thread_tokenizer is None:  # fast tokenizers are not thread-safe
-            try:
-                self._thread_tokenizer = copy.deepcopy(self._tokenizer)
-            except Exception:  # a user's Python tokenizer is shared by both threads
-                self._thread_tokenizer = self._tokenizer
-        file, temporary = self._folder / f"step_{step}.parquet", not self._all_steps_folder
-        write_rollouts(file, batch, self._thread_tokenizer, step=step, temporary=temporary)
-        trainer = self._trainer
-        kept_steps = steps_to_keep(step, trainer.rollout_steps_to_keep, trainer.save_freq)
-        for file_step, file in step_files(self._folder) if temporary else ():
-            if file_step < step and file_step not in kept_steps and is_temporary(file):
-                file.unlink(missing_ok=True)
-
-
-def steps_to_keep(step: int, num_steps: int, save_freq: int) -> set[int]:
-    """Returns the steps whose files are kept.
-
-    These are the last `num_steps` steps, and the last `num_steps` steps up to the last checkpoint.
-    """
-    last_saved = (step - 1) // save_freq * save_freq if save_freq > 0 else 0
-    return {
-        *range(step - num_steps + 1, step + 1),
-        *range(last_saved - num_steps + 1, last_saved + 1),
-    } - {0}

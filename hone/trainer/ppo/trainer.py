@@ -37,7 +37,7 @@ from hone.trainer.ppo.plan import Plan, set_schedule_lengths
 from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
-from hone.trainer.ppo.rollout_file import RolloutWriter
+from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.row_checks import NO_VAL_REWARD_FN, check_rows, routes_by_style
 from hone.trainer.ppo.source import Publisher, TrajectorySource, unique_prompts
 from hone.trainer.ppo.validation import load_validation_manager, run_validation

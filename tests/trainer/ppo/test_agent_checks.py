@@ -177,6 +177,24 @@ def test_the_filter_leaves_the_same_rows_when_a_run_resumes(task: Task, tmp_path
     assert repeated.train_dataset.fingerprint == trainer.train_dataset.fingerprint
 
 
+def test_prompts_that_are_too_long_with_their_tools_are_one_of_several_problems(
+    task: Task, tmp_path: Path
+) -> None:
+    from hone.config import load_config
+    from hone.trainer.ppo.preflight import PreflightError, prepare
+
+    overrides = [
+        REACT,
+        tool_file(tmp_path),
+        "data.filter_overlong_prompts=true",
+        "data.max_prompt_length=40",
+        "actor_rollout_ref.rollout.n=2",
+        "custom_reward_function.name=nowhere",
+    ]
+    with pytest.raises(PreflightError, match=r"data.max_prompt_length=40(.|\n)*nowhere"):
+        prepare(load_config(task.overrides(tmp_path / "run", *overrides)))
+
+
 def test_an_environment_that_cannot_be_made_is_refused_before_models_load(
     task: Task, tmp_path: Path
 ) -> None:

@@ -15,7 +15,13 @@ import torch
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.trainer.ppo.rollout_file import SCHEMA, SCHEMA_KEY, SCHEMA_VERSION, write_rollouts
+from hone.trainer.ppo.rollout_file import (
+    SCHEMA,
+    SCHEMA_KEY,
+    SCHEMA_VERSION,
+    _to_one_type,
+    write_rollouts,
+)
 
 from .. import rewards
 from ..runs import Run, Task, scored_text
@@ -172,3 +178,12 @@ def test_the_documented_columns_are_the_schema() -> None:
     documented = [name.strip(" `") for row in rows for name in row.split(",")]
     assert sorted(documented) == sorted(SCHEMA)
     assert f"is the version, now {SCHEMA_VERSION}." in section
+
+
+def test_values_of_a_subclass_are_kept_as_text_and_numbers() -> None:
+    class Letter(str):
+        pass
+
+    assert _to_one_type([Letter("a"), None]) == ["a", None]
+    assert _to_one_type([True, 1]) == ["true", "1"]
+    assert _to_one_type([1, 0.5, None]) == [1.0, 0.5, None]

@@ -17,7 +17,7 @@ from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.tracking import RunFolder
 from hone.tracking.run_folder import step_files
-from hone.trainer.ppo.rollout_file import RolloutWriter, steps_to_keep
+from hone.trainer.ppo.rollout_writer import RolloutWriter, steps_to_keep
 
 from ..runs import Run
 
