@@ -41,8 +41,9 @@ def compose(
 ) -> ComposedConfig:
     """Resolves a configuration and records the origin of each value.
 
-    `config_path` and `config_dir` are folders of the user's YAML files. `schema` names the tree, if the file
-    does not. `starting_values` maps the values that were set, by dotted key, to settings of lower precedence.
+    `config_path` and `config_dir` are folders of the user's YAML files. `schema` is the name of the tree; by
+    default, the file names it. `starting_values` maps the values that were set, by dotted key, to settings of
+    lower precedence.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]

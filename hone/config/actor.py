@@ -88,7 +88,8 @@ class ActorConfig(UpdateConfig):
     fsdp_config: FSDPConfig = block(FSDPConfig)
     megatron: MegatronConfig = block(MegatronConfig)
     ulysses_sequence_parallel_size: Count = follows(f".{ULYSSES_SIZE_KEY}")
-    """Ranks that split each sequence in updates and log-prob passes, and multiply the token budgets."""
+    """Ranks that split each sequence in updates and log-prob passes; their number multiplies the token
+    budgets."""
 
     @property
     def global_batch_info(self) -> Settings:

@@ -1,6 +1,6 @@
-"""Applies settings to a tree: translates, resolves, converts and checks them; one error has all problems.
+"""Applies settings to a tree: translates, resolves, converts and checks them; one error lists all problems.
 
-Each stage continues with the default if a value does not fit; later checks do not report its key again.
+If a value does not fit, each stage continues with the default, and later checks do not report the key again.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class ComposedConfig:
 
 
 def compose_settings(
-    schema: Tree, settings: Sequence[Setting], extra_checks: ExtraChecks | None = None
+    tree: Tree, settings: Sequence[Setting], extra_checks: ExtraChecks | None = None
 ) -> ComposedConfig:
-    """Applies settings to the schema's defaults and checks the result."""
-    composition = _Composition(schema)
+    """Applies settings to the defaults of a tree and checks the config."""
+    composition = _Composition(tree)
     settings_without_field = composition.write_settings(settings)
     try:
         composition.values = keys.resolve(composition.values)
@@ -63,9 +63,9 @@ def compose_settings(
     composition.check_keys_without_field(settings_without_field)
     config = composition.build_config()
     requested_keys = _requested_keys(config, composition.origins)
-    config, notes = adjust_values(schema.name, config)
-    composition.add_problems(find_problems(schema.name, config))
-    notes += [(key, get(config, key), why) for key, why in keys_without_effect(schema.name, config)]
+    config, notes = adjust_values(tree.name, config)
+    composition.add_problems(find_problems(tree.name, config))
+    notes += [(key, get(config, key), why) for key, why in keys_without_effect(tree.name, config)]
     for key, value, sentence in notes:
         if key in requested_keys:
             composition.add_note(key, value, sentence)
@@ -82,8 +82,8 @@ def compose_settings(
 class _Composition:
     """The values of a tree by dotted key while they are composed, and the problems and notes so far."""
 
-    def __init__(self, schema: Tree) -> None:
-        self.schema, self.root = schema, schema.root
+    def __init__(self, tree: Tree) -> None:
+        self.tree_name, self.root = tree.name, tree.root
         self.values: JsonObject = {key: leaf.default for key, leaf in leaves(self.root).items()}
         self.origins: dict[str, str] = {}
         self.problems: list[str] = []
@@ -110,48 +110,49 @@ class _Composition:
 
         Their values are stored too, under old and new names, because other values may refer to them.
         """
-        root, tree = self.root, self.schema.name
+        root, tree_name = self.root, self.tree_name
         settings_without_field: dict[str, Setting] = {}
         settings = [_split_names(root, setting) for setting in settings]
-        unknown = (s for s in settings if not s.delete and owner_of(root, s.key) is None)
-        self.values |= {setting.key: setting.value for setting in unknown}
-        for translated in translate(settings, self.problems, tree):
-            value = keys.rename_references(translated.value, lambda key: new_name(key, tree))
+        for setting in settings:
+            if not setting.delete and owner_of(root, setting.key) is None:
+                self.values[setting.key] = setting.value
+        for translated in translate(settings, self.problems, tree_name):
+            value = keys.rename_references(translated.value, lambda key: new_name(key, tree_name))
             setting = dataclasses.replace(translated, value=value)
             key, origin, owner = setting.key, setting.origin, owner_of(root, setting.key)
-            file, previous_file = (
-                o.split(", written ")[0] for o in (origin, self.origins.get(key, ""))
-            )
+            previous_file = _file_of(self.origins.get(key, ""))
+            was_set_in_file = _file_of(origin) == previous_file != COMMAND_LINE
             if owner is None:
                 settings_without_field[key] = setting
                 self.values[key] = value
-            elif value is None and file == previous_file != COMMAND_LINE:
+            elif value is None and was_set_in_file:
                 continue  # a null does not replace the value that the same file set under another name
             elif problem := self._write(owner, setting):
                 self.problems.append(f"{problem} ({origin})")
             else:
                 self.origins[key] = origin
-        referenced = {key for s in settings for key in keys.referenced_keys(s.value)}
-        for key in referenced - {s.key for s in settings}:
-            if owner_of(root, key) is None and (rule := rule_of(key, tree)):
+        referenced_keys = {key for s in settings for key in keys.referenced_keys(s.value)}
+        for key in referenced_keys - {s.key for s in settings}:
+            if owner_of(root, key) is None and (rule := rule_of(key, tree_name)):
+                # A reference to an unset key without a field gets the first value that needs no message.
                 values = (value for value in rule.values if value not in ("off", "any"))
                 self.values[key] = next(values, None)
         return settings_without_field
 
     def _write(self, owner: str, setting: Setting) -> str | None:
-        """Writes a setting to `owner`, the leaf or block that contains its key; returns any problem."""
+        """Writes a setting to `owner`, the leaf or block that contains its key; returns a problem, if any."""
         value, nested_key = setting.value, setting.key[len(owner) + 1 :]
         if setting.delete and not nested_key:
             return f"{owner} cannot be removed; give it a value or null"
         if owner in blocks(self.root):
-            referenced = keys.referenced_keys(value)
-            if not referenced and value is not None and value != {}:
+            referenced_keys = keys.referenced_keys(value)
+            if not referenced_keys and value is not None and value != {}:
                 choices = f"choose {', '.join(GROUPS[owner])}, or " if owner in GROUPS else ""
                 return f"{owner} is a block of keys; {choices}set the keys inside it"
             for key in leaves(self.root):  # a reference to another block is expanded key by key
-                source = referenced[0] + key[len(owner) :] if referenced else ""
-                if key.startswith(f"{owner}.") and source in self.values:
-                    self.values[key] = "${" + source + "}"
+                source_key = referenced_keys[0] + key[len(owner) :] if referenced_keys else ""
+                if key.startswith(f"{owner}.") and source_key in self.values:
+                    self.values[key] = "${" + source_key + "}"
         elif nested_key:
             mapping = self.values[owner]
             if mapping is not None and not isinstance(mapping, dict):
@@ -168,7 +169,7 @@ class _Composition:
         """Adds a problem for each key that is unknown or refused, and a note for each neutral one."""
         refused: list[tuple[str, str]] = []
         for key, setting in settings.items():
-            rule, value = rule_of(key, self.schema.name), self.values[key]
+            rule, value = rule_of(key, self.tree_name), self.values[key]
             if rule is None:
                 if sentence := keys.unknown_key_message(self.root, key, setting.added):
                     self.problems.append(f"{sentence} ({setting.origin})")
@@ -218,8 +219,8 @@ class _Composition:
         return _build_block(self.root, converted | defaults)
 
     def _replace_value(self, key: str) -> JsonValue:
-        """Returns the value of a leaf, or its replacement from `rules.txt`; a null in a file becomes the
-        default if the field does not accept null."""
+        """Returns the value of a leaf, or its replacement from `rules.txt`, with a note; a null in a file
+        becomes the default if the field does not accept null."""
         leaf, value = leaves(self.root)[key], self.values[key]
         for rule in rules_of(key, "values"):
             if rule.matches(value):
@@ -234,8 +235,13 @@ class _Composition:
         return value
 
 
+def _file_of(origin: str) -> str:
+    """Returns the file of an origin, or COMMAND_LINE; an origin may also contain the old name of the key."""
+    return origin.split(", written ")[0]
+
+
 def _split_names(root: type, setting: Setting) -> Setting:
-    """Returns the setting with a key in which only names inside a leaf contain NAME_DOT."""
+    """Returns the setting with a key in which NAME_DOT is only inside a leaf; a dot replaces it elsewhere."""
     key = setting.key.replace(NAME_DOT, ".")
     owner = owner_of(root, key)
     if owner is not None and owner not in blocks(root):

@@ -1,4 +1,4 @@
-"""Building blocks of the schema: dict-like blocks, and defaults that follow other keys.
+"""Blocks of the schema, which are also mappings, and defaults that follow other keys.
 
 `config.get("clip_ratio_c", 3.0)`, `config["clip_ratio"]`, `"lam" in config` and `**config` work in a
 user's loss, estimator or manager, as with verl's configs.
@@ -23,13 +23,13 @@ _MISSING = object()
 
 
 def block(cls: type[B], **changes: Value) -> B:
-    """Declares a field that is a block or a dict; the docstring of a block is that of its class."""
+    """Declares a field that is a block or a dict; a block is documented by the docstring of its class."""
     return dataclasses.field(default_factory=functools.partial(cls, **changes))
 
 
 def follows(key: str) -> Value:
-    """Declares a default that is the value of another key (an OmegaConf interpolation); `.key` is a key of
-    the same block."""
+    """Declares a default that is the value of another key, as an OmegaConf interpolation; a key that begins
+    with a dot is in the same block."""
     return "${" + key + "}"
 
 
@@ -39,7 +39,7 @@ def at_most(limit: int, key: str) -> Value:
 
 
 class MissingKey(KeyError, AttributeError):
-    """A key that a block does not have; code written for verl catches it as AttributeError."""
+    """A block does not have the key; code written for verl catches AttributeError."""
 
 
 class Block(Mapping[str, Any]):

@@ -1,8 +1,8 @@
 """Checks keys that depend on each other before any model is loaded; each message names valid values.
 
 Checks that only compare keys are rows of `rules.txt`; checks of the columns that the algorithm reads are in
-`hone/trainer/ppo/plan.py`. A note, not an error, tells of a value that is changed without an effect on the
-training result.
+`hone/trainer/ppo/plan.py`. A conflicting value that does not change the training result is adjusted, with a
+note.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hone.config.trees import PPOTrainerConfig
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
 _TREE_OF_ROWS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
+"""The trees that have the rows of another tree."""
 """Trees without rows of their own in `rules.txt`, and the tree whose rows check them."""
 _PARALLEL_SIZE_KEY = re.compile(
     r".*(ulysses_sequence|fsdp_config\.tensor|megatron\.\w+)_parallel_size"
@@ -39,8 +40,8 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
         # Under torchrun, world_size may be 1 although there are several ranks, so 1 is not checked.
         mesh = mesh_problems(config.world_size, "", config, "engine", config.engine)
         problems = list(mesh) if config.world_size > 1 else []
-        slots = max(1, config.world_size // config.ranks_per_slot)
-        yield from problems or batch_size_problems(config, slots)
+        data_parallel_ranks = max(1, config.world_size // config.ranks_per_slot)
+        yield from problems or batch_size_problems(config, data_parallel_ranks)
     if isinstance(config, PPOTrainerConfig):
         actor, ranks = config.actor_rollout_ref.actor, config.world_size
         if ":" not in actor.strategy:  # a custom engine defines its own mesh
@@ -53,21 +54,21 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
             yield from problems or batch_size_problems(config, ranks // ranks_per_slot)
         for check in (_reward_and_rollout_problems, _data_problems, _shard_problems):
             yield from check(config)
-    yield from (sentence for _, sentence in _rows("problems", tree, config))
+    yield from (sentence for _, sentence in _applicable_rows("problems", tree, config))
     yield from _unknown_name_problems(_TREE_OF_ROWS.get(tree, tree), config)
 
 
 def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
-    """Yields each key that has no effect because of the other values, and the reason; a key whose docstring
-    begins with `clip_cov: …` has no effect unless another key is `clip_cov`."""
+    """Yields each key that has no effect because of other values, and the reason; a key whose docstring
+    begins with `clip_cov: …` has no effect unless the value of another key is `clip_cov`."""
     root: type = type(config)
-    for condition, keys, why in _rows("idle", tree, config):
+    for condition, leaves_and_blocks, why in _applicable_rows("idle", tree, config):
         condition_keys = _KEY.findall(condition)
-        for prefix in keys.split():
-            block_keys = (key for key in leaves(root) if f"{key}.".startswith(f"{prefix}."))
-            yield from (
-                (key, why) for key in block_keys if key == prefix or key not in condition_keys
-            )
+        for leaf_or_block in leaves_and_blocks.split():
+            for key in leaves(root):
+                is_inside = key.startswith(f"{leaf_or_block}.") and key not in condition_keys
+                if key == leaf_or_block or is_inside:
+                    yield key, why
     if isinstance(config, PPOTrainerConfig):
         used_options = {str(get(config, key)) for key in leaves(root) if key != "reward_model.type"}
         used_options |= {"bypass"} if config.algorithm.rollout_correction.bypass_mode else set()
@@ -84,7 +85,7 @@ def rows_of(section: str) -> Iterator[list[str]]:
         yield [row_tree, *(cell.replace(f"{row_tree}:", "") for cell in row)]
 
 
-def _rows(section: str, tree: str, config: Config) -> Iterator[list[str]]:
+def _applicable_rows(section: str, tree: str, config: Config) -> Iterator[list[str]]:
     """Yields the cells of a tree's rows whose condition holds; the value of a key replaces `{key}`."""
 
     def read(key: str) -> Value:
@@ -99,7 +100,7 @@ def _rows(section: str, tree: str, config: Config) -> Iterator[list[str]]:
 
 
 def adjust_values(tree: str, config: Config) -> tuple[Config, list[tuple[str, Value, str]]]:
-    """Changes conflicting values that do not change the training result; returns the new config and, for
+    """Adjusts conflicting values that do not change the training result; returns the new config and, for
     each change, the key, the previous value and the reason."""
     previous_values: list[tuple[str, Value, str]] = []
     while change := next(_changes(tree, config), None):
@@ -111,15 +112,16 @@ def adjust_values(tree: str, config: Config) -> tuple[Config, list[tuple[str, Va
 
 def _changes(tree: str, config: Config) -> Iterator[tuple[str, Value, str]]:
     """Yields the key, the new value and the reason of each change that the config still needs."""
-    for _, setting, why in _rows("adjusted", tree, config):
+    for _, setting, why in _applicable_rows("adjusted", tree, config):
         key, _, value = setting.partition("=")
         yield key, parse_scalar(value), why
     if isinstance(config, SupervisedConfig):
-        sequences = 2 if isinstance(config, RMConfig) else 1  # a pair stays in one micro-batch
-        longest = -(-sequences * config.data.max_length // sequence_parallel(config, config.engine))
-        if config.data.max_token_len_per_gpu < longest:
-            subject = "pair" if sequences == 2 else "sequence"
-            yield "data.max_token_len_per_gpu", longest, _budget_note(f"longest {subject}", longest)
+        has_pairs = isinstance(config, RMConfig)  # a pair stays in one micro-batch
+        max_row_tokens = config.data.max_length * (2 if has_pairs else 1)
+        minimum = math.ceil(max_row_tokens / sequence_parallel(config, config.engine))
+        if config.data.max_token_len_per_gpu < minimum:
+            subject = "longest pair" if has_pairs else "longest sequence"
+            yield "data.max_token_len_per_gpu", minimum, _budget_note(subject, minimum)
     if not isinstance(config, PPOTrainerConfig):
         return
     for key, minimum in _min_token_budgets(config).items():
@@ -129,11 +131,13 @@ def _changes(tree: str, config: Config) -> Iterator[tuple[str, Value, str]]:
         has_own_pool = key.startswith("reward_model.") and config.reward_pool
         if _PARALLEL_SIZE_KEY.fullmatch(key) and (get(config, key) or 1) > 1 and not has_own_pool:
             yield key, 1, "one rank computes whole sequences and whole layers"
-    policy, name = config.actor_rollout_ref, "moe_router_dtype"
-    actor, ref = (r.megatron.override_transformer_config for r in (policy.actor, policy.ref))
-    if name in actor and name not in ref:
+    name, policy = "moe_router_dtype", config.actor_rollout_ref
+    actor_overrides = policy.actor.megatron.override_transformer_config
+    ref_overrides = policy.ref.megatron.override_transformer_config
+    if name in actor_overrides and name not in ref_overrides:
+        overrides = {**ref_overrides, name: actor_overrides[name]}
         why = "the reference computes the logits of its routers as the actor does"
-        yield f"{_REF}.megatron.override_transformer_config", {**ref, name: actor[name]}, why
+        yield f"{_REF}.megatron.override_transformer_config", overrides, why
 
 
 def _budget_note(subject: str, tokens: int) -> str:
@@ -143,11 +147,9 @@ def _budget_note(subject: str, tokens: int) -> str:
 def _min_token_budgets(config: PPOTrainerConfig) -> dict[str, int]:
     """Returns the minimum of each token budget: the tokens of the longest row that one rank processes."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    longest = policy.rollout.prompt_length + policy.rollout.response_length
-    actor, value_model = (
-        (policy.actor, policy.actor.fsdp_config),
-        (critic, critic.model.fsdp_config),
-    )
+    max_row_tokens = policy.rollout.prompt_length + policy.rollout.response_length
+    actor = (policy.actor, policy.actor.fsdp_config)
+    value_model = (critic, critic.model.fsdp_config)
     roles: dict[str, tuple[SchemaBlock, FSDPConfig]] = {
         f"{_ACTOR}.ppo": actor,
         "actor_rollout_ref.rollout.log_prob": actor,
@@ -158,16 +160,19 @@ def _min_token_budgets(config: PPOTrainerConfig) -> dict[str, int]:
     budgets = {}
     for key, (role, sharding) in roles.items():
         splits_sequences = config.world_size > 1 and role["strategy"] != "megatron"
-        budgets[key] = -(-longest // (sequence_parallel(role, sharding) if splits_sequences else 1))
+        size = sequence_parallel(role, sharding) if splits_sequences else 1
+        budgets[key] = math.ceil(max_row_tokens / size)
     if reward.enable and reward.type != "judge" and not reward.server.url:
-        row_tokens, strategy = longest, policy.actor.strategy if reward.type == "prime" else "fsdp2"
-        if reward.type != "prime":
-            # A process reward model's rows end with a padding token.
-            row_tokens = min(longest, reward.max_length or longest) + (reward.type == "prm")
         ranks = sum(config.reward_pool) or config.world_size
-        splits_sequences = ranks > 1 and reward.type != "orm" and strategy != "megatron"
+        splits_sequences = ranks > 1 and reward.type != "orm"
+        if reward.type == "prime":
+            splits_sequences = splits_sequences and policy.actor.strategy != "megatron"
+        else:
+            max_row_tokens = min(max_row_tokens, reward.max_length or max_row_tokens)
+            # A process reward model's rows end with a padding token.
+            max_row_tokens += 1 if reward.type == "prm" else 0
         size = sequence_parallel(reward, reward.model.fsdp_config) if splits_sequences else 1
-        budgets["reward_model.forward"] = -(-row_tokens // size)
+        budgets["reward_model.forward"] = math.ceil(max_row_tokens / size)
     return {f"{key}_max_token_len_per_gpu": tokens for key, tokens in budgets.items()}
 
 
@@ -258,15 +263,15 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 def _unknown_name_problems(tree: str, config: Config) -> Iterator[str]:
     """Yields a problem for each name that is neither built in nor, where allowed, an import path."""
-    for keys, names, other_choice in read_table()["names"]:
-        known_names = names.split(", ")
-        for word in keys.split():
-            row_tree, _, key = word.rpartition(":")
+    for keys, known_names_text, other_choice in read_table()["names"]:
+        known_names = known_names_text.split(", ")
+        for tree_and_key in keys.split():
+            row_tree, _, key = tree_and_key.rpartition(":")
             value = get(config, key) if (row_tree or "ppo_trainer") == tree else None
-            entries = value.split(",") if isinstance(value, str) else value
-            for name in map(str.strip, entries if isinstance(entries, list | tuple) else ()):
+            names = value.split(",") if isinstance(value, str) else value
+            for name in map(str.strip, names if isinstance(names, list | tuple) else ()):
                 if name not in known_names and not (other_choice and ":" in name):
-                    advice = ", ".join([*known_names, *([other_choice] if other_choice else [])])
+                    advice = ", ".join(filter(None, [*known_names, other_choice]))
                     hint = did_you_mean(nearest(name, known_names))
                     yield f"{key}={name} is unknown.{hint} Use {advice}"
 

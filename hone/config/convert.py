@@ -35,6 +35,7 @@ _BOOLEAN_WORDS |= {"false": False, "no": False, "off": False, "0": False}
 _CONSTANTS = {"true": True, "false": False, "null": None, '""': ""}
 _ALTERNATIVES = re.compile(r"<([\w.,:*]+)>")
 _CONVERTIBLE_TYPES = {int: (int, str), float: (int, float, str), str: (int, float, str)}
+"""The types whose values can be converted, by the type that they are converted to."""
 
 
 class NoFit(Exception):
@@ -157,4 +158,5 @@ def read_table() -> dict[str, list[list[str]]]:
 
 def parse_pairs(text: str) -> dict[str, JsonValue]:
     """Parses space-separated `key=value` words of `rules.txt`."""
-    return {key: parse_scalar(value) for key, _, value in (w.partition("=") for w in text.split())}
+    pairs = (word.partition("=") for word in text.split())
+    return {key: parse_scalar(value) for key, _, value in pairs}

@@ -99,18 +99,20 @@ def explain(key: str, tree: str | None = None) -> str:
         if text := _explain_known(key, candidate):
             trees_by_text.setdefault(text, []).append(candidate.name)
     if trees_by_text:
-        texts = (text.replace(_TREE_NAMES, ", ".join(n)) for text, n in trees_by_text.items())
+        texts = (
+            text.replace(_TREE_NAMES, ", ".join(names)) for text, names in trees_by_text.items()
+        )
         return "\n".join(texts)
-    mapping = key.rpartition(".")[0]  # the user may choose the names inside a mapping
-    parents = (leaves(t.root).get(mapping) for t in trees)
+    parent_key = key.rpartition(".")[0]  # the user may choose the names inside a mapping
+    parents = (leaves(t.root).get(parent_key) for t in trees)
     if any(leaf is not None and isinstance(leaf.default, dict) for leaf in parents):
-        return explain(mapping, tree)
-    for name in (t.name for t in trees):
-        new = other_names(name).get(key) or new_name(key, name)
-        if new != key:
-            is_leaf = any(new in leaves(t.root) for t in trees)
-            explanation = f"\n{explain(new, tree)}" if is_leaf else ""
-            return f"{key} is another name: {new}\n{explanation}"
+        return explain(parent_key, tree)
+    for candidate in trees:
+        meaning = other_names(candidate.name).get(key) or new_name(key, candidate.name)
+        if meaning != key:
+            is_leaf = any(meaning in leaves(t.root) for t in trees)
+            explanation = f"\n{explain(meaning, tree)}" if is_leaf else ""
+            return f"{key} is another name: {meaning}\n{explanation}"
     for rule in rules("refused", "neutral"):
         is_of_tree = rule.tree == tree or (tree is None and not rule.pattern.endswith("**"))
         if (rule.tree == "*" or is_of_tree) and matches_pattern(rule.pattern, key):
@@ -183,11 +185,10 @@ def document() -> str:
     """Returns the whole page."""
     trees = TREES.values()
     tree_rows = ((f"[`{t.name}`](#{t.name})", str(len(leaves(t.root))), t.purpose) for t in trees)
-    rule_rows = (
-        (key, r.state, values, r.why)
-        for r in rules("refused", "neutral")
-        for key, values in [_rule_cells(r)]
-    )
+    rule_rows: list[tuple[str, ...]] = []
+    for rule in rules("refused", "neutral"):
+        key, values = _rule_cells(rule)
+        rule_rows.append((key, rule.state, values, rule.why))
     value_rows = ((*_rule_cells(r), f"`{r.becomes}`", r.why) for r in rules("values"))
     name_rows = ((t, f"`{old}`", new) for t in TREES for old, new in other_names(t).items())
     parts = [
@@ -213,12 +214,12 @@ def _table(heading: str, rows: Iterable[tuple[str, ...]]) -> str:
 
 def _tree_section(tree: Tree) -> str:
     parts = [f"## {tree.name}\n\n{tree.purpose[0].upper()}{tree.purpose[1:]}.\n"]
-    by_block: dict[str, list[tuple[str, ...]]] = {}
+    rows_by_block: dict[str, list[tuple[str, ...]]] = {}
     for leaf in leaves(tree.root).values():
         block, _, name = leaf.key.rpartition(".")
         row = (f"`{name}`", leaf.accepted_values, f"`{leaf.default_in_words}`", leaf.doc)
-        by_block.setdefault(block, []).append(row)
-    for block, rows in by_block.items():
+        rows_by_block.setdefault(block, []).append(row)
+    for block, rows in rows_by_block.items():
         doc = f"\n{blocks(tree.root)[block].__doc__}\n" if block else ""
         parts += [f"### {tree.name}: {block or 'root'}\n{doc}"]
         parts += [_table("key | takes | default | what it does", rows)]
@@ -226,7 +227,7 @@ def _tree_section(tree: Tree) -> str:
 
 
 def _rule_cells(rule: Rule) -> tuple[str, str]:
-    """Returns the key and the values of a rule."""
+    """Returns the key and the values of a rule, as cells of a table."""
     tree = "" if rule.tree == "*" else f"{rule.tree}: "
     values = ", ".join(f"`{show_value(value)}`" for value in rule.values if value != "any")
     return f"{tree}`{rule.pattern}`", values

@@ -40,7 +40,7 @@ _MAX_REFERENCE_CHAIN = 20
 
 @dataclass(frozen=True)
 class Leaf:
-    """One key with a value."""
+    """A key that has a value, not a block."""
 
     key: str
     hint: Hint
@@ -73,18 +73,20 @@ class Leaf:
 @functools.cache
 def leaves(root: type) -> dict[str, Leaf]:
     """Returns every leaf of a tree by its dotted key, in schema order."""
-    return {leaf.key: leaf for leaf in _walk(root, root(), "")}
+    return {leaf.key: leaf for leaf in _leaves_of_block(root, root(), "")}
 
 
-def _walk(cls: type, instance: Config, prefix: str) -> Iterator[Leaf]:
+def _leaves_of_block(cls: type, instance: Config, prefix: str) -> Iterator[Leaf]:
     annotated_hints = typing.get_type_hints(cls, include_extras=True)
     for name, hint in hints(cls).items():
         key, value, block_class = f"{prefix}{name}", getattr(instance, name), block_type(hint)
         if block_class is not None:
-            yield from _walk(block_class, value, key + ".")
+            yield from _leaves_of_block(block_class, value, key + ".")
             continue
+        # The range is in the annotation of the hint, or of a member of a union.
         parts = (annotated_hints[name], *typing.get_args(annotated_hints[name]))
-        bounds = next((b for part in parts for b in getattr(part, "__metadata__", ())), None)
+        ranges = (metadata for part in parts for metadata in getattr(part, "__metadata__", ()))
+        bounds = next(ranges, None)
         default = to_plain(value)
         if isinstance(default, str) and default.startswith("${."):  # relative to this block
             default = "${" + prefix + default.removeprefix("${.")
@@ -163,8 +165,8 @@ def unknown_key_message(root: type, key: str, added: bool = False) -> str | None
     parts = key.split(".")
     depth = max(i for i in range(len(parts)) if ".".join(parts[:i]) in blocks(root))
     parent, name, is_last = ".".join(parts[:depth]), parts[depth], depth == len(parts) - 1
-    cutoff = 0.85 if added else 0.6 if is_last else 0.75
-    sibling = nearest(name, hints(blocks(root)[parent]), cutoff)
+    min_similarity = 0.6 if is_last else 0.75
+    sibling = nearest(name, hints(blocks(root)[parent]), 0.85 if added else min_similarity)
     suggestions = [sibling] if sibling else suggested_keys(root, key, is_last)
     if added and not suggestions:
         return None
@@ -172,16 +174,19 @@ def unknown_key_message(root: type, key: str, added: bool = False) -> str | None
 
 
 def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
-    """Returns the keys that a short form may mean, else the keys with the same last name in the same root
-    block, else the only key with that last name; of several, most would set the key of another model."""
+    """Returns up to four keys that a short form may mean.
+
+    Without such a key, returns the keys of the same root block with the same last name, or the only key of
+    the tree with this last name; most of several such keys would be those of other models.
+    """
     all_keys = list(leaves(root))
     first_names, _, name = key.rpartition(".")
     suggestions = [k for k in all_keys if k.endswith(f".{key}")] or keys_matching(key, all_keys)
     if not suggestions and key.split(".")[0] not in hints(root):  # the last name may be misspelled
-        words = set(first_names.split("."))
+        required_names = set(filter(None, first_names.split(".")))
         paths = [k.split(".") for k in all_keys]
-        endings = [path[-1] for path in paths if words <= {*path[:-1], ""}]
-        suggestions = keys_matching(f"{first_names}.{nearest(name, endings)}", all_keys)
+        last_names = [path[-1] for path in paths if required_names.issubset(path[:-1])]
+        suggestions = keys_matching(f"{first_names}.{nearest(name, last_names)}", all_keys)
     elif not suggestions and is_last:
         keys_with_name = [k for k in all_keys if k.rpartition(".")[2] == name]
         in_same_block = [k for k in keys_with_name if k.startswith(key.split(".")[0] + ".")]
@@ -192,9 +197,11 @@ def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
 def keys_matching(short: str, keys: Iterable[str]) -> list[str]:
     """Returns the keys that a short form may mean: `actor.lr` matches `actor_rollout_ref.actor.optim.lr`,
     because the last names are equal and the key contains the other names of the short form."""
-    *words, last = short.lstrip(".").split(".")
+    *first_names, last_name = short.lstrip(".").split(".")
     paths = ((key, key.split(".")) for key in keys)
-    return [key for key, path in paths if path[-1] == last and set(words) <= set(path[:-1])]
+    return [
+        key for key, path in paths if path[-1] == last_name and set(first_names).issubset(path[:-1])
+    ]
 
 
 def omega_conf_to_dataclass(
@@ -307,7 +314,8 @@ def resolve_with_omegaconf(values: JsonObject) -> JsonObject:
     try:
         plain: Value = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
-        where = f" (in {error.full_key})" if getattr(error, "full_key", None) else ""
+        failed_key = getattr(error, "full_key", None)
+        where = f" (in {failed_key})" if failed_key else ""
         reason = str(error).splitlines()[0]
         raise ConfigError(f"a reference does not resolve: {reason}{where}") from None
 

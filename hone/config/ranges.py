@@ -43,15 +43,15 @@ AboveOne = Annotated[float, Range(above=1)]
 OneOrMore = Annotated[float, Range(least=1)]
 
 Bound = float | str
-"""A bound in the format of `algorithm.rollout_correction`: 2.0, "0.5_2.0"."""
+"""An upper bound, or a lower and an upper bound as in `algorithm.rollout_correction`: 2.0, "0.5_2.0"."""
 OptionNames = str | Sequence[str] | None
 """Names from REJECTION_OPTIONS, as a list or a comma-separated string."""
 Bounds = Bound | Sequence[Bound] | None
 IS_THRESHOLD_KEY = "algorithm.rollout_correction.rollout_is_threshold"
 RS_THRESHOLD_KEY = "algorithm.rollout_correction.rollout_rs_threshold"
-_ESTIMATORS = ("k1", "k2", "k3")
+_KL_ESTIMATORS = ("k1", "k2", "k3")
 REJECTION_OPTIONS = (
-    *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in _ESTIMATORS),
+    *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in _KL_ESTIMATORS),
     "seq_max_k2",
     "seq_max_k3",
 )
@@ -85,16 +85,16 @@ def rejection_bounds(options: OptionNames, bounds: Bounds) -> list[tuple[str, fl
 def _value_range(option: str, bound: Bound) -> tuple[float, float]:
     """Returns the lower and upper bound of the values of a rejection option."""
     estimator, subject = option.rpartition("_")[2], f"{RS_THRESHOLD_KEY}={show_value(bound)}"
-    *lower, high = parse_bound(bound, RS_THRESHOLD_KEY)
+    *lower_bounds, high = parse_bound(bound, RS_THRESHOLD_KEY)
     if estimator != "k1":
-        if lower:
+        if lower_bounds:
             raise ValueError(f"{subject}: {estimator} takes one upper bound, such as 0.01")
         return -math.inf, high
-    if not lower and high < 1:
+    if not lower_bounds and high < 1:
         raise ValueError(
             f"{subject}: a single bound of a ratio must be 1 or more; it allows 1/hi … hi"
         )
-    low = lower[0] if lower else 1 / high
+    low = lower_bounds[0] if lower_bounds else 1 / high
     return -math.log(high), -math.log(low)  # k1 decreases with the ratio
 
 

@@ -59,13 +59,13 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
     settings: list[Setting] = []
     for text, next_argument in itertools.zip_longest(overrides, overrides[1:], fillvalue=""):
         parsed = parse_override(text, next_argument)
-        key, advice = str(parsed.key_or_group), ""
+        key, problem = str(parsed.key_or_group), ""
         if parsed.is_sweep_override():
-            advice = "several values for one key; write a list as key=[a,b], or add -m to run once per value"
+            problem = "several values for one key; write a list as key=[a,b], or add -m to run once per value"
         elif parsed.package is not None:
-            advice = f"the package of a key; write {key}=VALUE"
-        if advice:
-            raise ConfigError(f"{text!r} names {advice} ({COMMAND_LINE})")
+            problem = f"the package of a key; write {key}=VALUE"
+        if problem:
+            raise ConfigError(f"{text!r} names {problem} ({COMMAND_LINE})")
         if parsed.is_delete():
             settings.append(Setting(key, None, COMMAND_LINE, delete=True))
         else:
@@ -76,7 +76,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[Setting]:
 
 def parse_override(text: str, next_argument: str = "") -> Override:
     """Parses one override with Hydra; a plain value that Hydra rejects (`~/models/x`) is read as a string.
-    The next argument serves only the error message."""
+    `next_argument` is used only in the error message."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -149,13 +149,14 @@ def read_config(
     if folder is None:
         _require_built_in(name, folders, search_folders)
     choices = [text for text in overrides if _is_choice(text, search_folders)]
-    entries = [(name, "")]
+    paths_and_packages = [(name, "")]
     if folder is not None or choices:
-        entries = _defaults_list(name, folder, search_folders, choices)
+        paths_and_packages = _defaults_list(name, folder, search_folders, choices)
     settings: list[Setting] = []
     tree: str | None = None
-    for path, package in entries:
-        file = next((f for p in search_folders if (f := p / f"{path}.yaml").is_file()), None)
+    for path, package in paths_and_packages:
+        candidates = (search_folder / f"{path}.yaml" for search_folder in search_folders)
+        file = next(filter(Path.is_file, candidates), None)
         if file is not None:
             settings += read_file(file, package)
             continue
@@ -172,14 +173,18 @@ def read_config(
 def _require_built_in(
     name: str, folders: Sequence[str | Path], search_folders: Sequence[Path]
 ) -> None:
-    """Raises ConfigError unless the name is a built-in config and no .yml file has it. A built-in name
-    allows a missing relative folder: Hydra would look next to the program, where verl has its configs."""
+    """Raises ConfigError unless the name is that of a built-in config, and not also that of a .yml file.
+
+    With a built-in name, a relative folder may be missing: Hydra would look for it next to the program, where
+    verl has its configs.
+    """
     for search_folder in search_folders:
         if (file := search_folder / f"{name}.yml").is_file():
             raise ConfigError(f"{file} is not read, because Hydra reads .yaml files; rename it")
     for folder, search_folder in zip(folders, search_folders, strict=True):
-        is_verls = search_folder.parts[-2:] == ("trainer", "config")
-        may_be_missing = name in BUILT_IN_TREES and (is_verls or not Path(folder).is_absolute())
+        is_verl_folder = search_folder.parts[-2:] == ("trainer", "config")
+        is_optional = is_verl_folder or not Path(folder).is_absolute()
+        may_be_missing = name in BUILT_IN_TREES and is_optional
         if not search_folder.is_dir() and not may_be_missing:
             hint = did_you_mean(nearest(name, BUILT_IN_TREES))
             raise ConfigError(f"there is no config '{name}': {folder} is no folder here.{hint}")
@@ -232,11 +237,15 @@ def _defaults_list(
             result = loader.compute_defaults_list(name, options, run_mode=RunMode.RUN)
     except RecursionError:
         raise ConfigError(f"the defaults list of {name}.yaml leads back to {name}.yaml") from None
-    except (YAMLError, HydraException, ValueError) as error:
-        subject = f"the defaults list of {name}.yaml does not resolve"  # ValueError: an odd option
+    except (
+        YAMLError,
+        HydraException,
+        ValueError,
+    ) as error:  # ValueError: an option that is no name
+        problem = f"the defaults list of {name}.yaml does not resolve"
         if isinstance(error, YAMLError):
-            subject = f"{name}.yaml is not valid YAML"
-        raise ConfigError(f"{subject}: {' '.join(str(error).split())}") from None
+            problem = f"{name}.yaml is not valid YAML"
+        raise ConfigError(f"{problem}: {' '.join(str(error).split())}") from None
     for group in (str(override.key_or_group) for override in result.config_overrides):
         if group != "hydra.searchpath":
             advice = f"a key has dots: {group.replace('/', '.')}"

@@ -42,7 +42,7 @@ _CELLS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of the table for the keys that a pattern matches: `*` is one name, `**` any number of names."""
+    """A row of `rules.txt` for the keys that a pattern matches: `*` is one name, `**` any number of names."""
 
     state: str
     pattern: str
@@ -76,9 +76,9 @@ def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
     """Returns whether a value is a word of `rules.txt`, or of the class that a word names (off, number …)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_count = type(value) is int and value >= 1
-    applies = {"any": True, "off": is_off(value), "number": is_number, "count": is_count}
-    applies["count_or_zero"] = is_count or (type(value) is int and value == 0)
-    return any(applies.get(str(word)) or is_same_value(value, word) for word in words)
+    is_of_class = {"any": True, "off": is_off(value), "number": is_number, "count": is_count}
+    is_of_class["count_or_zero"] = is_count or (type(value) is int and value == 0)
+    return any(is_of_class.get(str(word)) or is_same_value(value, word) for word in words)
 
 
 @functools.cache
@@ -197,10 +197,10 @@ def _rename_setting(setting: Setting, key: str, value: JsonValue) -> Setting:
 
 
 def translate(settings: Sequence[Setting], problems: list[str], tree: str) -> list[Setting]:
-    """Returns settings with the key names of a tree; adds invalid values of old keys to `problems`."""
+    """Returns the settings under the key names of a tree; adds invalid values of old keys to `problems`."""
     renamed = [_rename_setting(s, new_name(s.key, tree), s.value) for s in settings]
     values = {s.key: s.value for s in renamed}
-    result: list[Setting] = []
+    translated: list[Setting] = []
     overriding_settings: list[Setting] = []
     for setting in renamed:
         pattern, new = _new_settings(setting.key, setting.value, values, tree)
@@ -208,8 +208,8 @@ def translate(settings: Sequence[Setting], problems: list[str], tree: str) -> li
             problems.append(f"{setting.key}={setting.value} {new} ({setting.origin})")
             continue
         new_settings = [_rename_setting(setting, key, value) for key, value in new.items()]
-        (overriding_settings if pattern.startswith("!") else result).extend(new_settings)
-    return [*result, *overriding_settings]
+        (overriding_settings if pattern.startswith("!") else translated).extend(new_settings)
+    return [*translated, *overriding_settings]
 
 
 def _new_settings(
@@ -221,7 +221,7 @@ def _new_settings(
         if is_of_tree and matches_pattern(pattern.lstrip("!"), key):
             return pattern, compute(key, value, values)
     rows = [rule for rule in rules("rewritten", tree=tree) if rule.pattern.lstrip("!") == key]
-    for rule in filter(lambda rule: rule.matches(value), rows):
+    for rule in (row for row in rows if row.matches(value)):
         if condition_holds(rule.where, lambda name: values.get(name, ABSENT)):
             replacements = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
             new = {k: replacements.get(str(v), v) for k, v in parse_pairs(rule.becomes).items()}
