@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from hone.config.data import DataConfig
 from hone.data.files import is_non_local
 from hone.data.hub import as_hf_dataset
+from hone.data.media import with_typed_parts
 from hone.data.prompts import (
     Message,
     Prompt,
@@ -334,8 +335,13 @@ class RLHFDataset:
         ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
         row["prompt_ids"] = truncate(ids, self.max_prompt_length, self.settings.truncation)
         prompt = row[self.prompt_key]
-        is_raw = self.settings.prompt_format == "raw"
-        row["raw_prompt"] = raw_text(prompt) if is_raw else as_messages(prompt)
+        if self.settings.prompt_format == "raw":
+            row["raw_prompt"] = raw_text(prompt)
+        elif self.processor is None:
+            row["raw_prompt"] = as_messages(prompt)
+        else:
+            keys = self.image_key, self.video_key
+            row["raw_prompt"] = with_typed_parts(as_messages(prompt), row, *keys)
         if self.prompt_key != "raw_prompt":
             del row[self.prompt_key]
         defaults = {"extra_info": {}, "data_source": "unknown", "reward_model": {}}

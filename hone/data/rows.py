@@ -268,11 +268,12 @@ class RowStore:
         self.files = list(files)
         self._file_starts = [0, *accumulate(map(len, self.files))]
         self._dataset_names: list[str] = []
-        fingerprints = [file.fingerprint for file in self.files]
-        for index, fingerprint in enumerate(fingerprints):
+        num_copies: Counter[str] = Counter()
+        for file in self.files:
             # A file that is listed twice gets two names, so that uids are unique.
-            copy_index = fingerprints[:index].count(fingerprint)
-            self._dataset_names.append(f"{fingerprint}#{copy_index}" if copy_index else fingerprint)
+            suffix = f"#{num_copies[file.fingerprint]}" if num_copies[file.fingerprint] else ""
+            self._dataset_names.append(file.fingerprint + suffix)
+            num_copies[file.fingerprint] += 1
 
     def __len__(self) -> int:
         return self._file_starts[-1]

@@ -46,7 +46,8 @@ class Solution:
 
 def single_token_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separator") -> int:
     """Returns the token id of a text, which must be one token."""
-    ids = tokenise(unescape_newlines(text), tokenizer)
+    text = unescape_newlines(text)
+    ids = tokenise(text, tokenizer)
     if len(ids) != 1:
         raise ConfigError(
             f"{key}={text!r} has {len(ids)} tokens with this tokenizer; use a text with one token"

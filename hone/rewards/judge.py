@@ -173,8 +173,8 @@ class Judge:
         votes = [text if isinstance(text, Failed) else self._grade(text) for text in texts]
         failures = [vote for vote in votes if isinstance(vote, Failed)]
         grades = [vote for vote in votes if not isinstance(vote, Failed)]
-        if not grades:
-            return failures[0]
+        if not grades:  # a failed request explains more than a text without a grade
+            return min(failures, key=lambda failure: failure.reason == "unparsed")
         score = sum(grades) / len(grades)
         if self.config.vote == "majority":
             counts = Counter(grades)

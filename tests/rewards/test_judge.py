@@ -119,6 +119,7 @@ def test_votes_become_a_mean_or_the_most_frequent_grade() -> None:
     assert isinstance(partly, Scored)
     assert partly.mishaps == {"unreachable": 1}
     assert grade(down, down) == down
+    assert grade("no idea", down) == down
 
 
 def test_the_range_of_grades_is_configured() -> None:

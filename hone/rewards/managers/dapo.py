@@ -11,7 +11,8 @@ from typing import Any
 from hone.config.reward import OverlongBufferConfig
 from hone.rewards.failures import WrongSetting
 from hone.rewards.managers.rule import NaiveRewardManager
-from hone.types import JsonValue, Settings
+from hone.tokenizer import Tokenizer
+from hone.types import Function, JsonValue, Settings
 
 
 def overlong_penalty(length: int, max_resp_len: int, buffer_len: int, factor: float) -> float:
@@ -25,12 +26,15 @@ class DAPORewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        *args: Any,
+        tokenizer: Tokenizer | None,
+        num_examine: int,
+        compute_score: Function | None = None,
+        reward_fn_key: str = "data_source",
         max_resp_len: int | None = None,
         overlong_buffer_cfg: OverlongBufferConfig | Settings | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **kwargs)
         if isinstance(overlong_buffer_cfg, Mapping):
             overlong_buffer_cfg = OverlongBufferConfig(**overlong_buffer_cfg)
         self.buffer = overlong_buffer_cfg or OverlongBufferConfig()

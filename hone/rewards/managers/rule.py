@@ -175,6 +175,8 @@ class RuleRewardManager(AbstractRewardManager):
         return scores, {}
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
+        if data.batch is None:
+            raise ValueError("the batch has no tensors; a reward manager needs 'responses'")
         if "rm_scores" in data.batch and "reward_model" not in data.non_tensor_batch:
             # As in verl: without ground truths, the reward model's scores are the rewards.
             rewards = data.batch["rm_scores"]

@@ -160,8 +160,8 @@ def default_compute_score(
     }
     result = call_scorer(scorer, arguments, options)
     if isinstance(result, dict):
-        is_dict_in_verl = getattr(scorer, "__name__", "") != "score_details"
-        return result if is_dict_in_verl else float(result["score"])
+        returns_details = isinstance(entry.target, str) and entry.target.endswith(":score_details")
+        return float(result["score"]) if returns_details else result
     return float(result[0]) if isinstance(result, (tuple, list)) else float(result)
 
 

@@ -28,9 +28,8 @@ def test_the_reward_includes_the_penalty_and_the_score_does_not(
     tokenizer: Any, make_batch: MakeBatch, config_type: Any
 ) -> None:
     config = config_type(enable=True, len=4, penalty_factor=2.0, log=True)
-    manager = DAPORewardManager(
-        tokenizer, 0, always_one, max_resp_len=10, overlong_buffer_cfg=config
-    )
+    # The arguments of verl's class, in its order.
+    manager = DAPORewardManager(tokenizer, 0, always_one, "data_source", 10, config)
     result = manager(make_batch(["abc", "abcdefg", "abcdefghi"]), return_dict=True)
     # One token more than characters: the end of the turn counts.
     assert result["reward_tensor"].sum(1).tolist() == [1.0, 0.0, -1.0]

@@ -102,6 +102,11 @@ def test_the_scorer_sees_the_response_without_prompt_padding_and_special_tokens(
     assert extras["extra"][1]["rollout_reward_scores"] == {}
 
 
+def test_a_batch_without_tensors_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="the batch has no tensors"):
+        NaiveRewardManager(tokenizer, 0)(DataProto())
+
+
 def test_the_source_column_is_configurable(tokenizer: Any, make_batch: MakeBatch) -> None:
     data = make_batch(["#### 1"], "unknown", ["1"], kind=["openai/gsm8k"])
     assert NaiveRewardManager(tokenizer, 0, reward_fn_key="kind")(data).sum() == 1.0

@@ -91,6 +91,15 @@ def length_score(solution_str: str) -> float:
     return float(len(solution_str))
 
 
+def score_details(solution_str: str) -> dict[str, float]:
+    return {"score": 1.0, "length": float(len(solution_str))}
+
+
+def test_the_name_of_a_registered_function_does_not_change_its_result() -> None:
+    register_score("mine", score_details)
+    assert default_compute_score("mine", "abc", None) == {"score": 1.0, "length": 3.0}
+
+
 def test_a_registered_function_gets_only_the_arguments_it_names() -> None:
     register_score("mine", length_score)
     assert default_compute_score("mine", "abc", None) == 3.0
