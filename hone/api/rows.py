@@ -16,8 +16,8 @@ from typing import TypeAlias, Union
 
 import numpy as np
 
-from hone.data.reading import rows_of
-from hone.data.rows import SUFFIXES, BadRowPolicy, DataError, read_rows
+from hone.data.reading import read_rows, rows_of
+from hone.data.rows import SUFFIXES, BadRowPolicy, DataError
 from hone.data.schema import COLUMNS
 from hone.tracking import atomic_write_text
 from hone.types import Fields, JsonValue, Row

@@ -32,7 +32,8 @@ from hone.config import ComposedConfig, ConfigError, config_to_dict
 from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
 from hone.data.files import is_non_local
-from hone.data.rows import BadRowPolicy, DataError, read_rows
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError
 from hone.tracking import RunFolder, read_metrics
 from hone.trainer import main_eval, main_ppo, main_sft
 from hone.trainer.command_line import (

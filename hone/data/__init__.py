@@ -11,9 +11,10 @@ _NAMES = {
     "create_val_loader",
     "dataset": "RLHFDataset",
     "dynamic": "AbstractDataGenerator DynamicGenDataset",
-    "loader": "AbstractCurriculumSampler AbstractSampler PromptLoader collate_fn",
+    "loader": "PromptLoader collate_fn",
     "prompts": "render_prompt",
     "rows": "DataError",
+    "samplers": "AbstractCurriculumSampler AbstractSampler",
     "sft": "MultiTurnSFTDataset SFTDataset",
 }
 _MODULES = {name: f"hone.data.{file}" for file, names in _NAMES.items() for name in names.split()}

@@ -10,9 +10,10 @@ from hone.config.sft import SFTDataConfig
 from hone.data.dataset import RLHFDataset
 from hone.data.dynamic import DynamicGenDataset, load_object
 from hone.data.encoded import EncodedDataset
-from hone.data.loader import Dataset, MixtureSampler, PromptLoader, Sampler
-from hone.data.reading import rows_of
-from hone.data.rows import BadRowPolicy, DataError, Files, expand_files, read_file
+from hone.data.loader import Dataset, PromptLoader
+from hone.data.reading import read_file, rows_of
+from hone.data.rows import BadRowPolicy, DataError, Files, expand_files
+from hone.data.samplers import MixtureSampler, Sampler
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 from hone.tokenizer import Processor, Tokenizer
 

@@ -7,38 +7,24 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from hone.config.data import DataConfig
 from hone.data.files import is_non_local
 from hone.data.hub import as_hf_dataset
-from hone.data.media import with_typed_parts
 from hone.data.prompts import (
     Message,
-    Prompt,
+    PromptBuilder,
     PromptError,
+    PromptRows,
     PromptTooLong,
     Tools,
     as_messages,
-    raw_text,
-    remove_nulls,
-    render_text_or_ids,
-    token_counts,
-    tokenise,
-    truncate,
 )
-from hone.data.reading import as_data_config, load_tool_schemas, rows_of, to_verl_schema
-from hone.data.rows import (
-    BadRowPolicy,
-    DataError,
-    Files,
-    RowStore,
-    expand_files,
-    positions_fingerprint,
-    read_rows,
-    sample_positions,
-)
-from hone.data.schema import COLUMNS, KWARGS_COLUMNS, SchemaCheck
+from hone.data.reading import as_data_config, load_tool_schemas, read_rows, rows_of, to_verl_schema
+from hone.data.rows import BadRowPolicy, DataError, Files, expand_files, sample_positions
+from hone.data.schema import COLUMNS, SchemaCheck
+from hone.data.token_counts import token_counts
 from hone.tokenizer import Processor, Tokenizer
 from hone.types import Fields, Row, Settings
 
@@ -48,12 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SINGLE_TURN_AGENT = "single_turn_agent"
-PromptBuilder: TypeAlias = Callable[[Row], tuple[Prompt, Tools | None] | None]
-"""Maps a row to the prompt and tools of its agent loop, or to None if the prompt is unchanged."""
 
-
-class RLHFDataset:
+class RLHFDataset(PromptRows):
     """Prompt rows from files or dicts; `dataset[i]` is one row as a dict.
 
     A row contains raw_prompt, prompt_ids (truncated to data.max_prompt_length), data_source,
@@ -62,11 +44,6 @@ class RLHFDataset:
     _read_files_and_tokenize, maybe_filter_out_long_prompts and _build_messages.
     """
 
-    store: RowStore
-    positions: list[int]
-    """Positions in `store` of the rows in use."""
-    prompt_builder: PromptBuilder | None = None
-    """Builds prompts with what agent loops add, such as instructions; see `set_prompt_builder`."""
     _hf_dataset: Dataset | None = None
 
     def __init__(
@@ -79,21 +56,15 @@ class RLHFDataset:
         *,
         tools: Tools | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.processor = processor
+        settings = as_data_config(config)
+        schemas = list(tools) if tools is not None else load_tool_schemas(settings)
+        super().__init__(tokenizer, settings, processor, schemas)
         self.config = config  # as passed, for subclasses written for verl
-        self.settings = settings = as_data_config(config)
-        self.prompt_key, self.max_prompt_length = settings.prompt_key, settings.max_prompt_length
-        self.image_key, self.video_key = settings.image_key, settings.video_key  # for subclasses
-        # With truncation=error, a far too long text fails before all of it is tokenised.
-        self._max_tokens = self.max_prompt_length if settings.truncation == "error" else None
         self.bad_rows = BadRowPolicy(settings.on_bad_row)
-        self.tools = list(tools) if tools is not None else load_tool_schemas(settings)
         if isinstance(data_files, str | os.PathLike):
             data_files = [data_files]
         self.data_files: Sequence[str | os.PathLike[str] | Row] = data_files
         self._read_all()
-        self.added_rows: list[Row] = []
         self.num_overlong_rows = 0
         self._prompt_lengths: list[int] | None = None
         self.positions = sample_positions(
@@ -115,21 +86,6 @@ class RLHFDataset:
     def __len__(self) -> int:
         return len(self.positions) + len(self.added_rows)
 
-    def __getitem__(self, index: int) -> Row:
-        try:
-            row = self._prepare(dict(self.raw_row(index)))
-        except PromptError as error:
-            raise DataError(f"{self.where(index)}: {error}") from error
-        number = row["extra_info"].get("index")
-        row["index"] = index if number is None else number
-        return row
-
-    def raw_row(self, index: int) -> Row:
-        """Returns a row as the file, or on_batch_end, gave it."""
-        if index < len(self.positions):
-            return self.store[self.positions[index]]
-        return self.added_rows[index - len(self.positions)]
-
     def set_prompt_builder(self, prompt_builder: PromptBuilder) -> None:
         """Sets `prompt_builder`, and filters overlong prompts again with the text that it adds."""
         self.prompt_builder, self._prompt_lengths = prompt_builder, None
@@ -144,18 +100,6 @@ class RLHFDataset:
             return iter(self._prompt_lengths)
         return self._count_tokens(map(self.raw_row, range(len(self))), self._max_tokens)
 
-    def where(self, index: int) -> str:
-        """Returns the file and number of a row, for messages."""
-        if index < len(self.positions):
-            return self.store.where(self.positions[index])
-        return f"row {index - len(self.positions)} added by on_batch_end"
-
-    def key(self, index: int) -> tuple[str, int]:
-        """Returns (dataset name, row number), from which the uid is derived."""
-        if index < len(self.positions):
-            return self.store.key(self.positions[index])
-        return f"{self.store.fingerprint}+added", index - len(self.positions)
-
     def indices_by_file(self) -> list[list[int]]:
         """Returns row indices by data file, in the order of data.train_files."""
         indices: list[list[int]] = [[] for _ in self.store.files]
@@ -166,7 +110,7 @@ class RLHFDataset:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the file contents and of the rows in use."""
-        return positions_fingerprint(self.store, self.positions)
+        return self.store.selection_fingerprint(self.positions)
 
     def on_batch_end(self, batch: DataProto) -> Sequence[Row] | None:
         """Returns rows to add from the next epoch on; called with the batch after each step."""
@@ -314,45 +258,3 @@ class RLHFDataset:
     ) -> Iterator[int | PromptError]:
         renderings = (partial(self._render, row) for row in rows)
         return token_counts(renderings, self.tokenizer, max_tokens)
-
-    def _render(self, row: Row) -> str | list[int]:
-        prompt: Prompt = row[self.prompt_key]
-        tools: Tools | None = self.tools or None
-        if row.get("agent_name") == SINGLE_TURN_AGENT:
-            tools = None
-        if self.prompt_builder is not None:
-            prompt, tools = self.prompt_builder(row) or (prompt, tools)
-        return render_text_or_ids(
-            prompt,
-            self.tokenizer,
-            self.settings.prompt_format,
-            tools=tools,
-            template_kwargs=self.settings.apply_chat_template_kwargs,
-        )
-
-    def _prepare(self, row: Row) -> Row:
-        text = self._render(row)  # or token ids
-        ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
-        row["prompt_ids"] = truncate(ids, self.max_prompt_length, self.settings.truncation)
-        prompt = row[self.prompt_key]
-        if self.settings.prompt_format == "raw":
-            row["raw_prompt"] = raw_text(prompt)
-        elif self.processor is None:
-            row["raw_prompt"] = as_messages(prompt)
-        else:
-            keys = self.image_key, self.video_key
-            row["raw_prompt"] = with_typed_parts(as_messages(prompt), row, *keys)
-        if self.prompt_key != "raw_prompt":
-            del row[self.prompt_key]
-        defaults = {"extra_info": {}, "data_source": "unknown", "reward_model": {}}
-        row |= {name: row.get(name) or default for name, default in defaults.items()}
-        row["agent_name"] = row.get("agent_name")
-        row |= {name: loop_kwargs(row, name) for name in KWARGS_COLUMNS}
-        return row
-
-
-def loop_kwargs(row: Row, name: str) -> Fields:
-    """Returns a dict of keyword arguments of a row, from its top level or its `extra_info`."""
-    extra_info = row.get("extra_info") or {}
-    value: Fields = remove_nulls(row.get(name) or extra_info.get(name) or {})
-    return value

@@ -8,16 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hone.config.sft import PackedDataConfig
+from hone.data.loader import RowStore
 from hone.data.prompts import Prompt, PromptError, render_prompt, tokenise
-from hone.data.rows import (
-    BadRowPolicy,
-    DataError,
-    Files,
-    RowStore,
-    positions_fingerprint,
-    read_rows,
-    sample_positions,
-)
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError, Files, sample_positions
 from hone.data.schema import text_problem
 from hone.tokenizer import Tokenizer
 from hone.types import Row
@@ -147,7 +141,7 @@ class EncodedDataset:
     @property
     def fingerprint(self) -> str:
         """Hash of the file contents and of the rows in use."""
-        return positions_fingerprint(self.store, self.positions)
+        return self.store.selection_fingerprint(self.positions)
 
     def check_length(self, num_tokens: int) -> None:
         if num_tokens > self.max_length and self.truncation == "error":

@@ -1,26 +1,31 @@
-"""An endless, seeded loader of prompt batches that resumes exactly from a checkpoint, and its samplers.
+"""Loads batches of rows, epoch after epoch, in a seeded order that resumes exactly from a checkpoint.
 
-A sampler yields row indices: all rows, several files mixed by weights, or a user's own order.
+`RowStore` holds the rows of the data files, a sampler orders them, and `PromptLoader` collates batches.
 """
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import logging
 import random
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence, Sized
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, islice
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from hone.config.data import DataConfig
 from hone.data.rows import DataError
 from hone.types import Fields, Row, Settings
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from hone.data.samplers import Sampler
     from hone.protocol import DataProto
 
 logger = logging.getLogger(__name__)
@@ -70,7 +75,18 @@ def permutation(values: Sequence[int], seed: str) -> list[int]:
     return copy
 
 
-class AllRows:
+class EpochOrder(ABC):
+    """A built-in order of the rows of an epoch; it depends on the number of the epoch alone."""
+
+    has_added_rows = True
+    """Whether the order includes rows that the dataset adds during training."""
+
+    @abstractmethod
+    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
+        """Yields `num_rows` row indices."""
+
+
+class AllRows(EpochOrder):
     """The default sampler: all rows in file order, or in a new permutation per epoch."""
 
     def __init__(self, *, shuffle: bool, seed: int | None) -> None:
@@ -82,94 +98,94 @@ class AllRows:
         return iter(permutation(rows, f"epoch:{self._seed}:{epoch}") if self._shuffle else rows)
 
 
-class MixtureSampler:
-    """Draws rows from several data files in given proportions.
+@dataclass(frozen=True)
+class FileRows:
+    """The usable rows of one file; rows of an Arrow table become dicts when they are read."""
 
-    Each draw takes the file that is furthest behind its share. Each row of a file is drawn once
-    before any is repeated; an exhausted file starts over with a new permutation.
-    """
-
-    def __init__(
-        self,
-        indices_by_file: Sequence[Sequence[int]],
-        weights: Sequence[float],
-        *,
-        shuffle: bool,
-        seed: int | None,
-    ) -> None:
-        if len(indices_by_file) != len(weights):
-            raise DataError(
-                f"data.dataset_weights has {len(weights)} numbers for {len(indices_by_file)} data"
-                " files; give one weight per file of data.train_files"
-            )
-        if any(weight < 0 for weight in weights) or sum(weights) <= 0:
-            raise DataError(
-                f"data.dataset_weights={list(weights)} needs values of at least 0, and one above 0"
-            )
-        for file_index, (indices, weight) in enumerate(zip(indices_by_file, weights, strict=True)):
-            if weight > 0 and not indices:
-                raise DataError(
-                    f"data.dataset_weights[{file_index}]={weight}, but that file has no usable rows"
-                )
-        total = float(sum(weights))
-        self.indices_by_file = [list(indices) for indices in indices_by_file]
-        self.shares = [weight / total for weight in weights]
-        self.shuffle = shuffle
-        self.seed = seed
-        self.name = f"mixture {[round(share, 6) for share in self.shares]} with seed {seed}"
-
-    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
-        counts = [0] * len(self.indices_by_file)
-        order = []  # file index of each draw, the same in every epoch
-        for num_draws in range(1, num_rows + 1):
-            pairs = zip(self.shares, counts, strict=True)
-            deficits = [share * num_draws - count for share, count in pairs]
-            file_index = deficits.index(max(deficits))
-            counts[file_index] += 1
-            order.append(file_index)
-        draws = [self._draws_from(index, epoch * count) for index, count in enumerate(counts)]
-        return (next(draws[file_index]) for file_index in order)
-
-    def _draws_from(self, file_index: int, start: int) -> Iterator[int]:
-        """Yields row indices of one file endlessly; `start` rows of the file were drawn before."""
-        pass_number, offset = divmod(start, max(len(self.indices_by_file[file_index]), 1))
-        while True:
-            indices = self.indices_by_file[file_index]
-            if self.shuffle:
-                indices = permutation(indices, f"mixture:{self.seed}:{file_index}:{pass_number}")
-            yield from indices[offset:]
-            pass_number, offset = pass_number + 1, 0
-
-
-class AbstractSampler(ABC):
-    """Base class of a user's sampler (data.sampler.class_path); each `iter` yields one epoch.
-
-    On resume, the loader replays the draws of a sampler without state; `set_epoch(n)`, if defined,
-    is called before each epoch. A sampler whose order depends on `update` must define
-    `state_dict()`, which returns plain values, and `load_state_dict(state)`, after which `iter`
-    yields the rest of the epoch.
-    """
-
-    def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
-        self.data_source = data_source
-        self.data_config = data_config
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[int]: ...
+    path: str
+    content: pa.Table | list[Row]
+    row_numbers: Sequence[int]  # zero-based row numbers in the file; bad rows leave gaps
+    fingerprint: str = ""  # hash of the file's content
 
     def __len__(self) -> int:
-        return len(self.data_source)
+        return len(self.row_numbers)
+
+    def __getitem__(self, index: int) -> Row:
+        if isinstance(self.content, list):
+            return self.content[index]
+        return dict(self.content.slice(index, 1).to_pylist()[0])
+
+    def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        """Yields all rows in order; `columns` selects the columns."""
+        if isinstance(self.content, list):
+            for row in self.content:
+                yield row if columns is None else {n: row[n] for n in columns if n in row}
+            return
+        names = self.content.column_names
+        table = self.content.select([name for name in columns or names if name in names])
+        if not table.column_names:
+            yield from ({} for _ in range(len(self)))
+            return
+        for batch in table.to_batches(max_chunksize=1024):
+            yield from batch.to_pylist()
+
+    def where(self, index: int) -> str:
+        """Returns the file and number of a row, for messages."""
+        return f"{self.path}, row {self.row_numbers[index]}"
 
 
-class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that each finished batch updates; column `dataset_index` has the row indices."""
+class RowStore:
+    """The rows of several files, indexed by position from the first file's first row."""
 
-    @abstractmethod
-    def update(self, batch: DataProto) -> None:
-        """Updates the sampler with the columns of a finished batch."""
+    def __init__(self, files: Sequence[FileRows]) -> None:
+        self.files = list(files)
+        self._file_starts = [0, *accumulate(map(len, self.files))]
+        self._dataset_names: list[str] = []
+        num_copies: Counter[str] = Counter()
+        for file in self.files:
+            # A file that is listed twice gets two names, so that uids are unique.
+            suffix = f"#{num_copies[file.fingerprint]}" if num_copies[file.fingerprint] else ""
+            self._dataset_names.append(file.fingerprint + suffix)
+            num_copies[file.fingerprint] += 1
 
+    def __len__(self) -> int:
+        return self._file_starts[-1]
 
-Sampler: TypeAlias = MixtureSampler | AbstractSampler
+    def _locate(self, position: int) -> tuple[int, int]:
+        """Returns (index of the file, index of the row in it)."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"row {position} of {len(self)}")
+        file_index = bisect.bisect_right(self._file_starts, position) - 1
+        return file_index, position - self._file_starts[file_index]
+
+    def __getitem__(self, position: int) -> Row:
+        file_index, index = self._locate(position)
+        return self.files[file_index][index]
+
+    def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        return (row for file in self.files for row in file.scan(columns))
+
+    def file_index_of(self, position: int) -> int:
+        return self._locate(position)[0]
+
+    def where(self, position: int) -> str:
+        """Returns the file and number of a row, for messages."""
+        file_index, index = self._locate(position)
+        return self.files[file_index].where(index)
+
+    def key(self, position: int) -> tuple[str, int]:
+        """Returns (dataset name, row number in it), from which a uid is made."""
+        file_index, index = self._locate(position)
+        return self._dataset_names[file_index], int(self.files[file_index].row_numbers[index])
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.blake2b("\n".join(self._dataset_names).encode(), digest_size=16).hexdigest()
+
+    def selection_fingerprint(self, positions: Sequence[int]) -> str:
+        """Returns a hash of the file contents and of the positions in use."""
+        content = self.fingerprint.encode() + array("q", positions).tobytes()
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 class PromptLoader:
@@ -252,7 +268,7 @@ class PromptLoader:
         rows = callback(batch) if callback is not None else None
         if not rows:
             return 0
-        if isinstance(self.sampler, MixtureSampler):
+        if isinstance(self.sampler, EpochOrder) and not self.sampler.has_added_rows:
             key = "data.dataset_weights"
             raise DataError(
                 f"on_batch_end added rows, but {key} gives no weight to them; unset {key}"
@@ -303,7 +319,7 @@ class PromptLoader:
             self._indices = None if self._is_epoch_over() else self._iterate_epoch(self.epoch)
             return
         # Replay the draws without reading rows. Built-in orders need only the current epoch.
-        if not isinstance(self.sampler, AllRows | MixtureSampler):
+        if not isinstance(self.sampler, EpochOrder):
             for epoch, num_rows in enumerate(self._past_epoch_sizes):
                 _exhaust(self._iterate_epoch(epoch), num_rows)
         self._indices = self._iterate_epoch(self.epoch)
@@ -312,7 +328,7 @@ class PromptLoader:
             self._exhaust_sampler()
 
     def _iterate_epoch(self, epoch: int) -> Iterator[int]:
-        if isinstance(self.sampler, AllRows | MixtureSampler):
+        if isinstance(self.sampler, EpochOrder):
             return iter(self.sampler.epoch_order(epoch, self._epoch_size))
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -327,7 +343,7 @@ class PromptLoader:
         self._num_drawn = 0
         self._draw_counts = Counter()
         self._indices = None
-        if isinstance(self.sampler, AllRows | MixtureSampler):
+        if isinstance(self.sampler, EpochOrder):
             self._epoch_size = len(self.dataset)
         else:
             self._epoch_size = len(self.sampler)

@@ -1,21 +1,22 @@
-"""Converts a row's prompt to token ids: chat messages, a plain string, or pre-rendered text.
+"""Converts the prompts of rows to token ids: chat messages, plain strings, or pre-rendered text.
 
 Prompts are rendered only in `render_text_or_ids` and truncated only in `truncate`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hone.cores import usable_cores
 from hone.data.chat_template import BrokenTemplate, apply_template
+from hone.data.rows import DataError
 from hone.text import error_text, find_flaw, short_repr
-from hone.tokenizer import Tokenizer
-from hone.types import JsonValue, Settings
+from hone.tokenizer import Processor, Tokenizer
+from hone.types import Fields, JsonValue, Row, Settings
+
+if TYPE_CHECKING:
+    from hone.config.data import DataConfig
+    from hone.data.loader import RowStore
 
 Message: TypeAlias = dict[str, Any]
 """One chat message: `role`, `content`, and further keys of the template."""
@@ -24,15 +25,16 @@ Prompt: TypeAlias = str | Sequence[Message] | None
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """Tool schemas that a chat template shows to the model."""
 
+PromptBuilder: TypeAlias = Callable[[Row], tuple[Prompt, Tools | None] | None]
+"""Maps a row to the prompt and tools of its agent loop, or to None if the prompt is unchanged."""
+
+SINGLE_TURN_AGENT = "single_turn_agent"
+KWARGS_COLUMNS = ("tools_kwargs", "interaction_kwargs", "tool_config")
+"""The columns with keyword arguments of agent loops."""
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")
 """The roles that chat templates know; any other role is an error."""
 TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
 """Template options that affect tokenization: with one of them, the tokenizer returns ids."""
-RenderedPrompt = str | list[int]
-"""A rendered prompt: text, or ids if only the tokenizer can produce them."""
-COUNT_BATCH_SIZE = 64
-PROBE = "What is 6 × 7?\n<think> 42 </think>"
-"""A text whose token count shows whether the tokenizer's backend alone gives the same tokens."""
 MAX_CHARACTERS_PER_TOKEN = 32
 """If a text has more characters per allowed token, the start of the text is tokenised first."""
 
@@ -256,55 +258,99 @@ def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
     return [*ids[:head], *ids[len(ids) - (max_length - head) :]]
 
 
-def token_counts(
-    prompts: Iterable[Callable[[], RenderedPrompt]],
-    tokenizer: Tokenizer,
-    max_tokens: int | None = None,
-) -> Iterator[int | PromptError]:
-    """Yields the number of tokens of each prompt, or its rendering error.
+class PromptRows:
+    """Rows with their prompts: `rows[i]` is one row as a dict, with the token ids of its prompt."""
 
-    Prompts are rendered in this thread and tokenised in batches by a thread pool, because
-    tokenizers release the GIL.
-    """
-    probe_tokens = len(tokenise(PROBE, tokenizer))  # the first call sets the tokenizer's options
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    store: RowStore
+    positions: list[int]
+    """Positions in `store` of the rows in use."""
+    prompt_builder: PromptBuilder | None = None
+    """Builds prompts with what agent loops add, such as instructions."""
 
-    def count_texts(texts: Sequence[str]) -> list[int]:
-        assert backend is not None
-        return [len(ids) for ids in backend.encode_batch_fast(texts, add_special_tokens=False)]
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        settings: DataConfig,
+        processor: Processor | None,
+        tools: Tools | None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.processor = processor
+        self.tools = tools
+        self.prompt_key, self.max_prompt_length = settings.prompt_key, settings.max_prompt_length
+        self.image_key, self.video_key = settings.image_key, settings.video_key
+        # With truncation=error, a far too long text fails before all of it is tokenised.
+        self._max_tokens = self.max_prompt_length if settings.truncation == "error" else None
+        self.added_rows: list[Row] = []
 
-    # A tokenizer that does more than its backend must encode each text itself.
-    can_batch = backend is not None and count_texts([PROBE]) == [probe_tokens]
-
-    def render_one(render: Callable[[], RenderedPrompt]) -> str | int | PromptError:
-        """Returns a prompt's token count or rendering error, or its text for a batch to count."""
+    def __getitem__(self, index: int) -> Row:
         try:
-            prompt = render()
-            if isinstance(prompt, list):
-                return len(prompt)
-            max_length = MAX_CHARACTERS_PER_TOKEN * (max_tokens + 64) if max_tokens else len(prompt)
-            if (
-                can_batch
-                and len(prompt) <= max_length
-                and find_flaw(prompt, allow_nul=True) is None
-            ):
-                return prompt
-            return len(tokenise(prompt, tokenizer, max_tokens))
+            row = self._prepare(dict(self.raw_row(index)))
         except PromptError as error:
-            return error
+            raise DataError(f"{self.where(index)}: {error}") from error
+        number = row["extra_info"].get("index")
+        row["index"] = index if number is None else number
+        return row
 
-    def count_batch(batch: Sequence[str | int | PromptError]) -> list[int | PromptError]:
-        texts = [item for item in batch if isinstance(item, str)]
-        counts = iter(count_texts(texts) if texts else ())
-        return [next(counts) if isinstance(item, str) else item for item in batch]
+    def raw_row(self, index: int) -> Row:
+        """Returns a row as the file, or on_batch_end, gave it."""
+        if index < len(self.positions):
+            return self.store[self.positions[index]]
+        return self.added_rows[index - len(self.positions)]
 
-    rendered_prompts = map(render_one, prompts)
-    futures: deque[Future[list[int | PromptError]]] = deque()
-    num_threads = usable_cores()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="count tokens") as pool:
-        while batch := list(islice(rendered_prompts, COUNT_BATCH_SIZE)):
-            futures.append(pool.submit(count_batch, batch))
-            if len(futures) > 2 * num_threads:
-                yield from futures.popleft().result()
-        while futures:
-            yield from futures.popleft().result()
+    def where(self, index: int) -> str:
+        """Returns the file and number of a row, for messages."""
+        if index < len(self.positions):
+            return self.store.where(self.positions[index])
+        return f"row {index - len(self.positions)} added by on_batch_end"
+
+    def key(self, index: int) -> tuple[str, int]:
+        """Returns (dataset name, row number), from which the uid is derived."""
+        if index < len(self.positions):
+            return self.store.key(self.positions[index])
+        return f"{self.store.fingerprint}+added", index - len(self.positions)
+
+    def _render(self, row: Row) -> str | list[int]:
+        prompt: Prompt = row[self.prompt_key]
+        tools: Tools | None = self.tools or None
+        if row.get("agent_name") == SINGLE_TURN_AGENT:
+            tools = None
+        if self.prompt_builder is not None:
+            prompt, tools = self.prompt_builder(row) or (prompt, tools)
+        return render_text_or_ids(
+            prompt,
+            self.tokenizer,
+            self.settings.prompt_format,
+            tools=tools,
+            template_kwargs=self.settings.apply_chat_template_kwargs,
+        )
+
+    def _prepare(self, row: Row) -> Row:
+        text = self._render(row)  # or token ids
+        ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
+        row["prompt_ids"] = truncate(ids, self.max_prompt_length, self.settings.truncation)
+        prompt = row[self.prompt_key]
+        if self.settings.prompt_format == "raw":
+            row["raw_prompt"] = raw_text(prompt)
+        elif self.processor is None:
+            row["raw_prompt"] = as_messages(prompt)
+        else:
+            from hone.data.media import with_typed_parts
+
+            keys = self.image_key, self.video_key
+            row["raw_prompt"] = with_typed_parts(as_messages(prompt), row, *keys)
+        if self.prompt_key != "raw_prompt":
+            del row[self.prompt_key]
+        defaults = {"extra_info": {}, "data_source": "unknown", "reward_model": {}}
+        row |= {name: row.get(name) or default for name, default in defaults.items()}
+        row["agent_name"] = row.get("agent_name")
+        row |= {name: loop_kwargs(row, name) for name in KWARGS_COLUMNS}
+        return row
+
+
+def loop_kwargs(row: Row, name: str) -> Fields:
+    """Returns a dict of keyword arguments of a row, from its top level or its `extra_info`."""
+    extra_info = row.get("extra_info") or {}
+    value: Fields = remove_nulls(row.get(name) or extra_info.get(name) or {})
+    return value

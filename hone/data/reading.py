@@ -1,16 +1,32 @@
-"""Converts what a user passes to `RLHFDataset`: config, tool schemas, rows in memory, PURE's files."""
+"""Reads data into a `RowStore`: parquet, jsonl and json files, rows in memory, tables, PURE's files."""
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hone.config.data import DataConfig
-from hone.data.rows import DataError, FileRows, RowStore, SettingError
-from hone.text import BadText, read_yaml
-from hone.types import Fields, Row, Settings
+from hone.data.loader import FileRows, RowStore
+from hone.data.rows import (
+    SUFFIXES,
+    TRAINING_SETTING,
+    BadRowPolicy,
+    DataError,
+    Files,
+    SettingError,
+    expand_files,
+    file_fingerprint,
+    has_type,
+)
+from hone.text import BadText, error_text, find_flaw, read_json, read_yaml
+from hone.types import Fields, JsonValue, Row, Settings
 
 if TYPE_CHECKING:
     from hone.data.loader import Dataset
@@ -22,6 +38,115 @@ PURE_INSTRUCTION = (
     "\\boxed{}."
 )
 PURE_DATA_SOURCE = "numina_olympiads"  # PURE's data source for rows that have none
+
+
+def _parse_json_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
+    try:
+        row = read_json(line)
+    except BadText as error:
+        flaw = find_flaw(line)
+        return None, ("invalid text", flaw) if flaw else ("not json", f"not JSON: {error}")
+    # Only an escape or a byte that is not UTF-8 (`surrogateescape`) can make the text invalid.
+    if not line.isascii() or "\\u" in line:
+        return _with_text_problem(row)
+    return row, None
+
+
+def _with_text_problem(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | None]:
+    flaw = find_flaw(row, allow_nul=True)
+    return row, ("invalid text", flaw) if flaw else None
+
+
+def _read_json(path: str, bad_rows: BadRowPolicy) -> FileRows:
+    open_file: Callable[..., Any] = gzip.open if path.endswith(".gz") else open
+    rows: list[Row] = []
+    numbers = []
+    # Bytes that are not UTF-8 become lone surrogates, so that only their row is rejected. The
+    # encoding drops a byte order mark, which some editors write.
+    with open_file(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
+        is_document = path.removesuffix(".gz").endswith(".json")
+        text = file.read() if is_document else ""
+        if text.lstrip().startswith("["):
+            values = map(_with_text_problem, read_json(text))
+        else:  # a string may contain U+2028, so only "\n" ends a line
+            lines = text.split("\n") if is_document else file
+            values = map(_parse_json_line, (line for line in lines if line.strip()))
+        for number, (row, problem) in enumerate(values):
+            if problem is None and isinstance(row, dict):
+                rows.append(row)
+                numbers.append(number)
+                continue
+            kind = type(row).__name__
+            reason, text = problem or ("not an object", f"a {kind}, not an object of columns")
+            bad_rows.report(reason, f"{path}, row {number}: {text}")
+    return FileRows(path, rows, numbers)
+
+
+def _read_parquet(path: str, bad_rows: BadRowPolicy) -> FileRows:
+    """Reads a parquet file; a row is bad if text is not UTF-8 or a timestamp is out of range."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    # partitioning=None: a folder called `split=train` must not become a column.
+    table = pq.read_table(path, partitioning=None)
+    if not any(has_type(data_type, pa.types.is_temporal) for data_type in table.schema.types):
+        try:
+            table.validate(full=True)
+            return FileRows(path, table, range(table.num_rows))
+        except pa.ArrowInvalid:  # the error names no row
+            pass
+    numbers = []
+    for number in range(table.num_rows):
+        try:
+            table.slice(number, 1).to_pylist()
+            numbers.append(number)
+        except (ValueError, OverflowError) as error:
+            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "unreadable value"
+            bad_rows.report(reason, f"{path}, row {number}: {reason}: {error}")
+    return FileRows(path, table.take(numbers), numbers)
+
+
+def read_file(
+    path: str | os.PathLike[str], bad_rows: BadRowPolicy, setting: str = TRAINING_SETTING
+) -> FileRows | None:
+    """Reads one file; returns None if it has no good row and the policy is `skip`."""
+    import pyarrow as pa
+
+    path = os.path.expanduser(os.fspath(path))
+    if not path.endswith(SUFFIXES) and not os.path.isdir(path):
+        raise DataError(f"{path}: unknown kind of data file; use one of {', '.join(SUFFIXES)}")
+    if not os.path.isfile(path):
+        reason = "is a folder, name its files" if os.path.isdir(path) else "does not exist"
+        raise DataError(f"data file {path} {reason}; check {setting}")
+    bad_rows_before = bad_rows.total
+    reader = _read_parquet if path.endswith(".parquet") else _read_json
+    try:
+        rows = reader(path, bad_rows)
+    except (pa.ArrowException, BadText, OSError, EOFError, zlib.error, MemoryError) as error:
+        bad_rows.report("unreadable file", f"{path}: cannot be read: {error_text(error)}")
+        return None
+    if len(rows) == 0:
+        if bad_rows.total == bad_rows_before:
+            bad_rows.report("empty file", f"{path}: has no rows")
+        return None
+    return dataclasses.replace(rows, fingerprint=file_fingerprint(path))
+
+
+def read_rows(files: Files, bad_rows: BadRowPolicy, setting: str = TRAINING_SETTING) -> RowStore:
+    """Reads the rows of all files, or takes a list of rows; error messages mention `setting`."""
+    if not isinstance(files, (str, os.PathLike)):
+        rows = [dict(row) for row in files if isinstance(row, Mapping)]
+        if rows and len(rows) == len(files):
+            content = json.dumps(rows, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+            fingerprint = hashlib.blake2b(content, digest_size=16).hexdigest()
+            return RowStore([FileRows("rows in memory", rows, range(len(rows)), fingerprint)])
+    paths = expand_files(files, setting)
+    readable_files = [file for path in paths if (file := read_file(path, bad_rows, setting))]
+    if not readable_files:
+        raise DataError(
+            f"no rows could be read from {', '.join(paths)}: {'; '.join(bad_rows.examples)}"
+        )
+    return RowStore(readable_files)
 
 
 def as_data_config(config: DataConfig | Settings) -> DataConfig:

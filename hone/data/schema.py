@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from hone.data.prompts import PromptError, as_messages, check_message_roles, raw_text
+from hone.data.prompts import (
+    KWARGS_COLUMNS,
+    PromptError,
+    as_messages,
+    check_message_roles,
+    raw_text,
+)
 from hone.text import clean_text, find_flaw
 from hone.types import JsonValue, Row
 
 NAME_COLUMNS = ("data_source", "agent_name")
-KWARGS_COLUMNS = ("tools_kwargs", "interaction_kwargs", "tool_config")
 OBJECT_COLUMNS = ("reward_model", "extra_info", *KWARGS_COLUMNS)
 COLUMNS = (*NAME_COLUMNS, *OBJECT_COLUMNS)  # the columns that are checked besides the prompt
 

@@ -15,6 +15,7 @@ from typing import Any
 from hone.config.errors import ConfigError
 from hone.config.sft import StepDataConfig
 from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
+from hone.data.loader import RowStore
 from hone.data.prompts import (
     Prompt,
     PromptError,
@@ -23,7 +24,7 @@ from hone.data.prompts import (
     tokenise,
     truncate,
 )
-from hone.data.rows import Files, RowStore
+from hone.data.rows import Files
 from hone.text import short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import Row

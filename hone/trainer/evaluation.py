@@ -16,7 +16,8 @@ import numpy as np
 
 from hone.config.generation import EvaluationConfig, EvaluationMetricsConfig
 from hone.cores import usable_cores
-from hone.data.rows import BadRowPolicy, DataError, as_table, read_rows
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError, as_table
 from hone.ops.at_n import attempt_counts, best_at, majority_at
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.calling import ROW_ARGUMENTS, check_signature

@@ -29,7 +29,8 @@ from hone.config.rollout import SamplingConfig
 from hone.controller.threads import set_thread_count
 from hone.data.loader import row_uid
 from hone.data.prompts import PromptError, render_prompt
-from hone.data.rows import BadRowPolicy, DataError, as_table, read_rows
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError, as_table
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids, load_causal_lm, resolve_model_path

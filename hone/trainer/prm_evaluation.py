@@ -11,7 +11,8 @@ import numpy as np
 
 from hone.config import load_config
 from hone.config.sft import PRMConfig
-from hone.data.rows import BadRowPolicy, DataError, read_rows
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError
 from hone.data.steps import Solution, StepDataset, build_step_separator
 from hone.models.from_config import build_tokenizer
 from hone.ops.at_n import attempt_counts

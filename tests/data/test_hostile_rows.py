@@ -16,7 +16,8 @@ from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
 from hone.data.check import check_file
 from hone.data.dataset import RLHFDataset
-from hone.data.rows import BadRowPolicy, DataError, read_rows
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError
 from hone.data.sft import MultiTurnSFTDataset
 
 KEYS = (

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
-from hone.data import prompts as rendering
-from hone.data.prompts import (
-    PromptError,
-    PromptTooLong,
-    render_prompt,
-    render_text_or_ids,
-    token_counts,
-)
+from hone.data import token_counts as counting
+from hone.data.prompts import PromptError, PromptTooLong, render_prompt, render_text_or_ids
+from hone.data.token_counts import token_counts
 
 
 def counts(prompts: list[Any], tokenizer: Any, max_tokens: int | None = None) -> list[Any]:
@@ -28,8 +23,8 @@ def counts(prompts: list[Any], tokenizer: Any, max_tokens: int | None = None) ->
 def test_counts_equal_those_of_rendering_one_by_one(
     tokenizer: Any, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendering, "usable_cores", lambda: threads)
-    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * rendering.COUNT_BATCH_SIZE + 5)]
+    monkeypatch.setattr(counting, "usable_cores", lambda: threads)
+    prompts = ["abc" * (i % 7) + str(i) for i in range(3 * counting.COUNT_BATCH_SIZE + 5)]
     expected = [len(render_prompt(prompt, tokenizer)) for prompt in prompts]
     assert counts(prompts, tokenizer) == expected
 

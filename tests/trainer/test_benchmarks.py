@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.data.rows import BadRowPolicy, DataError, read_rows, write_parquet
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError, write_parquet
 from hone.rewards.scores.table import find
 from hone.trainer.benchmarks import BENCHMARKS, MATH_BENCHMARKS, benchmark_file, split_overrides
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from hone.config import ConfigError, load_config, replace
-from hone.data.rows import BadRowPolicy, DataError, read_rows
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError
 from hone.rollout.contract import RolloutError, Sampling, TokenOutput
 from hone.tracking.console import screen
 from hone.tracking.lock import lock_target

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.data.rows import BadRowPolicy, DataError, read_rows, write_parquet
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError, write_parquet
 from hone.tracking.console import screen
 from hone.trainer import command_line, main_eval, main_generation
 

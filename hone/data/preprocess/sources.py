@@ -9,7 +9,8 @@ from itertools import product
 from pathlib import Path
 
 from hone.data.hub import hub_splits
-from hone.data.rows import SUFFIXES, BadRowPolicy, DataError, read_file
+from hone.data.reading import read_file
+from hone.data.rows import SUFFIXES, BadRowPolicy, DataError
 from hone.types import JsonValue, Row
 
 Splits = dict[str, list[Row]]

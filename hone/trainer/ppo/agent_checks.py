@@ -13,9 +13,17 @@ from hone.agents.observations import Drift, drifts, observation_ids
 from hone.agents.tools.contract import BaseTool, ToolError
 from hone.config import PPOTrainerConfig
 from hone.data.chat_template import BrokenTemplate
-from hone.data.dataset import RLHFDataset, loop_kwargs
+from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
-from hone.data.prompts import Prompt, PromptError, Tools, as_messages, raw_text, render_prompt
+from hone.data.prompts import (
+    Prompt,
+    PromptError,
+    Tools,
+    as_messages,
+    loop_kwargs,
+    raw_text,
+    render_prompt,
+)
 from hone.event_loop import run_coroutine
 from hone.plugins import PluginError, describe_error_with_location
 from hone.tokenizer import Tokenizer

@@ -25,7 +25,8 @@ from hone.controller.colocated import unwrap_ray_class
 from hone.controller.decorator import Dispatch, register
 from hone.data import create
 from hone.data.create import create_rl_dataset
-from hone.data.loader import Dataset, Sampler
+from hone.data.loader import Dataset
+from hone.data.samplers import Sampler
 from hone.plugins import plain_name
 from hone.protocol import DataProto
 from hone.tracking.markers import DistProfiler

@@ -17,7 +17,8 @@ from rewards.scoring_server import ScoringServer, by_length, digits_judge
 from hone.config import load_config
 from hone.config.reward import RewardModelConfig
 from hone.data.dataset import RLHFDataset
-from hone.data.rows import BadRowPolicy, DataError, read_rows, write_parquet
+from hone.data.reading import read_rows
+from hone.data.rows import BadRowPolicy, DataError, write_parquet
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError

@@ -15,7 +15,7 @@ from hone.algorithms.core_algos import AdvantageEstimator
 from hone.algorithms.kl import AdaptiveKLController, FixedKLController
 from hone.config import ConfigError
 from hone.config.algorithm import AlgorithmConfig
-from hone.data.loader import AbstractSampler
+from hone.data.samplers import AbstractSampler
 from hone.protocol import DataProto, object_array
 from hone.trainer.ppo.verl_steps import (
     TaskRunner,
