@@ -65,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     subcommands = list(subparsers.choices)
     if argv and not argv[0].startswith("-") and argv[0] not in subcommands:
-        from hone.config.errors import did_you_mean, nearest
+        from hone.suggestions import suggestion
 
-        hint = did_you_mean(nearest(argv[0], subcommands))
+        hint = suggestion(argv[0], subcommands)
         parser.error(f"there is no verb {argv[0]!r}.{hint} Use {', '.join(subcommands)}")
     options, rest = parser.parse_known_args(argv)
     if options.verb is None:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from hone.suggestions import suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -217,8 +218,7 @@ def require(batch: DataProto, name: str) -> Tensor:
         raise MissingColumn(
             f"batch has no {name!r} ({column.meaning}): step {column.step!r} {writes}", name
         )
-    matches = difflib.get_close_matches(name, [*COLUMNS, *batch.column_names()], n=1)
-    hint = f" Did you mean {matches[0]!r}?" if matches else ""
+    hint = suggestion(name, [*COLUMNS, *batch.column_names()])
     raise MissingColumn(
         f"batch has no {name!r}, and no step declares it.{hint} It has {batch.column_names()}", name
     )

@@ -6,7 +6,6 @@ A table maps a name to "module:object", which is imported on first use. A user g
 
 from __future__ import annotations
 
-import difflib
 import functools
 import hashlib
 import importlib
@@ -18,6 +17,8 @@ from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
+
+from hone.suggestions import suggestion
 
 T = TypeVar("T")
 Plugin = TypeVar("Plugin", covariant=True)
@@ -100,12 +101,6 @@ class Table(Generic[Plugin]):
             return plugin
 
         return decorate
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Returns ` Did you mean …?` if a known name is similar, else an empty string."""
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
 
 
 class TableView(MutableMapping[str, T]):

@@ -46,6 +46,7 @@ LEVELS = {
     "plugins": 0,  # names to objects: every table of plug-ins rests on it
     "tokenizer": 0,
     "types": -1,  # names for values whose type only the user knows: every room may use them
+    "suggestions": -1,  # the nearest known name, for the error of any room
     "text": 0,  # text from outside: cleaned wherever it enters
 }
 LAZY_ROOTS = {

@@ -9,7 +9,8 @@ from hone.agents.contract import LOOPS, AgentLoopBase, DictConfigWrap
 from hone.config import PPOTrainerConfig
 from hone.config.rollout import RolloutConfig
 from hone.data.create import dataset_class
-from hone.plugins import PluginError, load_object, suggestion
+from hone.plugins import PluginError, load_object
+from hone.suggestions import suggestion
 from hone.text import BadText, read_yaml, short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import Fields

@@ -15,11 +15,11 @@ from typing import TypeAlias, Union
 
 from hone.config import ComposedConfig, ConfigError
 from hone.config.apply import ExtraChecks, compose_settings
-from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import hints, leaves
 from hone.config.sources import Setting, flatten, read_config, read_file
 from hone.config.states import translate
 from hone.config.trees import TREES
+from hone.suggestions import suggestion
 from hone.types import JsonValue
 
 PlainValue: TypeAlias = Union[str, int, float, bool, "os.PathLike[str]", None]
@@ -65,7 +65,7 @@ def resolve_key(schema: str, name: str) -> str:
         raise ConfigError(f"{name} may mean {', '.join(keys)}; write the whole key: {example}")
     if not keys:
         last_parts = {key.rpartition(".")[2] for key in _keys(TREES[schema].root)}
-        hint = did_you_mean(nearest(name, sorted({*SHORT_NAMES, *last_parts})))
+        hint = suggestion(name, sorted({*SHORT_NAMES, *last_parts}))
         raise ConfigError(f"there is no setting {name!r}.{hint} `hone config show` lists the keys")
     return keys[0]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block
-from hone.config.errors import did_you_mean, nearest
 from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
+from hone.suggestions import did_you_mean, nearest
 from hone.types import Fields, Function, Settings
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from typing_extensions import dataclass_transform
 
 from hone.config.convert import Value
-from hone.config.errors import did_you_mean, nearest
+from hone.suggestions import suggestion
 from hone.types import Settings
 
 B = TypeVar("B")
@@ -51,7 +51,7 @@ class Block(Mapping[str, Any]):
         if not isinstance(key, str):
             raise TypeError(f"a key of {type(self).__name__} is a string, not {key!r}")
         if key not in self:
-            hint = did_you_mean(nearest(key, self))
+            hint = suggestion(key, self)
             raise MissingKey(f"{type(self).__name__} has no key {key!r}.{hint}")
         return getattr(self, key)
 

@@ -15,12 +15,12 @@ from importlib.util import find_spec
 from hone.config.block import SchemaBlock
 from hone.config.convert import Config, Value, parse_scalar, read_table
 from hone.config.engine import FSDPConfig, sequence_parallel
-from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get, leaves, replace
 from hone.config.ranges import IS_THRESHOLD_KEY, parse_bound, rejection_bounds
 from hone.config.sft import RMConfig, SupervisedConfig
 from hone.config.states import condition_holds, fill_values
 from hone.config.trees import PPOTrainerConfig
+from hone.suggestions import suggestion
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
 _TREE_OF_ROWS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
@@ -272,7 +272,7 @@ def _unknown_name_problems(tree: str, config: Config) -> Iterator[str]:
             for name in map(str.strip, names if isinstance(names, list | tuple) else ()):
                 if name not in known_names and not (other_choice and ":" in name):
                     advice = ", ".join(filter(None, [*known_names, other_choice]))
-                    hint = did_you_mean(nearest(name, known_names))
+                    hint = suggestion(name, known_names)
                     yield f"{key}={name} is unknown.{hint} Use {advice}"
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.config.apply import ComposedConfig, ExtraChecks, compose_settings
 from hone.config.convert import show_value, to_plain
-from hone.config.errors import ConfigError, did_you_mean, nearest
+from hone.config.errors import ConfigError
 from hone.config.keys import blocks, get, keys_matching, leaves
 from hone.config.sources import BUILT_IN_TREES, read_config
 from hone.config.states import (
@@ -28,6 +28,7 @@ from hone.config.states import (
     translate,
 )
 from hone.config.trees import TREES, Tree
+from hone.suggestions import did_you_mean, nearest
 
 _TREE_NAMES = "\0"
 """Stands for the names of the trees to which a text applies."""

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hone.config.block import Block
 from hone.config.convert import Config, Hint, Value, describe_type, show_value, to_plain
-from hone.config.errors import ConfigError, did_you_mean, nearest
+from hone.config.errors import ConfigError
 from hone.config.ranges import Range
+from hone.suggestions import did_you_mean, nearest, suggestion
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def replace(config: B, key: str, value: Value) -> B:
     """Returns a copy of the tree with one dotted key changed; the key must exist."""
     name, _, rest = key.partition(".")
     if name not in list(config):
-        hint = did_you_mean(nearest(name, config))
+        hint = suggestion(name, config)
         raise ConfigError(f"{type(config).__name__} has no key '{name}'.{hint}")
     new_value = replace(getattr(config, name), rest, value) if rest else value
     return dataclasses.replace(config, **{name: new_value})
@@ -235,7 +236,7 @@ def _create_block(cls: Hint, tree: Settings) -> Config:
     field_names = [field.name for field in dataclasses.fields(cls)]
     for key, value in values.items():
         if key not in field_names:
-            hint = did_you_mean(nearest(key, field_names))
+            hint = suggestion(key, field_names)
             raise TypeError(f"{cls.__name__} has no field {key!r}.{hint}")
         if isinstance(value, Mapping):
             block = _create_block(block_type(hints(cls)[key]), value)

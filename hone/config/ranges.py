@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from hone.config.convert import show_value
-from hone.config.errors import did_you_mean, nearest
+from hone.suggestions import suggestion
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def rejection_bounds(options: OptionNames, bounds: Bounds) -> list[tuple[str, fl
     for name in names:
         if name not in REJECTION_OPTIONS:
             raise ValueError(
-                f"{key}={name} is unknown.{did_you_mean(nearest(name, REJECTION_OPTIONS))} Use "
+                f"{key}={name} is unknown.{suggestion(name, REJECTION_OPTIONS)} Use "
                 f"{', '.join(REJECTION_OPTIONS)}"
             )
     if names and not values:

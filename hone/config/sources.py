@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.config.convert import parse_pairs, read_table
-from hone.config.errors import ConfigError, did_you_mean, nearest
+from hone.config.errors import ConfigError
+from hone.suggestions import suggestion
 from hone.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:
@@ -186,12 +187,12 @@ def _require_built_in(
         is_optional = is_verl_folder or not Path(folder).is_absolute()
         may_be_missing = name in BUILT_IN_TREES and is_optional
         if not search_folder.is_dir() and not may_be_missing:
-            hint = did_you_mean(nearest(name, BUILT_IN_TREES))
+            hint = suggestion(name, BUILT_IN_TREES)
             raise ConfigError(f"there is no config '{name}': {folder} is no folder here.{hint}")
     if name in BUILT_IN_TREES:
         return
     files = [p.stem for search_folder in search_folders for p in search_folder.glob("*.yaml")]
-    hint = did_you_mean(nearest(name, [*files, *BUILT_IN_TREES]))
+    hint = suggestion(name, [*files, *BUILT_IN_TREES])
     if not search_folders:
         hint += " A config of your own needs --config-path, the folder that holds it"
     where = f" in {', '.join(map(str, search_folders))}" if search_folders else ""

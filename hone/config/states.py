@@ -19,11 +19,11 @@ from hone.config.convert import (
     read_table,
     show_value,
 )
-from hone.config.errors import nearest
 from hone.config.keys import leaves
 from hone.config.reward import RewardKwargs
 from hone.config.sources import Setting
 from hone.config.trees import TREES
+from hone.suggestions import nearest
 from hone.types import JsonObject, JsonValue
 
 OFF_VALUES = (None, False, 0, -1, "", "none", "None", "disabled", "???")

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar
 
 from tensordict import TensorDict
 
-from hone.plugins import suggestion
 from hone.protocol import DataProto, DataProtoFuture, split_padded
 from hone.protocol.tensordicts import concat_tensordict
+from hone.suggestions import suggestion
 from hone.types import Function
 
 _SPEC_ATTRIBUTE = "hone_method_spec"

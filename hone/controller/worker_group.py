@@ -25,8 +25,8 @@ import torch
 from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
 from hone.controller.decorator import DEFAULT_MESH, Execute, Mesh, MethodSpec, registered_methods
 from hone.controller.resource_pool import Role
-from hone.plugins import suggestion
 from hone.protocol import DataProtoFuture
+from hone.suggestions import suggestion
 from hone.types import Function, Settings
 
 W = TypeVar("W", covariant=True)

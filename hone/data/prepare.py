@@ -22,7 +22,7 @@ from hone.data.preprocess import (
 )
 from hone.data.preprocess.sources import MakeRow, Source, Splits, UpstreamDataset
 from hone.data.rows import DataError, write_file, write_parquet
-from hone.plugins import suggestion
+from hone.suggestions import suggestion
 from hone.types import Settings
 
 Builder = Callable[..., Splits]

@@ -9,7 +9,6 @@ import dataclasses
 import re
 import string
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ import torch
 from hone.models.families import check_config_supported, check_family_supported
 from hone.models.policy import register_attention
 from hone.models.writing import without_progress_bar
+from hone.suggestions import suggestion
 from hone.tracking.atomic import apply_umask
 
 if TYPE_CHECKING:
@@ -114,14 +114,13 @@ def _check_family(family: str) -> None:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODER_FAMILIES,
     )
 
-    suggestion = "Use llama, qwen2, qwen3, mistral or gemma"
+    advice = " Use llama, qwen2, qwen3, mistral or gemma"
     if family not in DECODER_FAMILIES:
-        matches = get_close_matches(family, DECODER_FAMILIES, n=1)
-        hint = f"Did you mean {matches[0]!r}?" if matches else suggestion
-        raise TinyModelError(f"transformers has no decoder family {family!r}. {hint}")
+        hint = suggestion(family, DECODER_FAMILIES) or advice
+        raise TinyModelError(f"transformers has no decoder family {family!r}.{hint}")
     check_family_supported(family, f"a fresh {family}")
     if AutoConfig.for_model(family).sub_configs:
-        raise TinyModelError(f"{family} has parts other than its text model. {suggestion}")
+        raise TinyModelError(f"{family} has parts other than its text model.{advice}")
 
 
 def _check_shape(hidden: int, layers: int, heads: int, kv_heads: int) -> None:

@@ -15,12 +15,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from hone.config.errors import did_you_mean, nearest
 from hone.config.reward import JudgeConfig, RewardServerConfig
 from hone.rewards.conversation import escape_special_tokens, prompt_text
 from hone.rewards.failures import Failed, Scored, WrongSetting
 from hone.rewards.remote import ScoringServer, cache_key
 from hone.rewards.rows import ScorerInput
+from hone.suggestions import suggestion
 from hone.text import clean_text
 from hone.types import Fields, JsonObject, JsonValue
 
@@ -107,7 +107,7 @@ class Judge:
         judge_names = {field.name for field in fields(JudgeConfig)}
         server_names = {field.name for field in fields(RewardServerConfig)} - CLASSIFIER_SETTINGS
         for name in settings.keys() - judge_names - server_names:
-            hint = did_you_mean(nearest(name, judge_names | server_names))
+            hint = suggestion(name, judge_names | server_names)
             raise WrongSetting(f"hone.Judge has no setting {name!r}.{hint}")
         self.config = JudgeConfig(**{n: v for n, v in settings.items() if n in judge_names})
         if client is None:

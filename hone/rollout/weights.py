@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutError
+from hone.suggestions import suggestion
 
 
 class WeightUpdate:
@@ -82,8 +82,7 @@ def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> 
 def check_name_and_shape(name: str, tensor: Tensor, parameters: Mapping[str, Tensor]) -> None:
     """Raises for an unknown name or a wrong shape."""
     if name not in parameters:
-        matches = difflib.get_close_matches(name, parameters, n=1)
-        hint = f" Did you mean {matches[0]!r}?" if matches else ""
+        hint = suggestion(name, parameters)
         raise RolloutError(f"load got {name!r}, which the model does not have.{hint}")
     if parameters[name].shape != tensor.shape:
         raise RolloutError(

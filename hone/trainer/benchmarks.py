@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hone.config.errors import did_you_mean, nearest
 from hone.data.prepare import ALIASES, RECIPES, prepare
 from hone.data.rows import DataError
+from hone.suggestions import suggestion
 
 SEARCH_BENCHMARKS = (
     "nq",
@@ -48,7 +48,7 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
     """
     benchmark = ALTERNATIVE_NAMES.get(name, ALIASES.get(name, name))
     if benchmark not in BENCHMARKS:
-        hint = did_you_mean(nearest(name, BENCHMARKS))
+        hint = suggestion(name, BENCHMARKS)
         raise DataError(f"there is no benchmark {name!r}.{hint} Known: {', '.join(BENCHMARKS)}")
     if not folder.is_dir():
         raise DataError(f"the data folder {folder} does not exist; name it with --data")

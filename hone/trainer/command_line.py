@@ -21,12 +21,13 @@ from hone.config import ComposedConfig, compose
 from hone.config.apply import ExtraChecks
 from hone.config.block import Block
 from hone.config.convert import show_value
-from hone.config.errors import ConfigError, did_you_mean, nearest
+from hone.config.errors import ConfigError
 from hone.config.generation import GenerationConfig
 from hone.config.keys import get, leaves, suggested_keys
 from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.data.files import is_non_local
+from hone.suggestions import did_you_mean, nearest
 from hone.tracking import RunFolder
 from hone.tracking.atomic import storage_error_message
 from hone.tracking.lock import FolderLock, lock_folder

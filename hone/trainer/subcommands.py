@@ -230,11 +230,12 @@ def command_list() -> list[str]:
 
 def copy_recipe(name: str, out: str | None = None) -> Path:
     """Copies a recipe to `out` (default `recipes/NAME`, which its README expects); returns the folder."""
-    from hone.config.errors import ConfigError, did_you_mean, nearest
+    from hone.config.errors import ConfigError
+    from hone.suggestions import suggestion
 
     folders = recipes()
     if name not in folders:
-        hint = did_you_mean(nearest(name, folders))
+        hint = suggestion(name, folders)
         raise ConfigError(f"there is no recipe {name!r}.{hint} Use {', '.join(folders)}")
     default_target = Path(EXAMPLES) if name == EXAMPLES else Path("recipes") / name
     target = Path(out).expanduser() if out else default_target

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hone.config.errors import did_you_mean, nearest
 from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
@@ -35,6 +34,7 @@ from hone.rewards.managers.rule import (
 )
 from hone.rewards.rows import read_rows
 from hone.rewards.scores.table import default_compute_score
+from hone.suggestions import suggestion
 from hone.text import error_text, printable
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function, Settings
@@ -245,7 +245,7 @@ class RateLimitedRewardManager(RewardManagerBase):
         extra = _reward_kwargs(config).get("extra") or {}
         for name in extra if type(self) is RateLimitedRewardManager else ():
             if name not in (*_LIMITS, "timeout"):
-                hint = did_you_mean(nearest(name, (*_LIMITS, "timeout")))
+                hint = suggestion(name, (*_LIMITS, "timeout"))
                 raise WrongSetting(f"rate_limited has no setting reward_kwargs.{name}.{hint}")
         settings = {**_reward_block(config), **extra}
         limits = {name: settings[name] for name in _LIMITS if settings.get(name) is not None}

@@ -28,13 +28,13 @@ from hone.config import ConfigError, PPOTrainerConfig, replace
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block
 from hone.config.checks import mesh_problems
-from hone.config.errors import did_you_mean, nearest
 from hone.config.keys import get
 from hone.config.states import lines_per_sentence
 from hone.models.from_config import import_external
 from hone.plugins import PluginError, Table
 from hone.rewards.managers.registry import MANAGERS
 from hone.rollout.build import ENGINES
+from hone.suggestions import suggestion
 from hone.types import Function
 
 T = TypeVar("T")
@@ -140,9 +140,9 @@ def find_problems_and_notes(
         lookups[key] = (LOOPS, rollout.default_loop)
     for key, (table, name) in lookups.items():
         if name not in table and ":" not in name:
-            suggestion = did_you_mean(nearest(name, table.names()))
+            hint = suggestion(name, table.names())
             known_names = ", ".join(table.names())
-            problems.append(f"{key}={name}: unknown {table.kind}.{suggestion} Known: {known_names}")
+            problems.append(f"{key}={name}: unknown {table.kind}.{hint} Known: {known_names}")
     if plan is None:
         return problems, []
     problems += _plan_problems(config, plan)
@@ -280,7 +280,7 @@ def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig)
     """Returns a problem if no step of this run writes the column before it is read."""
     column = declaration(name)
     if column is None:  # a column of the data, an extra of a score function, or a typing error
-        hint = did_you_mean(nearest(name, COLUMNS))
+        hint = suggestion(name, COLUMNS)
         return f"{reader.setting} reads {name!r}, which no step writes.{hint}" if hint else None
     if remedy := _remedies_by_column(config).get(name):
         return f"{reader.setting} reads {name}, which this run does not write; use {remedy}"
