@@ -245,13 +245,13 @@ def _add_doctor(subcommands: Subcommands) -> None:
     )
 
 
-def _quickstart(options: Options, rest: list[str]) -> None:
+def _quickstart(options: Options, extra_arguments: list[str]) -> None:
     from hone.trainer.quickstart import main as quickstart
 
-    quickstart(out=options.out, seed=options.seed, extra=rest)
+    quickstart(out=options.out, seed=options.seed, extra=extra_arguments)
 
 
-def _model_tiny(options: Options, rest: list[str]) -> None:
+def _model_tiny(options: Options, extra_arguments: list[str]) -> None:
     from inspect import signature
     from pathlib import Path
 
@@ -275,14 +275,14 @@ def _model_tiny(options: Options, rest: list[str]) -> None:
     )
 
 
-def _model_get(options: Options, rest: list[str]) -> None:
+def _model_get(options: Options, extra_arguments: list[str]) -> None:
     from hone.plugins import load_object
 
     fetch = load_object("hone.models.fetch:fetch_model")
     print_text(f"wrote {fetch(options.name, options.out)}")
 
 
-def _config_show(options: Options, rest: list[str]) -> None:
+def _config_show(options: Options, extra_arguments: list[str]) -> None:
     from hone.config import compose
     from hone.config.document import format_with_origins
     from hone.trainer.command_line import check_plan
@@ -297,13 +297,13 @@ def _config_show(options: Options, rest: list[str]) -> None:
     print_text(format_with_origins(composed, options.only_set))
 
 
-def _config_explain(options: Options, rest: list[str]) -> None:
+def _config_explain(options: Options, extra_arguments: list[str]) -> None:
     from hone.config.document import explain
 
     print_text("\n".join(explain(key, options.tree) for key in options.keys))
 
 
-def _config_check(options: Options, rest: list[str]) -> int:
+def _config_check(options: Options, extra_arguments: list[str]) -> int:
     from hone.config.document import check
     from hone.trainer.command_line import check_plan
 
@@ -313,7 +313,7 @@ def _config_check(options: Options, rest: list[str]) -> int:
     return max(status for status, _ in outcomes)
 
 
-def _export(options: Options, rest: list[str]) -> None:
+def _export(options: Options, extra_arguments: list[str]) -> None:
     from hone.trainer.export import check_push, export, local_target, push
 
     if options.push:
@@ -333,7 +333,7 @@ def _export(options: Options, rest: list[str]) -> None:
     print_text(f"wrote {options.out}")
 
 
-def _report(options: Options, rest: list[str]) -> None:
+def _report(options: Options, extra_arguments: list[str]) -> None:
     from pathlib import Path
 
     from hone.config import ConfigError
@@ -345,7 +345,7 @@ def _report(options: Options, rest: list[str]) -> None:
     print_text(f"wrote {write_report([Path(run).expanduser() for run in options.runs], out)}")
 
 
-def _wandb_workspace(options: Options, rest: list[str]) -> None:
+def _wandb_workspace(options: Options, extra_arguments: list[str]) -> None:
     from hone.tracking.wandb import build_workspace
 
     workspace = build_workspace(options.project, options.entity, options.name)
@@ -356,11 +356,11 @@ def _wandb_workspace(options: Options, rest: list[str]) -> None:
         print_text(f"wrote {workspace.save().url}")
 
 
-def _doctor(options: Options, rest: list[str]) -> int:
-    from hone.trainer.doctor import chat_template, report
+def _doctor(options: Options, extra_arguments: list[str]) -> int:
+    from hone.trainer.doctor import chat_template_findings, report
 
     if options.chat_template:
-        return report(print_text, chat_template(options.chat_template))
+        return report(print_text, chat_template_findings(options.chat_template))
     return report(print_text, self_test=not options.quick)
 
 

@@ -122,8 +122,8 @@ class LLM:
                 prompt_ids,
                 prompt_params.__getitem__,
                 on_finish,
-                name_of=lambda index: f"prompt {index}",
-                in_flight=max(len(prompt_ids), 1),
+                prompt_name=lambda index: f"prompt {index}",
+                max_in_flight=max(len(prompt_ids), 1),
             )
             run_with_engine(self._engine, coroutine)
         return [responses[index] for index in range(len(prompt_list))]

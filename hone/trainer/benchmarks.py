@@ -11,29 +11,16 @@ from hone.data.rows import DataError
 from hone.suggestions import suggestion
 
 SEARCH_BENCHMARKS = (
-    "nq",
-    "triviaqa",
-    "popqa",
-    "hotpotqa",
-    "2wikimultihopqa",
-    "musique",
-    "bamboogle",
-)
+    "nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle",
+)  # fmt: skip
 MATH_BENCHMARKS = (
-    *("math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva_math"),
-    *("svamp", "asdiv", "mawps"),
-)
-BENCHMARKS = (
-    "gsm8k",
-    *MATH_BENCHMARKS,
-    "humaneval",
-    "mbpp",
-    "countdown",
-    "multiply",
-    *SEARCH_BENCHMARKS,
-)
+    "math500", "aime24", "aime25", "amc23", "olympiadbench", "minerva_math", "svamp", "asdiv", "mawps",
+)  # fmt: skip
 RAW_PROMPT_BENCHMARKS = ("countdown", "multiply")
 """Benchmarks whose prompts are raw text, without a chat template."""
+BENCHMARKS = (
+    "gsm8k", *MATH_BENCHMARKS, "humaneval", "mbpp", *RAW_PROMPT_BENCHMARKS, *SEARCH_BENCHMARKS,
+)  # fmt: skip
 ALTERNATIVE_NAMES = {"minerva": "minerva_math", "2wiki": "2wikimultihopqa"}
 GENERATION_BLOCKS = ("trainer", "data", "model", "rollout", "search", "actor", "ray_kwargs")
 """Overrides of these blocks configure generation; the others configure scoring."""
@@ -52,26 +39,28 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
         raise DataError(f"there is no benchmark {name!r}.{hint} Known: {', '.join(BENCHMARKS)}")
     if not folder.is_dir():
         raise DataError(f"the data folder {folder} does not exist; name it with --data")
-    mismatch = ""
+    mismatch_message = ""
     for file in (folder / benchmark / "test.parquet", folder / "test.parquet"):
         sources = _data_sources(file) if file.is_file() else []
-        other_sources = [
-            source for source in sources if _normalize(benchmark) not in _normalize(source)
-        ]
-        if sources and not other_sources:
+        others = [name for name in sources if _normalize(benchmark) not in _normalize(name)]
+        if sources and not others:
             return file
-        if other_sources:
-            mismatch = (
-                f"{file} holds rows of {', '.join(other_sources[:3])}, not of {benchmark} alone"
+        if others:
+            mismatch_message = (
+                f"{file} holds rows of {', '.join(others[:3])}, not of {benchmark} alone"
             )
             if file.parent.name == benchmark:
-                raise DataError(f"{mismatch}; prepare {benchmark} there (`hone data prepare`)")
+                raise DataError(
+                    f"{mismatch_message}; prepare {benchmark} there (`hone data prepare`)"
+                )
     source_dir = folder if RECIPES[benchmark].builder else None
     try:
         prepare(benchmark, local_dir=work_folder / benchmark, source_dir=source_dir)
     except (DataError, KeyError) as error:
-        if mismatch:
-            raise DataError(f"{mismatch}, and {folder} has no other file of {benchmark}") from error
+        if mismatch_message:
+            raise DataError(
+                f"{mismatch_message}, and {folder} has no other file of {benchmark}"
+            ) from error
         raise
     return work_folder / benchmark / "test.parquet"
 
@@ -87,7 +76,7 @@ def _data_sources(file: Path) -> list[str]:
 
 
 def _normalize(text: str) -> str:
-    """Normalizes a name, so that `HuggingFaceH4/MATH-500` or `aime_2024` contains its benchmark's name."""
+    """Normalizes a name: `aime_2024` becomes `aime24`, and `HuggingFaceH4/MATH-500` contains `math500`."""
     return re.sub(r"20(?=\d\d)", "", re.sub(r"[^a-z0-9]", "", text.lower()))
 
 

@@ -100,7 +100,7 @@ def compose_arguments(
 ) -> ComposedConfig:
     """Composes the configuration of a command line, with the origin of each value.
 
-    `schema` is the name of the tree of keys, also for a user's YAML without a defaults list.
+    `schema` names the tree of keys; a user's YAML that has no defaults list has the same tree.
     `starting_values` returns values for keys that are not set; it is not called if --config-name selects
     another YAML.
     """
@@ -127,7 +127,7 @@ def compose_arguments(
         raise SystemExit(0)
     global _last_composed
     _last_composed = composed
-    set_stop_message(lambda: _describe_saved(composed.config))
+    set_stop_message(lambda: _saved_state_sentence(composed.config))
     return composed
 
 
@@ -157,36 +157,34 @@ def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Name
     if program == "hone generate":
         parser.add_argument("--search", metavar="URL", help="let the model search this service")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = ["--info" if text.startswith("--info=") else text for text in arguments]
-    for text in arguments:
-        option, _, value = text.partition("=")
-        options = parser._option_string_actions
-        if text.startswith("--") and option not in options:
-            if similar := nearest(option, [name for name in options if name.startswith("--")], 0.8):
-                raise ConfigError(f"there is no option {option}.{did_you_mean(similar)}")
+    arguments = ["--info" if word.startswith("--info=") else word for word in arguments]
+    long_options = [name for name in parser._option_string_actions if name.startswith("--")]
+    for argument in arguments:
+        option, _, value = argument.partition("=")
+        if option.startswith("--") and option not in long_options:
+            if similar_option := nearest(option, long_options, cutoff=0.8):
+                raise ConfigError(f"there is no option {option}.{did_you_mean(similar_option)}")
             raise ConfigError(_unknown_option_message(option, value or "VALUE", schema))
     return parser.parse_intermixed_args(arguments)
 
 
 def _unknown_option_message(option: str, value: str, schema: str) -> str:
-    """Returns the error message for an option that does not exist, with the keys that it may mean."""
+    """Returns the error message for an unknown option, with the keys that the user may have meant."""
     name, root = option.lstrip("-").replace("-", "_"), TREES[schema].root
     keys = list(leaves(root))
-    nearest_keys = [] if any(key.endswith(f".{name}") for key in keys) else [nearest(name, keys)]
-    matches = (
-        [name]
-        if name in keys
-        else suggested_keys(root, name) or [key for key in nearest_keys if key]
-    )
-    examples = " or ".join(f"{key}={value}" for key in matches)
-    advice = f", as in {examples}" if matches else ""
+    suggestions = [name] if name in keys else suggested_keys(root, name)
+    if not suggestions and not any(key.endswith(f".{name}") for key in keys):
+        nearest_key = nearest(name, keys)
+        suggestions = [nearest_key] if nearest_key else []
+    examples = " or ".join(f"{key}={value}" for key in suggestions)
+    advice = f", as in {examples}" if suggestions else ""
     return (
         f"there is no option {option}; settings are key=value{advice} "
         f"(`hone config show --tree {schema}` lists them)"
     )
 
 
-def _describe_saved(config: Block) -> str:
+def _saved_state_sentence(config: Block) -> str:
     """Returns a sentence that says what is saved so far, and whether the same command resumes from it."""
     if isinstance(config, GenerationConfig):
         return "finished responses are kept, and the same command generates the others"
@@ -214,12 +212,12 @@ def print_starting_values_and_notes(composed: ComposedConfig) -> None:
     keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES_ORIGIN]
     settings = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
     if settings:
-        half = (len(settings) + 1) // 2
         screen().line(
             "starting values for this data, model and device (set a key to change its value):"
         )
-        for part in filter(None, (settings[:half], settings[half:])):
-            screen().line("  " + " ".join(part))
+        half = (len(settings) + 1) // 2
+        for settings_of_line in filter(None, (settings[:half], settings[half:])):
+            screen().line("  " + " ".join(settings_of_line))
     if composed.notes:
         screen().line("set, but without effect here:")
         for note in composed.notes:
@@ -227,16 +225,16 @@ def print_starting_values_and_notes(composed: ComposedConfig) -> None:
 
 
 def require_keys(composed: ComposedConfig, keys: Mapping[str, str]) -> None:
-    """Raises an error for each key that was not given; `keys` maps a key to its description."""
-    missing = [key for key in keys if key not in composed.origins]
-    if missing:
+    """Raises an error that names the keys that were not given; `keys` maps each key to its description."""
+    missing_keys = [key for key in keys if key not in composed.origins]
+    if missing_keys:
         raise ConfigError(
-            "; ".join(f"{key} was not given: set it to {keys[key]}" for key in missing)
+            "; ".join(f"{key} was not given: set it to {keys[key]}" for key in missing_keys)
         )
 
 
 def check_output_folder(path: str, key: str) -> None:
-    """Raises an error unless results can be written to this folder, which may be new."""
+    """Raises an error if results cannot be written to this folder; the folder need not exist."""
     _check_local(path, key)
     folder = Path(path).expanduser().absolute()
     if folder.is_file():
@@ -245,7 +243,7 @@ def check_output_folder(path: str, key: str) -> None:
 
 
 def check_output_file(path: str, key: str, inputs: Sequence[str] = ()) -> None:
-    """Raises an error unless results can be written to this file, which may be new but no input."""
+    """Raises an error if results cannot be written to this file, or if it is one of the input files."""
     _check_local(path, key)
     file = Path(path).expanduser().absolute()
     if file.is_dir():
@@ -262,6 +260,7 @@ def _check_local(path: str, key: str) -> None:
 
 
 def _check_writable(folder: Path, setting: str) -> None:
+    """Raises an error that begins with `setting` if the folder cannot be created or written to."""
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if not parent.is_dir():
         raise ConfigError(f"{setting}: {parent} is a file, so nothing can be written below it")
@@ -276,7 +275,8 @@ def path_override(key: str, path: str | Path) -> str:
 
 
 def lock_run_folder(folder: str) -> AbstractContextManager[FolderLock | None]:
-    """Returns the lock of a run folder; no lock if the folder is invalid, which later checks report."""
+    """Returns the lock of a run folder, or an empty context if the folder is invalid: a later check reports
+    that."""
     try:
         check_output_folder(folder, "trainer.default_local_dir")
     except ConfigError:
@@ -287,7 +287,7 @@ def lock_run_folder(folder: str) -> AbstractContextManager[FolderLock | None]:
 def run_ranks(
     composed: ComposedConfig, arguments: Sequence[str], module: str, run: Callable[[], object]
 ) -> None:
-    """Calls `run` if this process is a rank, or else launches the configured ranks."""
+    """Calls `run` if this process is a rank of the program `module`, or else launches the ranks."""
     trainer = composed.config.trainer
     if Ranks.from_env().is_first:
         print_starting_values_and_notes(composed)
@@ -322,8 +322,8 @@ def run_program(program: Callable[[], int | None]) -> int:
         if Ranks.from_env().is_first:
             sys.stderr.write(stop_message(f"stopped by {SIGNAL_NAMES[signal_number]}"))
         return signal_exit_code(signal_number)
-    except (KeyboardInterrupt, Terminated) as stop:  # SIGINT or SIGTERM, without saving
-        signal_number = signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM
+    except (KeyboardInterrupt, Terminated) as error:  # SIGINT or SIGTERM, without saving
+        signal_number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
         sys.stderr.write(stop_message(f"stopped at once by {SIGNAL_NAMES[signal_number]}"))
         return signal_exit_code(signal_number)
     except Exception as error:
@@ -357,9 +357,9 @@ def write_traceback(error: BaseException, folder: Path | None = None) -> Path | 
 
 
 def user_error_message(error: BaseException) -> str | None:
-    """Returns the message of a user error; None for any other error."""
+    """Returns the message for an error that the user can mend; None for any other error."""
     if isinstance(error, _user_error_classes()):
-        return _add_key(str(error), getattr(error, "path", None))
+        return _prefix_with_key(str(error), getattr(error, "path", None))
     if (message := storage_error_message(error)) is not None:
         return message
     if isinstance(error, OSError) and error.filename is not None:
@@ -371,8 +371,8 @@ def user_error_message(error: BaseException) -> str | None:
     return None
 
 
-def _add_key(message: str, path: str | None) -> str:
-    """Returns `key=path: message` if the value of a key is `path`, or else the message."""
+def _prefix_with_key(message: str, path: str | None) -> str:
+    """Returns `key=path: message` if some key has the value `path`, or else the message."""
     composed = _last_composed
     if composed is None or not path:
         return message

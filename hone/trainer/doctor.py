@@ -1,7 +1,7 @@
 """`hone doctor` reports what is installed, what is missing, and whether one training step works.
 
-The program changes nothing. Each finding is one line: fine, missing (with the feature that the missing part
-would enable), or broken.
+The program changes nothing. Each line of its report is about one part, which is fine, missing or broken; the
+line of a missing part names the feature that the part would enable.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hone import __version__
 from hone.cores import usable_cores
 
 REQUIRED_PACKAGES = (
-    *("torch", "transformers", "tokenizers", "tensordict", "hydra-core", "omegaconf"),
-    *("numpy", "pyarrow", "safetensors", "peft", "rich", "matplotlib"),
-)
+    "torch", "transformers", "tokenizers", "tensordict", "hydra-core", "omegaconf", "numpy", "pyarrow",
+    "safetensors", "peft", "rich", "matplotlib",
+)  # fmt: skip
 OPTIONAL_PACKAGES = {
     "ray": ("ray", "more than one process or machine for `hone train` (trainer.controller=ray)"),
     "tensorboard": ("tensorboard", "the tensorboard tracker"),
@@ -39,7 +39,7 @@ OPTIONAL_PACKAGES = {
     ),
     "datasets": (None, "`hone data prepare --hub` (pip install datasets)"),
 }
-"""Maps a package to the extra that installs it and the feature it enables."""
+"""Maps a package to the extra of hone-rl that installs it (None: no extra does), and to its feature."""
 
 
 class State(str, Enum):
@@ -87,7 +87,7 @@ def report(
     return 1 if num_broken else 0
 
 
-def chat_template(model: str) -> Iterator[Finding]:
+def chat_template_findings(model: str) -> Iterator[Finding]:
     """Yields findings on whether a model's chat template renders turns as the agent loops append them."""
     from hone.agents.observations import Drift, drifts
     from hone.models.load import load_tokenizer
@@ -96,11 +96,12 @@ def chat_template(model: str) -> Iterator[Finding]:
     if not tokenizer.chat_template:
         yield Finding("chat template", model, State.MISSING, "it has none; prompts are plain text")
         return
-    for case in drifts(tokenizer, {}):
-        if isinstance(case, Drift):
-            yield Finding("chat template", case.case, State.MISSING, case.problem)
+    for drift_or_case in drifts(tokenizer, {}):
+        if isinstance(drift_or_case, Drift):
+            drift = drift_or_case
+            yield Finding("chat template", drift.case, State.MISSING, drift.problem)
         else:
-            yield Finding("chat template", case, State.FINE, "the same tokens")
+            yield Finding("chat template", drift_or_case, State.FINE, "the same tokens")
 
 
 def _machine_findings() -> Iterator[Finding]:
@@ -131,11 +132,12 @@ def _package_findings() -> Iterator[Finding]:
         state = State.FINE if version else State.BROKEN
         yield Finding("packages", name, state, version or "missing: pip install hone-rl")
     for name, (extra, feature) in OPTIONAL_PACKAGES.items():
-        install = f" (pip install 'hone-rl[{extra}]')" if extra else ""
-        state, detail = State.MISSING, f"would enable {feature}{install}"
         if version := _version(name):
-            state, detail = State.FINE, f"{version}: {feature}"
-        yield Finding("optional packages", name, state, detail)
+            yield Finding("optional packages", name, State.FINE, f"{version}: {feature}")
+        else:
+            install = f" (pip install 'hone-rl[{extra}]')" if extra else ""
+            detail = f"would enable {feature}{install}"
+            yield Finding("optional packages", name, State.MISSING, detail)
 
 
 def _version(package: str) -> str | None:
@@ -170,7 +172,7 @@ def _sandbox_findings(self_test: bool) -> Iterator[Finding]:
 
 
 def _finding_of_action(section: str, name: str, action: Callable[[], str]) -> Finding:
-    """Returns a finding with the result of an action, or with its error."""
+    """Runs an action, and returns a finding with the text that the action returned or with its error."""
     try:
         return Finding(section, name, State.FINE, action())
     except Exception as error:  # reported as a finding

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class EvaluationError(ValueError):
 
 @dataclass
 class Attempts:
-    """The scores of a row's responses, and the answers for majority voting, where None does not vote."""
+    """The scores of a row's responses, and the answers that they vote for; None is no vote."""
 
     source: str
     scores: list[float] = field(default_factory=list)
@@ -68,8 +69,8 @@ class Estimate:
 class SourceResult:
     """The metrics of one data source, or of all sources together."""
 
-    rows: int
-    responses: int
+    num_rows: int
+    num_responses: int
     metrics: dict[str, Estimate]
     failures: dict[str, int] = field(default_factory=dict)
     is_total: bool = False
@@ -77,7 +78,7 @@ class SourceResult:
 
 @dataclass
 class Evaluation:
-    """The results by data source and in total, and the rows with their column `scores`."""
+    """The results by data source and in total, and the rows with a new column `scores`."""
 
     sources: dict[str, SourceResult]
     rows: list[Row]
@@ -93,8 +94,8 @@ class Evaluation:
         }
         values["sources"] = {
             name: {
-                "rows": result.rows,
-                "responses": result.responses,
+                "rows": result.num_rows,
+                "responses": result.num_responses,
                 "failures": result.failures,
                 "metrics": {k: vars(estimate) for k, estimate in result.metrics.items()},
             }
@@ -106,11 +107,13 @@ class Evaluation:
 def evaluate(config: EvaluationConfig, compute_score: Function | None = None) -> Evaluation:
     """Reads, scores and summarizes the responses; raises an error if none could be scored.
 
-    `compute_score` runs in this process with a soft deadline; other scorers run in separate processes.
+    `compute_score` runs in this process, which cannot stop it at its deadline; other scorers run in separate
+    processes.
     """
     store = read_rows(config.data.path, BadRowPolicy("raise", policy_key=None), "data.path")
     rows = list(store.scan())
-    if config.output.scores_path:  # raises an error for a column that parquet cannot store
+    if config.output.scores_path:
+        # Raises an error now, before hours of scoring, for a column that parquet cannot store.
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])
     groups = [_responses(row, store.where(index), config) for index, row in enumerate(rows)]
     scorer = compute_score or get_custom_reward_fn(config)
@@ -126,14 +129,14 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
     first_failures: dict[str, str] = {}
     for index, (row, group) in enumerate(zip(rows, groups, strict=True)):
         source, row_outcomes = group[0].data_source, []
-        for outcome in (next(outcomes) for _ in group):
+        for outcome in islice(outcomes, len(group)):
             if isinstance(outcome, Failed):
                 failures.setdefault(source, Counter())[outcome.reason] += 1
                 first_failures.setdefault(outcome.reason, f"{store.where(index)}: {outcome.detail}")
                 outcome = Scored(0.0)
             row_outcomes.append(outcome)
         row["scores"] = [outcome.score for outcome in row_outcomes]
-        answers = votes(row_outcomes, [response.solution_str for response in group])
+        answers = answer_votes(row_outcomes, [response.solution_str for response in group])
         attempts.append(Attempts(source, row["scores"], answers))
     if sum(map(Counter.total, failures.values())) == len(responses):
         messages = "; ".join(f"{reason}: {message}" for reason, message in first_failures.items())
@@ -159,11 +162,12 @@ def _responses(row: Row, location: str, config: EvaluationConfig) -> list[Scorer
             raise DataError(
                 f"{location}, column {key!r} must be an object, got {short_repr(value)}"
             )
-    extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
-    extra.update(extra_info)
+    scorer_info = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
+    scorer_info |= extra_info
     source, truth = str(row[data.data_source_key]), reward_model.get("ground_truth")
     return [
-        ScorerInput(source, text, truth, extra | policy_transcript_info(text)) for text in texts
+        ScorerInput(source, text, truth, scorer_info | policy_transcript_info(text))
+        for text in texts
     ]
 
 
@@ -185,22 +189,25 @@ def _score_responses(
     *,
     in_processes: bool,
 ) -> list[Scored | Failed]:
-    """Returns one outcome per response; it is Failed if the rule needs a ground truth and there is none."""
+    """Returns the outcome of each response: Failed also if a rule needs a ground truth and there is none."""
     manager: PrimeRewardManager | NaiveRewardManager
     policy = FailurePolicy("score", 0.0, config.timeout_s)
     if in_processes:
-        options: dict[str, Any] = {"memory_limit_mb": config.sandbox_fusion.memory_limit_mb}
-        if config.sandbox_fusion.url:
-            options["sandbox_fusion_url"] = config.sandbox_fusion.url
-        options = options if scorer is default_compute_score else {}
+        sandbox_options: dict[str, Any] = {}
+        if scorer is default_compute_score:
+            sandbox_options["memory_limit_mb"] = config.sandbox_fusion.memory_limit_mb
+            if config.sandbox_fusion.url:
+                sandbox_options["sandbox_fusion_url"] = config.sandbox_fusion.url
         num_processes = min(config.num_processes or usable_cores(), max(len(responses), 1))
         manager = PrimeRewardManager(
-            None, 0, scorer, policy=policy, num_processes=num_processes, **options
+            None, 0, scorer, policy=policy, num_processes=num_processes, **sandbox_options
         )
     else:
         manager = NaiveRewardManager(None, 0, scorer, policy=policy)
     column = f"{config.data.reward_model_key}.ground_truth"
-    missing_truth = Failed("no_ground_truth", f"{column} is null or empty, and the rule needs one")
+    missing_truth_failure = Failed(
+        "no_ground_truth", f"{column} is null or empty, and the rule needs one"
+    )
     lacks_truth = [
         manager.lacks_ground_truth(response.data_source, response.ground_truth)
         for response in responses
@@ -217,13 +224,13 @@ def _score_responses(
         if isinstance(manager, PrimeRewardManager):
             manager.close()
     scorable_outcomes = iter(outcomes)
-    return [missing_truth if lacks else next(scorable_outcomes) for lacks in lacks_truth]
+    return [missing_truth_failure if lacks else next(scorable_outcomes) for lacks in lacks_truth]
 
 
-def votes(outcomes: Sequence[Scored], responses: Sequence[str]) -> list[str | None]:
-    """Returns the vote of each response: the scorer's `pred`, else the answer in its text, else None.
+def answer_votes(outcomes: Sequence[Scored], responses: Sequence[str]) -> list[str | None]:
+    """Returns the answer that each response votes for: the scorer's `pred`, or else the answer in the text.
 
-    If no response has an answer, the votes are the whole texts.
+    If no response has an answer, each response votes for its whole text. None is no vote.
     """
     answers = [
         vote_of(outcome.extras["pred"]) if "pred" in outcome.extras else extract_answer(text)
@@ -252,7 +259,10 @@ def summarize(
     config: EvaluationMetricsConfig,
     failures: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, SourceResult]:
-    """Returns the result of each data source, and the total over all rows if there are several sources."""
+    """Returns the result of each data source, and the total over all rows if there are several sources.
+
+    There is one `Attempts` per row; `failures` counts failures by data source and reason.
+    """
     rows = list(attempts)
     rows_by_source: dict[str, list[Attempts]] = {}
     for row in rows:
@@ -264,13 +274,11 @@ def summarize(
     }
     if len(rows_by_source) > 1:
         total_failures = sum((Counter(counts) for counts in failure_counts.values()), Counter())
-        name = (
-            TOTAL_NAME
-            if TOTAL_NAME not in rows_by_source
-            else f"{TOTAL_NAME} {len(rows_by_source)} sources"
-        )
-        results[name] = _source_result(rows, config, dict(total_failures))
-        results[name].is_total = True
+        total_name = TOTAL_NAME
+        if total_name in rows_by_source:  # a data source has the same name
+            total_name = f"{TOTAL_NAME} {len(rows_by_source)} sources"
+        results[total_name] = _source_result(rows, config, dict(total_failures))
+        results[total_name].is_total = True
     return results
 
 
@@ -293,10 +301,9 @@ def _source_result(
         if k > 1:
             values_by_metric[f"best@{k}"] = [best_at(row.scores, k) for row in rows]
             values_by_metric[f"maj@{k}"] = [majority_at(row.scores, row.answers, k) for row in rows]
-    responses = sum(len(row.scores) for row in rows)
-    return SourceResult(
-        len(rows), responses, bootstrap_estimates(values_by_metric, config), failures
-    )
+    num_responses = sum(len(row.scores) for row in rows)
+    estimates = bootstrap_estimates(values_by_metric, config)
+    return SourceResult(len(rows), num_responses, estimates, failures)
 
 
 def bootstrap_estimates(
@@ -304,8 +311,8 @@ def bootstrap_estimates(
 ) -> dict[str, Estimate]:
     """Returns means over rows with bootstrap percentile intervals; rows are resampled, not responses.
 
-    If all rows are 0 or all are 1, the interval is the exact binomial (Clopper-Pearson); if all have
-    another common value, it is undefined.
+    If the value of every row is 0, or that of every row is 1, the interval is the exact binomial one
+    (Clopper-Pearson). If all rows have another common value, the interval is undefined.
     """
     names = list(values_by_metric)
     values = np.array(list(values_by_metric.values()), dtype=np.float64)
@@ -314,9 +321,9 @@ def bootstrap_estimates(
     means = np.empty((config.bootstrap_samples, len(names)))
     for sample in range(config.bootstrap_samples):
         means[sample] = values[:, generator.integers(num_rows, size=num_rows)].mean(axis=1)
-    tail = (1.0 - config.confidence) / 2
-    low, high = np.quantile(means, [tail, 1.0 - tail], axis=0)
-    exact_bound = tail ** (1.0 / num_rows)
+    tail_probability = (1.0 - config.confidence) / 2
+    low, high = np.quantile(means, [tail_probability, 1.0 - tail_probability], axis=0)
+    exact_bound = tail_probability ** (1.0 / num_rows)
     estimates = {}
     for i, name in enumerate(names):
         bounds: tuple[float | None, float | None] = float(low[i]), float(high[i])

@@ -1,7 +1,7 @@
 """`hone export CHECKPOINT OUT` converts a training checkpoint to a folder that `from_pretrained` opens.
 
-An export inside the checkpoint is copied; otherwise the weights are gathered from the shards of the
-checkpoint, which any number of ranks may have written. LoRA matrices are merged, or exported alone.
+A Hugging Face folder inside the checkpoint is copied. Without one, the weights are gathered from the shards
+of the checkpoint, which any number of ranks may have written. LoRA matrices are merged, or exported alone.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ def find_model_folder(folder: Path) -> Path:
     run = RunFolder(folder)
     is_run = bool(run.checkpoints())
     if is_run:
-        checkpoint_to_export = newest_valid_checkpoint(run)
-        if checkpoint_to_export is None:
+        newest_checkpoint = newest_valid_checkpoint(run)
+        if newest_checkpoint is None:
             raise ExportError(f"every checkpoint in {folder} is damaged; see the log above")
-        folder = checkpoint_to_export[1]
+        _, folder = newest_checkpoint
     if (folder / "actor").is_dir():
         folder = folder / "actor"
     is_critic = any(name.startswith(_VALUE_HEAD_PREFIX) for name in _tensor_metadata(folder))
@@ -179,21 +179,26 @@ def _gather_and_export(
 def _replace_custom_code(
     model: ModelConfig, external_lib: str | None, trust_remote_code: bool
 ) -> ModelConfig:
-    """Returns the run's model config, with the custom code that the command line allows."""
-    flags = []
+    """Returns the run's model config with only the custom code that the command line allows.
+
+    Prints the flags for custom code of the run that is left out.
+    """
+    missing_flags = []
     if model.external_lib and not external_lib:
         lib = model.external_lib
-        flags.append(f"--external-lib {lib if isinstance(lib, str) else ','.join(lib)}")
+        missing_flags.append(f"--external-lib {lib if isinstance(lib, str) else ','.join(lib)}")
     if model.trust_remote_code and not trust_remote_code:
-        flags.append("--trust-remote-code")
-    if flags:
+        missing_flags.append("--trust-remote-code")
+    if missing_flags:
+        flags = " ".join(missing_flags)
         screen().line(
-            f"the run used custom code, which the export does not load; if you trust it: {' '.join(flags)}"
+            f"the run used custom code, which the export does not load; if you trust it: {flags}"
         )
     return replace(model, external_lib=external_lib, trust_remote_code=trust_remote_code)
 
 
 def _saved_dtype(source: Path) -> torch.dtype:
+    """Returns the dtype of the first model tensor in the shards."""
     for name, metadata in _tensor_metadata(source).items():
         if name.startswith("model.") and hasattr(metadata, "properties"):
             return metadata.properties.dtype
@@ -201,6 +206,7 @@ def _saved_dtype(source: Path) -> torch.dtype:
 
 
 def _model_config(source: Path) -> ModelConfig:
+    """Returns the model config in the config.yaml of the run that `source` is in."""
     for folder in source.parents[:3]:
         try:
             config = RunFolder(folder).read_config()

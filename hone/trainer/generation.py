@@ -62,9 +62,8 @@ if TYPE_CHECKING:
 
 HASHED_ROLLOUT_KEYS = (
     *(field.name for field in fields(SamplingConfig) if field.name != "seed"),
-    *("name", "exact", "dtype", "calculate_log_probs"),
-    *("prompt_length", "response_length", "max_model_len"),
-)
+    "name", "exact", "dtype", "calculate_log_probs", "prompt_length", "response_length", "max_model_len",
+)  # fmt: skip
 """Keys of the rollout block that affect the output."""
 UNHASHED_DATA_KEYS = ("path", "output_path", "overwrite", "batch_size", "max_samples")
 """Keys of the data block that do not affect the output; the job hash covers the rows themselves."""
@@ -90,25 +89,24 @@ def build_engine(
     policy = PolicyModel(lm.eval())
     eos_token_ids = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
     if model.lora_adapter_path:
+        # The other settings are those of the adapter on disk.
         settings = AdapterSettings(0, 0.0, 0.0, (), adapter_path=model.lora_adapter_path)
         policy.lm = wrap_lora(policy.lm, settings)
     policy.requires_grad_(False).eval()
-    return build_rollout(
-        RolloutSpec(
-            config.rollout,
-            model_path=model.path,
-            load_policy=lambda: policy.to(device),
-            dtype=dtype,
-            device=device,
-            tokenizer=tokenizer,
-            eos_ids=tuple(eos_token_ids),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            current_weights=(lambda: merged_weights(policy.lm))
-            if model.lora_adapter_path
-            else None,
-        )
+    spec = RolloutSpec(
+        config.rollout,
+        model_path=model.path,
+        load_policy=lambda: policy.to(device),
+        dtype=dtype,
+        device=device,
+        tokenizer=tokenizer,
+        eos_ids=tuple(eos_token_ids),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
     )
+    if model.lora_adapter_path:
+        spec = replace(spec, current_weights=lambda: merged_weights(policy.lm))
+    return build_rollout(spec)
 
 
 def max_positions(lm: PreTrainedModel) -> int | None:
@@ -132,16 +130,16 @@ async def respond(
     get_sampling_params: Callable[[int], list[Sampling]],
     on_finish: Callable[[int, list[TokenOutput]], None],
     *,
-    name_of: Callable[[int], str],
-    in_flight: int,
+    prompt_name: Callable[[int], str],
+    max_in_flight: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Generates the responses to all prompts, at most `in_flight` prompts at a time.
+    """Generates the responses to all prompts, at most `max_in_flight` prompts at a time.
 
-    `on_finish` receives the index of a prompt and all of its responses. `name_of` returns the name of a
-    prompt in error messages.
+    The callbacks receive the index of a prompt: `on_finish` also its responses, and `prompt_name` returns the
+    prompt's name in error messages. After `should_stop` has returned True, no prompt is started.
     """
-    slots = asyncio.Semaphore(in_flight)
+    slots = asyncio.Semaphore(max_in_flight)
 
     async def generate_prompt(index: int, ids: list[int]) -> None:
         async with slots:
@@ -153,7 +151,7 @@ async def respond(
                     *(generate(ids, sampling, f"{index}/{i}") for i, sampling in requests)
                 )
             except RolloutError as error:
-                raise RolloutError(f"{name_of(index)}: {error}") from error
+                raise RolloutError(f"{prompt_name(index)}: {error}") from error
         on_finish(index, list(outputs))
 
     tasks = [asyncio.create_task(generate_prompt(index, ids)) for index, ids in enumerate(prompts)]
@@ -252,8 +250,8 @@ class Generation:
                 prompts,
                 lambda i: self._sampling_params(indices[i], len(prompts[i])),
                 on_finish,
-                name_of=lambda i: self.rows.where(indices[i]),
-                in_flight=config.data.batch_size,
+                prompt_name=lambda i: self.rows.where(indices[i]),
+                max_in_flight=config.data.batch_size,
                 should_stop=lambda: stop.requested,
             )
             try:
@@ -264,6 +262,7 @@ class Generation:
     async def _generate_response(
         self, engine: RolloutEngine, ids: list[int], sampling: Sampling, request_id: str
     ) -> TokenOutput:
+        """Generates one response; with `search.url`, all turns of a conversation and their search results."""
         search, rollout = self.config.search, self.config.rollout
         if search.url is None:
             return await engine.generate(ids, sampling, request_id)
@@ -286,6 +285,7 @@ class Generation:
         return TokenOutput(tokens, data.response_logprobs, data.versions, reason)
 
     def _prompt_ids(self, index: int) -> list[int]:
+        """Returns the prompt of a row as tokens; raises an error if it is too long."""
         row, data = self.rows[index], self.config.data
         max_tokens = self.config.rollout.prompt_length
         if data.prompt_key not in row:

@@ -28,7 +28,7 @@ class _ProcessState:
     """How this process was started, and what it prints when it stops."""
 
     describe_saved: Callable[[], str] | None = None
-    """Returns what a stopped program prints about its saved state."""
+    """Returns the sentence that a stopped program prints about what it has saved."""
     was_launched: bool = False
     """Whether `launch` started this process."""
     num_programs: int = 0
@@ -44,14 +44,14 @@ def signal_exit_code(signal_number: int) -> int:
 
 
 def set_stop_message(describe_saved: Callable[[], str]) -> None:
-    """Sets the function that returns what a stopped program has saved, and how to resume."""
+    """Sets the function whose sentence says what a stopped program has saved, and how to resume."""
     _process.describe_saved = describe_saved
 
 
 def stop_message(reason: str) -> str:
     """Returns the last line that a stopped program prints."""
-    saved_description = _process.describe_saved() if _process.describe_saved else ""
-    return f"{reason}; {saved_description}\n" if saved_description else f"{reason}\n"
+    saved_sentence = _process.describe_saved() if _process.describe_saved else ""
+    return f"{reason}; {saved_sentence}\n" if saved_sentence else f"{reason}\n"
 
 
 def mark_as_rank() -> None:
@@ -118,9 +118,9 @@ class GracefulStop:
 
     def sync_ranks(self, sum_over_ranks: Callable[..., list[float]]) -> None:
         """Requests a stop on every rank if any rank received a signal; all ranks must call this method."""
-        flags = (float(self.signal_number == number) for number in SIGNAL_NAMES)
-        for number, rank_count in zip(SIGNAL_NAMES, sum_over_ranks(*flags), strict=True):
-            if rank_count:
+        has_received = (float(self.signal_number == number) for number in SIGNAL_NAMES)
+        for number, num_ranks in zip(SIGNAL_NAMES, sum_over_ranks(*has_received), strict=True):
+            if num_ranks:
                 self.signal_number = number
 
     def raise_if_requested(self, step: int) -> None:
@@ -165,6 +165,7 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def _raise_exit(signal_number: int, restore_default: bool = True) -> None:
+    """Raises the exception of a signal: KeyboardInterrupt or Terminated."""
     if restore_default:
         signal.signal(signal_number, signal.SIG_DFL)  # a second signal exits without clean-up
     if signal_number == signal.SIGINT:

@@ -17,8 +17,6 @@ from hone.types import Row
 log = logging.getLogger(__name__)
 
 PARTS_SUFFIX = ".parts"
-
-
 RESULT_COLUMNS = ("responses", "response_lengths", "stop_reasons", "log_probs", "scores")
 """The columns that `hone generate` and `hone eval` (`scores`) add to a row."""
 
@@ -28,7 +26,7 @@ class GenerationError(ValueError):
 
 
 def join_results(row: Row, columns: Row) -> Row:
-    """Returns a row with new result columns; results of an earlier generation are dropped."""
+    """Returns a row with new result columns, without the results of an earlier generation."""
     has_results = "responses" in row
     return {k: v for k, v in row.items() if not (has_results and k in RESULT_COLUMNS)} | columns
 
@@ -36,8 +34,8 @@ def join_results(row: Row, columns: Row) -> Row:
 class JobFiles:
     """The files of a job.
 
-    `OUTPUT.HASH.parts` has one file of finished rows per rank while the job runs. `OUTPUT.job` records the
-    hashes of the job and its output, so that a job neither reuses nor replaces the file of another job.
+    While the job runs, the folder `OUTPUT.HASH.parts` has one file of finished rows per rank. `OUTPUT.job`
+    records the hashes of the job and its output, so that a job recognizes the output of another job.
     """
 
     def __init__(self, output: Path, job_hash: str, rank: int) -> None:
@@ -62,13 +60,14 @@ class JobFiles:
         for file in sorted(self.folder.glob("rank_*.jsonl")):
             for line in file.read_bytes().split(b"\n"):
                 try:
-                    entry = json.loads(line)
-                    columns_by_row[entry["row"]] = entry["columns"]
+                    finished_row = json.loads(line)
+                    columns_by_row[finished_row["row"]] = finished_row["columns"]
                 except (ValueError, TypeError, KeyError, RecursionError):
                     continue  # an incomplete last line, left by a killed process
         return columns_by_row
 
     def append(self, row_index: int, columns: Row) -> None:
+        """Writes the generated columns of a finished row to the part of this rank."""
         line = json.dumps({"row": row_index, "columns": columns}) + "\n"
         self.folder.mkdir(parents=True, exist_ok=True)
         with add_file_name_to_errors(self._part), self._part.open("ab+") as stream:
@@ -79,7 +78,7 @@ class JobFiles:
             stream.write(line.encode())
 
     def is_done(self, *, overwrite: bool) -> bool:
-        """Returns whether this job's output exists.
+        """Returns whether this job's output exists; if it does, leftover parts are deleted.
 
         Raises an error if the file is another job's output and `overwrite` is false.
         """
@@ -90,9 +89,8 @@ class JobFiles:
         except (OSError, ValueError):
             record = None
         if self.output.is_file() and record == self._job_record(self.output):
-            shutil.rmtree(
-                self.folder, ignore_errors=True
-            )  # a process killed in `write` leaves the parts
+            # A process that was killed in `write` has left the parts.
+            shutil.rmtree(self.folder, ignore_errors=True)
             return True
         if not overwrite:
             raise GenerationError(

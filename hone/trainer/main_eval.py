@@ -113,9 +113,8 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
     out = Path(options.out or "eval").expanduser()
     check_output_folder(str(out), "--out")
     generation_overrides, scoring_overrides = split_overrides(overrides)
-    load_config(
-        scoring_overrides, config_name="evaluation"
-    )  # finds errors now: generation may take hours
+    # Errors of the scoring config are found now, because generation may take hours.
+    load_config(scoring_overrides, config_name="evaluation")
     with lock_folder(out):
         data = Path(options.data).expanduser()
         files = {bench: benchmark_file(bench, data, out / "data") for bench in options.bench}
@@ -144,8 +143,8 @@ def print_tables(result: Evaluation, config: EvaluationConfig, title: str) -> No
 
     print_line = screen().line
     for name, source in result.sources.items():
-        heading = f"{title}: {name} ({source.rows} rows, {source.responses} responses)"
-        print_line(heading)  # a title would be wrapped to the width of the table
+        heading = f"{title}: {name} ({source.num_rows} rows, {source.num_responses} responses)"
+        print_line(heading)  # rich would wrap a table's title to the width of the table
         table = Table("metric", "value", f"{config.metrics.confidence:.0%} interval")
         for metric, estimate in source.metrics.items():
             interval = (

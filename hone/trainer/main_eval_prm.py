@@ -61,13 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`hone config show --tree prm_trainer` lists the keys.",
     )
     add, aggregates = parser.add_argument, list(AGGREGATES)
-    add(
-        "--processbench",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="ProcessBench file; may be repeated",
-    )
+    processbench_help = "ProcessBench file; may be repeated"
+    add("--processbench", action="append", default=[], metavar="FILE", help=processbench_help)
     add("--best-of-n", metavar="FILE", help="rows of n responses, as hone generate writes them")
     add("--aggregate", choices=aggregates, help="how step scores are combined (default: soft_min)")
     add("--split", help="text between the steps of a response (default: an empty line)")
@@ -91,18 +86,16 @@ def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> dict[str, 
     if options.processbench:
         results["processbench"] = process_bench(scorer, options.processbench)
     if options.best_of_n:
-        aggregate, split = (
-            options.aggregate or "soft_min",
-            unescape_newlines(options.split or "\n\n"),
-        )
-        results["best_of_n"] = best_of_n(scorer, options.best_of_n, aggregate, split)
+        aggregate = options.aggregate or "soft_min"
+        step_separator = unescape_newlines(options.split or "\n\n")
+        results["best_of_n"] = best_of_n(scorer, options.best_of_n, aggregate, step_separator)
     if config.data.val_files:
         results["labelled_steps"] = labelled_step_metrics(scorer)
     return results
 
 
 def check_single_rank(world_size: int, program: str) -> None:
-    """Raises an error if several ranks are configured or running."""
+    """Raises an error if the config or torchrun asks for several ranks."""
     from hone.trainer.ranks import Ranks
 
     if world_size > 1 or Ranks.from_env().world_size > 1:
@@ -120,16 +113,16 @@ def write_json(results: dict[str, Any], out: str | None) -> None:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """Prints a table with one column per model."""
+    """Prints a table of metrics with one column per model."""
     from rich.table import Table
 
     from hone.tracking.console import screen
 
-    values_by_model = {name: dict(_flatten_numbers(result)) for name, result in results.items()}
-    table = Table("metric", *values_by_model)
-    for metric in dict.fromkeys(key for values in values_by_model.values() for key in values):
-        model_values = (values.get(metric) for values in values_by_model.values())
-        table.add_row(metric, *("–" if value is None else f"{value:.4g}" for value in model_values))
+    metrics_by_model = {name: dict(_flatten_numbers(result)) for name, result in results.items()}
+    table = Table("metric", *metrics_by_model)
+    for name in dict.fromkeys(name for metrics in metrics_by_model.values() for name in metrics):
+        row = (metrics.get(name) for metrics in metrics_by_model.values())
+        table.add_row(name, *("–" if value is None else f"{value:.4g}" for value in row))
     screen().print(table)
 
 

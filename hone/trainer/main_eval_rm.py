@@ -93,9 +93,8 @@ def evaluate_model(config: RMConfig) -> dict[str, Any]:
     pad_token_id = tokenizer.pad_token_id
     trainer = SFTTrainer(engine, pairs, pad_token_id=pad_token_id, batch_rows=1, seed=0, task=task)
     metrics = trainer.validate(pairs, config.data.train_batch_size)
-    return _accuracy_result(
-        round(metrics["accuracy"] * len(pairs)), len(pairs), dict(pairs.bad_rows.counts)
-    )
+    num_correct = round(metrics["accuracy"] * len(pairs))
+    return _accuracy_result(num_correct, len(pairs), dict(pairs.bad_rows.counts))
 
 
 def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
@@ -119,7 +118,7 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
         )
     random.Random(config.trainer.seed).shuffle(first_turns)
     fold_of_turn = {turn: i % folds for i, turn in enumerate(first_turns)}
-    results, total_correct = [], 0
+    fold_results, total_correct = [], 0
     for fold in range(folds):
         parts: dict[str, list[Row]] = {"train": [], "test": []}
         for row, turn in zip(good_rows, row_turns, strict=True):
@@ -139,17 +138,17 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
         run.fit()
         assert run.val_rows is not None
         metrics = run.trainer.validate(run.val_rows, config.data.train_batch_size)
-        correct = round(metrics["accuracy"] * len(run.val_rows))
-        results.append(_accuracy_result(correct, len(run.val_rows), {}) | {"loss": metrics["loss"]})
-        total_correct += correct
-    pooled_result = _accuracy_result(
-        total_correct, sum(result["pairs"] for result in results), dict(dataset.bad_rows.counts)
-    )
-    return pooled_result | {"folds": {str(i): result for i, result in enumerate(results)}}
+        num_correct = round(metrics["accuracy"] * len(run.val_rows))
+        fold_result = _accuracy_result(num_correct, len(run.val_rows), {})
+        fold_results.append(fold_result | {"loss": metrics["loss"]})
+        total_correct += num_correct
+    total_pairs = sum(result["pairs"] for result in fold_results)
+    pooled_result = _accuracy_result(total_correct, total_pairs, dict(dataset.bad_rows.counts))
+    return pooled_result | {"folds": {str(i): result for i, result in enumerate(fold_results)}}
 
 
 def _read_pairs(config: RMConfig, files: Sequence[str], max_samples: int) -> PairDataset:
-    """Returns the pairs of these files, encoded, so that bad pairs are already left out."""
+    """Returns the encoded pairs of these files, without the bad pairs."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
     from hone.trainer.sft.tasks import PairTask
@@ -175,14 +174,16 @@ def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
     return path
 
 
-def _accuracy_result(correct: int, pairs: int, bad_row_counts: dict[str, int]) -> dict[str, Any]:
+def _accuracy_result(
+    num_correct: int, num_pairs: int, bad_row_counts: dict[str, int]
+) -> dict[str, Any]:
     """Returns the accuracy and its interval; `bad_row_counts` counts the bad rows by reason."""
     from hone.trainer.prm_metrics import wilson_estimate
 
-    accuracy = wilson_estimate(correct, pairs)
+    accuracy = wilson_estimate(num_correct, num_pairs)
     return {
-        "pairs": pairs,
-        "right": correct,
+        "pairs": num_pairs,
+        "right": num_correct,
         "accuracy": accuracy.value,
         "low": accuracy.low,
         "high": accuracy.high,

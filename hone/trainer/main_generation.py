@@ -37,19 +37,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _expand_search_option(arguments: list[str]) -> list[str]:
     """Replaces `--search URL` or `--search=URL` with `search.url='URL'`."""
-    words = [
-        word
-        for text in arguments
-        for word in (text.split("=", 1) if text.startswith("--search=") else [text])
-    ]
+    words: list[str] = []
+    for argument in arguments:
+        words += argument.split("=", 1) if argument.startswith("--search=") else [argument]
     if "--search" not in words:
         return words
     index = words.index("--search")
-    if not "".join(words[index + 1 : index + 2]):
+    url = "".join(words[index + 1 : index + 2])
+    if not url:
         raise ConfigError(
             "--search needs the URL of a retrieval service; `hone serve-retriever` is one"
         )
-    return [*words[:index], path_override("search.url", words[index + 1]), *words[index + 2 :]]
+    return [*words[:index], path_override("search.url", url), *words[index + 2 :]]
 
 
 def run(config: GenerationConfig) -> Path:

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
     """Converts the config of RL training to a config of generation."""
     policy, data = config.actor_rollout_ref, config.data
-    values: dict[str, JsonValue | tuple[str, ...]] = {
+    data_values: dict[str, JsonValue | tuple[str, ...]] = {
         "path": data.train_files,
         "n_samples": policy.rollout.n,
         "output_path": data.output_path,
@@ -49,7 +49,7 @@ def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
     }
     return GenerationConfig(
         trainer=_convert_block(RunConfig, config.trainer),
-        data=_convert_block(GenerationDataConfig, data, **values),
+        data=_convert_block(GenerationDataConfig, data, **data_values),
         model=_convert_block(ModelSourceConfig, policy.model),
         rollout=_convert_block(GenerationRolloutConfig, policy.rollout),
     )

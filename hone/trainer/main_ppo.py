@@ -94,18 +94,18 @@ def run(
 
 
 def restart_under_nsys(config: GlobalProfilerConfig) -> None:
-    """Restarts this process under nsys if nsys is configured and installed.
+    """Replaces this process by the same program under nsys, if nsys is configured and installed.
 
     Only a command-line program is restarted, never a Python program that calls `hone`.
     """
     if config.tool != "nsys" or not config.steps or NSYS_SESSION_VARIABLE in os.environ:
         return
-    if shutil.which("nsys") is None or not runs_command_line_program():
-        reason = (
-            "start your Python program under nsys"
-            if shutil.which("nsys")
-            else "nsys is not on PATH"
-        )
+    reason = None
+    if shutil.which("nsys") is None:
+        reason = "nsys is not on PATH"
+    elif not runs_command_line_program():
+        reason = "start your Python program under nsys"
+    if reason is not None:
         screen().line(f"global_profiler.tool=nsys: {reason}; nothing is recorded")
         return
     os.makedirs(config.save_path, exist_ok=True)
@@ -116,7 +116,7 @@ def restart_under_nsys(config: GlobalProfilerConfig) -> None:
 
 
 def __getattr__(name: str) -> Function:
-    """Imports verl's names on first use, since this program does not use these names."""
+    """Returns verl's functions, which this program does not need and therefore does not import."""
     if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hone.trainer.ppo import verl_steps

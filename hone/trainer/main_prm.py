@@ -37,7 +37,10 @@ def run(config: PRMConfig, origins: Mapping[str, str] | None = None) -> None:
 
 
 def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
-    """Returns the config and task of each stage; a stage with 0 epochs is left out."""
+    """Returns the config and the task of each stage that must run.
+
+    A stage with 0 epochs is left out, and so is the first if the run resumes from the second.
+    """
     from hone.trainer.sft.tasks import StepTask
 
     head_stage, trainer = config.head_stage, config.trainer
@@ -74,22 +77,21 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
     if head_stage.total_epochs:
         full_config = replace(config, "model.path", str(head_folder))
     if trainer.resume_mode == "resume_path" and trainer.total_epochs and head_stage.total_epochs:
-        if _is_inside(trainer.resume_from_path or "", (head_folder, remote_head_folder)):
+        if _is_inside(trainer.resume_from_path or "", head_folder, remote_head_folder):
             full_config = replace(full_config, "trainer.resume_mode", "auto")
         else:  # a checkpoint of the second stage, so the first has finished
             return [(full_config, StepTask())]
-    task = StepTask("head")
-    stage_list: list[tuple[SupervisedConfig, Task | None]] = []
+    head_task = StepTask("head")
+    configs_and_tasks: list[tuple[SupervisedConfig, Task | None]] = []
     if head_stage.total_epochs:
-        stage_list.append((head_config, task))
+        configs_and_tasks.append((head_config, head_task))
     if trainer.total_epochs:
-        stage_list.append((full_config, task.next_stage()))
-    return stage_list
+        configs_and_tasks.append((full_config, head_task.next_stage()))
+    return configs_and_tasks
 
 
-def _is_inside(path: str, folders: tuple[Path, str | None]) -> bool:
+def _is_inside(path: str, local_folder: Path, remote_folder: str | None) -> bool:
     """Returns whether a checkpoint is in the local or in the remote folder."""
-    local_folder, remote_folder = folders
     if is_non_local(path):
         return remote_folder is not None and path.startswith(f"{remote_folder}/")
     return local_folder.expanduser().resolve() in Path(path).expanduser().resolve().parents

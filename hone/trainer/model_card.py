@@ -18,9 +18,8 @@ from hone.types import JsonObject, JsonValue, Row
 
 CARD_FILE, CURVES_FILE = "README.md", "curves.png"
 _CURVE_METRICS = (
-    *("critic/score/mean", "response_length/mean", "actor/entropy", "actor/ppo_kl"),
-    *("train/loss", "val/loss"),
-)
+    "critic/score/mean", "response_length/mean", "actor/entropy", "actor/ppo_kl", "train/loss", "val/loss",
+)  # fmt: skip
 _RESULT_METRICS = re.compile(r"val-core/.*|val/loss|critic/score/mean|train/loss")
 _SECRET_KEY = re.compile(
     r"token|secret|passw|credential|authoriz|cookie|headers|key_id|api_key|proxy|env_vars|^ray_kwargs",
@@ -32,22 +31,22 @@ _URL_SECRETS = re.compile(r"(?<=://)[^/@\s]+@|\?\S*")
 
 def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     """Writes the card of the model in `folder`, exported from `checkpoint`."""
-    run = next(
-        (RunFolder(p) for p in checkpoint.parents[:3] if (p / "config.yaml").is_file()), None
-    )
-    config: JsonObject = run.read_config_or_empty() if run is not None else {}
-    metric_rows = [] if run is None or not run.metrics_file.is_file() else list(run.metrics.rows())
-    step_match = re.search(r"global_step_(\d+)", str(checkpoint))
-    metric_rows = [
-        row for row in metric_rows if step_match is None or row["step"] <= int(step_match[1])
-    ]
+    config: JsonObject = {}
+    origins: Mapping[str, str] = {}
+    metric_rows: list[Row] = []
+    run_folders = [path for path in checkpoint.parents[:3] if (path / "config.yaml").is_file()]
+    if run_folders:
+        run = RunFolder(run_folders[0])
+        config, origins = run.read_config_or_empty(), run.read_origins()
+        metric_rows = list(run.metrics.rows())
+    if step_match := re.search(r"global_step_(\d+)", str(checkpoint)):
+        metric_rows = [row for row in metric_rows if row["step"] <= int(step_match[1])]
     curve_metrics = [key for key in _CURVE_METRICS if len(series(metric_rows, key)[0]) > 1]
     curve_metrics += sorted(
         {key for row in metric_rows for key in row if key.startswith("val-core/")}
     )[:2]
-    if run is not None and curve_metrics:
-        draw_curve(run.path, curve_metrics, folder / CURVES_FILE, "")
-    origins = run.read_origins() if run is not None else {}
+    if curve_metrics:
+        draw_curve(run_folders[0], curve_metrics, folder / CURVES_FILE, "")
     text = "\n".join(_card_lines(name, config, origins, metric_rows, bool(curve_metrics))) + "\n"
     (folder / CARD_FILE).write_text(text, encoding="utf-8")
 
@@ -67,10 +66,10 @@ def _card_lines(
     estimator = _get(config, "algorithm.adv_estimator")
     yield from ("tags:", "- hone", "- reinforcement-learning" if estimator else "- sft", "---", "")
     yield from (f"# {name}", "")
-    base = f" from `{_without_folders(model)}`" if model else ""
+    base_model = f" from `{_without_folders(model)}`" if model else ""
     method = f"reinforcement learning (`{estimator}`)" if estimator else "supervised fine-tuning"
     step_count = f", {metric_rows[-1]['step']} steps" if metric_rows else ""
-    summary = f"Trained{base} by {method}{step_count}, with hone {__version__}."
+    summary = f"Trained{base_model} by {method}{step_count}, with hone {__version__}."
     yield summary if config else "Exported by hone."
     files = {key: _get(config, f"data.{key}_files") for key in ("train", "val")}
     if any(files.values()):

@@ -102,9 +102,9 @@ class BaseModelMerger:
             "ForConditionalGeneration": transformers.AutoModelForImageTextToText,
         }
         architecture = self.model_config.architectures[0]
-        for name_part, cls in classes.items():
-            if name_part in architecture:
-                return cls
+        for suffix, model_class in classes.items():
+            if suffix in architecture:
+                return model_class
         raise NotImplementedError(f"{architecture} has none of {', '.join(classes)} in its name")
 
     def patch_model_generation_config(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -119,10 +119,10 @@ class BaseModelMerger:
         return model
 
     def save_lora_adapter(self, state_dict: dict[str, Tensor]) -> str | None:
-        """Moves LoRA matrices from `state_dict` to `target_dir/lora_adapter`; returns this folder, if any.
+        """Moves LoRA matrices from `state_dict` to `target_dir/lora_adapter`, and returns this folder.
 
         The names of the other weights lose their adapter prefixes. Alpha is that of the checkpoint's adapter
-        config, or else the rank.
+        config, or else the rank. Without LoRA matrices, nothing changes and the result is None.
         """
         from peft import LoraConfig
         from safetensors.torch import save_file

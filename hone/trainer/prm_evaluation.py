@@ -104,23 +104,22 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> dict[str, Any]:
             predictions = metrics.first_errors(p_good, step_threshold)
             values = metrics.process_bench(predictions, first_wrong_steps)
             result |= {f"{key}{suffix}": value for key, value in values.items()}
-            result[f"f1{suffix}_interval"] = list(
-                metrics.bootstrap_f1(predictions, first_wrong_steps)
-            )
+            interval = metrics.bootstrap_f1(predictions, first_wrong_steps)
+            result[f"f1{suffix}_interval"] = list(interval)
         result["lenient_f1"] = metrics.lenient_f1(p_good, first_wrong_steps)
-        result["chance_f1"] = metrics.chance_f1(
-            np.array([len(p) for p in p_good]), first_wrong_steps
-        )
+        step_counts = np.array([len(p) for p in p_good])
+        result["chance_f1"] = metrics.chance_f1(step_counts, first_wrong_steps)
         result["step_auc"] = _step_auc(p_good, first_wrong_steps)
         results[name] = result
     keys = ("f1", "f1_tuned", "lenient_f1", "chance_f1")
     mean = {key: float(np.mean([result[key] for result in results.values()])) for key in keys}
-    thresholds: dict[str, Any] = {
+    return {
         "threshold": 0.5,
         "threshold_tuned": threshold,
         "tuned_on": tuned_on,
+        "subsets": results,
+        "mean": mean,
     }
-    return thresholds | {"subsets": results, "mean": mean}
 
 
 def _step_auc(
@@ -173,8 +172,8 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
         settings = [path_override("data.path", file)]
         rows = evaluate(load_config(settings, config_name="evaluation")).rows
     solutions = []
-    for index, row in enumerate(rows):
-        location = f"{file}, row {index}"
+    for row_index, row in enumerate(rows):
+        location = f"{file}, row {row_index}"
         row["responses"] = response_texts(row.get("responses"), f"{location}, column 'responses'")
         if len(row["responses"]) != len(row["scores"] or ()):
             raise DataError(f"{location}: 'responses' and 'scores' must be equally long")
@@ -197,12 +196,11 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
         for row, model_scores in zip(rows, model_scores_by_row, strict=True):
             scores, model_scores = list(map(float, row["scores"][:k])), model_scores[:k]
             votes = [extract_answer(text) for text in row["responses"][:k]]
-            # PURE's soft minimum is in −1 … 1, but the weight of a vote must not be negative.
-            weights = (
-                [(model_score + 1) / 2 for model_score in model_scores]
-                if aggregate == "soft_min"
-                else model_scores
-            )
+            weights = model_scores
+            if (
+                aggregate == "soft_min"
+            ):  # it is in −1 … 1, but a vote must not have a negative weight
+                weights = [(model_score + 1) / 2 for model_score in model_scores]
             values_by_metric[f"oracle@{k}"].append(max(scores))
             values_by_metric[f"best_of_n@{k}"].append(metrics.best_of_n_score(scores, model_scores))
             values_by_metric[f"majority@{k}"].append(

@@ -1,6 +1,7 @@
 """Computes metrics of a process reward model: ProcessBench, best-of-n and weighted majority votes.
 
-The prediction for a solution of ProcessBench is its first step with p(good) below a threshold, or none.
+ProcessBench asks for the first wrong step of a solution, if there is one. The model predicts the first step
+whose p(good) is below a threshold.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from hone.trainer.evaluation import Estimate
 SOFT_MIN_TEMPERATURE = 0.1
 """PURE's temperature of the soft minimum over step scores."""
 
+MAX_THRESHOLDS = 500
+"""The number of thresholds that are tried; each needs a pass over all solutions."""
+BOOTSTRAP_SAMPLES = 1000
+
 Probabilities = np.ndarray
 """p(good) of each step of one solution."""
 Aggregate = Callable[[np.ndarray], float]
 
 
 def soft_min(scores: np.ndarray) -> float:
-    """Returns Σ softmax(−s/T)·s over the step scores s, T = 0.1; PURE ranks responses by this value."""
+    """Returns Σ softmax(−s/T)·s over the step scores s, with T = 0.1; PURE ranks responses by this value."""
     weights = np.exp(-(scores - scores.min()) / SOFT_MIN_TEMPERATURE)
     return float((weights * scores).sum() / weights.sum())
 
@@ -73,18 +78,20 @@ def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
 
 def chance_f1(step_counts: np.ndarray, labels: np.ndarray) -> float:
     """Returns the F1 of random predictions: "no error" and each step are equally probable."""
-    chances, has_error = 1.0 / (step_counts + 1), labels >= 0
-    return harmonic_mean(
-        *(float(chances[mask].mean()) if mask.any() else 0.0 for mask in (has_error, ~has_error))
+    hit_probabilities, has_error = 1.0 / (step_counts + 1), labels >= 0
+    wrong_accuracy, right_accuracy = (
+        float(hit_probabilities[mask].mean()) if mask.any() else 0.0
+        for mask in (has_error, ~has_error)
     )
+    return harmonic_mean(wrong_accuracy, right_accuracy)
 
 
 def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
     """Returns the threshold with the highest F1 on these solutions."""
-    values = np.unique(np.concatenate(list(solutions)))
-    thresholds = (values[1:] + values[:-1]) / 2
-    if len(thresholds) > 500:
-        thresholds = np.quantile(thresholds, np.linspace(0, 1, 500))
+    probabilities = np.unique(np.concatenate(list(solutions)))
+    thresholds = (probabilities[1:] + probabilities[:-1]) / 2
+    if len(thresholds) > MAX_THRESHOLDS:
+        thresholds = np.quantile(thresholds, np.linspace(0, 1, MAX_THRESHOLDS))
     f1_scores = [process_bench(first_errors(solutions, t), labels)["f1"] for t in thresholds]
     return float(thresholds[int(np.argmax(f1_scores))]) if len(thresholds) else 0.5
 
@@ -92,7 +99,7 @@ def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> fl
 def bootstrap_f1(predictions: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     """Returns the 95 % percentile interval of F1 over resampled solutions."""
     generator = np.random.default_rng(1)
-    samples = (generator.integers(len(labels), size=len(labels)) for _ in range(1000))
+    samples = (generator.integers(len(labels), size=len(labels)) for _ in range(BOOTSTRAP_SAMPLES))
     f1_scores = [process_bench(predictions[i], labels[i])["f1"] for i in samples]
     low, high = np.quantile(f1_scores, [0.025, 0.975])
     return float(low), float(high)
@@ -102,10 +109,10 @@ def wilson_estimate(successes: int, trials: int) -> Estimate:
     """Returns the share of successes with its 95 % Wilson interval."""
     if not trials:
         return Estimate(0.0, None, None)
-    z = 1.959963984540054
-    share, square = successes / trials, z * z / trials
-    middle = (share + square / 2) / (1 + square)
-    half_width = z * ((share * (1 - share) + square / 4) / trials) ** 0.5 / (1 + square)
+    z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
+    share, z2_over_n = successes / trials, z * z / trials
+    middle = (share + z2_over_n / 2) / (1 + z2_over_n)
+    half_width = z * ((share * (1 - share) + z2_over_n / 4) / trials) ** 0.5 / (1 + z2_over_n)
     return Estimate(share, max(0.0, middle - half_width), min(1.0, middle + half_width))
 
 
@@ -122,7 +129,8 @@ def area_under_curve(scores: np.ndarray, is_good: np.ndarray) -> float | None:
 
 def best_of_n_score(scores: Sequence[float], model_scores: Sequence[float]) -> float:
     """Returns the score of the response with the highest model score; the mean score if several tie."""
-    top_scores = [s for s, r in zip(scores, model_scores, strict=True) if r == max(model_scores)]
+    highest = max(model_scores)
+    top_scores = [s for s, m in zip(scores, model_scores, strict=True) if m == highest]
     return sum(top_scores) / len(top_scores)
 
 
@@ -142,5 +150,8 @@ def weighted_vote(
         return float(np.mean(scores))
     max_total = max(totals.values())
     winners = [vote for vote, total in totals.items() if total == max_total]
-    pairs = list(zip(scores, votes, strict=True))
-    return float(np.mean([np.mean([s for s, v in pairs if v == winner]) for winner in winners]))
+    mean_scores = [
+        np.mean([score for score, vote in zip(scores, votes, strict=True) if vote == winner])
+        for winner in winners
+    ]
+    return float(np.mean(mean_scores))

@@ -1,7 +1,7 @@
 """`hone quickstart` trains a tiny new policy on sums with GRPO, on this machine, in two minutes.
 
-Nothing is downloaded. SFT teaches the base policy the answer format with mostly wrong answers, so its
-initial score is low. RL then learns the right answers from rewards. Neither sees the held-out sums.
+Nothing is downloaded. SFT teaches the base policy the answer format with mostly wrong answers, so the
+initial score of RL is low. RL then learns the right answers from rewards. Neither sees the held-out sums.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
 NUM_HELD_OUT = 320
 MAX_A, MAX_B = 299, 9
 CORRECT_SHARE = 0.25
-"""Fraction of right answers in the SFT rows; the others are too large by `WRONG_ANSWER_OFFSET`."""
+"""The fraction of SFT rows with the right answer."""
 WRONG_ANSWER_OFFSET = 10
-"""The wrong answers have one extra carry; the last digit is right, so SFT still learns to add."""
+"""A wrong answer is too large by this offset; its last digit is right, so SFT still learns to add."""
 SFT_STEPS, SFT_BATCH_ROWS, SFT_LR = 500, 64, 2e-3
-"""RL needs a policy that can add. With all tested seeds, SFT converged within 400 steps."""
+"""RL needs a policy that can add; for all tested seeds, SFT converged within 400 steps."""
 ANSWER_TAGS = ("<answer>", "</answer>")
 CHARACTERS = "0123456789+="
 MARKER_FILE = ".quickstart"
@@ -72,7 +72,7 @@ class Sum:
 
 
 def split_problems(seed: int) -> tuple[list[Sum], list[Sum]]:
-    """Shuffles all sums by seed, and splits them into training and held-out sums."""
+    """Returns the training sums and the held-out sums, shuffled by the seed."""
     problems = [Sum(a, b) for a in range(MAX_A + 1) for b in range(1, MAX_B + 1)]
     random.Random(seed).shuffle(problems)
     return problems[NUM_HELD_OUT:], problems[:NUM_HELD_OUT]
@@ -135,10 +135,10 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
         infer_rule=rule,
         response_width=8,
     )
-    train, _ = split_problems(seed)
+    training_sums, _ = split_problems(seed)
     trainer = SFTTrainer(
         engine,
-        list(_sft_rows(train, tokenizer, seed)),
+        list(_sft_rows(training_sums, tokenizer, seed)),
         pad_token_id=tokenizer.pad_token_id,
         batch_rows=SFT_BATCH_ROWS,
         seed=seed,
@@ -234,12 +234,12 @@ def print_summary(
     table.add_row("accuracy", f"{before[ACCURACY]:.1%}", f"{after[ACCURACY]:.1%}")
     table.add_row("step", str(before["step"]), str(after["step"]))
     table.add_row("seconds", f"{warm_up_s:.0f} (warm-up)", f"{train_s:.0f} (training)")
-    answers = Table("sum", "before", "after", title="three sums that it learned")
-    for answer in most_improved(run, before["step"], after["step"]):
-        answers.add_row(*answer)
+    answer_table = Table("sum", "before", "after", title="three sums that it learned")
+    for prompt_and_answers in most_improved(run, before["step"], after["step"]):
+        answer_table.add_row(*prompt_and_answers)
     metrics = run / "metrics.jsonl"
     curve = draw_curve(metrics, [ACCURACY, "reward/mean"], folder / CURVE_FILE, "quickstart")
-    screen().print(table, answers)
+    screen().print(table, answer_table)
     closing_lines = [f"learning curve: {curve}", f"metrics:        {metrics}", "go on with:"]
     for line in [*closing_lines, *(f"  {command}" for command in next_commands(folder))]:
         screen().line(line)
@@ -247,11 +247,10 @@ def print_summary(
 
 def next_commands(folder: Path) -> list[str]:
     """Returns the commands of `NEXT_COMMANDS`, with the paths of the run in `folder`."""
-    names = {name: folder / file for name, file in DATA_FILES.items()} | {
-        "base": folder / BASE_FOLDER
-    }
-    paths = {name: shlex.quote(str(path)) for name, path in (names | {"folder": folder}).items()}
-    return [command.format(**paths) for command in NEXT_COMMANDS]
+    paths = {name: folder / file for name, file in DATA_FILES.items()}
+    paths |= {"base": folder / BASE_FOLDER, "folder": folder}
+    quoted_paths = {name: shlex.quote(str(path)) for name, path in paths.items()}
+    return [command.format(**quoted_paths) for command in NEXT_COMMANDS]
 
 
 def most_improved(run: Path, first_step: int, last_step: int) -> list[tuple[str, str, str]]:
@@ -263,5 +262,6 @@ def most_improved(run: Path, first_step: int, last_step: int) -> list[tuple[str,
         pq.read_table(run / "validation" / f"step_{step}.parquet", columns=columns).to_pylist()
         for step in (first_step, last_step)
     )
-    pairs = sorted(zip(before, after, strict=True), key=lambda p: p[0]["score"] - p[1]["score"])
+    pairs = list(zip(before, after, strict=True))
+    pairs.sort(key=lambda pair: pair[0]["score"] - pair[1]["score"])  # most improved first
     return [(b["prompt_text"], b["response_text"], a["response_text"]) for b, a in pairs[:3]]

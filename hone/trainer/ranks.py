@@ -129,23 +129,28 @@ def launch(num_ranks: int, module: str, arguments: Sequence[str]) -> None:
 
 
 def run_python(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Runs Python with these arguments; returns its exit code, and whether a signal stopped it."""
+    """Runs Python with these arguments; returns its exit code, and whether this process got a stop signal."""
     processes = _Processes()
     environment = dict(os.environ) | {LAUNCHER_PID_VARIABLE: str(os.getpid())}
-    (code,) = processes.run([sys.executable, *arguments], [environment]).values()
-    return code if code >= 0 else signal_exit_code(-code), processes.stop_signal is not None
+    (exit_code,) = processes.run([sys.executable, *arguments], [environment]).values()
+    if exit_code < 0:  # a signal ended the process
+        exit_code = signal_exit_code(-exit_code)
+    return exit_code, processes.stop_signal is not None
 
 
 def die_with_launcher() -> None:
-    """Makes this rank exit when its launcher exits, even if the launcher is already gone."""
-    launcher_pid = os.environ.pop(LAUNCHER_PID_VARIABLE, None)  # not for child processes
+    """Makes the kernel kill this rank when its launcher exits; exits now if that has already happened.
+
+    Does nothing in a process without a launcher.
+    """
+    launcher_pid = os.environ.pop(LAUNCHER_PID_VARIABLE, None)  # child processes do not inherit it
     if launcher_pid is None:
         return
     mark_as_rank()
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher_pid):  # the launcher has already exited
+    if os.getppid() != int(launcher_pid):
         os._exit(signal_exit_code(signal.SIGKILL))
 
 
@@ -166,7 +171,7 @@ def _environment(rank: int, num_ranks: int, store_file: Path) -> dict[str, str]:
 
 
 class _Processes:
-    """The processes of one command, the rank that failed first, and the signal that stopped them."""
+    """The processes of one command, the rank that failed first, and the signal that was forwarded to them."""
 
     def __init__(self) -> None:
         self.stop_signal: int | None = None
@@ -180,17 +185,16 @@ class _Processes:
             with signal_handler(self._forward_signal):
                 for rank, environment in enumerate(environments):
                     self._processes.append(subprocess.Popen(command, env=environment))
-                    if (
-                        self.stop_signal is not None
-                    ):  # the signal came before this process was in the list
+                    # `_forward_signal` has not reached a process that was not yet in the list.
+                    if self.stop_signal is not None:
                         self._processes[rank].send_signal(self.stop_signal)
-                    watch = threading.Thread(target=self._watch, args=(rank,), daemon=True)
-                    watch.start()
+                    threading.Thread(target=self._report_exit, args=(rank,), daemon=True).start()
                 return self._wait()
         finally:
             self._kill()
 
-    def _watch(self, rank: int) -> None:
+    def _report_exit(self, rank: int) -> None:
+        """Waits for a process, and puts its rank into the queue of exited ranks."""
         self._processes[rank].wait()
         self._exited_ranks.put(rank)
 

@@ -27,11 +27,11 @@ RESPONSES_PER_PROMPT = 8
 PROMPTS_PER_STEP = {"cuda": 128, "cpu": 16}
 MAX_RESPONSE_TOKENS = {"cuda": 1024, "cpu": 128}
 LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
-"""(minimum number of parameters, learning rate); smaller models use larger rates."""
+"""Pairs of a minimum number of parameters and a learning rate; smaller models use larger rates."""
 
 
 def starting_values(settings: Settings) -> list[Setting]:
-    """Returns settings for keys that the user did not set; `settings` has the user's values by dotted key."""
+    """Returns values for keys that the user did not set; `settings` has the user's values by dotted key."""
     device = "cuda" if uses_gpu(settings.get("trainer.device", "auto")) else "cpu"
     facts = model_facts(settings.get("actor_rollout_ref.model.path"))
     values: dict[str, Any] = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
@@ -67,7 +67,11 @@ def _is_group_relative(estimator: JsonValue) -> bool:
 
 
 def _count_rows(files: Sequence[str]) -> int:
-    """Returns the number of rows, or the largest default batch size if it is 0 or a file is unreadable."""
+    """Returns the number of rows in the files.
+
+    If there are no rows, or a file is unreadable, returns the largest default batch size; the data set
+    reports the error later.
+    """
     import pyarrow.lib
     import pyarrow.parquet as pq
 
@@ -90,9 +94,8 @@ def _length_settings(settings: Settings, device: str, max_length: int | None) ->
     prompt_tokens = settings.get("data.max_prompt_length")
     response_tokens = MAX_RESPONSE_TOKENS[device]
     if max_length:
-        response_tokens = min(
-            response_tokens, max_length - prompt_tokens if prompt_tokens else max_length // 2
-        )
+        available_tokens = max_length - prompt_tokens if prompt_tokens else max_length // 2
+        response_tokens = min(response_tokens, available_tokens)
     lengths = {"data.max_response_length": max(1, response_tokens)}
     if max_length and prompt_tokens is None:
         reserved_tokens = settings.get("data.max_response_length", response_tokens)

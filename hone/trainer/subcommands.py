@@ -29,10 +29,15 @@ _EXAMPLES_TITLE = "Plug-ins of your own: a reward manager, an agent loop, data p
 
 
 def add_subcommand(
-    subcommands: Subcommands, name: str, run: Callable[[Options, list[str]], int | None], text: str
+    subcommands: Subcommands,
+    name: str,
+    run: Callable[[Options, list[str]], int | None],
+    description: str,
 ) -> Parser:
     """Adds a subcommand; `run` receives the parsed options and the remaining arguments."""
-    parser = subcommands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser = subcommands.add_parser(
+        name, help=description, description=description, allow_abbrev=False
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -47,12 +52,12 @@ def print_text(text: str) -> None:
 def add_data_subcommands(subcommands: Subcommands) -> None:
     """Declares the subcommands of `hone data`."""
     data = subcommands.add_parser("data", help="prepare or check data files")
-    data_subcommands = data.add_subparsers(dest="what", metavar="VERB", required=True)
-    text = "write a data set's parquet files"
+    data_subcommands = data.add_subparsers(dest="subverb", metavar="VERB", required=True)
+    description = "write a data set's parquet files"
     prepare = data_subcommands.add_parser(
         "prepare",
-        help=text,
-        description=text,
+        help=description,
+        description=description,
         epilog="`hone data prepare NAME --help` shows the options of a data set: --local_dir, "
         "--source_dir, --hub and its own.",
         usage="hone data prepare [NAME] [options of the data set]",
@@ -99,25 +104,23 @@ def _add_rendering_options(parser: Parser) -> None:
     parser.add_argument("--prompt-format", choices=("chat", "raw"), help="as data.prompt_format")
 
 
-def _data_prepare(options: Options, rest: list[str]) -> None:
+def _data_prepare(options: Options, extra_arguments: list[str]) -> None:
     from hone.data.prepare import RECIPES, prepare_from_arguments
 
-    if options.name is None and {"-h", "--help"} & set(rest):
+    if options.name is None and {"-h", "--help"} & set(extra_arguments):
         options.own_parser.print_help()
-    elif options.name is None and rest:
-        options.own_parser.error(f"{rest[0]}: name the data set first")
+    elif options.name is None and extra_arguments:
+        options.own_parser.error(f"{extra_arguments[0]}: name the data set first")
     elif options.name is None:
         name_width = max(map(len, RECIPES))
         print_text("\n".join(f"{name:<{name_width}}  {r.summary}" for name, r in RECIPES.items()))
     else:
         program = f"hone data prepare {options.name}"
-        print_text(str(prepare_from_arguments(options.name, rest, program)))
+        print_text(str(prepare_from_arguments(options.name, extra_arguments, program)))
 
 
 def _tokenizer_and_config(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
     """Returns the tokenizer and the data settings that a subcommand's options name."""
-    from dataclasses import replace
-
     from hone.config.data import DataConfig
 
     tokenizer = None
@@ -126,10 +129,11 @@ def _tokenizer_and_config(options: Options) -> tuple[PreTrainedTokenizerBase | N
 
         tokenizer = load_tokenizer(options.tokenizer)
     settings = {"prompt_key": options.prompt_key, "prompt_format": options.prompt_format}
-    return tokenizer, replace(DataConfig(), **{k: v for k, v in settings.items() if v is not None})
+    config = DataConfig(**{key: value for key, value in settings.items() if value is not None})
+    return tokenizer, config
 
 
-def _data_check(options: Options, rest: list[str]) -> int:
+def _data_check(options: Options, extra_arguments: list[str]) -> int:
     from hone.config.errors import ConfigError
     from hone.config.rollout import BUILT_IN_LOOPS
     from hone.data.check import check_file
@@ -161,7 +165,7 @@ def _data_check(options: Options, rest: list[str]) -> int:
     return exit_code
 
 
-def _data_show(options: Options, rest: list[str]) -> None:
+def _data_show(options: Options, extra_arguments: list[str]) -> None:
     from hone.data.show import show_file
 
     tokenizer, config = _tokenizer_and_config(options)
@@ -169,8 +173,9 @@ def _data_show(options: Options, rest: list[str]) -> None:
     if options.tools:
         from hone.agents.tools.loading import load_all_tools
 
-        is_code = options.tools.endswith(".py")
-        tools = load_all_tools(*((None, options.tools) if is_code else (options.tools, None)))
+        is_python_file = options.tools.endswith(".py")
+        file_kind = "function_tool_path" if is_python_file else "tool_config_path"
+        tools = load_all_tools(**{file_kind: options.tools})
         schemas = [tool.tool_schema.model_dump() for tool in tools]
     print_text(
         show_file(
@@ -181,17 +186,17 @@ def _data_show(options: Options, rest: list[str]) -> None:
 
 def add_recipes_subcommand(subcommands: Subcommands) -> None:
     """Declares `hone recipes`."""
-    text = "list the recipes and examples of this package, or copy one"
-    parser = add_subcommand(subcommands, "recipes", _recipes, text)
+    description = "list the recipes and examples of this package, or copy one"
+    parser = add_subcommand(subcommands, "recipes", _recipes, description)
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="recipe to copy; without it, all are listed"
     )
     parser.add_argument("out", nargs="?", metavar="OUT", help="new folder (default recipes/NAME)")
 
 
-def _recipes(options: Options, rest: list[str]) -> None:
+def _recipes(options: Options, extra_arguments: list[str]) -> None:
     if options.name is None:
-        print_text("\n".join(command_list()))
+        print_text("\n".join(recipe_lines()))
     else:
         print_text(f"wrote {copy_recipe(options.name, options.out)}")
 
@@ -210,17 +215,17 @@ def shipped_folder() -> Path:
     )
 
 
-def recipes() -> dict[str, Path]:
-    """Returns the recipe folders by name."""
+def recipe_folders() -> dict[str, Path]:
+    """Returns the folder of each recipe, and that of the examples, by name."""
     root = shipped_folder()
     folders = {p.parent.name: p.parent for p in sorted((root / "recipes").glob("*/README.md"))}
     return folders | {EXAMPLES: root / EXAMPLES}
 
 
-def command_list() -> list[str]:
+def recipe_lines() -> list[str]:
     """Returns one line per recipe: its name and the title of its README."""
     titles = {}
-    for name, folder in recipes().items():
+    for name, folder in recipe_folders().items():
         readme = folder / "README.md"
         text = readme.read_text(encoding="utf-8") if readme.is_file() else _EXAMPLES_TITLE
         titles[name] = text.partition("\n")[0].lstrip("# ")
@@ -233,7 +238,7 @@ def copy_recipe(name: str, out: str | None = None) -> Path:
     from hone.config.errors import ConfigError
     from hone.suggestions import suggestion
 
-    folders = recipes()
+    folders = recipe_folders()
     if name not in folders:
         hint = suggestion(name, folders)
         raise ConfigError(f"there is no recipe {name!r}.{hint} Use {', '.join(folders)}")

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import re
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,10 +31,10 @@ SWEEP_FLAGS = ("-m", "--multirun")
 PROGRAM_FLAGS = {"--dry-run": 0, "--search": 1}
 """Flags that each run gets unchanged, with the number of their arguments."""
 _REFUSED_FLAGS = (
-    *("--model", "--bench", "--data", "--out", "--folds", "--baseline"),
-    *("--processbench", "--best-of-n", "--aggregate", "--split"),
-)
-"""Flags of evaluations, whose runs would write the same files."""
+    "--model", "--bench", "--data", "--out", "--folds", "--baseline", "--processbench", "--best-of-n",
+    "--aggregate", "--split",
+)  # fmt: skip
+"""Flags of evaluation programs; the runs of a sweep with such a flag would write the same files."""
 _RUN_FOLDERS = ("trainer.default_local_dir", "trainer.default_hdfs_dir")
 OUTPUT_KEYS = {
     "ppo_trainer": (*_RUN_FOLDERS, "trainer.rollout_data_dir", "trainer.validation_data_dir"),
@@ -55,8 +55,9 @@ class Run:
 
     overrides: list[str]
     output_paths: dict[str, str]
+    """The output paths of the run, by key."""
     exit_code: int | None = None
-    """The exit code; None if the run was not started."""
+    """None if the run was not started."""
 
 
 def run_or_sweep(
@@ -65,19 +66,18 @@ def run_or_sweep(
     schema: str,
     command: Sequence[str],
 ) -> int | None:
-    """Runs a program once, or as a sweep if its arguments have `-m`; `command` starts each run."""
-    if not any(flag in arguments for flag in SWEEP_FLAGS):
+    """Calls `main` with the arguments, or runs `command` once per combination if they contain `-m`."""
+    remaining_arguments = [argument for argument in arguments if argument not in SWEEP_FLAGS]
+    if len(remaining_arguments) == len(arguments):
         return main(arguments)
-    return sweep(
-        [argument for argument in arguments if argument not in SWEEP_FLAGS], schema, command
-    )
+    return sweep(remaining_arguments, schema, command)
 
 
 def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
     """Runs every combination; returns the exit code of the first failed run, or 0."""
     from hone.tracking.console import screen
 
-    flags = [text.partition("=")[0] for text in arguments]
+    flags = [argument.partition("=")[0] for argument in arguments]
     if refused_flags := [flag for flag in flags if flag in _REFUSED_FLAGS]:
         raise ConfigError(
             f"-m does not work with {refused_flags[0]}; run the command once per value"
@@ -100,18 +100,17 @@ def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
 def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list[Run]]:
     """Returns the arguments that all runs share, and one run per combination of the swept arguments."""
     shared_arguments: list[str] = []
-    choice_lists: list[list[str]] = []
+    alternatives: list[list[str]] = []
     for argument in arguments:
-        override = (
-            parse_override(argument) if "=" in argument and not argument.startswith("-") else None
-        )
+        is_override = "=" in argument and not argument.startswith("-")
+        override = parse_override(argument) if is_override else None
         if override is None or not override.is_sweep_override():
             shared_arguments.append(argument)
         else:
             prefix = argument[: len(argument) - len(argument.lstrip("+~"))]
             key = f"{prefix}{override.get_key_element().lstrip('+~')}"
-            choice_lists.append([f"{key}={value}" for value in _choices(argument, override)])
-    runs = [Run(list(values), {}) for values in itertools.product(*choice_lists)]
+            alternatives.append([f"{key}={value}" for value in _swept_values(argument, override)])
+    runs = [Run(list(overrides), {}) for overrides in itertools.product(*alternatives)]
     paths_by_run = [_output_paths(shared_arguments, run.overrides, schema) for run in runs]
     labels = [_label(run.overrides) for run in runs]
     for run, paths, label in zip(runs, paths_by_run, labels, strict=True):
@@ -124,8 +123,8 @@ def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list
     return shared_arguments, runs
 
 
-def _choices(argument: str, override: Override) -> Iterable[str]:
-    """Returns the values of a sweep; raises an error for an interval or a glob, which list no values."""
+def _swept_values(argument: str, override: Override) -> Sequence[str]:
+    """Returns the values of an override; raises an error for an interval or a glob, which list no values."""
     from hydra.errors import HydraException
 
     try:
@@ -134,7 +133,7 @@ def _choices(argument: str, override: Override) -> Iterable[str]:
         raise ConfigError(
             f"{argument!r} does not list its values; write key=a,b or key=range(1,4)"
         ) from None
-    if len(set(values)) < len(values):  # both runs would write to one folder
+    if len(set(values)) < len(values):  # two runs would write to one folder
         raise ConfigError(f"{argument!r} lists a value twice")
     return values
 
@@ -142,6 +141,7 @@ def _choices(argument: str, override: Override) -> Iterable[str]:
 def _output_paths(
     shared_arguments: Sequence[str], overrides: Sequence[str], schema: str
 ) -> dict[str, str]:
+    """Composes the config of a run, which finds its errors, and returns the output paths by key."""
     arguments = [a for a in (*shared_arguments, *overrides) if not a.startswith("--search=")]
     for flag, num_values in PROGRAM_FLAGS.items():
         if flag in arguments:
@@ -194,7 +194,7 @@ def _print_table(runs: Sequence[Run]) -> None:
 
 
 def _result_metrics(run: Run) -> dict[str, float]:
-    """Returns the last step of a run and its last validation metrics, or else its last score or loss."""
+    """Returns the last step of a run and its last validation metrics; without these, its score or loss."""
     from hone.tracking.metrics_file import MetricsFile
 
     folder = run.output_paths.get("trainer.default_local_dir")

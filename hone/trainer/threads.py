@@ -26,9 +26,10 @@ def resolve_threads(
 ) -> tuple[Config, int]:
     """Returns the config with `trainer.num_threads` set, and the number of threads.
 
-    The number is the configured one, else that of the resumed run, else it depends on the number of cores.
+    The number is the configured one, or else that of the resumed run. A new run has a number that depends on
+    the cores. `warn`: print a warning about a changed number, or about busy cores.
     """
-    trainer = config["trainer"]  # the configs with this block share no type
+    trainer = config["trainer"]  # an index, because the configs with this block share no type
     resumed_threads = _threads_of_resumed_run(trainer)
     threads = trainer.num_threads or resumed_threads or thread_count(local_world_size)
     if warn and resumed_threads is not None and threads != resumed_threads:
@@ -44,7 +45,10 @@ def resolve_threads(
 
 def busy_warning(threads: int, device: str) -> str | None:
     """Returns a warning if `threads` threads are slower than one because other programs use the cores."""
-    if threads == 1 or uses_gpu(device) or (ratio := slowdown(threads)) < MIN_SLOWDOWN:
+    if threads == 1 or uses_gpu(device):
+        return None
+    ratio = slowdown(threads)
+    if ratio < MIN_SLOWDOWN:
         return None
     cores, load = usable_cores(), load_average()
     suggested_threads = 1 if load is None else max(1, min(threads - 1, cores - round(load)))

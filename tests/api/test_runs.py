@@ -36,7 +36,10 @@ def test_a_function_of_this_file_trains_on_rows_in_memory(tiny: Path, here: Path
     assert "val-core/exact/reward/mean@1" in result.metrics[-1]
     assert result.policy.generate("1+1=", max_tokens=2)[0].token_ids
     evaluation = result.evaluate(n=2)
-    assert (evaluation.sources["exact"].rows, evaluation.sources["exact"].responses) == (2, 4)
+    assert (evaluation.sources["exact"].num_rows, evaluation.sources["exact"].num_responses) == (
+        2,
+        4,
+    )
     assert result.evaluate(ROWS[:1], "arithmetic").rows[0]["scores"] == [0.0]
     saved = result.save("saved")
     with hone.LLM(saved) as llm:

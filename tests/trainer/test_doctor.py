@@ -104,7 +104,7 @@ def test_a_chat_template_is_compared_with_what_a_loop_appends(tmp_path: Path) ->
     tokenizer = characters(FAMILIES["qwen3"])
     save_pretrained(tiny_lm(len(tokenizer), hidden=32, mlp=48), tokenizer, tmp_path)
     lines: list[str] = []
-    assert report(lines.append, doctor.chat_template(str(tmp_path))) == 0
+    assert report(lines.append, doctor.chat_template_findings(str(tmp_path))) == 0
     ok = [line.split()[0] for line in lines if " answers " in line]
     assert ok == ["ok", "ok", "ok", "--"]
     assert "the loop has '<think>" in lines[4]

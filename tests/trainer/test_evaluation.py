@@ -24,11 +24,11 @@ from hone.trainer.evaluation import (
     Estimate,
     Evaluation,
     EvaluationError,
+    answer_votes,
     bootstrap_estimates,
     evaluate,
     extract_answer,
     summarize,
-    votes,
 )
 
 from .around_fixtures import prompts, write_jsonl
@@ -59,7 +59,7 @@ def test_rows_are_scored_by_their_source_without_a_function_of_the_users(tmp_pat
     assert result.sources["arithmetic"].metrics["pass@1"].value == pytest.approx(0.25)
     assert result.sources["arithmetic"].metrics["pass@4"].value == 1.0
     assert result.sources["multiply/three"].metrics["pass@1"].value == 1.0
-    assert result.sources["all"].rows == 5
+    assert result.sources["all"].num_rows == 5
     assert result.sources["all"].metrics["pass@1"].value == pytest.approx((3 * 0.25 + 2) / 5)
     assert [len(row["scores"]) for row in result.rows] == [4] * 5
 
@@ -312,10 +312,10 @@ def test_a_score_function_that_cannot_be_called_is_refused_at_once(tmp_path: Pat
 
 def test_who_has_no_answer_does_not_vote_and_else_whole_texts_do(tmp_path: Path) -> None:
     empty = Scored(0.0)
-    assert votes([empty] * 3, ["#### 2", "no idea", ""]) == ["2", None, None]
-    assert votes([empty] * 3, ["yes", " yes ", ""]) == ["yes", "yes", None]
+    assert answer_votes([empty] * 3, ["#### 2", "no idea", ""]) == ["2", None, None]
+    assert answer_votes([empty] * 3, ["yes", " yes ", ""]) == ["yes", "yes", None]
     preds = [Scored(0.0, {"pred": pred}) for pred in ("[INVALID]", None, 7)]
-    assert votes(preds, ["#### 1", "#### 2", "#### 3"]) == [None, None, "7"]
+    assert answer_votes(preds, ["#### 1", "#### 2", "#### 3"]) == [None, None, "7"]
 
 
 def test_a_majority_does_not_hang_on_the_order_of_the_responses(tmp_path: Path) -> None:

@@ -443,8 +443,8 @@ def test_what_an_engine_refuses_names_the_row() -> None:
                 [[1]],
                 lambda index: [draw],
                 lambda index, outputs: None,
-                name_of=lambda index: f"rows.jsonl, row {index}",
-                in_flight=1,
+                prompt_name=lambda index: f"rows.jsonl, row {index}",
+                max_in_flight=1,
             )
         )
 

@@ -14,28 +14,32 @@ from hone.config.checks import mesh_problems
 from hone.config.sft import SupervisedConfig
 from hone.data.rows import DataError
 
-_COMPARED_FIELDS = {
+_UNCHANGING_FIELDS = {
     "rows": "number of rows",
     "batch_rows": "data.train_batch_size",
     "seed": "data.seed (or data.shuffle)",
 }
-"""Fields of the state that must be equal when a run resumes, with their names in messages."""
+"""Fields of the state that must not change when a run resumes, with their names in messages."""
 
 
-def check_divisible(batch_rows: int, ranks: int) -> None:
-    """Raises an error unless every rank gets the same number of rows of a batch."""
-    if batch_rows % ranks:
+def check_divisible(batch_rows: int, num_slots: int) -> None:
+    """Raises an error unless every data-parallel slot gets the same number of rows of a batch."""
+    if batch_rows % num_slots:
+        lower, upper = (
+            batch_rows // num_slots * num_slots,
+            (batch_rows // num_slots + 1) * num_slots,
+        )
         raise ConfigError(
-            f"data.train_batch_size={batch_rows} is not divisible by {ranks} data-parallel ranks; "
-            f"use {batch_rows // ranks * ranks or ranks} or {(batch_rows // ranks + 1) * ranks}"
+            f"data.train_batch_size={batch_rows} is not divisible by {num_slots} data-parallel ranks; "
+            f"use {lower or num_slots} or {upper}"
         )
 
 
-def data_parallel_slots(config: SupervisedConfig, ranks: int) -> int:
+def data_parallel_slots(config: SupervisedConfig, num_ranks: int) -> int:
     """Returns the number of data-parallel slots; raises an error if ranks cannot be divided into slots."""
-    if problems := list(mesh_problems(ranks, "", config, "engine", config.engine)):
+    if problems := list(mesh_problems(num_ranks, "", config, "engine", config.engine)):
         raise ConfigError(problems)
-    return ranks // config.ranks_per_slot
+    return num_ranks // config.ranks_per_slot
 
 
 def batches_per_epoch(num_rows: int, batch_rows: int) -> int:
@@ -49,7 +53,7 @@ def batches_per_epoch(num_rows: int, batch_rows: int) -> int:
 
 
 class RowOrder:
-    """Produces an endless sequence of batches of row indices."""
+    """The endless sequence of batches of row indices, and the position in it."""
 
     def __init__(self, num_rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
         self.batches_per_epoch = batches_per_epoch(num_rows, batch_rows)
@@ -78,7 +82,7 @@ class RowOrder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues after the last batch of `state`; raises an error if the data or the order differ."""
         current_state = self.state_dict()
-        for name, description in _COMPARED_FIELDS.items():
+        for name, description in _UNCHANGING_FIELDS.items():
             if state[name] != current_state[name]:
                 raise DataError(
                     f"the checkpoint was written with {description} {state[name]}, this run has "
@@ -88,6 +92,7 @@ class RowOrder:
         self._seek(state["epoch"], state["batch"])
 
     def _seek(self, epoch: int, batch_index: int) -> None:
+        """Moves to a batch of an epoch."""
         self._generator = random.Random(self._seed)
         for _ in range(epoch + 1):  # each permutation depends on the previous one
             self._order = self._next_order()

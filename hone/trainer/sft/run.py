@@ -40,18 +40,19 @@ log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
+_DATA_KEYS = (
+    "train_batch_size", "max_length", "truncation", "custom_cls", "chat_template",
+    "apply_chat_template_kwargs", "prompt_format", "prompt_key", "prompt_dict_keys", "multiturn",
+    "response_key", "response_dict_keys", "chosen_key", "rejected_key", "margin_key", "format",
+    "completions_key", "labels_key", "neutral_label", "step_separator", "ignore_input_ids_mismatch",
+)  # fmt: skip
+_MODEL_KEYS = ("override_config", "lora_alpha", "lora_dropout", "custom_chat_template")
 _RESUME_KEYS = (
     *("optim", "engine.dtype", "trainer.seed"),
-    *(f"model.{name}" for name in ("override_config", "lora_alpha", "lora_dropout")),
-    *(f"data.{name}" for name in ("train_batch_size", "max_length", "truncation", "custom_cls")),
-    *(f"data.{name}" for name in ("chat_template", "apply_chat_template_kwargs", "prompt_format")),
-    *(f"data.{name}" for name in ("prompt_key", "prompt_dict_keys", "multiturn")),
-    *(f"data.{name}" for name in ("response_key", "response_dict_keys")),
-    *(f"data.{name}" for name in ("chosen_key", "rejected_key", "margin_key")),
-    *(f"data.{name}" for name in ("format", "completions_key", "labels_key", "neutral_label")),
-    *("data.step_separator", "data.ignore_input_ids_mismatch", "model.custom_chat_template"),
+    *(f"model.{name}" for name in _MODEL_KEYS),
+    *(f"data.{name}" for name in _DATA_KEYS),
 )
-"""Keys and blocks whose changes are printed when a run resumes: these change what a row teaches."""
+"""Keys and blocks that change what a row teaches; a resumed run prints which of them have changed."""
 
 
 class SFTRun:
@@ -70,7 +71,7 @@ class SFTRun:
         self.config, threads = resolve_threads(config, ranks.local_world_size, warn=ranks.is_first)
         set_thread_count(threads)
         if config.engine.strategy in ("fsdp", "fsdp2"):
-            optimizer_class(config.optim)  # a wrong name is refused before the rows are encoded
+            optimizer_class(config.optim)  # raises for an unknown name, before the rows are encoded
         if ranks.is_first:
             check_trackers(config.trainer.logger)
         data, trainer = config.data, config.trainer
@@ -99,7 +100,7 @@ class SFTRun:
     def _encode(
         self, description: str, files: tuple[str, ...], max_samples: int
     ) -> EncodedDataset | CustomRows:
-        """Returns the data set of the files; encodes all rows, so bad rows show before the first step."""
+        """Returns the data set of the files; encodes all rows, to warn of bad rows before the first step."""
         dataset = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(dataset, EncodedDataset):
             return CustomRows(dataset, self._task.columns)
@@ -108,14 +109,10 @@ class SFTRun:
         bad_rows = dataset.bad_rows
         if self.ranks.is_first and bad_rows.total:
             reasons = ", ".join(f"{reason}: {n}" for reason, n in sorted(bad_rows.counts.items()))
-            example = bad_rows.examples[0]
             log.warning(
                 "left out %d bad %s (%s), such as: %s",
-                bad_rows.total,
-                description,
-                reasons,
-                example,
-            )
+                bad_rows.total, description, reasons, bad_rows.examples[0],
+            )  # fmt: skip
         return dataset
 
     def _progress(self, description: str, total: int) -> AbstractContextManager[Bar]:
@@ -198,7 +195,7 @@ class SFTRun:
                 state = {
                     "step": step,
                     "order": self.trainer.order.state_dict(),
-                    "data": self._data_fingerprint(),
+                    "data": self.rows.fingerprint,
                     "model": self.config.model.path,
                 }
                 checkpoint.write_state(folder, state)
@@ -210,14 +207,13 @@ class SFTRun:
     @contextmanager
     def _checkpoint_folder(self, step: int) -> Iterator[Path]:
         """Yields the folder that all ranks write to; the first rank creates it, and renames it at the end."""
-        is_first_rank = self.ranks.is_first
-        with (
-            checkpoint.atomic_folder(self.folder, step)
-            if is_first_rank
-            else nullcontext() as folder
-        ):
+        if self.ranks.is_first:
+            with checkpoint.atomic_folder(self.folder, step) as folder:
+                self.ranks.barrier()
+                yield folder
+        else:
             self.ranks.barrier()
-            yield folder if folder is not None else checkpoint.temporary_folder(self.folder, step)
+            yield checkpoint.temporary_folder(self.folder, step)
 
     def resume(self) -> None:
         """Loads the newest valid checkpoint; a run that will train then discards later files."""
@@ -242,12 +238,9 @@ class SFTRun:
         if self.ranks.is_first:
             self._print_resumed(folder, state.get("model", self.config.model.path))
 
-    def _data_fingerprint(self) -> str | None:
-        """Returns the fingerprint of the data; None for a user's dataset class without one."""
-        return self.rows.fingerprint
-
     def _require_same_data(self, state: Mapping[str, Any], folder: Path) -> None:
-        saved_fingerprint, fingerprint = state.get("data"), self._data_fingerprint()
+        """Raises an error if the run was saved with other data; a user's dataset may have no fingerprint."""
+        saved_fingerprint, fingerprint = state.get("data"), self.rows.fingerprint
         if saved_fingerprint and fingerprint and saved_fingerprint != fingerprint:
             raise DataError(
                 f"the data differ from those that {folder} was trained on ({saved_fingerprint[:8]} then, "
@@ -265,9 +258,8 @@ class SFTRun:
                 "set another trainer.default_local_dir"
             )
         old_config = RunFolder(folder.parent).read_config_or_empty()
-        for change in checkpoint.changed_settings(
-            old_config, config_to_dict(self.config), _RESUME_KEYS
-        ):
+        config = config_to_dict(self.config)
+        for change in checkpoint.changed_settings(old_config, config, _RESUME_KEYS):
             screen().line(f"from {folder.name} on: {change}")
 
 
@@ -282,7 +274,7 @@ def build_engine(
 
     def micro_batch_rule(micro_batch_rows: int) -> MicroBatchRule:
         sequences = data.sequences_per_micro_batch(micro_batch_rows)
-        # Except in a policy, each sequence has an additional padding token (see `collate_scored_tokens`).
+        # For heads other than a policy's, `collate_scored_tokens` appends a padding token to each sequence.
         padding_tokens = 0 if task.head == "policy" else task.sequences_per_row
         max_tokens = data.max_token_len_per_gpu + padding_tokens
         return MicroBatchRule(sequences, max_tokens, task.sequences_per_row)

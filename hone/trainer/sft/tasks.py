@@ -27,9 +27,9 @@ Sums = dict[str, tuple[float, float]]
 
 
 class CustomRows:
-    """The rows of a user's dataset class (`data.custom_cls`), as lists without padding.
+    """The rows of a user's dataset class (`data.custom_cls`), converted to lists without padding.
 
-    As in verl, a row may hold tensors of equal length, with padding where `attention_mask` is 0.
+    As in verl, the user's rows may hold tensors of equal length, with padding where `attention_mask` is 0.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
@@ -61,8 +61,8 @@ class CustomRows:
 
     def _problem(self, row: EncodedRow) -> str | None:
         """Returns what is wrong with a row, or None."""
-        if missing := [name for name in self._columns if name not in row]:
-            return f"has no {' and no '.join(missing)}"
+        if missing_columns := [name for name in self._columns if name not in row]:
+            return f"has no {' and no '.join(missing_columns)}"
         num_tokens, mask = len(row["input_ids"]), row.get("loss_mask")
         if num_tokens < 2:
             return f"has {num_tokens} tokens; at least 2 are needed"
@@ -74,7 +74,7 @@ class CustomRows:
 
 
 class Task(Protocol):
-    """Defines the data, the head, the objective and the validation metrics of a supervised run."""
+    """The data, the head, the objective and the validation metrics of a supervised run."""
 
     @property
     def head(self) -> Literal["policy", "steps", "score"]: ...
@@ -128,11 +128,11 @@ class SupervisedTask:
         return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
-        """Builds a batch; the response of a row starts at the row's first token with a loss."""
+        """Builds a batch; the response of a row starts at its first token with a loss, after token 0."""
         outputs = []
         for row in rows:
             ids, mask = row["input_ids"], row["loss_mask"]
-            # A row of a user's dataset may have no such token; it then adds nothing to the loss.
+            # A row of a user's dataset may have no such token, and then adds nothing to the loss.
             start = mask.index(1, 1) if 1 in mask[1:] else len(ids) - 1
             outputs.append(AgentLoopOutput(ids[:start], ids[start:], mask[start:]))
         return collate_outputs(outputs, pad_token_id=pad_token_id)
@@ -145,7 +145,7 @@ class SupervisedTask:
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """A sequence with a mask of the tokens whose hidden states are scored."""
+    """A sequence, and a mask that is 1 for the tokens whose hidden states are scored."""
 
     ids: list[int]
     mask: list[int]
@@ -172,7 +172,7 @@ def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> Da
 
 
 class StepTask:
-    """Trains a process reward model on labelled steps; `trained_part` selects PURE's stage."""
+    """Trains a process reward model on labelled steps: only the head in PURE's first stage, then all."""
 
     head: Literal["steps"] = "steps"
     columns = ("input_ids", "loss_mask", "labels", "prompt_tokens")
@@ -187,7 +187,7 @@ class StepTask:
         self._datasets: dict[tuple[str, int], Dataset] = {}
 
     def next_stage(self) -> StepTask:
-        """Returns the task that trains all parameters on the same encoded rows."""
+        """Returns the task of PURE's second stage, which trains all parameters on the same encoded rows."""
         task = StepTask()
         task._datasets = self._datasets
         return task
@@ -211,9 +211,9 @@ class StepTask:
         ]
         batch = collate_scored_tokens(sequences, pad_token_id)
         labels = torch.zeros(batch.batch["response_mask"].shape)
-        for target, row in zip(labels, rows, strict=True):
-            values = row["labels"][row["prompt_tokens"][0] - 1 :]
-            target[: len(values)] = torch.tensor(values)
+        for labels_of_row, row in zip(labels, rows, strict=True):
+            response_labels = row["labels"][row["prompt_tokens"][0] - 1 :]
+            labels_of_row[: len(response_labels)] = torch.tensor(response_labels)
         batch.batch["labels"] = labels
         return batch
 
@@ -223,13 +223,14 @@ class StepTask:
         loss = F.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
         is_good = labels > 0.5
         is_correct = (scores > 0) == is_good
+        selections = {
+            "accuracy": torch.ones_like(is_good),
+            "accuracy_of_good_steps": is_good,
+            "accuracy_of_bad_steps": ~is_good,
+        }
         sums = {"loss": (float(loss), float(mask.sum()))}
-        for name, is_selected in (
-            ("", torch.ones_like(is_good)),
-            ("_of_good_steps", is_good),
-            ("_of_bad_steps", ~is_good),
-        ):
-            sums[f"accuracy{name}"] = float(is_correct[is_selected].sum()), float(is_selected.sum())
+        for metric, is_selected in selections.items():
+            sums[metric] = float(is_correct[is_selected].sum()), float(is_selected.sum())
         return sums
 
 

@@ -25,7 +25,7 @@ class EncodedRows(Protocol):
 
 
 class SFTTrainer:
-    """Minimizes the objective of a task, by default the loss of next-token prediction."""
+    """Trains an engine on a task: by default, next-token prediction."""
 
     def __init__(
         self,
@@ -68,14 +68,17 @@ class SFTTrainer:
     def validate(
         self, rows: EncodedRows, batch_rows: int, on_batch: Callable[[int], None] | None = None
     ) -> dict[str, float]:
-        """Returns the task's validation metrics over all rows and ranks."""
+        """Returns the task's validation metrics over all rows and ranks.
+
+        `on_batch` receives the number of rows of each batch, after it is computed.
+        """
         mesh = self.engine.mesh
-        rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
+        rank, num_ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         totals: dict[str, list[float]] = {}
         for start in range(0, len(rows), batch_rows):
             indices = range(start, min(start + batch_rows, len(rows)))
             # All ranks must join each collective, so a rank without rows computes a row that does not count.
-            rank_indices = list(indices[rank::ranks])
+            rank_indices = list(indices[rank::num_ranks])
             batch = self._task.collate(
                 [rows[i] for i in rank_indices or [start]], self._pad_token_id
             )
@@ -87,17 +90,22 @@ class SFTTrainer:
                     total[i] += value * is_counted
             if on_batch is not None:
                 on_batch(len(indices))
-        sums = iter(sum_over_ranks(*(value for total in totals.values() for value in total)))
-        sums_and_counts = {name: (next(sums), next(sums)) for name in totals}
-        return {name: total / count for name, (total, count) in sums_and_counts.items() if count}
+        sums = sum_over_ranks(*(total for total, _ in totals.values()))
+        counts = sum_over_ranks(*(count for _, count in totals.values()))
+        return {
+            name: total / count
+            for name, total, count in zip(totals, sums, counts, strict=True)
+            if count
+        }
 
     def _rank_rows(self, rows: list[EncodedRow]) -> list[EncodedRow]:
+        """Returns the rows of a batch that this rank trains on."""
         mesh = self.engine.mesh
-        rank, ranks = mesh.data_parallel_rank, mesh.data_parallel_size
-        if ranks == 1:
+        rank, num_ranks = mesh.data_parallel_rank, mesh.data_parallel_size
+        if num_ranks == 1:
             return rows
         if not self._balance_tokens:
-            return rows[rank::ranks]
+            return rows[rank::num_ranks]
         lengths = [self._task.num_tokens(row) for row in rows]
-        parts = get_seqlen_balanced_partitions(lengths, ranks, equal_size=True)
-        return [rows[i] for i in parts[rank]]
+        partitions = get_seqlen_balanced_partitions(lengths, num_ranks, equal_size=True)
+        return [rows[i] for i in partitions[rank]]
