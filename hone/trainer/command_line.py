@@ -162,7 +162,7 @@ def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Name
     for argument in arguments:
         option, _, value = argument.partition("=")
         if option.startswith("--") and option not in long_options:
-            if similar_option := nearest(option, long_options, cutoff=0.8):
+            if similar_option := nearest(option, long_options, 0.8):
                 raise ConfigError(f"there is no option {option}.{did_you_mean(similar_option)}")
             raise ConfigError(_unknown_option_message(option, value or "VALUE", schema))
     return parser.parse_intermixed_args(arguments)
