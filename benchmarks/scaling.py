@@ -146,7 +146,7 @@ def _driver_cpu(rows: int = 2048, ranks: int = 64) -> float:
     import numpy as np
     import torch
 
-    from hone.controller.worker_group import payload_bytes
+    from hone.controller.dispatch import payload_bytes
     from hone.protocol import DataProto
     from hone.protocol.padding import split_padded
 

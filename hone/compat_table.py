@@ -6,7 +6,7 @@ Nothing is imported here; `hone.compat` resolves the paths.
 from __future__ import annotations
 
 _CONTROLLER = "hone.controller"
-_DISPATCH = f"{_CONTROLLER}.decorator"
+_DISPATCH = f"{_CONTROLLER}.dispatch"
 _SCORES = "hone.rewards.scores"
 _MANAGERS = "hone.rewards.managers"
 _REWARD_LOOP = f"{_MANAGERS}.reward_loop"
@@ -160,15 +160,15 @@ _RAY_NAMES = _map(
 _DISPATCH_NAMES = {
     **_map(
         f"{_CONTROLLER}.decorator",
-        "Dispatch Execute collect_nd_compute_dataproto dispatch_nd_compute_dataproto "
-        "make_nd_compute_dataproto_dispatch_fn register register_dispatch_mode "
+        "Dispatch Execute make_nd_compute_dataproto_dispatch_fn register register_dispatch_mode "
         "update_dispatch_mode",
     ),
+    **_map(_DISPATCH, "collect_nd_compute_dataproto dispatch_nd_compute_dataproto"),
     "dispatch_one_to_all": f"{_DISPATCH}:broadcast",
     **dict.fromkeys(("dispatch_all_to_all", "dispatch_dp_compute"), f"{_DISPATCH}:scatter"),
     **dict.fromkeys(("collect_all_to_all", "collect_dp_compute"), f"{_DISPATCH}:as_list"),
     "dispatch_dp_compute_data_proto": f"{_DISPATCH}:split_batches",
-    "dispatch_dp_compute_data_proto_with_func": f"{_DISPATCH}:split_after_func",
+    "dispatch_dp_compute_data_proto_with_func": f"{_CONTROLLER}.decorator:split_after_func",
     "collect_dp_compute_data_proto": f"{_DISPATCH}:concat_batches",
 }
 _WORKER_NAMES = {

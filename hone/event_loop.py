@@ -260,11 +260,17 @@ def _cancel_remaining_tasks(loop: asyncio.AbstractEventLoop) -> None:
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    for waited_tasks in (tasks, {loop.create_task(loop.shutdown_asyncgens())}):
-        if waited_tasks:
-            _run_until_done(loop, loop.create_task(asyncio.wait(waited_tasks, timeout=GRACE_S)))
-        for task in waited_tasks:
-            _release(task)
+    _wait_and_release(loop, tasks)
+    # Closed after the tasks have ended, because a task may still iterate over a generator.
+    _wait_and_release(loop, {loop.create_task(loop.shutdown_asyncgens())})
+
+
+def _wait_and_release(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[None]]) -> None:
+    """Waits up to GRACE_S for the tasks; abandons those that are not done."""
+    if tasks:
+        _run_until_done(loop, loop.create_task(asyncio.wait(tasks, timeout=GRACE_S)))
+    for task in tasks:
+        _release(task)
 
 
 def _release(task: asyncio.Future[T]) -> None:

@@ -117,6 +117,32 @@ def test_a_generator_that_does_not_close_is_left_behind() -> None:
     assert ended(work) == 1
 
 
+def test_a_generator_is_closed_after_the_task_that_iterates_over_it_has_ended() -> None:
+    errors, closed = [], []
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            while True:
+                await asyncio.sleep(1)
+                yield 1
+        finally:
+            await asyncio.sleep(0.01)
+            closed.append(True)
+
+    async def iterate() -> None:
+        async for _ in numbers():
+            pass
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        work.task = asyncio.create_task(iterate())  # type: ignore[attr-defined]
+        await asyncio.sleep(0.01)
+
+    ended(work)
+    assert closed == [True]
+    assert errors == []
+
+
 def test_to_thread_answers_and_raises() -> None:
     assert run_coroutine(asyncio.to_thread(divmod, 7, 2)) == (3, 1)
     with pytest.raises(ZeroDivisionError):

@@ -18,7 +18,7 @@ from hone.agents.contract import AgentLoopOutput, ServerManager
 from hone.agents.loop_names import LoopFactory, LoopNames, loop_arguments
 from hone.agents.loop_thread import LOOPS_GRACE_S
 from hone.config import PPOTrainerConfig
-from hone.controller.worker_group import PhaseDeadlines
+from hone.controller.dispatch import PhaseDeadlines
 from hone.event_loop import LoopThread, run_with_deadline
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
@@ -102,7 +102,7 @@ class LoopRunner:
 
         `meta_info["sampling_params"]` holds the sampling parameters.
         """
-        columns = rows.non_tensor_batch
+        columns, sampling = rows.non_tensor_batch, rows.meta_info["sampling_params"]
         for agent_name in columns.get("agent_name", ()):
             self._factory_of(agent_name)  # raises on an unknown name
         with self._condition:
@@ -120,7 +120,6 @@ class LoopRunner:
                 self._loop_thread = LoopThread(self._all_submissions_ended.wait(), self._notify)
                 self._loop_thread.start()
             self._active_submissions += 1
-            sampling = rows.meta_info["sampling_params"]
             self._loop_thread.call_soon(self._start_submission, list(groups.values()), sampling)
             return self._num_submissions
 

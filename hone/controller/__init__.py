@@ -23,7 +23,6 @@ from hone.controller.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from hone.controller.local import LocalWorkerGroup
 from hone.controller.resource_pool import (
     ResourcePool,
     ResourcePoolManager,
@@ -32,7 +31,7 @@ from hone.controller.resource_pool import (
     split_resource_pool,
 )
 from hone.controller.worker import Worker
-from hone.controller.worker_group import WorkerGroup
+from hone.controller.worker_group import LocalWorkerGroup, WorkerGroup
 
 if TYPE_CHECKING:
     from hone.controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup

@@ -28,9 +28,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
 from hone.controller.colocated import ClassWithInitArgs, P
-from hone.controller.decorator import TensorDictPayload, is_tensordict_batch
+from hone.controller.dispatch import (
+    Call,
+    Executor,
+    PhaseDeadlines,
+    TensorDictPayload,
+    is_tensordict_batch,
+)
 from hone.controller.failures import WorkerProcess
-from hone.controller.local import WorkerHost
 from hone.controller.processes import own_log_files
 from hone.controller.ray_liveness import cluster_failed, unwatch_workers, watch_workers
 from hone.controller.ray_placement import Reservation, acquire_reservation
@@ -39,7 +44,7 @@ from hone.controller.ray_wait import RefWait
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import THREADS_ENV, set_thread_count, thread_count
 from hone.controller.worker import LOOPBACK, Placement, free_port
-from hone.controller.worker_group import Call, Executor, PhaseDeadlines, W, WorkerGroup
+from hone.controller.worker_group import W, WorkerGroup, WorkerHost
 from hone.logging_level import level_variables
 from hone.protocol import DataProto
 from hone.text import error_text

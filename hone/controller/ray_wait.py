@@ -19,8 +19,8 @@ from hone.controller.failures import (
     WorkerProcess,
 )
 from hone.controller.processes import last_lines
+from hone.controller.progress import report_progress
 from hone.controller.ray_liveness import check_alive, raise_if_lost, refresh_logs, remote_log_lines
-from hone.controller.worker_group import report_progress
 
 POLL_INTERVAL_S = 1.0
 DEATH_REPORT_DEADLINE_S = 3.0

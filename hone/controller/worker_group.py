@@ -1,151 +1,55 @@
 """WorkerGroup, the object through which the training loop calls all ranks of a role.
 
 Each registered method of the worker class becomes a group method that splits the arguments, calls
-all ranks and joins the results. An Executor runs the ranks in this process (local.py) or as Ray
-actors (ray.py).
+all ranks and joins the results. An Executor runs the ranks: LocalExecutor in this process, or RayExecutor as
+Ray actors (ray.py). WorkerHost creates and calls the workers of one rank, under both.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
+import inspect
+import logging
 import operator
-import time
-from abc import ABC, abstractmethod
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-import numpy as np
-import torch
-
 from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
-from hone.controller.decorator import DEFAULT_MESH, Execute, Mesh, MethodSpec, registered_methods
-from hone.controller.resource_pool import Role
-from hone.protocol import DataProtoFuture
+from hone.controller.decorator import SPEC_ATTRIBUTE, Execute, MethodSpec, registered_methods
+from hone.controller.dispatch import (
+    DEFAULT_MESH,
+    Call,
+    Executor,
+    GroupView,
+    Mesh,
+    PhaseDeadlines,
+    as_data_proto,
+    count_and_collect,
+    drop_padded_rows,
+    is_tensordict_batch,
+    materialize,
+    payload_bytes,
+)
+from hone.controller.resource_pool import ResourcePool, Role
+from hone.controller.threads import set_thread_count, thread_count
+from hone.controller.worker import Placement, Worker, use_placement
+from hone.protocol import DataProto, DataProtoFuture
 from hone.suggestions import suggestion
 from hone.types import Function, Settings
 
+logger = logging.getLogger(__name__)
+
+LOOP_STOP_DEADLINE_S = 5.0
 W = TypeVar("W", covariant=True)
 """The worker's class."""
-Handle = TypeVar("Handle")
-"""The type of the handle that `submit` returns."""
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
-
-Listener = Callable[[int, int], None]
-"""Receives the number of ranks that have answered and the number of all ranks."""
-
-_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
-_NUMBER_BYTES = 8
-_NUMBER_TYPES = (int, float, np.number, type(None))
-_TEXT_TYPES = (str, bytes, bytearray)
-_SEQUENCE_TYPES = (list, tuple)
-_TYPES_SENT_BY_NAME = (type, ModuleType)
-
-
-@contextmanager
-def on_wait_progress(listener: Listener) -> Iterator[None]:
-    """Calls `listener` about once per second while the caller waits for ranks inside the block."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
-
-
-def report_progress(answered_ranks: int, total_ranks: int) -> None:
-    """Calls the listener, if there is one."""
-    listener = _listener.get()
-    if listener is not None:
-        listener(answered_ranks, total_ranks)
-
-
-@dataclass
-class PhaseDeadlines:
-    """The deadline of each phase: the larger of `floor_s` and `factor` times its longest completed run.
-
-    A phase is a worker's method, or all agent loops of a batch.
-    """
-
-    floor_s: float
-    """`trainer.phase_deadline_floor_s`."""
-    factor: float
-    """`trainer.phase_deadline_factor`."""
-    longest_run_s: dict[str, float] = field(default_factory=dict)
-    """The longest completed run of each phase."""
-
-    def limit_s(self, phase: str) -> float:
-        """Returns the deadline of the phase's next run."""
-        return max(self.floor_s, self.factor * self.longest_run_s.get(phase, 0.0))
-
-    def record(self, phase: str, seconds: float) -> None:
-        """Records the duration of a completed run."""
-        self.longest_run_s[phase] = max(seconds, self.longest_run_s.get(phase, 0.0))
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[float]:
-        """Yields the limit of this run and records its duration if it completes."""
-        start_time = time.monotonic()
-        yield self.limit_s(phase)
-        self.record(phase, time.monotonic() - start_time)
-
-    def advice(self, phase: str) -> str:
-        """Returns the end of an error message: where the limit comes from and how to raise it."""
-        longest_run_s = self.longest_run_s.get(phase)
-        if longest_run_s is None or self.factor * longest_run_s <= self.floor_s:
-            return "raise trainer.phase_deadline_floor_s if the work is that long"
-        return (
-            f"raise trainer.phase_deadline_factor (the limit is {self.factor:g} times the longest "
-            f"run so far, {longest_run_s:.3g} s) if the work is that long"
-        )
-
-
-@dataclass(frozen=True)
-class Call:
-    """One method call on one rank."""
-
-    role: str
-    """The role of the colocated worker; empty if there is only one worker."""
-    method: str
-    args: tuple[Any, ...] = ()
-    kwargs: Settings = field(default_factory=dict)
-
-
-class Executor(ABC, Generic[Handle]):
-    """Runs method calls on the ranks of a worker group."""
-
-    world_size: int
-
-    @abstractmethod
-    def submit(self, rank: int, call: Call) -> Handle:
-        """Starts a call and returns a handle immediately."""
-
-    @abstractmethod
-    def resolver(self, role: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
-        """Returns a picklable function that waits for handles and returns the results of their calls.
-
-        The messages of its errors contain `role` and `method`.
-        """
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Stops all ranks and releases their resources; a second call does nothing."""
-
-
-@dataclass(frozen=True)
-class GroupView:
-    """The picklable part of a worker group, for the collect function of a future."""
-
-    world_size: int
-    meshes: dict[str, Mesh] = field(default_factory=dict)
-
-    def mesh(self, name: str) -> Mesh:
-        return self.meshes[name]
 
 
 class WorkerGroup(Generic[W]):
@@ -338,53 +242,159 @@ def _collect_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]
     return collect([results[rank] for rank in mesh.collect_ranks])
 
 
-def payload_bytes(value: Any) -> int:
-    """Returns the bytes of tensors, arrays, text and lists of numbers in a value.
+@dataclass
+class FinishedCall:
+    """The result of a finished call, or its exception, which `get` raises."""
 
-    Single numbers are not counted. Nothing is pickled; an object that several rows share counts once.
-    """
-    total_bytes, seen_ids = 0, set()
-    parts: list[Any] = [value]  # grows in the loop; keeps the parts alive, so that ids are unique
-    for part in parts:
-        if isinstance(part, _NUMBER_TYPES + _TYPES_SENT_BY_NAME) or id(part) in seen_ids:
-            continue
-        seen_ids.add(id(part))
-        if isinstance(part, _TEXT_TYPES):
-            total_bytes += len(part)
-        elif isinstance(part, _SEQUENCE_TYPES):
-            # A list of token ids or log-probs is long, so only three entries are checked.
-            if part and all(isinstance(part[i], _NUMBER_TYPES) for i in (0, len(part) // 2, -1)):
-                total_bytes += _NUMBER_BYTES * len(part)
-            else:
-                parts += part
-        elif isinstance(part, torch.Tensor):
-            total_bytes += part.values().nbytes if part.is_nested else part.nbytes
-        elif isinstance(part, np.ndarray) and part.dtype != object:
-            total_bytes += part.nbytes
-        elif isinstance(part, np.ndarray):
-            parts += part.flat
+    result: Any = None
+    error: BaseException | None = None
+
+    def get(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+class WorkerHost:
+    """The workers of one rank: a single worker, or one worker per colocated role."""
+
+    def __init__(
+        self, cls_with_init: ClassWithInitArgs, placement: Placement, threads: int
+    ) -> None:
+        set_thread_count(threads)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread: threading.Thread | None = None
+        is_colocated = isinstance(cls_with_init, ColocatedClass)
+        members = cls_with_init.members if is_colocated else {"": cls_with_init}
+        self._workers: dict[str, Worker] = {}
+        try:
+            for role, member in members.items():
+                with use_placement(replace(placement, role=role) if role else placement):
+                    self._workers[role] = member()
+        except BaseException:
+            self.close()
+            raise
+        for worker in self._workers.values():
+            if isinstance(worker, Worker):
+                worker.set_colocated(self._workers)
+
+    def call(self, call: Call) -> Any:
+        """Resolves futures, runs a worker's method; returns a batch on the CPU and without padded rows."""
+        method = getattr(self.worker(call.role), call.method)
+        args, kwargs = call.args, call.kwargs
+        spec: MethodSpec | None = getattr(method, SPEC_ATTRIBUTE, None)
+        if spec is None or spec.materialize_futures:
+            args = tuple(materialize(value) for value in args)
+            kwargs = {key: materialize(value) for key, value in kwargs.items()}
+        result = method(*args, **kwargs)
+        if inspect.iscoroutine(result):
+            # All calls share one event loop: a call may leave tasks that the next call awaits.
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._loop_thread = threading.Thread(
+                    target=self._loop.run_forever, name="worker-event-loop", daemon=True
+                )
+                self._loop_thread.start()
+            result = asyncio.run_coroutine_threadsafe(result, self._loop).result()
+        if inspect.isgenerator(result) or inspect.isasyncgen(result):
+            raise TypeError(
+                f"{call.method!r} returned a generator, which stays in its process; return a list"
+            )
+        is_tensordict = is_tensordict_batch(result)
+        if not is_tensordict and not isinstance(result, DataProto):
+            return result
+        inputs = [as_data_proto(value) for value in (*args, *kwargs.values())]
+        batch = drop_padded_rows(as_data_proto(result), inputs).to("cpu")
+        return batch.to_tensordict() if is_tensordict else batch
+
+    def worker(self, role: str = "") -> Worker:
+        """Returns the worker of a role; the role of a single worker is empty."""
+        fused_workers = getattr(self._workers.get(""), "fused_worker_dict", {})
+        if role in fused_workers:
+            return fused_workers[role]
+        if role not in self._workers:
+            raise ValueError(
+                f"this process has the roles {sorted(self._workers)}, not {role!r}; call one of the "
+                "groups that spawn(roles) returns"
+            )
+        return self._workers[role]
+
+    def close(self) -> None:
+        """Closes the workers that have a `close` method, in order, and stops the event loop."""
+        with contextlib.ExitStack() as stack:  # an error in one `close` does not skip the others
+            stack.callback(self._stop_loop)
+            for worker in reversed(self._workers.values()):
+                fused_workers = getattr(worker, "fused_worker_dict", {}).values()
+                parts = [worker] if hasattr(worker, "close") else reversed(fused_workers)
+                for part in parts:
+                    if callable(close := getattr(part, "close", None)):
+                        stack.callback(close)
+
+    def _stop_loop(self) -> None:
+        if self._loop is None or self._loop_thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop_thread.join(timeout=LOOP_STOP_DEADLINE_S)
+        if self._loop_thread.is_alive():
+            logger.warning("the event loop of a worker is still busy; it was not closed")
         else:
-            parts += (part if isinstance(part, Mapping) else getattr(part, "__dict__", {})).values()
-    return total_bytes
+            self._loop.close()
+        self._loop = self._loop_thread = None
 
 
-def count_and_collect(
-    traffic: Counter[str], key: str, collect: Callable[[list[Any]], T], results: list[Any]
-) -> T:
-    """Adds the payload bytes of the results to `traffic[key]` and returns `collect(results)`."""
-    traffic[key] += sum(map(payload_bytes, results))
-    return collect(results)
+class LocalExecutor(Executor[FinishedCall]):
+    """A single rank in this process; `submit` returns after the call has finished."""
+
+    world_size = 1
+
+    def __init__(self, cls_with_init: ClassWithInitArgs, role: str, threads: int) -> None:
+        self._host: WorkerHost | None = WorkerHost(cls_with_init, Placement(role=role), threads)
+        self._role = role
+
+    def submit(self, rank: int, call: Call) -> FinishedCall:
+        if self._host is None:
+            raise RuntimeError(f"worker group {self._role!r} was shut down; create a new one")
+        try:
+            return FinishedCall(self._host.call(call))
+        except Exception as error:  # `get` raises it, as under Ray
+            return FinishedCall(error=error)
+
+    def resolver(self, role: str, method: str) -> Callable[[Sequence[FinishedCall]], list[Any]]:
+        return get_results
+
+    def shutdown(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
 
 
-def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
-    """Returns the bytes per method since the last call and their sum; clears the counters."""
-    total: Counter[str] = Counter({"weights": 0})  # reported even if it is 0
-    for counter in {id(counter): counter for counter in counters}.values():
-        total.update(counter)
-        counter.clear()
-    metrics = {
-        f"traffic/{key}_bytes": float(count)
-        for key, count in total.items()
-        if count or key == "weights"
-    }
-    return metrics | {"traffic/step_bytes": float(total.total())}
+class LocalWorkerGroup(WorkerGroup[W]):
+    """A worker group of one rank, in this process."""
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool | None = None,
+        ray_cls_with_init: ClassWithInitArgs | None = None,
+        name_prefix: str = "",
+        start_deadline_s: float | None = None,
+        deadlines: PhaseDeadlines | None = None,
+        liveness_deadline_s: float | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Takes RayWorkerGroup's arguments except `worker_env`; deadlines have no effect."""
+        if ray_cls_with_init is None:
+            raise ValueError("ray_cls_with_init is missing: ClassWithInitArgs(YourWorker, …)")
+        if resource_pool is not None and resource_pool.world_size != 1:
+            raise ValueError(
+                f"the local controller has 1 rank, and the resource pool has "
+                f"{resource_pool.world_size}; set trainer.controller=ray, or "
+                "trainer.n_gpus_per_node=1 trainer.nnodes=1"
+            )
+        name = name_prefix or ray_cls_with_init.name
+        executor = LocalExecutor(ray_cls_with_init, name, threads or thread_count())
+        super().__init__(executor, ray_cls_with_init, name)
+
+
+def get_results(handles: Sequence[FinishedCall]) -> list[Any]:
+    """Returns the results of finished calls, or raises the first error."""
+    return [handle.get() for handle in handles]

@@ -20,7 +20,7 @@ from hone.agents.collate import add_verl_columns, collate_outputs, join_ranks, l
 from hone.agents.contract import default_sampling, validation_sampling
 from hone.config.block import Block
 from hone.controller import Dispatch, Worker, register
-from hone.controller.decorator import (
+from hone.controller.dispatch import (
     DEFAULT_MESH,
     ArgumentsPerRank,
     Batch,

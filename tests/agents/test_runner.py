@@ -115,6 +115,17 @@ def test_sampling_parameters_and_the_length_limit_reach_the_engine(
     assert sampling.max_tokens == 12
 
 
+def test_rows_without_sampling_parameters_are_refused_and_leave_nothing_pending(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    data = rows(["a"])
+    data.meta_info.pop("sampling_params")
+    loops = runner(echo)
+    with pytest.raises(KeyError, match="sampling_params"):
+        loops.submit(data)
+    assert loops.pending() == []
+
+
 def test_each_row_goes_through_the_loop_it_names(
     runner: Runner, rows: Rows, echo: ScriptedRollout, tokenizer: Any
 ) -> None:

@@ -13,7 +13,8 @@ from hone.controller import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from hone.controller.decorator import DispatchMode, Mesh, broadcast, method_spec, registered_methods
+from hone.controller.decorator import DispatchMode, method_spec, registered_methods
+from hone.controller.dispatch import Mesh, broadcast
 
 
 def split(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,6 +67,11 @@ def test_a_mode_that_does_not_exist_is_helped() -> None:
     with pytest.raises(AttributeError, match="Did you mean 'ONE_TO_ALL'"):
         _ = Dispatch.ONE_TO_AL
     assert repr(Dispatch.DP_COMPUTE) == "Dispatch.DP_COMPUTE"
+
+
+def test_the_modes_can_be_listed() -> None:
+    assert Dispatch.ONE_TO_ALL in Dispatch
+    assert {mode.name for mode in Dispatch} >= {"ONE_TO_ALL", "DP_COMPUTE_PROTO"}
 
 
 def test_modes_can_be_added_once_and_updated() -> None:

@@ -23,10 +23,9 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
-from hone.controller.decorator import DEFAULT_MESH, TensorDictPayload
-from hone.controller.local import FinishedCall, WorkerHost, get_results
+from hone.controller.dispatch import DEFAULT_MESH, Call, Executor, PhaseDeadlines, TensorDictPayload
 from hone.controller.worker import Placement, Worker
-from hone.controller.worker_group import Call, Executor, PhaseDeadlines
+from hone.controller.worker_group import FinishedCall, WorkerHost, get_results
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
 from hone.protocol import tensordicts as tu
 

@@ -98,8 +98,8 @@ async def _make_in_thread(make_environment: Callable[[], Any]) -> Any:
 
 
 async def _close(environment: Any) -> None:
-    if hasattr(environment, "close"):
-        await _call(environment.close)
+    if callable(close := getattr(environment, "close", None)):
+        await _call(close)
 
 
 async def _call(function: Function, *arguments: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,8 @@ from hone.controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from hone.controller.worker_group import PhaseDeadlines, on_wait_progress
+from hone.controller.dispatch import PhaseDeadlines
+from hone.controller.progress import on_wait_progress
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.tokenizer import Tokenizer
 from hone.tracking.console import progress, screen

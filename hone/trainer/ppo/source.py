@@ -19,7 +19,7 @@ from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.columns import write
 from hone.config.rollout import CheckpointEngineConfig
 from hone.controller import WorkerGroup
-from hone.controller.decorator import DEFAULT_MESH
+from hone.controller.dispatch import DEFAULT_MESH
 from hone.data.loader import PromptLoader
 from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto

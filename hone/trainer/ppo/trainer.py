@@ -19,7 +19,7 @@ from hone.columns import add_columns, require, write
 from hone.config import ConfigError, PPOTrainerConfig, config_to_dict
 from hone.config.checks import batch_size_problems
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
-from hone.controller.worker_group import traffic_metrics
+from hone.controller.dispatch import traffic_metrics
 from hone.data.create import create_run_dataset, create_train_loader, create_val_loader
 from hone.data.loader import Dataset
 from hone.protocol import DataProto

@@ -10,7 +10,7 @@ import pytest
 
 from hone.config import load_config
 from hone.controller import LocalWorkerGroup, Role, WorkerGroup
-from hone.controller.worker_group import report_progress
+from hone.controller.progress import report_progress
 from hone.tracking.console import silent_bar
 from hone.trainer.ppo import roles
 from hone.trainer.ppo.plan import Plan

@@ -1,25 +1,10 @@
-"""Deadlines of phases follow from how long they took; a wait for ranks tells how far it is."""
+"""Deadlines of phases follow from how long they took."""
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from hone.controller.worker_group import PhaseDeadlines, on_wait_progress, report_progress
-
-
-def test_a_listener_hears_the_waits_inside_and_no_others() -> None:
-    heard: list[tuple[int, int]] = []
-    report_progress(1, 2)
-    with on_wait_progress(lambda done, ranks: heard.append((done, ranks))):
-        report_progress(1, 2)
-        other = threading.Thread(target=report_progress, args=(7, 7))
-        other.start()
-        other.join()
-        report_progress(2, 2)
-    report_progress(9, 9)
-    assert heard == [(1, 2), (2, 2)]
+from hone.controller.dispatch import PhaseDeadlines
 
 
 def test_the_floor_holds_until_the_phase_has_taken_longer() -> None:

@@ -23,10 +23,9 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
-from hone.controller.decorator import TensorDictPayload
-from hone.controller.local import WorkerHost, drop_padded_rows
+from hone.controller.dispatch import Call, TensorDictPayload, drop_padded_rows
 from hone.controller.worker import Placement, free_port, use_placement
-from hone.controller.worker_group import Call
+from hone.controller.worker_group import WorkerHost
 from hone.protocol import PADDED_ROW, DataProto, split_padded
 
 

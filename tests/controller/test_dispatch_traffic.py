@@ -13,7 +13,7 @@ import torch
 from toy_workers import Toy
 
 from hone.controller import ClassWithInitArgs, LocalWorkerGroup
-from hone.controller.worker_group import payload_bytes, traffic_metrics
+from hone.controller.dispatch import payload_bytes, traffic_metrics
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 
