@@ -20,9 +20,8 @@ from hone.agents.loop_thread import LOOPS_GRACE_S
 from hone.config import PPOTrainerConfig
 from hone.controller.dispatch import PhaseDeadlines
 from hone.event_loop import LoopThread, run_with_deadline
-from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
-from hone.rollout.contract import DrivenEngine, RolloutEngine
+from hone.rollout.contract import DrivenEngine, RolloutEngine, trajectory_seed
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Row
 

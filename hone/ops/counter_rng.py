@@ -17,11 +17,6 @@ def fold_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def trajectory_seed(run_seed: int, uid: str, sample_index: int) -> int:
-    """Returns the sampling seed of a trajectory; it does not depend on engine or batch."""
-    return fold_seed(run_seed, uid, sample_index)
-
-
 def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 

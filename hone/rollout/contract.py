@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from hone.ops.counter_rng import fold_seed
 from hone.types import Fields, JsonObject, Settings
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ class StopReason(str, Enum):
     """An end-of-text token, a stop token or a stop string."""
     LENGTH = "length"
     ABORT = "abort"
+
+
+def trajectory_seed(run_seed: int, uid: str, sample_index: int) -> int:
+    """Returns the sampling seed of a trajectory; it does not depend on engine or batch."""
+    return fold_seed(run_seed, uid, sample_index)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
 from hone.models.lora import AdapterSettings, merged_weights, wrap_lora
 from hone.models.policy import PolicyModel
-from hone.ops.counter_rng import trajectory_seed
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import (
     RolloutEngine,
@@ -45,6 +44,7 @@ from hone.rollout.contract import (
     Sampling,
     StopReason,
     TokenOutput,
+    trajectory_seed,
 )
 from hone.tokenizer import Tokenizer
 from hone.tracking import progress

@@ -19,13 +19,12 @@ from hone.event_loop import run_coroutine
 from hone.models.from_config import import_external
 from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
 from hone.models.policy import PolicyModel
-from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import Failed
 from hone.rewards.judge import Request
 from hone.rollout.build import build_native
-from hone.rollout.contract import RolloutSpec, Sampling
+from hone.rollout.contract import RolloutSpec, Sampling, trajectory_seed
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 

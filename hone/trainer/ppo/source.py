@@ -21,8 +21,8 @@ from hone.config.rollout import CheckpointEngineConfig
 from hone.controller import WorkerGroup
 from hone.controller.dispatch import DEFAULT_MESH
 from hone.data.loader import PromptLoader
-from hone.ops.counter_rng import trajectory_seed
 from hone.protocol import DataProto
+from hone.rollout.contract import trajectory_seed
 from hone.trainer.ppo.metrics import mean_max_min, mean_over_ranks
 from hone.types import Settings
 from hone.weights.streamed import choose_transport
