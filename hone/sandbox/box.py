@@ -1,4 +1,4 @@
-"""One run from start to result, as callbacks for the warden's event loop; a box never blocks."""
+"""One run from start to result, as callbacks of the warden's event loop, which never block."""
 
 from __future__ import annotations
 
@@ -227,6 +227,7 @@ class Box(DescriptorOwner):
         self._write_program()
 
     def _send_descriptors(self) -> None:
+        """Sends the caller a pidfd of the box's first process and the channel, as far as the box has them."""
         descriptors = [fd for fd in (self._init_pidfd, self._channel) if fd is not None]
         if self.send_to_caller is not None and descriptors:
             self.send_to_caller(descriptors)
@@ -235,7 +236,7 @@ class Box(DescriptorOwner):
             self._channel = None
 
     def _write_program(self) -> None:
-        """Writes the program into the box. A box whose warden dies earlier has nothing to run."""
+        """Writes the program into the box; if the warden dies before this, the box has nothing to run."""
         pipe = self._program_pipe
         assert pipe is not None
         try:
@@ -301,11 +302,11 @@ class Box(DescriptorOwner):
         self._next_check = now + CHECK_INTERVAL_S
         # If the kernel killed one process for memory, the others might wait for it forever.
         if self._cgroup is not None and "memory" in self._cgroup.directories:
-            over_limit = self._cgroup.out_of_memory()
+            is_over_limit = self._cgroup.out_of_memory()
         else:
             memory_bytes = private_memory_bytes(self._init_pid) if self._init_pid else 0
-            over_limit = memory_bytes > self.request.job.memory_mb << 20
-        if over_limit:
+            is_over_limit = memory_bytes > self.request.job.memory_mb << 20
+        if is_over_limit:
             self.kill(Status.MEMORY)
 
     @property
@@ -338,7 +339,7 @@ class Box(DescriptorOwner):
     # ---- end ----
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return not self._pending_events
 
     def reply(self) -> SandboxResult | SandboxError:
@@ -347,8 +348,8 @@ class Box(DescriptorOwner):
         if self._error is None and self._kill_status is None:
             self._error = self._setup_error(stderr)
         if self._error:
-            killed_early = self._start_time is None and (self._exit_code or 0) < 0
-            error_class = NotStarted if killed_early else SandboxError
+            was_killed_early = self._start_time is None and (self._exit_code or 0) < 0
+            error_class = NotStarted if was_killed_early else SandboxError
             return error_class(f"sandbox: the box could not be built: {self._error}")
         exit_code = None if self._kill_status is not None else self._exit_code
         if exit_code is not None and exit_code < 0:

@@ -30,7 +30,7 @@ class ParentCgroups:
 
 
 def find_parents(proc: Path = Path("/proc/self")) -> tuple[ParentCgroups | None, str]:
-    """Returns the parents of new cgroups or None, and a text: their controllers, or why there are none."""
+    """Returns the parents of new cgroups, with their controllers as text, or None and the reason."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
@@ -56,8 +56,10 @@ def _find_v1(memberships: list[str], mounts: list[str]) -> ParentCgroups:
         own_paths.update(dict.fromkeys(controllers.split(","), path))
     directories = {}
     for mount_point, filesystem, options in map(_parse_mount, mounts):
-        for controller in {"memory", "pids"} & set(options) if filesystem == "cgroup" else ():
-            directories[controller] = _own_directory(mount_point, own_paths.get(controller, "/"))
+        if filesystem == "cgroup":
+            for controller in {"memory", "pids"}.intersection(options):
+                own_path = own_paths.get(controller, "/")
+                directories[controller] = _own_directory(mount_point, own_path)
     return ParentCgroups(1, directories)
 
 
@@ -137,7 +139,7 @@ class Cgroup:
         else:
             required = "memory.limit_in_bytes"
             with_swap = ("memory.memsw.limit_in_bytes", limit_bytes)
-            # The limit with swap may never be below the one without: it is raised before or lowered after.
+            # The limit with swap must not be below the limit without: raise it before, or lower it after.
             files = [with_swap, (required, limit_bytes), with_swap, ("memory.swappiness", "0")]
         for name, value in files:
             try:
@@ -148,7 +150,7 @@ class Cgroup:
 
     @contextlib.contextmanager
     def thread_inside(self) -> Iterator[None]:
-        """Moves this thread into the cgroup, so that the processes it starts are members; v2: does nothing.
+        """Moves this thread into the cgroup, so that the processes it starts are members; not in version 2.
 
         A thread moves itself at no cost. Moving another process blocks forks on the whole machine
         for an RCU grace period, which takes many milliseconds under load.
@@ -184,8 +186,9 @@ class Cgroup:
 
     def add_process(self, pid: int) -> None:
         """Moves a process into the cgroup, unless it was started there."""
-        for directory in () if self._members_start_inside else self._unique_directories:
-            (directory / "cgroup.procs").write_text(str(pid))
+        if not self._members_start_inside:
+            for directory in self._unique_directories:
+                (directory / "cgroup.procs").write_text(str(pid))
 
     def out_of_memory(self) -> bool:
         """Whether the kernel killed a member for memory."""

@@ -1,4 +1,4 @@
-"""The client of the warden: each process has one, which starts on first use and is replaced if it dies."""
+"""The client of the warden; a process starts its warden on first use, and replaces it if it has died."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class WardenClient:
         self._process: subprocess.Popen[bytes] | None = None
 
     def send(self, message: bytes, descriptors: Sequence[int]) -> None:
+        """Sends a message with descriptors; if the warden has ended, sends it to a new warden."""
         with self._lock:
             for attempt in range(1, _MAX_ATTEMPTS + 1):
                 control = self._control_socket or self._start()
@@ -122,8 +123,8 @@ class WardenClient:
 def _kill_session(session_id: int) -> None:
     """Kills all processes in the session of a dead warden.
 
-    A bubblewrap that has just started does not die with its parent yet. The kernel does not reuse
-    a session's id while the session has a member.
+    A bubblewrap process that has just started does not yet die with its parent. The kernel does not
+    reuse a session's id while the session has a member.
     """
     has_members = True
     while has_members:

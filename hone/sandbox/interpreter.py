@@ -22,13 +22,13 @@ from hone.sandbox.result import SandboxUnavailable
 SYSTEM_PYTHON = "/usr/bin/python3"
 SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin")
 _SYSTEM_PREFIXES = tuple(f"{path}/" for path in SYSTEM_PATHS)
-_PRINT_FACTS = (
+_PRINT_PATHS_AND_VERSION = (
     "import json, sys; print(json.dumps([sys.executable, sys.prefix, sys.base_prefix,"
     " getattr(sys, '_base_executable', sys.executable), '%d.%d' % sys.version_info[:2]]))"
 )
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNT_NAMESPACE = 0x00020000
-_BIND, _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEV = 4096, 16384, 1 << 18, 2, 4
+_BIND, _RECURSIVE, _PRIVATE, _NO_SUID, _NO_DEV = 4096, 16384, 1 << 18, 2, 4  # flags of mount(2)
 _CANDIDATE_DIRECTORIES = ("/mnt", "/media", "/srv", "/opt", "/run")
 
 
@@ -47,9 +47,11 @@ class Interpreter:
         for path in map(Path, (self.executable, *self.read_paths)):
             for part in (path, *path.parents):
                 info = part.stat()
-                shift = 6 if info.st_uid == uid else 3 if info.st_gid == gid else 0
-                needed_bits = 0o1 if stat.S_ISDIR(info.st_mode) else 0o5
-                if (info.st_mode >> shift) & needed_bits != needed_bits:
+                group_or_other_shift = 3 if info.st_gid == gid else 0
+                shift = 6 if info.st_uid == uid else group_or_other_shift
+                # Bits of a mode: 1 is to execute a file or enter a directory, 4 is to read.
+                required_bits = 0o1 if stat.S_ISDIR(info.st_mode) else 0o5
+                if (info.st_mode >> shift) & required_bits != required_bits:
                     return False
         return True
 
@@ -60,19 +62,19 @@ def describe(executable: str | None = None) -> Interpreter:
     if executable is None:
         base = getattr(sys, "_base_executable", None) or sys.executable
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        facts = [base, sys.base_prefix, sys.base_prefix, base, version]
+        paths_and_version = [base, sys.base_prefix, sys.base_prefix, base, version]
     else:
         try:
-            command = [executable, "-I", "-c", _PRINT_FACTS]
+            command = [executable, "-I", "-c", _PRINT_PATHS_AND_VERSION]
             process = subprocess.run(
                 command, capture_output=True, text=True, timeout=30, check=True
             )
-            facts = json.loads(process.stdout)
+            paths_and_version = json.loads(process.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             raise SandboxUnavailable(
                 f"sandbox: interpreter={executable!r} does not run ({error}); set a Python ≥ 3.8"
             ) from error
-    path, prefix, base_prefix, base_executable, version = facts
+    path, prefix, base_prefix, base_executable, version = paths_and_version
     real_path = os.path.realpath(base_executable)
     in_venv = prefix != base_prefix
     needed_paths = [os.path.dirname(real_path) if in_venv else real_path]

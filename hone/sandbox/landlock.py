@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SETUP_FAILED_EXIT_CODE = 126  # the reason is in the error pipe
+# Numbers of system calls, each with its arguments, flags or access rights.
 _CLOSE_RANGE, _MAX_DESCRIPTOR, _CLOSE_ON_EXEC = 436, (1 << 31) - 1, 4
 _SET_PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -64,7 +65,10 @@ def fork_program(
     standard_fds: StandardFds,
     error_pipe: int,
 ) -> int:
-    """Forks a child that restricts itself and executes the program; errors before that go to `error_pipe`."""
+    """Forks a child that restricts itself and executes the program; returns the pid of the child.
+
+    The child writes an error of its setup to `error_pipe`; exec closes the pipe.
+    """
     warden_pid = os.getpid()
     pid = os.fork()
     if pid:

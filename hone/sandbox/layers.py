@@ -1,6 +1,6 @@
-"""Runs programs in the strongest box that this machine can build, which the first run probes.
+"""Runs programs in the strongest box that this machine can build, which the first run finds by a probe.
 
-If no isolation layer provides a guarantee that the minimum of a run names, the run does not start.
+A run does not start if its minimum names a guarantee that no isolation layer provides.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def _layer_states(
     bwrap_detail = f"{bubblewrap.find()[0]}: own namespaces, uid {probe_output.get('uid')}"
     seccomp_detail = f"{len(seccomp.DENIED_CALLS['x86_64'])} system calls denied"
     abi = landlock.abi_version()
-    unused = "" if has_landlock else ", not needed: bubblewrap hides the files"
-    landlock_detail = f"ABI {abi}{unused}" if abi else "this kernel does not support it"
+    unused_note = "" if has_landlock else ", not needed: bubblewrap hides the files"
+    landlock_detail = f"ABI {abi}{unused_note}" if abi else "this kernel does not support it"
     return {
         "bubblewrap": LayerState(has_bwrap, bwrap_detail if has_bwrap else bwrap_problem),
         "rlimits": LayerState(

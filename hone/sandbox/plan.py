@@ -44,7 +44,7 @@ class RunRequest:
 
     @classmethod
     def from_job(cls, job: Job, plan: BoxPlan, *, has_channel: bool = False) -> RunRequest:
-        # The warden cannot import NumPy, so NumPy's floats and strings become Python's.
+        # The warden cannot import NumPy, so numbers and strings of NumPy become those of Python.
         limits: Fields = {
             name: type(highest)(getattr(job, name)) for name, (_, highest) in RANGES.items()
         }

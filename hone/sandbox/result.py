@@ -20,7 +20,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "open_files": (16, 1 << 16),
 }
 """The range of every limit of a run; the upper bounds are finite, so that every run ends."""
-_CPU_MARGIN_S = 5  # so that timeout_s ends a run first, even if a busy warden checks late
+_CPU_MARGIN_S = (
+    5  # timeout_s ends a run before the CPU limit does, even if a busy warden checks late
+)
 
 
 class SandboxError(RuntimeError):

@@ -42,7 +42,7 @@ except OSError:
 def self_test(
     minimum: Collection[str] = DEFAULT_MINIMUM, interpreter: str | None = None
 ) -> list[Check]:
-    """Runs the attacks and returns a check for each; SandboxUnavailable if `minimum` is not met."""
+    """Runs the attacks and returns a check for each; raises SandboxUnavailable if `minimum` is not met."""
 
     def run(code: str, **job_fields: Unpack[JobFields]) -> SandboxResult:
         job_fields.setdefault("timeout_s", 30.0)

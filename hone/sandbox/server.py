@@ -153,8 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_sender(self) -> None:
         """Refuses requests from web pages by their Host, Origin and Content-Type."""
-        header = self.headers.get("Host", "")
-        host = header.strip().lower()
+        host_header = self.headers.get("Host", "")
+        host = host_header.strip().lower()
         host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if not self.server.is_own_host(host):
             detail = (
@@ -162,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
             raise HttpError(HTTPStatus.FORBIDDEN, detail)
         origin = self.headers.get("Origin")
-        if origin is not None and origin != f"http://{header}":
+        if origin is not None and origin != f"http://{host_header}":
             raise HttpError(HTTPStatus.FORBIDDEN, f"Origin {origin!r:.80} is not this server")
         content_type = (self.headers.get("Content-Type") or "").partition(";")[0].strip().lower()
         if content_type != "application/json":
@@ -170,15 +170,17 @@ class _Handler(BaseHTTPRequestHandler):
             raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, detail)
 
     def _read_body(self) -> JsonValue:
-        text = self.headers.get("Content-Length")
-        if text is None or self.headers.get("Transfer-Encoding") is not None:
+        length_text = self.headers.get("Content-Length")
+        if length_text is None or self.headers.get("Transfer-Encoding") is not None:
             raise HttpError(
                 HTTPStatus.LENGTH_REQUIRED, "Content-Length is required; chunked bodies are refused"
             )
         is_single = len(self.headers.get_all("Content-Length", [])) == 1
-        if not (is_single and text.isascii() and text.isdigit()) or len(text) > 20:
-            raise HttpError(HTTPStatus.BAD_REQUEST, f"Content-Length {text!r:.80} is not a length")
-        length = int(text)
+        is_number = length_text.isascii() and length_text.isdigit() and len(length_text) <= 20
+        if not (is_single and is_number):
+            detail = f"Content-Length {length_text!r:.80} is not a length"
+            raise HttpError(HTTPStatus.BAD_REQUEST, detail)
+        length = int(length_text)
         if length > MAX_BODY_BYTES:
             detail = f"the body has {length} bytes; at most {MAX_BODY_BYTES} are allowed"
             raise HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, detail)

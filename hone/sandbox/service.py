@@ -27,10 +27,10 @@ from hone.types import Fields, JsonObject
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_RETRY_CODES = frozenset({429, 502, 503, 504})
-_NOT_SERVED_CODES = frozenset({404, 405, 501})
+_RETRY_CODES = frozenset({429, 502, 503, 504})  # HTTP: the service is busy or restarts
+_NOT_SERVED_CODES = frozenset({404, 405, 501})  # HTTP: the service has no such path
 _ATTEMPTS = 4
-_FIRST_PAUSE_S = 0.25
+_FIRST_PAUSE_S = 0.25  # doubles after each attempt
 _QUEUE_TIMEOUT_S = 30.0  # for the service's queue, in addition to the program's time limits
 
 

@@ -33,7 +33,7 @@ _CGROUP_RETRY_S = 0.005  # a cgroup stays busy until its last member has exited
 _MAX_WAIT_S = 3600.0  # the selector rejects timeouts that a timespec cannot hold
 _SET_CHILD_SUBREAPER = 36
 
-Kind = tuple[BoxPlan, int, bool]  # plan, disk_mb, has_channel
+SpareKind = tuple[BoxPlan, int, bool]  # plan, disk_mb, has_channel
 
 
 class CallerConnection:
@@ -95,26 +95,26 @@ class Warden:
         self._cleaned_parents: set[str] = set()
         self._last_box_id = 0
         self._mounts = BindMounts()
-        self._control_closed = False
+        self._is_control_closed = False
         self._spare: Box | None = None
         self._spare_lifetime_s = spare_lifetime_s
-        self._last_kind: Kind | None = None
+        self._last_kind: SpareKind | None = None
         self._last_request_time = -math.inf
 
     def serve(self) -> None:
         self._selector.register(self._control, selectors.EVENT_READ, self._on_request)
-        while not (self._control_closed and not self._boxes and not self._exiting):
+        while not (self._is_control_closed and not self._boxes and not self._exiting):
             for key, _ in self._selector.select(self._wait_s()):
                 if key.fileobj in self._selector.get_map():  # an earlier event may have removed it
                     key.data()
             now = time.monotonic()
             for box in [*self._boxes]:
                 box.guard(functools.partial(box.check, now))
-                if box.done:
+                if box.is_done:
                     self._finish(box)
             if self._spare is not None:
-                is_old = now >= self._last_request_time + self._spare_lifetime_s
-                if is_old or not self._spare.is_live_spare:
+                is_expired = now >= self._last_request_time + self._spare_lifetime_s
+                if is_expired or not self._spare.is_live_spare:
                     self._discard_spare()
             self._exiting = [box for box in self._exiting if not box.release()]
             self._reap()
@@ -138,7 +138,7 @@ class Warden:
         for descriptor in descriptors:  # recv_fds ignores MSG_CMSG_CLOEXEC
             os.set_inheritable(descriptor, False)
         if not data:
-            self._control_closed = True
+            self._is_control_closed = True
             self._selector.unregister(self._control)
             self._discard_spare()
             for box in self._boxes:
@@ -177,21 +177,21 @@ class Warden:
         if spare is not None and spare.is_live_spare and _kind(request) == _kind(spare.request):
             self._spare = None
             spare.send_to_caller = caller.send_descriptors
-            with contextlib.suppress(OSError), self._killed_on_error(spare):
+            with contextlib.suppress(OSError), self._kill_on_error(spare):
                 spare.assign(request, stdin_fd, file_fds[0])
                 return spare
             # The spare died while it waited.
         box, mount_points = self._create_box(request)
         box.send_to_caller = caller.send_descriptors
-        with self._killed_on_error(box):
+        with self._kill_on_error(box):
             box.start(stdin_fd, [*file_fds], mount_points)
         return box
 
     def _restock(self, request: RunRequest) -> None:
         """Builds a spare if this request follows another of its kind within the lifetime of a spare."""
         kind, now = _kind(request), time.monotonic()
-        is_early = now - self._last_request_time <= self._spare_lifetime_s
-        is_repeated = kind is not None and kind == self._last_kind and is_early
+        is_recent = now - self._last_request_time <= self._spare_lifetime_s
+        is_repeated = kind is not None and kind == self._last_kind and is_recent
         self._last_kind, self._last_request_time = kind, now
         if not is_repeated:
             return
@@ -199,7 +199,7 @@ class Warden:
             self._discard_spare()
         if self._spare is None:
             box, mount_points = self._create_box(request)
-            with self._killed_on_error(box):
+            with self._kill_on_error(box):
                 box.prepare(mount_points)
             self._spare = box
 
@@ -211,8 +211,8 @@ class Warden:
         return Box(request, self._last_box_id, self._selector), mount_points
 
     @contextlib.contextmanager
-    def _killed_on_error(self, box: Box) -> Iterator[None]:
-        """Kills the box if the block fails."""
+    def _kill_on_error(self, box: Box) -> Iterator[None]:
+        """Kills the box if the `with` block raises."""
         try:
             yield
         except BaseException:
@@ -250,8 +250,8 @@ class Warden:
             os.waitpid(child.si_pid, 0)
 
 
-def _kind(request: RunRequest) -> Kind | None:
-    """Returns what must be equal for a spare and its request; None if no spare can fit the request."""
+def _kind(request: RunRequest) -> SpareKind | None:
+    """Returns the values in which a spare and its request must agree; None if no spare fits the request."""
     # Arguments, and files other than the program, are fixed when a box is built.
     fits_spare = (
         request.plan.bwrap_path is not None and not request.job.argv and not request.job.files

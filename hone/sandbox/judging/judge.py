@@ -1,7 +1,7 @@
 """Starts the program's box, and lets the judge's box run the tests.
 
-Each process has one judge's box per plan, which runs every judgement in a separate child. A judgement whose
-judge's box is lost is repeated in a new one.
+Each process has one judge's box per plan, which runs every judgement in a separate child. If the box is lost,
+its judgements are repeated in a new box.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hone.sandbox.plan import BoxPlan
 from hone.sandbox.result import MAX_TIMEOUT_S, Job, SandboxError
 
 _FOLDER = Path(__file__).parent
-_MAX_CONCURRENT = 8
+_MAX_CONCURRENT = 8  # judgements in one box
 _CHILD_MEMORY_MB = 1024  # address space of one judgement
 _START_TIMEOUT_S, _GRACE_S = 30.0, 2.0
 _MAX_ATTEMPTS = 3
@@ -183,7 +183,10 @@ def _judge_files() -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def _program_server_expression() -> str:
-    """Returns an expression for program_server.py's code, compiled; from source in another Python."""
+    """Returns a Python expression for the code object of program_server.py.
+
+    It contains the compiled code, and the source for a box that has another version of Python.
+    """
     source = (_FOLDER / "program_server.py").read_text()
     compiled = marshal.dumps(compile(source, "program_server.py", "exec", dont_inherit=True))
     return (

@@ -1,6 +1,7 @@
 """Writes requests to the program's box, and reads its answers.
 
-Answers are untrusted: tagged JSON is read as exact built-in types, instances of shared classes or proxies.
+Answers are untrusted: tagged JSON is read as exact built-in types, instances of shared classes or proxies;
+any other answer raises MalformedAnswer.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ ABSENT = Absent()
 
 
 class AnswerReader:
-    """Reads one answer; sets the attributes of its instances of shared classes after all values are read."""
+    """Reads one answer: first its values, then the attributes of its instances of shared classes."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The server in the program's box: loads the program, then answers the judge until it disconnects.
 
-This file imports few modules, because its startup delays every program, and none of hone, which the box does
-not have. The program can tamper with this code, so the judge alone decides.
+This file imports few modules, because its startup delays every program, and none of hone, because the box has
+no hone. The program can tamper with this code, so the judge alone decides.
 """
 
 from __future__ import annotations
@@ -236,7 +236,11 @@ class Absent:
 
 
 class Encoder:
-    """Encodes the values of one answer; with `skip_list_check`, `send` may raise ValueError for a list."""
+    """Encodes the values of one answer as tagged JSON.
+
+    With `skip_list_check`, lists of scalars are not searched for large integers; `send` raises
+    ValueError for a list that has one.
+    """
 
     def __init__(
         self, session: ProgramSession, shared_objects: list[Value], skip_list_check: bool

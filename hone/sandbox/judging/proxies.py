@@ -1,7 +1,7 @@
 """Proxies through which the tests use names, functions and objects of the program's box.
 
-The program never decides what is equal, true or contained: tests in which an object of the program would
-decide fail.
+The program never decides what is equal, true or contained: the tests fail if one of its objects would
+decide.
 """
 
 from __future__ import annotations
@@ -201,7 +201,9 @@ class RemoteObject:
         raise TestsFailed("the tests compare an object of the program that is not plain data")
 
     def __eq__(self, other: object) -> bool:
-        return self is other if other is None or self is other else self._fail_comparison()
+        if other is None or self is other:
+            return self is other
+        return self._fail_comparison()
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -295,10 +297,12 @@ class TestNamespace(dict[str, Value]):
     def set_code(self, code: CodeType) -> None:
         """Sets the tests' code; looks up names of class bodies now, because these ignore __missing__."""
         self._codes = [code]
-        for code in self._codes:  # the loop appends to this list
-            self._codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-        for code in self._codes[1:]:
-            for name in () if code.co_flags & CO_OPTIMIZED else code.co_names:
+        for outer_code in self._codes:  # the loop appends to this list
+            constants = outer_code.co_consts
+            self._codes += [constant for constant in constants if isinstance(constant, CodeType)]
+        for inner_code in self._codes[1:]:
+            is_class_body = not inner_code.co_flags & CO_OPTIMIZED
+            for name in inner_code.co_names if is_class_body else ():
                 with contextlib.suppress(KeyError):
                     self[name] = self[name]
 
@@ -335,7 +339,8 @@ class TestNamespace(dict[str, Value]):
 
 
 def _can_be_replaced(value: Value) -> bool:
-    """Whether a program may replace this built-in by a function; constants and exceptions stay built-in."""
+    """Whether the name of this built-in may refer to a function of the program; not if it is a constant or an
+    exception."""
     return callable(value) and not (isinstance(value, type) and issubclass(value, BaseException))
 
 
