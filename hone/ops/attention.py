@@ -1,14 +1,15 @@
 """Attention over padded and packed sequences, and functions that all attention layouts share.
 
 Fused kernels support neither soft caps nor sinks. Attention with either is computed in float32, one
-sequence at a time, and the backward pass recomputes the attention scores, so that only the scores of one
-sequence are in memory. A segment of packed rows attends to itself and to its parent, if it has one.
-16-bit tensors on a GPU use a variable-length kernel, for which the keys and values of a prompt are
-repeated before each of its responses; otherwise, segments are padded.
+sequence at a time, and its backward pass recomputes the attention scores to save memory.
+
+Packed rows consist of segments: a root is a prompt, or a whole row; a child is a response. A child attends
+to its root and to itself. 16-bit tensors on a GPU use a variable-length kernel, for which the keys and
+values of a root are copied before those of each child; all other tensors are padded.
 
 In shapes, H is the number of query heads, KV of key-value heads, L of queries, M of keys, N of
 concatenated tokens and S of their sequences or segments; C is the number of children, D the head
-dimension, P and R are the padded lengths of parents and children.
+dimension, P and R are the padded lengths of roots and children.
 """
 
 from __future__ import annotations
@@ -68,19 +69,14 @@ def padded_attention(
         )
     if bias is None:
         bias = q.new_full((q.shape[2], k.shape[2]), float("-inf")).triu(1)
-    use_checkpoint = torch.is_grad_enabled() and q.requires_grad
-    out = []
-    for i in range(len(q)):
-        inputs = (q[i], k[i], v[i], bias if bias.dim() == 2 else bias[i, 0], options)
-        out.append(
-            checkpoint(_attend, *inputs, use_reentrant=False)
-            if use_checkpoint
-            else _attend(*inputs)
-        )
-    return torch.stack(out)
+    attend: Callable[..., Tensor] = _attend_in_float32
+    if torch.is_grad_enabled() and q.requires_grad:
+        attend = functools.partial(checkpoint, _attend_in_float32, use_reentrant=False)
+    biases = bias.expand(len(q), 1, *bias.shape[-2:])
+    return torch.stack([attend(q[i], k[i], v[i], biases[i, 0], options) for i in range(len(q))])
 
 
-def _attend(
+def _attend_in_float32(
     q: Tensor,  # [H, L, D]
     k: Tensor,
     v: Tensor,
@@ -184,18 +180,18 @@ def _package_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]] | None:
 
 
 class Padding(NamedTuple):
-    """The mapping between consecutive packed segments (N_s tokens) and a padded batch."""
+    """The mapping between consecutive packed segments (N_s tokens) and the cells of a padded batch."""
 
     cells: Tensor  # [S, L] packed position of each cell; `start` where the cell is padding
-    cell_indices: Tensor  # [N_s] flat index of each packed position's cell
-    start: int  # packed position of the first segment
-    equal_lengths: bool  # whether no cell is padding, so that a view suffices
+    cell_indices: Tensor  # [N_s] flat index of each token's cell
+    start: int  # packed position of the first token
+    has_equal_lengths: bool  # whether no cell is padding, so that a view suffices
 
     @staticmethod
     def of(
         lengths: list[int], device: torch.device, *, start: int = 0, multiple: int = 1
     ) -> Padding:
-        """Pads consecutive segments, the first at position `start`, to a multiple of `multiple`."""
+        """Pads consecutive segments to their maximum length, rounded up to a multiple of `multiple`."""
         n = torch.tensor(lengths)
         width = -(-max(int(n.max()), 1) // multiple) * multiple
         starts = start + n.cumsum(0) - n
@@ -203,13 +199,12 @@ class Padding(NamedTuple):
         is_token = offset < n[:, None]
         cells = torch.where(is_token, starts[:, None] + offset, start)
         cell_indices = is_token.flatten().nonzero().flatten()
-        equal_lengths = bool((n == width).all())
         cells, cell_indices = (x.to(device, non_blocking=True) for x in (cells, cell_indices))
-        return Padding(cells, cell_indices, start, equal_lengths)
+        return Padding(cells, cell_indices, start, bool((n == width).all()))
 
     def pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
         segments, width = self.cells.shape
-        if self.equal_lengths:
+        if self.has_equal_lengths:
             rows = x[self.start : self.start + segments * width]
         else:
             rows = x.index_select(0, self.cells.flatten())
@@ -217,18 +212,18 @@ class Padding(NamedTuple):
 
     def unpad(self, x: Tensor) -> Tensor:  # [S, H, L, D] -> [N_s, H, D]
         rows = x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
-        return rows if self.equal_lengths else rows.index_select(0, self.cell_indices)
+        return rows if self.has_equal_lengths else rows.index_select(0, self.cell_indices)
 
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """The numbers of queries and keys per segment; a child has the keys of its root and then its own."""
+    """The queries and keys of each segment; the keys of a child are its root's, copied, and its own."""
 
     cu_queries: Tensor  # [S + 1] int32, cumulative number of queries
     cu_keys: Tensor  # [S + 1] int32, cumulative number of keys
     max_queries: int
     max_keys: int
-    source: Tensor | None = None  # [M] packed position of each of M keys; None if no key is copied
+    source: Tensor | None = None  # [M] packed position of each key; None if no key is copied
     copy_indices: Tensor | None = None  # [M] indices of the copies, sorted by packed position
     first_copy: Tensor | None = None  # [N + 1] where each token's copies begin in `copy_indices`
 
@@ -238,18 +233,18 @@ class SharedKeys:
     ) -> SharedKeys:
         root_sizes = np.array(root_lengths)
         root_starts = np.cumsum(root_sizes) - root_sizes
-        parents = np.array([parent for parent, n in children if n], np.int64)
+        roots = np.array([root for root, n in children if n], np.int64)
         child_lengths = np.array([n for _, n in children if n], np.int64)
         num_queries = np.concatenate([root_sizes, child_lengths])
-        num_keys = np.concatenate([root_sizes, root_sizes[parents] + child_lengths])
+        num_keys = np.concatenate([root_sizes, root_sizes[roots] + child_lengths])
         cu_queries, cu_keys = (_to_int32(_cumulative(n), device) for n in (num_queries, num_keys))
         counts = SharedKeys(cu_queries, cu_keys, int(num_queries.max()), int(num_keys.max()))
         if not len(child_lengths):
             return counts
         child_starts = root_sizes.sum() + np.cumsum(child_lengths) - child_lengths
         key_positions = [np.arange(root_sizes.sum())]
-        for parent, start, length in zip(parents, child_starts, child_lengths, strict=True):
-            key_positions.append(root_starts[parent] + np.arange(root_sizes[parent]))
+        for root, start, length in zip(roots, child_starts, child_lengths, strict=True):
+            key_positions.append(root_starts[root] + np.arange(root_sizes[root]))
             key_positions.append(start + np.arange(length))
         source = np.concatenate(key_positions)
         first_copy = _cumulative(np.bincount(source, minlength=num_queries.sum()))
@@ -261,7 +256,7 @@ class SharedKeys:
         )
 
     def repeat(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values [M, KV, D], copied from those of each token, [N, KV, D]."""
+        """Returns the keys and values [M, KV, D] of all segments, from those of each token [N, KV, D]."""
         if self.source is None:
             return k, v
         return _RepeatKeys.apply(k, v, self.source, self.copy_indices, self.first_copy)
@@ -276,7 +271,7 @@ def _to_int32(values: np.ndarray, device: torch.device) -> Tensor:
 
 
 class _RepeatKeys(torch.autograd.Function):
-    """Copies keys and values; gradients of the copies are summed in float32, in a fixed order."""
+    """Copies keys and values; the gradients of all copies are summed in float32, in a fixed order."""
 
     @staticmethod
     def forward(
@@ -302,7 +297,7 @@ class _RepeatKeys(torch.autograd.Function):
 
 
 def sum_copies_plain(g: Tensor, source: Tensor, tokens: int) -> Tensor:
-    """Returns the gradient of each token's key (or value), summed over its copies, in plain torch."""
+    """Returns the gradient of each token's key (or value), summed over its copies with torch operations."""
     sum_dtype = torch.float32 if g.itemsize < 4 else g.dtype
     total = g.new_zeros(tokens, *g.shape[1:], dtype=sum_dtype)
     return total.index_add_(0, source, g.to(sum_dtype)).to(g.dtype)
@@ -310,11 +305,11 @@ def sum_copies_plain(g: Tensor, source: Tensor, tokens: int) -> Tensor:
 
 @dataclass
 class SegmentLayout:
-    """The attention layout of packed rows: root segments, then the children of roots."""
+    """The attention layout of packed rows: first the roots, then their children."""
 
     root_lengths: list[int]
     children: list[tuple[int, int]]
-    """The index of the root and the length of each child segment."""
+    """For each child, the index of its root and its length."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _biases: dict[tuple[int | None, torch.dtype], tuple[Tensor | None, Tensor | None]] = field(
         default_factory=dict
@@ -340,8 +335,13 @@ class SegmentLayout:
         return Padding.of(lengths, self.device, start=sum(self.root_lengths))
 
     @cached_property
-    def _parents(self) -> Tensor:  # [C] index of each child's root
-        return torch.tensor([p for p, _ in self.children], device=self.device)
+    def _root_indices(self) -> Tensor:  # [C] index of each child's root
+        return torch.tensor([root for root, _ in self.children], device=self.device)
+
+    @cached_property
+    def _child_keys(self) -> Tensor:  # [C, P + R] packed positions that each child attends to
+        assert self._children is not None
+        return torch.cat([self._roots.cells[self._root_indices], self._children.cells], 1)
 
     def attend(
         self,
@@ -351,24 +351,24 @@ class SegmentLayout:
         options: AttentionOptions,
     ) -> Tensor:  # [N, H, D]
         if fits_varlen(q) and not options.needs_scores:
-            keys = self._shared_keys
+            shared = self._shared_keys
             return varlen_attention(
-                q, *keys.repeat(k, v), keys.cu_queries, keys.cu_keys, keys.max_queries, keys.max_keys,
-                scaling=options.scaling, window=options.window,
+                q, *shared.repeat(k, v), shared.cu_queries, shared.cu_keys, shared.max_queries,
+                shared.max_keys, scaling=options.scaling, window=options.window,
             )  # fmt: skip
         k, v = repeat_heads(q, k, v)
         roots, children, key = self._roots, self._children, (options.window, q.dtype)
         if key not in self._biases:
-            self._biases[key] = self._root_bias(*key), self._child_bias(*key)
+            child_bias = None if children is None else self._child_bias(children, *key)
+            self._biases[key] = self._root_bias(*key), child_bias
         root_bias, child_bias = self._biases[key]
         root_q, root_k, root_v = (roots.pad(x) for x in (q, k, v))
         out = roots.unpad(padded_attention(root_q, root_k, root_v, root_bias, options))
         if children is None:
             return out
-        # The packed positions [C, P + R] that each child attends to: its parent's tokens, then its own.
-        cells = torch.cat([roots.cells[self._parents], children.cells], 1)
+        keys = self._child_keys
         k, v = (
-            x.index_select(0, cells.flatten()).view(*cells.shape, *x.shape[1:]).transpose(1, 2)
+            x.index_select(0, keys.flatten()).view(*keys.shape, *x.shape[1:]).transpose(1, 2)
             for x in (k, v)
         )
         child_out = padded_attention(children.pad(q), k, v, child_bias, options)
@@ -381,20 +381,19 @@ class SegmentLayout:
         position = torch.arange(width, device=self.device)
         return as_bias(is_visible(position[:, None] - position, window), dtype)
 
-    def _child_bias(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """Returns [C, 1, R, P + R]: each child attends to its whole parent and causally to itself.
+    def _child_bias(self, children: Padding, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Returns [C, 1, R, P + R]: each child attends to its whole root and causally to itself.
 
         Padding queries attend to keys too, because the softmax of a fully masked row is NaN.
         """
-        if self._children is None:
-            return None
-        width = self._children.cells.shape[1]
-        lengths = torch.tensor(self.root_lengths, device=self.device)[self._parents]
-        own = torch.arange(width, device=self.device)
-        parent = torch.arange(self._roots.cells.shape[1], device=self.device)
-        sees_parent = (parent < lengths[:, None])[:, None, :].expand(-1, width, -1)
-        sees_own = is_visible(own[:, None] - own, window).expand(len(lengths), -1, -1)
+        width = children.cells.shape[1]
+        root_lengths = torch.tensor(self.root_lengths, device=self.device)[self._root_indices]
+        own_offset = torch.arange(width, device=self.device)
+        root_offset = torch.arange(self._roots.cells.shape[1], device=self.device)
+        sees_root = (root_offset < root_lengths[:, None])[:, None, :].expand(-1, width, -1)
+        sees_own = is_visible(own_offset[:, None] - own_offset, window)
         if window is not None:
-            position = lengths[:, None] + own  # [C, R]
-            sees_parent = sees_parent & (position[:, :, None] - parent < window)
-        return as_bias(torch.cat([sees_parent, sees_own], -1), dtype)[:, None]
+            position = root_lengths[:, None] + own_offset  # [C, R]
+            sees_root = sees_root & (position[:, :, None] - root_offset < window)
+        sees_own = sees_own.expand(len(root_lengths), -1, -1)
+        return as_bias(torch.cat([sees_root, sees_own], -1), dtype)[:, None]

@@ -26,6 +26,7 @@ _CHUNK_LOGITS = 2**24
 """Logits per chunk, 64 MiB in float32: enough for the full speed of a matrix product."""
 _GPU_CHUNK_LOGITS = 2**27
 """Logits per chunk of the GPU kernel, which gets a multiple of 128 tokens per chunk."""
+_MAX_KERNEL_BLOCK = 4096
 
 Statistics = tuple[Tensor, Tensor, Tensor]
 """log p(target), logsumexp of the logits (`lse`) and entropy; each [M] float32."""
@@ -132,12 +133,10 @@ class LinearLogProbs(torch.autograd.Function):
             entropy = softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse)
             return log_probs, lse, entropy
 
-        def kernel_statistics(hidden: Tensor, target: Tensor) -> Statistics:
-            from hone.ops.logprobs_triton import logit_statistics
+        def gpu_statistics(hidden: Tensor, target: Tensor) -> Statistics:
+            return kernel_statistics(matmul_fp32(hidden, weight), target, factor, with_entropy)
 
-            return logit_statistics(matmul_fp32(hidden, weight), target, factor, with_entropy)
-
-        compute = compute_statistics or (kernel_statistics if use_kernel else plain_statistics)
+        compute = compute_statistics or (gpu_statistics if use_kernel else plain_statistics)
         slices = chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
         empty = hidden.new_zeros(0, dtype=torch.float32)
         row = target if combine_shards is None else target.clamp(min=0)
@@ -163,10 +162,8 @@ class LinearLogProbs(torch.autograd.Function):
             targets, lse, entropy = (x[chunk] for x in (target, *statistics))
             g_log_prob, g_entropy = (None if g is None else g[chunk].contiguous() for g in grads)
             if ctx.use_kernel:
-                from hone.ops.logprobs_triton import logits_to_gradient
-
                 z = matmul_fp32(hidden[chunk], weight)
-                g = logits_to_gradient(
+                g = _kernel_gradient(
                     z, targets, lse, entropy, g_log_prob, g_entropy, ctx.factor, hidden.dtype
                 )
             else:
@@ -225,6 +222,56 @@ def _plain_gradient(
         g.scatter_add_(-1, target.clamp(min=0)[:, None], g_target[:, None])
     g *= factor
     return g if tanh is None else g.mul_(1 - tanh.square())
+
+
+def kernel_statistics(
+    logits: Tensor,  # [M, V]
+    target: Tensor,  # [M]
+    factor: float,
+    with_entropy: bool,
+) -> Statistics:
+    """Computes the statistics of logits · factor on a GPU."""
+    from hone.ops import logprobs_triton
+
+    rows, vocab_size = logits.shape
+    log_prob, lse, entropy = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
+    logprobs_triton.logit_statistics[(rows,)](
+        logits, target, log_prob, lse, entropy, factor, vocab_size,
+        BLOCK=_kernel_block(vocab_size), ENTROPY=with_entropy, num_warps=8,
+    )  # fmt: skip
+    return log_prob, lse, entropy
+
+
+def _kernel_gradient(
+    logits: Tensor,  # [M, V]
+    target: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    g_log_prob: Tensor | None,
+    g_entropy: Tensor | None,
+    factor: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Computes the gradient of the logits on a GPU; overwrites the logits if they have `dtype`."""
+    from hone.ops import logprobs_triton
+
+    rows, vocab_size = logits.shape
+    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
+    block = _kernel_block(vocab_size)
+    logprobs_triton.logits_to_gradient[(rows, -(-vocab_size // block))](
+        logits, out, target, lse, entropy,
+        g_log_prob if g_log_prob is not None else lse,
+        g_entropy if g_entropy is not None else lse,
+        factor, vocab_size, BLOCK=block,
+        LOG_PROB=g_log_prob is not None, ENTROPY=g_entropy is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _kernel_block(vocab_size: int) -> int:
+    """Returns the number of logits that a kernel reads at once, a power of 2."""
+    next_power_of_2: int = 1 << (vocab_size - 1).bit_length()
+    return min(_MAX_KERNEL_BLOCK, next_power_of_2)
 
 
 def matmul_fp32(x: Tensor, weight: Tensor) -> Tensor:  # [M, d], [V, d] -> [M, V] float32

@@ -1,17 +1,13 @@
-"""GPU kernels for logprobs.py: one forward and one backward pass over logits [M tokens, V tokens]."""
+"""The GPU kernels that logprobs.py launches; each passes once over logits [tokens, vocabulary]."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-_BLOCK = 4096
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def logit_statistics(  # type: ignore[no-untyped-def]
     logits_ptr, target_ptr, log_prob_ptr, lse_ptr, entropy_ptr, factor, vocab_size,
     BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +40,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
+def logits_to_gradient(  # type: ignore[no-untyped-def]
     logits_ptr, out_ptr, target_ptr, lse_ptr, entropy_ptr, g_log_prob_ptr, g_entropy_ptr, factor,
     vocab_size,
     BLOCK: tl.constexpr, LOG_PROB: tl.constexpr, ENTROPY: tl.constexpr,
@@ -63,43 +59,3 @@ def _backward(  # type: ignore[no-untyped-def]
     if ENTROPY:
         g -= tl.load(g_entropy_ptr + row) * p * (log_p + tl.load(entropy_ptr + row))
     tl.store(out_ptr + offsets, (g * factor).to(out_ptr.dtype.element_ty), mask)
-
-
-def logit_statistics(
-    logits: Tensor,  # [M, V]
-    target: Tensor,  # [M]
-    factor: float,
-    with_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log p(target), logsumexp and entropy of logits · factor, each [M] float32."""
-    rows, vocab_size = logits.shape
-    log_prob, lse, entropy = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
-    _forward[(rows,)](
-        logits, target, log_prob, lse, entropy, factor, vocab_size,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(vocab_size)), ENTROPY=with_entropy, num_warps=8,
-    )  # fmt: skip
-    return log_prob, lse, entropy
-
-
-def logits_to_gradient(
-    logits: Tensor,  # [M, V]
-    target: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    g_log_prob: Tensor | None,
-    g_entropy: Tensor | None,
-    factor: float,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Returns the gradient of the logits; overwrites the logits if they have `dtype`."""
-    rows, vocab_size = logits.shape
-    out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
-    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-    _backward[(rows, triton.cdiv(vocab_size, block))](
-        logits, out, target, lse, entropy,
-        g_log_prob if g_log_prob is not None else lse,
-        g_entropy if g_entropy is not None else lse,
-        factor, vocab_size, BLOCK=block,
-        LOG_PROB=g_log_prob is not None, ENTROPY=g_entropy is not None, num_warps=4,
-    )  # fmt: skip
-    return out

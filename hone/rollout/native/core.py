@@ -100,7 +100,7 @@ class PrefillLayout:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         for new_kv, cached in zip((k, v), self._cache.layer(options.layer, k), strict=True):
-            if self._padding.equal_lengths:
+            if self._padding.has_equal_lengths:
                 padded_rows = self._padding.pad(new_kv)
                 cached[:, :, : self._padded_length].index_copy_(0, self._slots, padded_rows)
             else:

@@ -20,7 +20,7 @@ from hone.models.families import EXACT_FAMILIES
 from hone.models.policy import PolicyModel
 from hone.ops.autograd import Context
 from hone.ops.decoder import Norm
-from hone.ops.logprobs import Statistics, linear_log_probs, softmax_entropy
+from hone.ops.logprobs import Statistics, kernel_statistics, linear_log_probs, softmax_entropy
 from hone.ops.packing import PackedRows
 from hone.rollout.contract import RolloutError
 from hone.rollout.native.decode_step import BatchState
@@ -190,9 +190,7 @@ class ExactDecoder(JoinedDecoder):
         log_prob = self.kernels.token_log_probs(logits, target, inverse_temperatures)
         z = logits.mul_(inverse_temperature)
         if z.is_cuda:
-            from hone.ops.logprobs_triton import logit_statistics
-
-            return log_prob, *logit_statistics(z, torch.zeros_like(target), 1.0, with_entropy)[1:]
+            return log_prob, *kernel_statistics(z, torch.zeros_like(target), 1.0, with_entropy)[1:]
         lse = torch.logsumexp(z, -1)
         return log_prob, lse, softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse)
 
