@@ -94,7 +94,7 @@ class Routing:
             experts = torch.stack([experts_by_layer[i] for i in range(self.layers)], 1).to(
                 EXPERT_DTYPE
             )
-            out["routed_experts"] = packed.padded(experts, NOT_RECORDED)
+            out["routed_experts"] = packed.pad(experts, NOT_RECORDED)
         if not torch.is_grad_enabled():
             self.replay = None  # no backward pass follows
         return out

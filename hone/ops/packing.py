@@ -1,8 +1,8 @@
 """Splits mini-batches into micro-batches, packs their rows, and maps results back to the padded batch.
 
 Rows stay in order, so the responses of a group stay together and share their prompt. Packed rows are
-concatenated without padding. A prompt that several rows share is packed once, and their responses are its
-children. Only tokens that predict a response token have a target.
+concatenated without padding. If several rows share a prompt, it is packed once as a root segment, and their
+responses are its children. Only tokens that predict a response token have a target.
 
 In shapes, N is the number of packed tokens, M of targets and B of rows; P and T are the padded widths of
 prompts and responses.
@@ -46,17 +46,9 @@ class MicroBatchRule:
 
         `shared_lengths` holds the number of tokens that each row shares with the previous row.
         """
-        size = self.rows_per_unit
         shared_lengths = shared_lengths or [0] * len(lengths)
-        if size > 1:  # split the units, then list their rows
-            unit_starts = range(0, len(lengths), size)
-            unshared_lengths = [n - s for n, s in zip(lengths, shared_lengths, strict=True)]
-            max_units = None if self.rows is None else max(1, self.rows // size)
-            unit_lengths = [
-                lengths[i] + sum(unshared_lengths[i + 1 : i + size]) for i in unit_starts
-            ]
-            parts = MicroBatchRule(max_units, self.tokens).split(unit_lengths, min_parts=min_parts)
-            return [[i * size + k for i in part for k in range(size)] for part in parts]
+        if self.rows_per_unit > 1:
+            return self._split_units(lengths, shared_lengths, min_parts)
         if self.rows is not None:
             parts = [
                 list(range(i, min(i + self.rows, len(lengths))))
@@ -70,6 +62,20 @@ class MicroBatchRule:
             middle = (len(parts[index]) + 1) // 2
             parts[index : index + 1] = [parts[index][:middle], parts[index][middle:]]
         return parts
+
+    def _split_units(
+        self, lengths: Sequence[int], shared_lengths: Sequence[int], min_parts: int
+    ) -> list[list[int]]:
+        """Splits the units like rows, then lists the rows of each unit."""
+        size = self.rows_per_unit
+        unshared_lengths = [n - s for n, s in zip(lengths, shared_lengths, strict=True)]
+        unit_lengths = [
+            lengths[start] + sum(unshared_lengths[start + 1 : start + size])
+            for start in range(0, len(lengths), size)
+        ]
+        max_units = None if self.rows is None else max(1, self.rows // size)
+        parts = MicroBatchRule(max_units, self.tokens).split(unit_lengths, min_parts=min_parts)
+        return [[unit * size + k for unit in part for k in range(size)] for part in parts]
 
     def _split_by_tokens(
         self, lengths: Sequence[int], shared_lengths: Sequence[int]
@@ -93,15 +99,15 @@ class MicroBatchRule:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Concatenated rows of tokens, and the position of each target in the padded batch."""
+    """Rows of tokens without padding, and the position of each target in the padded batch."""
 
     input_ids: Tensor  # [N] int64
     position_ids: Tensor  # [N] int64
     layout: SegmentLayout
     source: Tensor  # [M] packed position whose hidden state predicts the target
-    target: Tensor  # [M] response token ids
-    row: Tensor  # [M] batch row of each target
-    response_position: Tensor  # [M] position of each target in the padded response
+    target: Tensor  # [M] response token id
+    row: Tensor  # [M] row of the padded batch
+    response_position: Tensor  # [M] position in the padded response
     shape: tuple[int, int]  # (B, T) of the padded responses
     packed_positions: Tensor | None = field(default=None, kw_only=True)
     """The packed position [B, P + T] of each token of the padded batch, -1 if it is not packed."""
@@ -116,17 +122,17 @@ class PackedRows:
         packed_experts[self.packed_positions[is_packed]] = experts[is_packed]
         return replace(self, experts=packed_experts)
 
-    def padded(self, values: Tensor, padding: float) -> Tensor:
+    def pad(self, values: Tensor, padding: float) -> Tensor:
         """Converts values [N, …] of packed tokens to [B, P + T, …], with `padding` elsewhere."""
         assert self.packed_positions is not None
-        out = values[self.packed_positions.clamp(min=0)]
-        out[self.packed_positions < 0] = padding
-        return out
+        padded_values = values[self.packed_positions.clamp(min=0)]
+        padded_values[self.packed_positions < 0] = padding
+        return padded_values
 
     def unpack(self, values: Tensor) -> Tensor:
         """Converts values [M] of targets to [B, T], with zeros outside the response mask."""
-        out = values.new_zeros(self.shape)
-        return out.index_put((self.row, self.response_position), values)
+        zeros = values.new_zeros(self.shape)
+        return zeros.index_put((self.row, self.response_position), values)
 
     def to(self, device: torch.device) -> PackedRows:
         tensors: dict[str, Any] = {
@@ -169,6 +175,7 @@ def pack_rows(
     )
     row, response_position = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
     i, j = row.numpy(), response_position.numpy()
+    # A response token is predicted by the token before it; the first one, by the last prompt token.
     source = np.where(j == 0, prompt_last[i], response_start[i] + j - 1)
     packed_positions = (
         _packed_positions(masks, prompt_last, response_start) if with_packed_positions else None
@@ -195,11 +202,9 @@ def _packed_positions(
     prompt_positions = prompt_last[:, None] - np.arange(prompt_width)[::-1]
     response_positions = response_start[:, None] + np.arange(response_width)
     is_packed = np.arange(response_width) < in_response.sum(1, keepdims=True) - 1
-    packed_positions = [
-        np.where(in_prompt, prompt_positions, -1),
-        np.where(is_packed, response_positions, -1),
-    ]
-    return torch.from_numpy(np.concatenate(packed_positions, 1))
+    prompt_positions = np.where(in_prompt, prompt_positions, -1)
+    response_positions = np.where(is_packed, response_positions, -1)
+    return torch.from_numpy(np.concatenate([prompt_positions, response_positions], 1))
 
 
 def shared_prompt_lengths(prompts: Tensor, attention_mask: Tensor) -> list[int]:
@@ -218,31 +223,37 @@ _Rows = list[tuple[np.ndarray, np.ndarray]]
 
 
 def _pack_whole(rows: _Rows) -> _PackedTokens:
-    """Packs each row as one segment of prompt and response."""
-    lengths = np.array([len(p) + len(r) for p, r in rows])
-    response_start = np.cumsum(lengths) - lengths + np.array([len(p) for p, _ in rows])
+    """Packs the prompt and the response of each row as one root segment."""
+    prompt_lengths = np.array([len(prompt) for prompt, _ in rows])
+    lengths = prompt_lengths + np.array([len(response) for _, response in rows])
+    response_start = np.cumsum(lengths) - lengths + prompt_lengths
     ids = np.concatenate([part for row in rows for part in row])
     positions = np.concatenate([np.arange(n) for n in lengths])
     return ids, positions, SegmentLayout(lengths.tolist(), []), response_start - 1, response_start
 
 
 def _pack_shared(rows: _Rows, first_rows: list[int]) -> _PackedTokens:
-    """Packs each distinct prompt as a root segment and each response as a child of its prompt."""
-    root_rows = sorted(set(first_rows))
-    root_index = {row: i for i, row in enumerate(root_rows)}
-    parents = np.array([root_index[row] for row in first_rows])
-    roots = [rows[row][0] for row in root_rows]
-    root_lengths = np.array([len(p) for p in roots])
+    """Packs each distinct prompt as a root segment and each response as a child of its prompt.
+
+    `first_rows` holds, for each row, the index of the first row with the same prompt.
+    """
+    prompt_rows = sorted(set(first_rows))
+    root_of_row = {row: i for i, row in enumerate(prompt_rows)}
+    roots = np.array([root_of_row[row] for row in first_rows])  # of each child
+    prompts = [rows[row][0] for row in prompt_rows]
+    responses = [response for _, response in rows]
+    root_lengths = np.array([len(prompt) for prompt in prompts])
+    child_lengths = np.array([len(response) for response in responses])
+    root_positions = [np.arange(n) for n in root_lengths]
+    child_positions = [
+        root_lengths[root] + np.arange(n) for root, n in zip(roots, child_lengths, strict=True)
+    ]
+    children = list(zip(roots.tolist(), child_lengths.tolist(), strict=True))
     root_end = np.cumsum(root_lengths)
-    child_lengths = np.array([len(r) for _, r in rows])
-    ids = np.concatenate([*roots, *(r for _, r in rows)])
-    positions = np.concatenate(
-        [
-            *(np.arange(n) for n in root_lengths),
-            *(np.arange(n) + root_lengths[p] for n, p in zip(child_lengths, parents, strict=True)),
-        ]
+    return (
+        np.concatenate([*prompts, *responses]),
+        np.concatenate([*root_positions, *child_positions]),
+        SegmentLayout(root_lengths.tolist(), children),
+        root_end[roots] - 1,
+        root_end[-1] + np.cumsum(child_lengths) - child_lengths,
     )
-    children = list(zip(parents.tolist(), child_lengths.tolist(), strict=True))
-    layout = SegmentLayout(root_lengths.tolist(), children)
-    child_start = root_end[-1] + np.cumsum(child_lengths) - child_lengths
-    return ids, positions, layout, (root_end - 1)[parents], child_start

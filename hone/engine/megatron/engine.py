@@ -218,7 +218,7 @@ class MegatronEngine(Engine):
             out["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
         if options.get("with_routing"):
             experts = torch.stack([params.experts[i] for i in sorted(params.experts)], 1)
-            out["routed_experts"] = packed.padded(
+            out["routed_experts"] = packed.pad(
                 self._gather_tokens(experts).to(EXPERT_DTYPE), NOT_RECORDED
             )
         return out
