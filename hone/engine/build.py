@@ -72,7 +72,8 @@ def build(spec: EngineSpec) -> Engine:
             shard_size=spec.fsdp.fsdp_size,
             adapters=spec.adapters is not None,
         )
-    rules = [rule_for(mesh.data_parallel_size) for rule_for in (spec.train_rule, spec.infer_rule)]
+    rules = (spec.train_rule(mesh.data_parallel_size), spec.infer_rule(mesh.data_parallel_size))
+    # The budgets are per rank, but the ranks of a sequence group split each micro-batch.
     train_rule, infer_rule = (
         replace(rule, tokens=rule.tokens * mesh.sequence_size) for rule in rules
     )
@@ -92,10 +93,10 @@ def build(spec: EngineSpec) -> Engine:
 
 
 def load_module(spec: EngineSpec, device: torch.device | None = None) -> Model:
-    """Loads the decoder with the head that the spec names; a model without an optimizer is frozen.
+    """Loads the decoder with the head that the spec names; without an optimizer, the base model is frozen.
 
-    Its adapters are not: `requires_grad` distinguishes them from the base model, and vLLM needs their names.
-    `device` overrides `spec.device`: a model that will be sharded is loaded on the host.
+    Adapters are never frozen: `requires_grad` distinguishes them from the base model, and vLLM needs their
+    names. `device` overrides `spec.device`: a model that will be sharded is loaded on the host.
     """
     device = device or spec.device
     options: LoadOptions = {

@@ -150,9 +150,9 @@ def saved_sections(
 def sections_for_contents(contents: Collection[str]) -> set[str]:
     """Returns the sections of a hone checkpoint for verl's parts `contents` (model, optimizer, extra)."""
     sections = {
-        "model": {"model", "base"},
-        "optimizer": {"moments", "masters"},
-        "extra": {"progress"},
+        "model": {"model", "base"},  # base: the checksum of the model below LoRA adapters
+        "optimizer": {"moments", "masters"},  # masters: float32 weights of a 16-bit model
+        "extra": {"progress"},  # of the learning-rate schedule
     }
     return set().union(*(sections.get(part, set()) for part in contents))
 
@@ -222,17 +222,13 @@ def _entry_shapes(value: State | list[State] | Tensor | float, name: str) -> Ent
 
 
 def check_same_tensors(folder: Path, saved_shapes: EntryShapes, state: State) -> None:
-    """Raises, before any tensor is read, unless the checkpoint has the names and shapes of the state."""
+    """Raises, before any tensor is read, unless the checkpoint has the state's names and shapes."""
     current_shapes = _entry_shapes(state, "")
     weights = _weight_shapes(current_shapes)
     saved_weights = _weight_shapes(saved_shapes) if "model" in state else {}
-    trained_names, saved_trained_names = (
-        _trained_names(current_shapes),
-        _trained_names(saved_shapes),
-    )
-    if not (
-        trained_names and saved_trained_names
-    ):  # one of the optimizers keeps no state per parameter
+    trained_names = _trained_names(current_shapes)
+    saved_trained_names = _trained_names(saved_shapes)
+    if not trained_names or not saved_trained_names:  # an optimizer without state per parameter
         trained_names = saved_trained_names = set()
     missing_names = (weights.keys() - saved_weights.keys()) | (trained_names - saved_trained_names)
     extra_names = (saved_weights.keys() - weights.keys()) | (saved_trained_names - trained_names)
@@ -277,12 +273,11 @@ def _describe_difference(
     saved_weights: EntryShapes,
 ) -> str:
     """Describes how the weights of a checkpoint differ from the model's."""
-    has_adapters, saved_has_adapters = (
-        any(".lora_" in name for name in shapes) for shapes in (weights, saved_weights)
-    )
-    if has_adapters and not saved_has_adapters:
+    has_adapters = any(".lora_" in name for name in weights)
+    has_saved_adapters = any(".lora_" in name for name in saved_weights)
+    if has_adapters and not has_saved_adapters:
         return "it was trained without LoRA adapters, this run with them"
-    if saved_has_adapters and not has_adapters:
+    if has_saved_adapters and not has_adapters:
         return "it was trained with LoRA adapters, this run without them"
     differences = []
     if missing_names:
@@ -290,9 +285,8 @@ def _describe_difference(
     if extra_names:
         differences.append(f"it has the additional {_abbreviate(extra_names)}")
     if reshaped_names:
-        saved_shape, shape = (
-            list(shapes[reshaped_names[0]] or ()) for shapes in (saved_weights, weights)
-        )
+        saved_shape = list(saved_weights[reshaped_names[0]] or ())
+        shape = list(weights[reshaped_names[0]] or ())
         differences.append(
             f"{_abbreviate(reshaped_names)} has shape {saved_shape} there and {shape} here"
         )

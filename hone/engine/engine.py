@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # importing sharding.py takes seconds, and a single rank does
     from hone.models.routing import Routing
 
 MicroBatchResult = tuple[ObjectiveOutput, float]
-"""The objective's output for one micro-batch, and the share of the loss tokens that the micro-batch has."""
+"""The objective's output for one micro-batch, and the micro-batch's share of the loss tokens."""
 _INPUTS = ("prompts", "responses", "attention_mask", "response_mask", "routed_experts")
 """The columns from which rows are packed."""
 
@@ -229,6 +229,7 @@ class Engine:
     def _micro_batches(
         self, batch: DataProto, rule: MicroBatchRule
     ) -> list[tuple[list[int], DataProto]]:
+        """Returns the row indices and the rows of each micro-batch; one without rows has a dummy row."""
         columns = batch.batch
         lengths = columns["attention_mask"].sum(1).tolist()
         shared_tokens = shared_prompt_lengths(columns["prompts"], columns["attention_mask"])
@@ -291,10 +292,9 @@ class Engine:
     def _gathered(self) -> Iterator[None]:
         """Gathers the full parameters on every rank inside the block."""
         self._gather_count += self._sharded_module is not None
-        gathered = (
-            nullcontext() if self._sharded_module is None else self._sharded_module.gathered()
-        )
-        with self.on_device(), gathered:
+        sharded = self._sharded_module
+        gather_context = nullcontext() if sharded is None else sharded.gathered()
+        with self.on_device(), gather_context:
             yield
 
     def save(self, folder: Path, contents: Collection[str]) -> None:

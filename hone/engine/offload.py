@@ -57,11 +57,11 @@ class OffloadedTensors:
         """Moves the tensors to the host and frees the device memory."""
         assert not self._offloaded, "already on the host"
         for storage in self._storages():  # one by one, so that a failure loses no tensor
-            size, pin = storage.nbytes(), storage.device.type == "cuda"
-            buffers = self._free_buffers.get(size)
-            host_buffer = (
-                buffers.pop() if buffers else torch.empty(size, dtype=torch.uint8, pin_memory=pin)
-            )
+            size, is_cuda = storage.nbytes(), storage.device.type == "cuda"
+            if buffers := self._free_buffers.get(size):
+                host_buffer = buffers.pop()
+            else:
+                host_buffer = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
             # Copy and release are ordered on the device's stream, so the host does not wait.
             host_buffer.copy_(_byte_view(storage), non_blocking=True)
             storage.resize_(0)

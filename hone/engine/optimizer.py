@@ -1,4 +1,4 @@
-"""The optimizer (any class by import path, with float32 master weights) and learning-rate schedules.
+"""The optimizer, with float32 master weights and any class by import path, and learning-rate schedules.
 
 An update with a non-finite gradient is skipped and counted. A learning-rate schedule is a pure function of
 the training step.
@@ -18,13 +18,17 @@ from hone.plugins import PluginError, Table, load_object
 from hone.types import Fields
 
 Schedule = Callable[[int, int, OptimConfig], float]
-"""Maps the training step (from 0), the total steps and the config to a fraction of `lr`. Called after
-warm-up only."""
+"""Maps the training step (from 0), the number of training steps and the config to a fraction of `lr`; it is
+called after warm-up only."""
 
 SCHEDULES: Table[Schedule] = Table(
     "learning-rate schedule",
     {name: f"{__name__}:{name}" for name in ("constant", "cosine", "linear", "wsd")},
 )
+
+
+_LOAD_BYTES = 16
+"""The kernel that adds gradients loads 16 bytes at once, from aligned addresses."""
 
 
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:
@@ -216,14 +220,14 @@ def _accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
 def _can_use_kernel(sums: list[Tensor], parts: list[Tensor]) -> bool:
     """Returns whether all tensors are suitable for the kernel's vectorised loads."""
     return len(sums) > 1 and all(
-        a.is_cuda
-        and a.dtype == torch.float32
-        and b.dtype == parts[0].dtype
-        and a.is_contiguous()
-        and b.is_contiguous()
-        and a.data_ptr() % 16 == 0
-        and b.data_ptr() % 16 == 0
-        for a, b in zip(sums, parts, strict=True)
+        total.is_cuda
+        and total.dtype == torch.float32
+        and part.dtype == parts[0].dtype
+        and total.is_contiguous()
+        and part.is_contiguous()
+        and total.data_ptr() % _LOAD_BYTES == 0
+        and part.data_ptr() % _LOAD_BYTES == 0
+        for total, part in zip(sums, parts, strict=True)
     )
 
 

@@ -31,11 +31,9 @@ def wrap_packed_shards(state: Any) -> Any:
 
 def unwrap_packed_shards(state: Any) -> Any:
     """Replaces each PackedShard of the state by its DTensor."""
-    return (
-        state.dtensor
-        if isinstance(state, PackedShard)
-        else _map_values(unwrap_packed_shards, state)
-    )
+    if isinstance(state, PackedShard):
+        return state.dtensor
+    return _map_values(unwrap_packed_shards, state)
 
 
 def _map_values(function: Callable[[Any], Any], state: Any) -> Any:

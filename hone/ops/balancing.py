@@ -1,14 +1,14 @@
 """Balances sequences of different lengths over ranks, and splits them into micro-batches.
 
-The training engine splits mini-batches with packing.py. `rearrange_micro_batches` and the functions after
-it have the names and arguments of `verl.utils.seqlen_balancing`.
+All public functions but `micro_batches_by_tokens` have the names and arguments of
+`verl.utils.seqlen_balancing`. The training engine does not use this file; it splits with packing.py.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Hashable, Sequence
-from itertools import chain, count
 
 import numpy as np
 import torch
@@ -21,11 +21,13 @@ from hone.protocol.tensordicts import index_select_tensor_dict
 
 Partition = list[int]
 """The row numbers of one part."""
+_LINEAR_COST = 6 * 4096
+"""The cost per token of the linear layers of a 7B model (width 4096); attention to one token costs 1."""
 
 
 def calculate_workload(lengths: Sequence[int] | np.ndarray) -> list[int]:
     """Returns the relative cost of each row: linear layers plus attention of a 7B model."""
-    return [24576 * int(n) + int(n) ** 2 for n in lengths]
+    return [_LINEAR_COST * int(n) + int(n) ** 2 for n in lengths]
 
 
 def get_seqlen_balanced_partitions(
@@ -66,14 +68,15 @@ def _largest_differencing(lengths: list[int], k: int, equal_size: bool) -> list[
         ]
     else:
         states = [[(0, [])] * (k - 1) + [(lengths[row], [row])] for row in order]
-    tie_breaker = count()  # equal spreads merge in a fixed order
+    tie_breaker = itertools.count()  # equal spreads merge in a fixed order
     heap = [(state[0][0] - state[-1][0], next(tie_breaker), state) for state in states]
     heapq.heapify(heap)
     while len(heap) > 1:
         first, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
-        merged.sort(key=lambda part: (part[0], len(part[1])))
-        heapq.heappush(heap, (merged[0][0] - merged[-1][0], next(tie_breaker), merged))
+        # The largest sums of one state join the smallest sums of the other.
+        state = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
+        state.sort(key=lambda part: (part[0], len(part[1])))
+        heapq.heappush(heap, (state[0][0] - state[-1][0], next(tie_breaker), state))
     return [rows for _, rows in heap[0][2]]
 
 
@@ -252,7 +255,7 @@ def prepare_dynamic_batch(
 
 def restore_dynamic_batch(data: Tensor, batch_idx_list: Sequence[Partition]) -> Tensor:
     """Restores the original order of concatenated micro-batch rows."""
-    order = list(chain.from_iterable(batch_idx_list))
+    order = list(itertools.chain.from_iterable(batch_idx_list))
     if len(order) != len(data):
         raise AssertionError(f"{len(order)} row numbers for {len(data)} rows")
     reverse_order = get_reverse_idx(order)

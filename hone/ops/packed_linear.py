@@ -18,8 +18,9 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _TYPICAL_ROWS = 64
-"""The packed layout is optimized for about this many rows, but works for any number."""
+"""The packed layout is fastest for about this many rows; any number works."""
 _ROW_MULTIPLES = (1, 4, 8, 16)
+"""The candidates of `row_multiple`."""
 _TESTED_ROWS = 64
 _TESTED_SIZE = 1024
 """Larger weights are tested at this size: the code path depends only on the number of rows."""

@@ -66,17 +66,17 @@ def load_stage(
     model_tensors = parameters_by_hf_name(stage.meta_model)
     expected_state = _empty_state(stage, optimizer, sections, model_tensors, "meta")
     check_same_tensors(folder, saved_shapes, expected_state)
-    stage_tensors = {n: model_tensors[n] for entry in stage.entries for n in entry.hf_names}
-    state = _empty_state(stage, optimizer, sections, stage_tensors, "cpu")
+    needed_tensors = {n: model_tensors[n] for entry in stage.entries for n in entry.hf_names}
+    state = _empty_state(stage, optimizer, sections, needed_tensors, "cpu")
     load_state(state, folder)
     if "model" in state:
-        stage.load({name: state["model"][_module_name(name)] for name in stage_tensors})
+        stage.load({name: state["model"][_module_name(name)] for name in needed_tensors})
     if optimizer is None:
         return
     if "moments" in state:
         _load_moments(stage, optimizer, state["moments"]["state"])
     if "masters" in state:
-        full_masters = {n: state["masters"][_optimizer_key(n)] for n in stage_tensors}
+        full_masters = {n: state["masters"][_optimizer_key(n)] for n in needed_tensors}
         _scatter(stage, optimizer, full_masters, list(optimizer.master_copies().values()))
     elif "model" in state:
         optimizer.copy_weights_to_masters()
@@ -107,13 +107,12 @@ def _load_moments(stage: StageTensors, optimizer: ShardedOptimizer, moments: Mom
     element_keys, scalars = optimizer.state_schema(masters[0].device)
     saved_scalars = next(iter(moments.values()))  # scalar state is the same for all parameters
     for master in masters:
-        values = {key: torch.zeros_like(master, requires_grad=False) for key in element_keys}
-        optimizer.torch_optimizer.state[master] = values | {
-            key: saved_scalars[key].to(x.device, copy=True)
-            if isinstance(x, Tensor)
-            else saved_scalars[key]
-            for key, x in scalars.items()
-        }
+        state = {key: torch.zeros_like(master, requires_grad=False) for key in element_keys}
+        for key, new_scalar in scalars.items():
+            scalar = saved_scalars[key]
+            is_tensor = isinstance(new_scalar, Tensor)
+            state[key] = scalar.to(new_scalar.device, copy=True) if is_tensor else scalar
+        optimizer.torch_optimizer.state[master] = state
     for key in element_keys:
         full_tensors = {
             name: moments[_optimizer_key(name)][key] for e in stage.entries for name in e.hf_names

@@ -242,31 +242,25 @@ class MegatronEngine(Engine):
             "softcap": None,
             "logit_scale": 1.0,
         }
-        log_probs, entropy = (
-            vocab_parallel_log_probs(
-                hidden,
-                weight,
-                packed.target,
-                start=start,
-                group=group,
-                with_entropy=with_entropy,
-                **logit_options,
+        inputs = (hidden, weight, packed.target)
+        if is_split:
+            log_probs, entropy = vocab_parallel_log_probs(
+                *inputs, start=start, group=group, with_entropy=with_entropy, **logit_options
             )
-            if is_split
-            else linear_log_probs(
-                hidden, weight, packed.target, with_entropy=with_entropy, **logit_options
+        else:
+            log_probs, entropy = linear_log_probs(
+                *inputs, with_entropy=with_entropy, **logit_options
             )
-        )
         out = {"log_probs": packed.unpack(log_probs)}
         if with_entropy:
             out["entropy"] = packed.unpack(entropy)
         if with_sum_pi_squared:
-            inputs = (hidden.detach(), weight.detach())
-            sum_pi_squared = (
-                vocab_parallel_sum_pi_squared(*inputs, group=group, **logit_options)
-                if is_split
-                else linear_sum_pi_squared(*inputs, **logit_options)
-            )
+            if is_split:
+                sum_pi_squared = vocab_parallel_sum_pi_squared(
+                    hidden, weight, group=group, **logit_options
+                )
+            else:
+                sum_pi_squared = linear_sum_pi_squared(hidden, weight, **logit_options)
             out["sum_pi_squared"] = packed.unpack(sum_pi_squared)
         return out
 

@@ -116,8 +116,7 @@ class ShardedOptimizer(Optimizer):
         return metrics
 
     def state_schema(self, device: torch.device | str = "cpu") -> tuple[list[str], Fields]:
-        """Returns the names of the optimizer state per element (moments), and the other state (step count) of
-        a new parameter on the device."""
+        """Returns the names of the state per element (moments), and a new parameter's other state (step count)."""
         probe = nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
         optimizer = build_optimizer([probe], self._config)
@@ -139,8 +138,10 @@ class ShardedOptimizer(Optimizer):
         return squares.sqrt()
 
     def gather(self, parameter: nn.Parameter, flat_shards: list[Tensor]) -> Tensor:
-        """Returns the full tensor of one parameter from flat shards, for example of moments; all ranks of the
-        bucket call it. A whole bucket is never gathered, because it may be as large as the stage."""
+        """Returns the full tensor of one parameter from flat shards; all ranks of its bucket must call this.
+
+        A whole bucket is never gathered, because it may be as large as the stage.
+        """
         index, start, end = self._ranges[parameter]
         group, flat = self.shards[index].group, flat_shards[index]
         full_tensor, size = flat.new_empty(end - start), flat.numel()
@@ -159,8 +160,10 @@ class ShardedOptimizer(Optimizer):
                 piece.copy_(tensors[parameter].reshape(-1)[elements])
 
     def _is_counted(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts the parameter in the norm: either the parameter is sharded over
-        tensor-parallel ranks, or this is the first of these ranks."""
+        """Whether this rank counts its part of the parameter in the norm.
+
+        Of the tensor-parallel ranks, only the first counts a parameter that is not sharded over them.
+        """
         if getattr(parameter, "shared", False):  # the copy of a tied embedding
             return False
         return getattr(parameter, "tensor_model_parallel", False) or self.model.tp_group.rank() == 0
