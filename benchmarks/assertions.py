@@ -25,8 +25,8 @@ from typing import Any
 
 from benchmarks.sandbox import CHECKS
 from hone.data.preprocess.programs import humaneval_tests
+from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.programs import CODE_PLACEHOLDER, Limits, SourceTest, passes
-from hone.rewards.rows import GroundTruthError
 from hone.sandbox import run_python
 
 WANTED_RATIO = 1.5

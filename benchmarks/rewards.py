@@ -91,7 +91,7 @@ def prime_speedup(processes: int = 8, rows: int = 400) -> float:
     """How many times faster `processes` processes score a scorer that waits 10 ms than a loop."""
     from hone.plugins import load_extern_object
     from hone.rewards.pool import DeadlinePool
-    from hone.rewards.rows import ScorerInput
+    from hone.rewards.scorer import ScorerInput
     from hone.rewards.transport import row_scorer_keywords
 
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +126,7 @@ HOSTILE: tuple[Callable[[int], str], ...] = (
 def hostile_seconds(count: int = 512) -> float:
     """Wall seconds for `count` hostile answers, all different, in one batch."""
     from hone.rewards.managers.rule import NaiveRewardManager
-    from hone.rewards.rows import ScorerInput
+    from hone.rewards.scorer import ScorerInput
 
     texts = [HOSTILE[i % len(HOSTILE)](i + 2) for i in range(count)]
     rows = [ScorerInput("lighteval/MATH", rf"\boxed{{{t}}}", r"\sqrt{2}+x", {}) for t in texts]

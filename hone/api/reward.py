@@ -12,8 +12,9 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, Union
 
-from hone.rewards.calling import ScorerSignatureError, is_async, read_result
+from hone.rewards.async_scorer import is_async
 from hone.rewards.failures import Failed, RewardError, Scored
+from hone.rewards.scorer import ScorerSignatureError, read_result
 from hone.rewards.scorer_code import describe
 from hone.rewards.scores.table import default_compute_score, scorer_of
 from hone.types import Fields, Function, JsonValue, Row

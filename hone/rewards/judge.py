@@ -19,7 +19,7 @@ from hone.config.reward import JudgeConfig, RewardServerConfig
 from hone.rewards.conversation import escape_special_tokens, prompt_text
 from hone.rewards.failures import Failed, Scored, WrongSetting
 from hone.rewards.remote import ScoringServer, cache_key
-from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer import ScorerInput
 from hone.suggestions import suggestion
 from hone.text import clean_text
 from hone.types import Fields, JsonObject, JsonValue

@@ -17,14 +17,15 @@ from hone.config.reward import RewardKwargs, RewardModelConfig
 from hone.config.trees import PPOTrainerConfig
 from hone.plugins import PluginError, load_extern_object, load_object
 from hone.protocol import DataProto
-from hone.rewards.calling import FORMAT_ARGUMENTS, ROW_ARGUMENTS, accepted_names, check_signature
 from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.judge import CLASSIFIER_SETTINGS, CompletionClient, Judge
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.reward_loop import RateLimitedRewardManager, RewardManagerBase
 from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
+from hone.rewards.scorer import FORMAT_ARGUMENTS, ROW_ARGUMENTS, accepted_names
 from hone.rewards.scores.table import default_compute_score, register_score
 from hone.rewards.served import ModelRewardManager, ModelScorer, ServedClassifier
+from hone.rewards.signature import check_signature
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from hone.config.reward import SandboxFusionConfig
 from hone.rewards.failures import SetupError
-from hone.rewards.rows import GroundTruthError, decode_json, to_python
+from hone.rewards.ground_truth import GroundTruthError
+from hone.rewards.scorer import decode_json, to_python
 from hone.types import JsonObject, JsonValue, Settings
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from hone.config.reward import RewardServerConfig
 from hone.data.prompts import as_messages
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
-from hone.rewards.calling import read_result
 from hone.rewards.conversation import (
     conversation_text,
     escape_special_tokens,
@@ -32,7 +31,7 @@ from hone.rewards.conversation import (
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.remote import ScoringServer, cache_key
-from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer import ScorerInput, read_result
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, JsonObject, JsonValue
 

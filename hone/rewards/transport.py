@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Mapping
 
 from hone.plugins import load_object
-from hone.rewards.calling import score_row
 from hone.rewards.failures import Failed, Scored
-from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer import ScorerInput, score_row
 from hone.rewards.scorer_code import describe
 from hone.rewards.scores import symbolic, table
 from hone.types import Fields, Function, Settings

@@ -11,8 +11,9 @@ import pytest
 
 from hone.api.reward import as_score_function, reads_prompt, reward_parts
 from hone.api.runs import _RunScorer
-from hone.rewards.calling import ROW_ARGUMENTS, ScorerSignatureError, check_signature
 from hone.rewards.failures import RewardError, SetupError
+from hone.rewards.scorer import ROW_ARGUMENTS, ScorerSignatureError
+from hone.rewards.signature import check_signature
 
 EXTRA = {"level": "easy", "prompt": "1+1="}
 

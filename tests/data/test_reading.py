@@ -23,7 +23,7 @@ from hone.data.reading import (
 )
 from hone.data.rows import BadRowPolicy, DataError, write_parquet
 from hone.models.tiny import character_tokenizer
-from hone.rewards.rows import is_missing
+from hone.rewards.scorer import is_missing
 from hone.rewards.scores.table import default_compute_score
 
 TOKENIZER = character_tokenizer()

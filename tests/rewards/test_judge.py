@@ -13,7 +13,7 @@ from hone.event_loop import run_coroutine
 from hone.rewards import remote
 from hone.rewards.failures import Failed, Scored, WrongSetting
 from hone.rewards.judge import Judge, Request, delimit
-from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer import ScorerInput
 
 from .scoring_server import ScoringServer, digits_judge
 

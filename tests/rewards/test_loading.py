@@ -11,12 +11,11 @@ from hone.config import load_config
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.rewards import compute_reward, load_reward_manager, loading
-from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.failures import FailurePolicy, WrongSetting
 from hone.rewards.managers.dapo import DAPORewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.managers.rule import NaiveRewardManager
-from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer import ScorerInput, ScorerSignatureError
 from hone.rewards.scores import table
 
 MakeBatch = Callable[..., DataProto]

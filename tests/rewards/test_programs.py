@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from hone.rewards import programs
+from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.programs import CallTest, SourceTest, StdinTest, extract_code, read_tests
-from hone.rewards.rows import GroundTruthError
 
 
 @pytest.mark.parametrize(

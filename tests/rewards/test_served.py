@@ -17,7 +17,7 @@ from hone.event_loop import run_coroutine
 from hone.models.tiny import character_tokenizer
 from hone.rewards import remote
 from hone.rewards.failures import Failed, Scored, WrongSetting
-from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer import ScorerInput
 from hone.rewards.served import ServedClassifier
 
 from .scoring_server import ScoringServer, by_length

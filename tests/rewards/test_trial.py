@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hone.plugins import PluginError
-from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.scorer import ScorerSignatureError
 from hone.rewards.trial import TrialRow, ground_truth_scorer
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "

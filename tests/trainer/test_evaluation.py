@@ -14,8 +14,8 @@ import pytest
 from hone.config import ConfigError, load_config, replace
 from hone.config.generation import EvaluationMetricsConfig
 from hone.data.rows import DataError
-from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.failures import Scored
+from hone.rewards.scorer import ScorerSignatureError
 from hone.rewards.scores.table import UnknownSourceError
 from hone.tracking.console import screen
 from hone.trainer import main_eval

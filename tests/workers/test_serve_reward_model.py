@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.config.reward import RewardServerConfig
-from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer import ScorerInput
 from hone.rewards.served import ServedClassifier
 from hone.workers import serve_reward_model
 from hone.workers.serve_reward_model import Service, load_worker

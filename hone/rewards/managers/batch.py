@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hone.rewards.calling import (
+from hone.rewards.failures import Failed, Scored
+from hone.rewards.managers.rule import RuleRewardManager
+from hone.rewards.scorer import (
     BATCH_ARGUMENTS,
     ROW_ARGUMENTS,
+    ScorerInput,
     call_scorer,
     counted_mishaps,
     failure_of,
     read_result,
     score_row,
 )
-from hone.rewards.failures import Failed, Scored
-from hone.rewards.managers.rule import RuleRewardManager
-from hone.rewards.rows import ScorerInput
 
 
 class BatchRewardManager(RuleRewardManager):

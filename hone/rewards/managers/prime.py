@@ -9,7 +9,7 @@ from hone.cores import usable_cores
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.rewards.pool import DeadlinePool
-from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer import ScorerInput
 from hone.rewards.transport import row_scorer_keywords
 
 

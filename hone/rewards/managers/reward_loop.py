@@ -16,13 +16,7 @@ import torch
 from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
-from hone.rewards.calling import (
-    accepted_arguments,
-    await_scorer,
-    counted_mishaps,
-    is_async,
-    read_result,
-)
+from hone.rewards.async_scorer import await_scorer, is_async
 from hone.rewards.failures import Failed, RewardError, Scored, SetupError, WrongSetting
 from hone.rewards.managers import registry
 from hone.rewards.managers.dapo import overlong_penalty
@@ -32,7 +26,7 @@ from hone.rewards.managers.rule import (
     place_on_last_policy_token,
     response_tokens,
 )
-from hone.rewards.rows import read_rows
+from hone.rewards.scorer import accepted_arguments, counted_mishaps, read_result, read_rows
 from hone.rewards.scores.table import default_compute_score
 from hone.suggestions import suggestion
 from hone.text import error_text, printable

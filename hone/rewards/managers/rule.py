@@ -20,20 +20,21 @@ from hone.config.reward import RewardKwargs
 from hone.event_loop import run_coroutine
 from hone.ops.statistics import last_true_index, split_at_response
 from hone.protocol import DataProto
-from hone.rewards.calling import (
-    ROW_ARGUMENTS,
-    DeadlineExceeded,
-    await_row,
-    call_with_deadline,
-    check_signature,
-    is_async,
-    score_row,
-)
+from hone.rewards.async_scorer import await_row, is_async
 from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, RewardError, Scored
 from hone.rewards.repetition import repeatness
-from hone.rewards.rows import ScorerInput, is_missing, read_rows
+from hone.rewards.scorer import (
+    ROW_ARGUMENTS,
+    DeadlineExceeded,
+    ScorerInput,
+    call_with_deadline,
+    is_missing,
+    read_rows,
+    score_row,
+)
 from hone.rewards.scorer_code import unwrap_function
 from hone.rewards.scores import symbolic, table
+from hone.rewards.signature import check_signature
 from hone.text import printable
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function, JsonValue, Settings
@@ -371,7 +372,7 @@ class RuleRewardManager(AbstractRewardManager):
 class NaiveRewardManager(RuleRewardManager):
     """Scores row by row in this process; an async scorer runs concurrently.
 
-    The deadlines are soft (see `calling.py`). Use `prime` for a scorer that may hang in C code.
+    The deadlines are soft (see `scorer.py`). Use `prime` for a scorer that may hang in C code.
     """
 
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:

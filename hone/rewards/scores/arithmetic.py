@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 
-from hone.rewards.rows import all_answers, as_integer, last_answer
+from hone.rewards.ground_truth import as_integer
+from hone.rewards.scorer import all_answers, last_answer
 from hone.types import JsonValue
 
 _INTEGER = re.compile(r"[+-]?(?:\d{1,64}|\d{1,3}(?:,\d{3}){1,20})", re.ASCII)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hone.data.preprocess.programs import humaneval_tests
 from hone.rewards.programs import Limits, SourceTest, extract_code, passes, read_tests
-from hone.rewards.rows import to_python
+from hone.rewards.scorer import to_python
 from hone.rewards.scores.prime_code import TEST_TIMEOUT_S
 from hone.types import Fields, JsonValue, Settings
 

@@ -9,7 +9,8 @@ import re
 from collections import Counter
 
 from hone.rewards.expressions import ExpressionError, evaluate, evaluate_compat
-from hone.rewards.rows import all_answers, as_integer, as_integers, as_mapping, last_answer
+from hone.rewards.ground_truth import as_integer, as_integers, as_mapping
+from hone.rewards.scorer import all_answers, last_answer
 from hone.types import JsonValue
 
 _ASSISTANT_MARKERS = ("Assistant:", "<|im_start|>assistant")

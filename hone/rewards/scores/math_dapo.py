@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hone.rewards.rows import INVALID_PREDICTION
+from hone.rewards.scorer import INVALID_PREDICTION
 from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
 from hone.types import JsonObject, JsonValue
 

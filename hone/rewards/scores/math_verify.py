@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.rewards.calling import counted_mishaps
+from hone.rewards.scorer import counted_mishaps
 from hone.rewards.scores.prime_math import compute_score as compare_answer
 
 

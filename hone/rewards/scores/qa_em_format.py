@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from hone.rewards.rows import POLICY, Segments, all_answers
+from hone.rewards.scorer import POLICY, Segments, all_answers
 from hone.rewards.scores.qa_em import em_check, extract_solution, golden_answers, subem_check
 from hone.types import JsonValue, Settings
 
@@ -36,7 +36,7 @@ def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
 
 
 def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
-    """Returns the same as `is_valid_sequence`, for the segments of a response (`rows.py`)."""
+    """Returns the same as `is_valid_sequence`, for the segments of a response."""
     parts = []
     for segment in segments:
         text = segment["text"]

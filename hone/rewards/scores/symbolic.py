@@ -16,10 +16,10 @@ from contextvars import ContextVar
 from functools import lru_cache
 
 from hone.cores import usable_cores
-from hone.rewards.calling import count_mishap
 from hone.rewards.expressions import nesting_depth
 from hone.rewards.failures import Failed
 from hone.rewards.pool import DeadlinePool
+from hone.rewards.scorer import count_mishap
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 from hone.plugins import load_object
-from hone.rewards.calling import call_scorer
 from hone.rewards.failures import SetupError
-from hone.rewards.rows import ground_truth_error, is_missing
+from hone.rewards.ground_truth import ground_truth_error
+from hone.rewards.scorer import call_scorer, is_missing
 from hone.suggestions import suggestion
 from hone.types import Fields, Function, JsonValue, Settings
 

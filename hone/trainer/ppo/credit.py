@@ -36,9 +36,9 @@ from hone.ops.statistics import masked_whiten
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.rewards.calling import accepted_names
 from hone.rewards.failures import RewardError
 from hone.rewards.managers.rule import RuleRewardManager, move_to_policy_tokens
+from hone.rewards.scorer import accepted_names
 from hone.rewards.scorer_code import unwrap_function
 from hone.text import short_repr
 from hone.trainer.ppo.extras import FAILURE_COLUMN, Extras, extra_numbers, has_extra

@@ -20,7 +20,7 @@ from hone.data.prompts import SINGLE_TURN_AGENT, PromptError, PromptTooLong
 from hone.data.rows import DataError
 from hone.plugins import PluginError
 from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
-from hone.rewards.rows import is_missing
+from hone.rewards.scorer import is_missing
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
 from hone.rollout.build import ENGINES

@@ -19,7 +19,7 @@ from hone.protocol import DataProto
 from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers.blank import BlankRewardManager
 from hone.rewards.managers.rule import AbstractRewardManager
-from hone.rewards.rows import vote_of
+from hone.rewards.scorer import vote_of
 from hone.rewards.scores.table import UnknownSourceError
 from hone.tokenizer import Tokenizer
 from hone.tracking.console import Bar

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hone.protocol import DataProto
-from hone.rewards.calling import count_mishap
 from hone.rewards.failures import FailurePolicy
 from hone.rewards.managers.batch import BatchRewardManager
+from hone.rewards.scorer import count_mishap
 
 MakeBatch = Callable[..., DataProto]
 LENIENT = FailurePolicy("score", -1.0, 3.0)

@@ -8,10 +8,10 @@ import pytest
 
 from hone.plugins import load_extern_object
 from hone.protocol import DataProto
-from hone.rewards.calling import ScorerSignatureError
 from hone.rewards.failures import FailurePolicy, RewardError
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.managers.rule import NaiveRewardManager
+from hone.rewards.scorer import ScorerSignatureError
 from hone.rewards.scores import table
 
 MakeBatch = Callable[..., DataProto]

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from hone.config import load_config
 from hone.protocol import DataProto
-from hone.rewards.calling import ScorerSignatureError, count_mishap
 from hone.rewards.failures import RewardError, WrongSetting
 from hone.rewards.loading import load_reward_manager
 from hone.rewards.managers import reward_loop
@@ -23,6 +22,7 @@ from hone.rewards.managers.reward_loop import (
     RateLimitedRewardManager,
     RewardManagerBase,
 )
+from hone.rewards.scorer import ScorerSignatureError, count_mishap
 
 MakeBatch = Callable[..., DataProto]
 

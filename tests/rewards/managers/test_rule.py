@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from hone.protocol import DataProto
-from hone.rewards.calling import ScorerSignatureError, count_mishap
 from hone.rewards.failures import FailurePolicy, RewardError, WrongSetting
 from hone.rewards.managers.rule import AbstractRewardManager, NaiveRewardManager
+from hone.rewards.scorer import ScorerSignatureError, count_mishap
 from hone.rewards.scores.table import UnknownSourceError, default_compute_score
 
 MakeBatch = Callable[..., DataProto]

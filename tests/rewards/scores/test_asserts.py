@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.rewards.rows import GroundTruthError
+from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.scores import asserts, default_compute_score
 
 pytestmark = pytest.mark.usefixtures("needs_sandbox")

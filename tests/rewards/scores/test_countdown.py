@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.rewards.rows import GroundTruthError
+from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.scores import countdown
 
 TRUTH = {"target": 24, "numbers": [2, 3, 4]}

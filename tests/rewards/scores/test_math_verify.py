@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hone.rewards.calling import count_mishap
+from hone.rewards.scorer import count_mishap
 from hone.rewards.scores import math_batch, math_verify
 from hone.rewards.scores import math_verify as module
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hone.rewards.rows import GroundTruthError
+from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.scores import default_compute_score, prime_code, sandbox_fusion
 
 pytestmark = pytest.mark.usefixtures("needs_sandbox")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.rewards.rows import GroundTruthError
+from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.scores import qa_em
 
 TRUTH = {"target": ["Beijing", "Peking"]}

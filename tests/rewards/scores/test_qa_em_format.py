@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hone.rewards.rows import policy_text
+from hone.rewards.scorer import policy_text
 from hone.rewards.scores import qa_em, qa_em_format
 
 TRUTH = {"target": ["Paris"]}

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from hone.protocol import DataProto
-from hone.rewards.calling import counted_mishaps
 from hone.rewards.failures import Failed
 from hone.rewards.managers.batch import BatchRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.managers.rule import NaiveRewardManager
-from hone.rewards.rows import ScorerInput
+from hone.rewards.scorer import ScorerInput, counted_mishaps
 from hone.rewards.scores import math_reward, symbolic
 from hone.rewards.scores.symbolic import size_problem
 

@@ -9,7 +9,7 @@ import pytest
 
 from hone.data.prepare import RECIPES
 from hone.data.preprocess.sources import Source, UpstreamDataset
-from hone.rewards.calling import ScorerSignatureError
+from hone.rewards.scorer import ScorerSignatureError
 from hone.rewards.scores import table
 from hone.rewards.scores.table import (
     UnknownSourceError,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from hone.protocol import DataProto
 from hone.rewards.managers.registry import get_reward_manager_cls
 from hone.rewards.managers.rule import RuleRewardManager, move_to_policy_tokens, response_tokens
-from hone.rewards.rows import ScorerInput, all_answers, last_answer, read_rows
+from hone.rewards.scorer import ScorerInput, read_rows
 
 MakeBatch = Callable[..., DataProto]
 MANAGERS = ["naive", "batch", "dapo", "prime"]
@@ -155,26 +154,3 @@ def test_rewards_on_policy_tokens_stay(make_batch: MakeBatch) -> None:
     data = make_batch(["abcde"], masks=["11001"])
     rewards = torch.rand(data.batch["responses"].shape) * data.batch["response_mask"]
     assert torch.equal(move_to_policy_tokens(data, rewards), rewards)
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("<answer> 7 </answer>", "7"),
-        ("<answer>a\nb</answer>", "a\nb"),
-        ("<answer>1</answer> no, <answer>2</answer>", "2"),
-        ("<answer>7</answer> </answer>", "7"),  # a closing tag that nothing opened
-        ("</answer> <answer>7</answer></answer></answer>", "7"),
-        ("<answer>1</answer> <answer>2", "1"),
-        ("<answer></answer>", ""),
-        ("<answer>7", None),
-        ("7</answer>", None),
-        ("</answer><answer>", None),
-        ("", None),
-    ],
-)
-def test_the_last_answer_is_that_of_the_last_pair_of_tags(text: str, answer: str | None) -> None:
-    assert last_answer(text) == answer
-    matches = re.findall("<answer>(.*?)</answer>", text, re.DOTALL)
-    assert (matches[-1].strip() if matches else None) == answer
-    assert all_answers(text) == [match.strip() for match in matches]
