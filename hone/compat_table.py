@@ -55,7 +55,7 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.tools.mcp_base_tool": "hone.agents.tools.mcp",
     "hone.interactions.gsm8k_interaction": "hone.agents.interactions.gsm8k",
     "hone.interactions.weather_interaction": "hone.agents.interactions.weather",
-    "hone.experimental.dataset.sampler": f"{_DATA}.loader",
+    "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
     "hone.utils.seqlen_balancing": "hone.ops.balancing",
     "hone.utils.torch_functional": "hone.ops.verl_functional",
     "hone.utils.py_functional": "hone.ops.verl_python",
