@@ -16,7 +16,7 @@ import signal
 import threading
 from asyncio.tasks import _unregister_task
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -197,12 +197,15 @@ DAEMON_THREADS = DaemonThreadExecutor()
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Returns the error, or a RuntimeError if the error would stop the event loop or its `str` fails."""
+    """Returns the error, or a RuntimeError if the error cannot pass through a future or its `str` fails.
+
+    A SystemExit would stop the event loop, and a CancelledError of a thread pool would cancel the task.
+    """
     try:
         text = str(error)
     except Exception:  # user-defined `__str__` failed; keep the class name
         return RuntimeError(f"{type(error).__name__} (its message cannot be shown)")
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+    if isinstance(error, Exception) and not isinstance(error, (StopIteration, CancelledError)):
         return error
     return RuntimeError(f"{type(error).__name__}: {text}")
 

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hone import event_loop
-from hone.event_loop import EventLoopRun, raised_by_signal, run_coroutine
+from hone.event_loop import EventLoopRun, raised_by_signal, run_coroutine, run_in_thread
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +150,14 @@ def test_to_thread_answers_and_raises() -> None:
         run_coroutine(asyncio.to_thread(divmod, 7, 0))
     with pytest.raises(RuntimeError, match="SystemExit: 4"):
         run_coroutine(asyncio.to_thread(sys.exit, 4))
+
+
+def test_a_cancelled_future_in_a_thread_does_not_cancel_the_task() -> None:
+    def wait_for_cancelled_future() -> None:
+        raise CancelledError("the pool has shut down")
+
+    with pytest.raises(RuntimeError, match="CancelledError: the pool has shut down"):
+        run_coroutine(run_in_thread(wait_for_cancelled_future))
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("own")])

@@ -248,7 +248,7 @@ def check_output_file(path: str, key: str, inputs: Sequence[str] = ()) -> None:
     file = Path(path).expanduser().absolute()
     if file.is_dir():
         raise ConfigError(f"{key}={path} is a folder; name a file in it")
-    if file.is_file() and any(file.samefile(name) for name in inputs):
+    if file.is_file() and any(file.samefile(name) for name in inputs if Path(name).exists()):
         raise ConfigError(f"{key}={path} would replace a file of data.path; name another file")
     _check_writable(file.parent, f"{key}={path}")
 

@@ -371,6 +371,14 @@ def test_results_replace_no_responses_and_have_the_suffix_of_their_format(
     assert file.read_bytes() == before
 
 
+def test_a_missing_file_of_responses_is_named_if_the_results_exist(tmp_path: Path) -> None:
+    config = evaluation(tmp_path, responses(2, 1, 2))
+    (tmp_path / "results.json").touch()
+    config = replace(config, "data.path", str(tmp_path / "missing.parquet"))
+    with pytest.raises(DataError, match=r"missing\.parquet does not exist; check data\.path"):
+        main_eval.run(replace(config, "output.json_path", str(tmp_path / "results.json")))
+
+
 def test_scores_that_could_not_be_written_stop_before_scoring(tmp_path: Path) -> None:
     rows = responses(2, 1, 2)
     rows[1]["reward_model"]["ground_truth"] = "2"
