@@ -41,6 +41,8 @@ class HFRollout(StreamingEngine):
     @torch.inference_mode()
     def _sample_token(self, token_ids: list[int], sampling: Sampling) -> Chunk:
         device = next(self._policy.parameters()).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the engine's thread starts on device 0
         ids = torch.tensor(token_ids, device=device)
         layout = SegmentLayout([len(ids)], []).to(device)
         hidden = self._policy.decoder(

@@ -25,7 +25,9 @@ class OwnedFolder:
         if parent is None:
             parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         prefix = f"{prefix}{socket.gethostname()}-"
-        for folder in parent.glob(f"{prefix}*"):
+        # `mkdtemp` appends 8 characters. `*` would also match the folders of a machine whose name begins
+        # with the name of this machine.
+        for folder in parent.glob(prefix + "?" * 8):
             with contextlib.suppress(OSError), _lock(folder):
                 shutil.rmtree(folder, ignore_errors=True)
         # Until the folder is locked, the dot hides it from other processes.

@@ -37,6 +37,16 @@ def test_the_folder_of_a_killed_process_is_deleted_and_that_of_a_living_one_stay
     assert [path.name for path in tmp_path.iterdir()] == ["run-of-another-machine"]
 
 
+def test_folders_of_a_machine_with_a_longer_name_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    other = tmp_path / "run-node-1-abcdefgh"
+    other.mkdir()
+    OwnedFolder("run-", tmp_path).close()
+    assert other.exists()
+
+
 def test_a_file_server_without_locks_keeps_every_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
