@@ -138,7 +138,7 @@ def base_policy(task: Task, folder: Path, seed: int) -> Path:
     from hone.engine.build import build_engine
     from hone.models.policy import PolicyModel
     from hone.models.tiny import save_pretrained, tiny_lm
-    from hone.ops.packing import MicroBatchRule
+    from hone.ops.rows import MicroBatchRule
     from hone.trainer.sft.trainer import SFTTrainer
 
     tokens = tokenizer(task.characters)

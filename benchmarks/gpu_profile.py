@@ -14,7 +14,7 @@ from benchmarks import gpu_decode, gpu_train
 from benchmarks.gpu_models import LARGE, SMALL, build
 from hone.engine.build import build_engine
 from hone.models.policy import PolicyModel
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.workers.objectives import PolicyObjective
 

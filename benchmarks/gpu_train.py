@@ -18,7 +18,7 @@ from benchmarks.gpu_timing import median_s
 from hone.config import load_config
 from hone.engine.build import build_engine
 from hone.models.policy import PolicyModel
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.protocol import DataProto
 from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.workers.objectives import PolicyObjective

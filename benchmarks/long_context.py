@@ -28,7 +28,7 @@ from hone.engine.build import build_engine
 from hone.engine.engine import Engine
 from hone.engine.mesh import mesh_for_rank
 from hone.models.policy import PolicyModel
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.workers.objectives import PolicyObjective
 
 RESULTS = Path(__file__).parent / "results"

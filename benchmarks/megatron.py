@@ -19,7 +19,7 @@ from benchmarks.gpu_train import _rows
 from hone.config import load_config
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.workers.objectives import PolicyObjective
 
 

@@ -19,7 +19,7 @@ from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.models.decoder_layer import fuse
 from hone.models.policy import PolicyModel, register_attention
-from hone.ops.packing import pack_rows
+from hone.ops.rows import pack_rows
 from hone.protocol import DataProto
 from hone.rollout.contract import Sampling
 from hone.rollout.native.paged_core import PagedCore

@@ -27,7 +27,7 @@ from hone.data.sft import encode_single_turn
 from hone.engine.build import build_engine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.trainer.sft.trainer import SFTTrainer
 
 THREADS = 2

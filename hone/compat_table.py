@@ -205,7 +205,7 @@ _CORE_ALGO_NAMES = {
         }.items()
         for name in names.split()
     },
-    **_map("hone.ops.statistics", "agg_loss"),
+    **_map("hone.algorithms.policy_losses.policy_loss", "agg_loss"),
     **_map("hone.algorithms.value_loss", "compute_value_loss"),
     **_map(
         "hone.algorithms.kl",
@@ -311,7 +311,7 @@ NAMES: dict[str, dict[str, str]] = {
         ),
         **_map("hone.tracking.markers", "marked_timer simple_timer"),
         "_timer": "hone.tracking.markers:simple_timer",
-        **_map("hone.ops.statistics", "agg_loss"),
+        **_map("hone.algorithms.policy_losses.policy_loss", "agg_loss"),
         **_map("hone.protocol", "DataProto"),
     },
     "hone.utils.metric": _map(_METRICS, "reduce_metrics AggregationType Metric"),

@@ -351,7 +351,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             },
         ],
         [
-            {"engine/a.py": "from hone.ops.statistics import masked_mean", "ops/statistics.py": ""},
+            {"engine/a.py": "from hone.ops.rows import masked_mean", "ops/rows.py": ""},
             {"engine/a.py": "from hone.rollout.contract import X", "rollout/contract.py": "X = 1"},
             {"engine/a.py": "from hone.rollout import contract", "rollout/contract.py": ""},
             {"engine/a.py": "from .b import X", "engine/b.py": "X = 1"},
@@ -378,7 +378,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
     ),
     files_are_named_after_a_thing: (
         [{f"ops/{name}": ""} for name in sorted(NAMELESS_FILES)] + [{"ops/utils/masked.py": ""}],
-        [{"ops/statistics.py": ""}],
+        [{"ops/rows.py": ""}],
     ),
     only_the_console_prints: (
         [{"ops/a.py": "print(1)"}, {"tracking/jsonl.py": "def f():\n    print(1)"}],
@@ -395,7 +395,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             {"tracking/console.py": "from torch.utils.tensorboard import SummaryWriter"},
             {"tracking/console.py": "from torch.utils import tensorboard"},
             {"ops/logprobs.py": "import triton"},
-            {"engine/logprobs_triton.py": "import triton.language as tl"},
+            {"engine/training_triton.py": "import triton.language as tl"},
             {"data/rows.py": "from datasets import load_dataset"},
             {"rewards/managers/naive.py": "import math_verify"},
             {"algorithms/a.py": "import sympy"},
@@ -405,7 +405,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             {"rollout/vllm_server.py": "from vllm import LLM"},
             {"tracking/tensorboard.py": "from torch.utils.tensorboard import SummaryWriter"},
             {"tracking/wandb.py": "import wandb"},
-            {"ops/logprobs_triton.py": "import triton"},
+            {"ops/training_triton.py": "import triton"},
             {"rollout/native/kernels/paged.py": "import triton.language as tl"},
             {"data/hub.py": "import datasets"},
             {"rewards/scores/math.py": "def f():\n    import math_verify, sympy"},

@@ -20,7 +20,7 @@ from hone.models.decoder_layer import fuse
 from hone.models.families import CPU_ONLY_FAMILIES, FAMILIES, UnsupportedModel
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
-from hone.ops.packing import pack_rows
+from hone.ops.rows import pack_rows
 from hone.rollout.contract import Sampling
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.paged_core import PagedCore

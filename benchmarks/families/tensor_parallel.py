@@ -20,7 +20,7 @@ from hone.engine.tensor_parallel import TensorParallel
 from hone.models.families import FAMILIES, FAMILIES_WITHOUT_TP_PLAN
 from hone.models.lora import AdapterSettings, full_tensor, init_lora
 from hone.models.policy import PolicyModel, register_attention
-from hone.ops.packing import pack_rows
+from hone.ops.rows import pack_rows
 
 ADAPTERS = AdapterSettings(4, 8.0, 0.0, "all-linear", None, None)
 BOUND = 1e-5

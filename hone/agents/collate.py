@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.columns import COLUMNS, reward_column, write
-from hone.ops.statistics import last_true_index
+from hone.ops.rows import last_true_index
 from hone.protocol import DataProto
 from hone.protocol.rows import deeply_equal, object_array
 from hone.text import short_repr

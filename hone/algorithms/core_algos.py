@@ -22,10 +22,9 @@ from hone.algorithms.advantages.returns import (
     remax,
 )
 from hone.algorithms.advantages.rloo import rloo
-from hone.algorithms.policy_losses.policy_loss import vanilla
+from hone.algorithms.policy_losses.policy_loss import agg_loss, vanilla
 from hone.algorithms.policy_losses.ratio import reinforce
 from hone.algorithms.row_selection import pf_ppo_rows
-from hone.ops.statistics import agg_loss
 from hone.plugins import TableView
 from hone.protocol import DataProto
 from hone.types import Settings

@@ -29,7 +29,7 @@ from hone.config.ranges import (
     parse_bound,
     rejection_bounds,
 )
-from hone.ops.statistics import masked_mean, masked_sum, masked_var, zero_outside_mask
+from hone.ops.rows import masked_mean, masked_sum, masked_var, zero_outside_mask
 from hone.types import Settings
 
 Metrics = dict[str, Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, pad
 
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
-from hone.ops.statistics import Groups, Labels, masked_sum, zero_outside_mask
+from hone.ops.rows import Groups, Labels, masked_sum, zero_outside_mask
 
 GAMMA_DECAY = "gamma-decay"
 STRICT_MIN = "strict min-form"

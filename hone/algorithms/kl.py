@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hone.config.algorithm import KLControlConfig
-from hone.ops.statistics import masked_mean, zero_outside_mask
+from hone.ops.rows import masked_mean, zero_outside_mask
 from hone.plugins import PluginError, Table
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]

@@ -17,7 +17,7 @@ from hone.algorithms.correction import (
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.block import setting
 from hone.config.ranges import REJECTION_OPTIONS, split_list
-from hone.ops.statistics import count_unmasked, zero_outside_mask
+from hone.ops.rows import count_unmasked, zero_outside_mask
 from hone.protocol import DataProto
 from hone.types import Fields, Settings
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.ops.statistics import Groups, Labels
+from hone.ops.rows import Groups, Labels
 
 _MIN_WEIGHT = 1e-8
 

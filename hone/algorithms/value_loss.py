@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hone.ops.statistics import agg_loss, masked_mean, zero_outside_mask
+from hone.algorithms.policy_losses.policy_loss import agg_loss
+from hone.ops.rows import masked_mean, zero_outside_mask
 
 
 def compute_value_loss(

@@ -17,7 +17,7 @@ from hone.models.decoder_layer import compile_layers, fuse
 from hone.models.load import LoadOptions, load_causal_lm, load_classifier, load_step_classifier
 from hone.models.lora import init_lora
 from hone.models.policy import Model, PolicyModel, ScoreModel, ValueModel
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.plugins import PluginError, Table
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from hone.models.families import config_field, key_shape
 from hone.models.load import eos_ids
 from hone.models.lora import AdapterSettings, is_lora
 from hone.models.policy import PolicyModel
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
 from hone.types import Settings

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from hone.algorithms.policy_losses.policy_loss import BatchCounts, batch_counts
 from hone.engine.checkpoint import load_checkpoint, save_checkpoint
 from hone.engine.contract import Lease, Mesh, ModelFacts, Objective, ObjectiveOutput, Options
 from hone.engine.offload import Offload
@@ -26,10 +27,9 @@ from hone.models.load import EXPORT_FOLDER
 from hone.models.policy import PolicyModel
 from hone.models.writing import without_progress_bar
 from hone.ops.counter_rng import fold_seed
-from hone.ops.device import send
-from hone.ops.packing import MicroBatchRule, PackedRows, pack_rows, shared_prompt_lengths
-from hone.ops.statistics import BatchCounts, batch_counts
+from hone.ops.rows import MicroBatchRule, PackedRows, pack_rows, shared_prompt_lengths
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask, without_padding
+from hone.protocol.rows import send
 from hone.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # importing sharding.py takes seconds, and a single rank does not need it

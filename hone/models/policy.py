@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hone.models.families import FAMILIES_DROPPING_KEYWORDS, key_shape, logit_softcap_and_scale
 from hone.ops.attention import AttentionOptions
 from hone.ops.logprobs import LogitOptions, linear_log_probs, linear_sum_pi_squared, matmul_fp32
-from hone.ops.packing import PackedRows
+from hone.ops.rows import PackedRows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,7 +20,7 @@ from hone.models.families import FAMILIES_WITHOUT_REPLAY, UnsupportedModel, conf
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from hone.ops.packing import PackedRows
+    from hone.ops.rows import PackedRows
 
 NOT_RECORDED = -1
 """Marks experts that were not recorded for a token; in a replay, the router chooses experts there."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hone.ops.autograd import Context
-from hone.ops.device import send
+from hone.protocol.rows import send
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Copies to a device, and verl's functions about the device of this process (CUDA if available)."""
+"""verl's functions about the device of this process: CUDA if available, else the CPU."""
 
 from __future__ import annotations
 
@@ -6,17 +6,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 is_cuda_available = torch.cuda.is_available()
 is_npu_available = False
-
-
-def send(x: Tensor, device: torch.device) -> Tensor:
-    """Returns `x` on the device; a copy to a GPU is asynchronous, in stream order."""
-    if device.type != "cuda" or x.is_cuda:
-        return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)
 
 
 def get_device_name() -> str:

@@ -231,11 +231,11 @@ def kernel_statistics(
     with_entropy: bool,
 ) -> Statistics:
     """Computes the statistics of logits · factor on a GPU."""
-    from hone.ops import logprobs_triton
+    from hone.ops import training_triton
 
     rows, vocab_size = logits.shape
     log_prob, lse, entropy = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
-    logprobs_triton.logit_statistics[(rows,)](
+    training_triton.logit_statistics[(rows,)](
         logits, target, log_prob, lse, entropy, factor, vocab_size,
         BLOCK=_kernel_block(vocab_size), ENTROPY=with_entropy, num_warps=8,
     )  # fmt: skip
@@ -253,12 +253,12 @@ def _kernel_gradient(
     dtype: torch.dtype,
 ) -> Tensor:
     """Computes the gradient of the logits on a GPU; overwrites the logits if they have `dtype`."""
-    from hone.ops import logprobs_triton
+    from hone.ops import training_triton
 
     rows, vocab_size = logits.shape
     out = logits if dtype == logits.dtype else torch.empty_like(logits, dtype=dtype)
     block = _kernel_block(vocab_size)
-    logprobs_triton.logits_to_gradient[(rows, -(-vocab_size // block))](
+    training_triton.logits_to_gradient[(rows, -(-vocab_size // block))](
         logits, out, target, lse, entropy,
         g_log_prob if g_log_prob is not None else lse,
         g_entropy if g_entropy is not None else lse,

@@ -1,8 +1,4 @@
-"""The GPU kernels of training, except those of logprobs_triton.py.
-
-decoder.py has the references of the RMS norm, the rotation and the gated product; attention.py uses the
-copies of shared keys, and engine/optimizer.py the sum of gradients.
-"""
+"""The GPU kernels of training; ops/decoder.py computes the norm, the rotation and the gate on a CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +9,67 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.ops.device import send
+from hone.protocol.rows import send
 
 _NORM_BACKWARD_PROGRAMS = 528
-"""Number of programs of the backward pass; each sums the weight gradient of a part of the rows."""
+"""Number of programs of the norm's backward pass; each sums the weight gradient of a part of the rows."""
+_GATE_BLOCK = 2048
+_ADD_BLOCK = 4096
+
+
+# Both kernels on logits [tokens, vocabulary] read them once.
+@triton.jit
+def logit_statistics(  # type: ignore[no-untyped-def]
+    logits_ptr, target_ptr, log_prob_ptr, lse_ptr, entropy_ptr, factor, vocab_size,
+    BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * vocab_size
+    running_max = tl.full([BLOCK], float("-inf"), tl.float32)
+    exp_sum = tl.zeros([BLOCK], tl.float32)
+    weighted_sum = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab_size, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        z = tl.load(row_ptr + i, i < vocab_size, other=float("-inf")).to(tl.float32) * factor
+        new_max = tl.maximum(running_max, z)
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp(running_max - finite_max)
+        exp_z = tl.exp(z - finite_max)
+        exp_sum = exp_sum * rescale + exp_z
+        if ENTROPY:
+            weighted_sum = weighted_sum * rescale + tl.where(exp_z > 0, exp_z * z, 0.0)
+        running_max = new_max
+    row_max = tl.max(running_max, 0)
+    scale = tl.exp(running_max - row_max)
+    exp_total = tl.sum(exp_sum * scale, 0)
+    lse = row_max + tl.log(exp_total)
+    target = tl.load(target_ptr + row)
+    z = tl.load(row_ptr + target).to(tl.float32) * factor
+    tl.store(lse_ptr + row, lse)
+    tl.store(log_prob_ptr + row, z - lse)
+    if ENTROPY:
+        tl.store(entropy_ptr + row, lse - tl.sum(weighted_sum * scale, 0) / exp_total)
+
+
+@triton.jit
+def logits_to_gradient(  # type: ignore[no-untyped-def]
+    logits_ptr, out_ptr, target_ptr, lse_ptr, entropy_ptr, g_log_prob_ptr, g_entropy_ptr, factor,
+    vocab_size, BLOCK: tl.constexpr, LOG_PROB: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < vocab_size
+    offsets = row * vocab_size + i
+    z = tl.load(logits_ptr + offsets, mask, other=0.0)
+    log_p = z.to(tl.float32) * factor - tl.load(lse_ptr + row)
+    p = tl.exp(log_p)
+    g = tl.zeros([BLOCK], tl.float32)
+    if LOG_PROB:
+        is_target = tl.where(i == tl.load(target_ptr + row), 1.0, 0.0)
+        g += tl.load(g_log_prob_ptr + row) * (is_target - p)
+    if ENTROPY:
+        g -= tl.load(g_entropy_ptr + row) * p * (log_p + tl.load(entropy_ptr + row))
+    tl.store(out_ptr + offsets, (g * factor).to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -69,11 +122,8 @@ def _rms_norm_backward(  # type: ignore[no-untyped-def]
 
 def _norm_launch_options(width: int) -> dict[str, int]:
     padded_width = triton.next_power_of_2(width)
-    return {
-        "WIDTH": width,
-        "WIDTH_PAD": padded_width,
-        "num_warps": 4 if padded_width <= 2048 else 8,
-    }
+    num_warps = 4 if padded_width <= 2048 else 8
+    return {"WIDTH": width, "WIDTH_PAD": padded_width, "num_warps": num_warps}
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -83,17 +133,9 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     out = torch.empty_like(x, dtype=weight.dtype)
     inverse_rms = torch.empty(rows, dtype=torch.float32, device=x.device)
     _rms_norm_forward[(rows,)](
-        x,
-        x,
-        weight,
-        out,
-        x,
-        inverse_rms,
-        eps,
-        ADD_RESIDUAL=False,
-        STORE_INVERSE_RMS=True,
-        **_norm_launch_options(width),
-    )
+        x, x, weight, out, x, inverse_rms, eps,
+        ADD_RESIDUAL=False, STORE_INVERSE_RMS=True, **_norm_launch_options(width),
+    )  # fmt: skip
     return out, inverse_rms
 
 
@@ -216,9 +258,6 @@ def _launch_rotation(
     )  # fmt: skip
 
 
-_GATE_BLOCK = 2048
-
-
 @triton.jit
 def _silu_gate_forward(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -316,9 +355,6 @@ def sum_copies(
     return outs[0], outs[1]
 
 
-_ADD_BLOCK = 4096
-
-
 @triton.jit
 def _add(  # type: ignore[no-untyped-def]
     part_dtype_ptr, address_ptr, num_elements_ptr, tensor_index_ptr, first_element_ptr, num_tensors,
@@ -342,20 +378,13 @@ def _add(  # type: ignore[no-untyped-def]
 def add_all(sums: list[Tensor], parts: list[Tensor]) -> None:
     """Computes sums[i] += parts[i] for all i in one launch."""
     device = sums[0].device
-    num_elements, tensor_index, first_element = _program_table(
-        tuple(t.numel() for t in sums), device
-    )
+    sizes = tuple(total.numel() for total in sums)
+    num_elements, tensor_index, first_element = _program_table(sizes, device)
     addresses = send(torch.tensor([t.data_ptr() for t in (*sums, *parts)]), device)
     _add[(len(tensor_index),)](
-        parts[0],
-        addresses,
-        num_elements,
-        tensor_index,
-        first_element,
-        len(sums),
-        BLOCK=_ADD_BLOCK,
-        num_warps=4,
-    )
+        parts[0], addresses, num_elements, tensor_index, first_element, len(sums),
+        BLOCK=_ADD_BLOCK, num_warps=4,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=8)

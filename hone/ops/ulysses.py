@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hone.ops.attention import AttentionOptions, SegmentLayout
 from hone.ops.autograd import Context
-from hone.ops.packing import PackedRows
+from hone.ops.rows import PackedRows
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hone.ops.device import get_device_name, get_nccl_backend
-from hone.ops.statistics import masked_sum
+from hone.ops.rows import masked_sum
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

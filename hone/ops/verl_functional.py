@@ -17,9 +17,9 @@ from torch.nn.functional import cross_entropy, pad
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hone.ops.statistics import Groups, factorise, zero_outside_mask
-from hone.ops.statistics import masked_var as masked_var
-from hone.ops.statistics import masked_whiten as masked_whiten
+from hone.ops.rows import Groups, factorise, zero_outside_mask
+from hone.ops.rows import masked_var as masked_var
+from hone.ops.rows import masked_whiten as masked_whiten
 from hone.ops.verl_distributed import allgather_dict_tensors as allgather_dict_tensors
 from hone.ops.verl_distributed import broadcast_dict_tensor as broadcast_dict_tensor
 from hone.ops.verl_distributed import distributed_masked_mean as distributed_masked_mean

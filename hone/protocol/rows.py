@@ -32,6 +32,13 @@ class ProtocolError(ValueError, AssertionError):
     """Columns, rows or metadata do not match; an AssertionError, as in verl."""
 
 
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns `x` on the device; a copy to a GPU is asynchronous, in stream order."""
+    if device.type != "cuda" or x.is_cuda:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
     """Converts values to an object array; nested lists of equal length become further dimensions."""
     if isinstance(values, np.ndarray):

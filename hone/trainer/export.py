@@ -33,7 +33,7 @@ from hone.models.load import EXPORT_FOLDER, load_causal_lm
 from hone.models.lora import ADAPTER_FOLDER
 from hone.models.policy import PolicyModel
 from hone.models.writing import staged_folder
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.tracking import RunFolder
 from hone.tracking.console import screen
 from hone.tracking.manifest import enclosing_checkpoint, find_damage

@@ -112,7 +112,7 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
     from hone.engine.build import build_engine
     from hone.models.policy import PolicyModel
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-    from hone.ops.packing import MicroBatchRule
+    from hone.ops.rows import MicroBatchRule
     from hone.trainer.sft.trainer import SFTTrainer
 
     set_thread_count(threads)

@@ -13,7 +13,7 @@ from hone.controller import Worker
 from hone.engine.contract import EngineSpec, MakeMicroBatchRule
 from hone.models.from_config import lora_adapters_or_none
 from hone.models.lora import AdapterSettings
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.workers.device import pick_dtype
 
 

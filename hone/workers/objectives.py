@@ -12,13 +12,13 @@ from torch import Tensor
 from hone.algorithms.advantages.estimator import needed_columns
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import TABLE
-from hone.algorithms.policy_losses.policy_loss import PolicyLoss, call_custom_loss
+from hone.algorithms.policy_losses.policy_loss import PolicyLoss, agg_loss, call_custom_loss
 from hone.algorithms.value_loss import compute_value_loss
 from hone.columns import require
 from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.engine.contract import ObjectiveOutput, Options
-from hone.ops.statistics import agg_loss, masked_mean, zero_outside_mask
+from hone.ops.rows import masked_mean, zero_outside_mask
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask
 from hone.types import Fields
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.algorithms.credit import outcome_losses, rival_logits, step_ends, step_rewards
+from hone.algorithms.policy_losses.policy_loss import agg_loss
 from hone.columns import require
 from hone.config import ConfigError
 from hone.config.engine import CheckpointConfig
@@ -32,7 +33,7 @@ from hone.engine.build import build_strategy
 from hone.engine.contract import ObjectiveOutput, Options
 from hone.models.from_config import import_external
 from hone.models.load import load_config, load_tokenizer
-from hone.ops.statistics import agg_loss, masked_sum, split_at_response
+from hone.ops.rows import masked_sum, split_at_response
 from hone.protocol import DataProto
 from hone.workers.engine_specs import implicit_reward_spec, process_reward_spec
 from hone.workers.objectives import TokenObjective, minibatches

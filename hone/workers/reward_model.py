@@ -22,8 +22,7 @@ from hone.engine.offload import Offload, build_offload
 from hone.models.facts import UnsupportedModel, classifier_kind
 from hone.models.from_config import import_external
 from hone.models.load import load_tokenizer, resolve_model_path, translate_load_errors
-from hone.ops.packing import MicroBatchRule
-from hone.ops.statistics import split_at_response
+from hone.ops.rows import MicroBatchRule, split_at_response
 from hone.protocol import DataProto
 from hone.rewards.conversation import (
     Prompt,

@@ -22,7 +22,7 @@ from hone.controller.dispatch import DEFAULT_MESH
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, ModelFacts, Options, TrainEngine
 from hone.models.from_config import build_tokenizer, import_external
-from hone.ops.packing import shared_prompt_lengths
+from hone.ops.rows import shared_prompt_lengths
 from hone.protocol import DataProto
 from hone.tracking.manifest import FolderNotShared
 from hone.weights.contract import StreamAddress

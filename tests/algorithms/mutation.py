@@ -37,9 +37,7 @@ CORRECTION = [
     f"tests/algorithms/test_{name}.py" for name in ("correction", "correction_metrics", "rejection")
 ]
 TESTS: dict[str, list[str]] = {
-    "hone/ops/statistics.py": [
-        f"tests/ops/test_{name}.py" for name in ("statistics", "loss_aggregation")
-    ],
+    "hone/ops/rows.py": ["tests/ops/test_rows.py"],
     "hone/algorithms/value_loss.py": ["tests/algorithms/test_value_loss.py"],
     "hone/algorithms/kl.py": ["tests/algorithms/test_kl.py"],
     "hone/algorithms/row_selection.py": ["tests/algorithms/test_row_selection.py"],
@@ -89,7 +87,7 @@ OTHER_NAMES = {
 }
 
 EQUIVALENT: dict[str, str] = {
-    "hone/ops/statistics.py::mean: self.max(x)  →  self.min(x)": "any member may be the anchor",
+    "hone/ops/rows.py::mean: self.max(x)  →  self.min(x)": "any member may be the anchor",
     "hone/algorithms/kl.py::module: 20.0  →  20.5": (
         "only keeps exp finite: the value is bounded at 10 long before"
     ),

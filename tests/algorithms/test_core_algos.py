@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hone.algorithms import advantages, core_algos, policy_losses
+from hone.algorithms.policy_losses.policy_loss import BatchCounts, agg_loss, batch_counts
 from hone.config import load_config
-from hone.ops.statistics import BatchCounts, agg_loss, batch_counts
 from hone.protocol import DataProto
 
 from .advantages.batches import CONFIG, batch

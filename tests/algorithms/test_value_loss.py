@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from hone.algorithms.policy_losses.policy_loss import LOSS_AGG_MODES, BatchCounts, batch_counts
 from hone.algorithms.value_loss import compute_value_loss
-from hone.ops.statistics import LOSS_AGG_MODES, BatchCounts, batch_counts
 
 
 def test_the_loss_is_the_larger_of_clipped_and_unclipped():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hone.ops.packing import PackedRows, pack_rows
+from hone.ops.rows import PackedRows, pack_rows
 from hone.protocol import DataProto
 
 VOCABULARY = 40

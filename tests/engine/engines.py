@@ -15,7 +15,7 @@ from hone.engine.engine import Engine
 from hone.engine.mesh import mesh_for_rank
 from hone.models.policy import PolicyModel, ValueModel
 from hone.models.tiny import tiny_lm
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 
 from .batches import VOCABULARY, WIDTH
 

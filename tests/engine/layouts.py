@@ -26,7 +26,7 @@ from hone.models.load import load_causal_lm
 from hone.models.lora import AdapterSettings
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.ops.packing import MicroBatchRule, pack_rows
+from hone.ops.rows import MicroBatchRule, pack_rows
 from hone.ops.ulysses import split_rows
 from hone.protocol import DataProto, split_padded
 from hone.workers.objectives import PolicyObjective, StepObjective, ValueObjective

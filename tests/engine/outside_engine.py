@@ -6,11 +6,11 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from hone.algorithms.policy_losses.policy_loss import BatchCounts, batch_counts
 from hone.engine.contract import EngineSpec, Lease, Mesh, ModelFacts
 from hone.models.load import load_causal_lm
 from hone.models.policy import PolicyModel
-from hone.ops.packing import pack_rows
-from hone.ops.statistics import BatchCounts, batch_counts
+from hone.ops.rows import pack_rows
 
 
 class PlainEngine:

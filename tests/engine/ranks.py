@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hone.algorithms.policy_losses import TABLE
+from hone.algorithms.policy_losses.policy_loss import LOSS_AGG_MODES
 from hone.config.actor import CriticConfig
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.controller.worker import free_port
@@ -25,8 +26,7 @@ from hone.engine.offload import build_offload
 from hone.models.lora import AdapterSettings, wrap_lora
 from hone.models.policy import hidden_states
 from hone.models.tiny import character_tokenizer
-from hone.ops.packing import MicroBatchRule
-from hone.ops.statistics import LOSS_AGG_MODES
+from hone.ops.rows import MicroBatchRule
 from hone.protocol import DataProto
 from hone.protocol.padding import split_padded
 from hone.workers.objectives import PolicyObjective, ValueObjective

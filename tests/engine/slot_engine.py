@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from hone.algorithms.policy_losses.policy_loss import BatchCounts
 from hone.engine.contract import EngineSpec, Mesh
-from hone.ops.statistics import BatchCounts
 from tests.engine.outside_engine import PlainEngine
 
 SLOTS = 2

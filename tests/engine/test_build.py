@@ -17,7 +17,7 @@ from hone.models.load import load_causal_lm, resolve_model_path
 from hone.models.lora import AdapterSettings, adapter_weights, wrap_lora
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.tracking.manifest import write_manifest
 from hone.workers.objectives import PolicyObjective
 from tests.engine import ranks

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.families.tiny import randomise, tiny_config
 from hone.algorithms.policy_losses import TABLE
+from hone.algorithms.policy_losses.policy_loss import LOSS_AGG_MODES
 from hone.columns import MissingColumn
 from hone.config.actor import CriticConfig
 from hone.engine.engine import _dummy_row
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer
-from hone.ops.packing import MicroBatchRule
-from hone.ops.statistics import LOSS_AGG_MODES
+from hone.ops.rows import MicroBatchRule
 from hone.protocol import PADDED_ROW, DataProto
 from hone.workers.objectives import (
     PolicyObjective,

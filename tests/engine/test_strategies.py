@@ -12,7 +12,7 @@ from hone.config.engine import FSDPConfig
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, Mesh
 from hone.engine.engine import Engine
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.plugins import PluginError
 from hone.trainer.main_ppo import run
 from tests.engine import outside_engine

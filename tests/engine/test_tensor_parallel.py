@@ -15,7 +15,7 @@ from hone.engine.contract import EngineSpec
 from hone.engine.tensor_parallel import STYLES, check_tensor_parallel
 from hone.models.families import FAMILIES, FAMILIES_WITHOUT_TP_PLAN, UnsupportedModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 
 
 def plan_of(family):

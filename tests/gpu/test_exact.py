@@ -12,7 +12,7 @@ from rollout.engine_contract import ask_all
 from hone.models.decoder_layer import fuse
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
-from hone.ops.packing import pack_rows
+from hone.ops.rows import pack_rows
 from hone.rollout.contract import Sampling
 from hone.rollout.native import exact_reference
 from hone.rollout.native.engine import NativeRollout

@@ -11,7 +11,7 @@ from hone.config.engine import FSDPConfig, OptimConfig
 from hone.engine.build import build_engine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.workers.device import make_deterministic
 from hone.workers.objectives import PolicyObjective
 from tests.engine.batches import VOCABULARY, WIDTH, rows

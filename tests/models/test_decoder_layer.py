@@ -12,7 +12,7 @@ import torch
 from hone.models.decoder_layer import compile_layers, fuse
 from hone.models.policy import PolicyModel, hidden_states
 from hone.models.tiny import tiny_lm
-from hone.ops.packing import PackedRows, pack_rows
+from hone.ops.rows import PackedRows, pack_rows
 
 COMPILERS = (os.environ.get("CXX", "c++"), "g++", "clang++")
 

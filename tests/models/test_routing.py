@@ -11,7 +11,7 @@ from hone.engine.contract import Options
 from hone.models.families import FAMILIES, UnsupportedModel
 from hone.models.policy import PolicyModel, register_attention
 from hone.models.routing import expert_load_metrics, routing_shape
-from hone.ops.packing import PackedRows, pack_rows
+from hone.ops.rows import PackedRows, pack_rows
 
 QUICK = ("deepseek_v3", "gpt_oss", "granitemoe", "mixtral", "qwen3_moe")
 """Top-k of probabilities, of logits before the softmax, and of biased scores in groups."""

@@ -11,7 +11,7 @@ import torch
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, tiny_lm
 from hone.ops.attention import SegmentLayout
-from hone.ops.packing import pack_rows
+from hone.ops.rows import pack_rows
 
 TOKENIZER = character_tokenizer("abcdefghijklmnop +-=.")
 EOS = TOKENIZER.eos_token_id

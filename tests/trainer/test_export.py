@@ -23,7 +23,7 @@ from hone.models.from_config import build_tokenizer
 from hone.models.load import load_causal_lm
 from hone.models.policy import ValueModel
 from hone.models.tiny import character_tokenizer
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.tracking.manifest import MANIFEST, write_manifest
 from hone.trainer import export as module
 from hone.trainer import main_sft

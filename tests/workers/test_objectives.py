@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hone.algorithms.policy_losses import TABLE
+from hone.algorithms.policy_losses.policy_loss import BatchCounts, agg_loss, batch_counts
 from hone.config import load_config
 from hone.config.actor import CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
-from hone.ops.statistics import BatchCounts, agg_loss, batch_counts
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.workers.objectives import (

@@ -22,7 +22,7 @@ from hone.columns import COLUMNS, REWARD_PREFIX
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import setting
 from hone.config.errors import unknown_argument
-from hone.ops.statistics import (
+from hone.ops.rows import (
     WHITEN_EPS,
     Groups,
     Labels,

@@ -20,7 +20,7 @@ from hone.algorithms.advantages.estimator import (
     checked_labels,
 )
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
-from hone.ops.statistics import factorise, zero_outside_mask
+from hone.ops.rows import factorise, zero_outside_mask
 
 EPS = 1e-8
 

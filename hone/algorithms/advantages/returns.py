@@ -22,7 +22,7 @@ from hone.algorithms.advantages.estimator import (
     Outcomes,
     Trajectories,
 )
-from hone.ops.statistics import Labels, factorise, factorise_pairs, masked_whiten, zero_outside_mask
+from hone.ops.rows import Labels, factorise, factorise_pairs, masked_whiten, zero_outside_mask
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hone.algorithms.advantages.estimator import (
 )
 from hone.algorithms.advantages.returns import RowOrder, rewards_to_go
 from hone.algorithms.credit import STRICT_MIN, step_lengths, total_min_form_returns
-from hone.ops.statistics import masked_whiten, zero_outside_mask
+from hone.ops.rows import masked_whiten, zero_outside_mask
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hone.algorithms.policy_losses.policy_loss import (
     bounded_log_ratio,
     standard_metrics,
 )
-from hone.ops.statistics import masked_mean
+from hone.ops.rows import masked_mean
 
 _SELECTED_COLUMN = "high_covariance"
 

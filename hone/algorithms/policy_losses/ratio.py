@@ -14,7 +14,7 @@ from hone.algorithms.policy_losses.policy_loss import (
     bounded_log_ratio,
     standard_metrics,
 )
-from hone.ops.statistics import masked_mean
+from hone.ops.rows import masked_mean
 
 _EPS = 1e-8
 _EXPONENT_CEILING = 10.0

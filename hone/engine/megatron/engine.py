@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
+from hone.algorithms.policy_losses.policy_loss import batch_counts
 from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Lease, Mesh, Objective, ObjectiveOutput, Options
 from hone.engine.engine import Engine, MicroBatchResult, move_to_device, select_columns
@@ -39,8 +40,7 @@ from hone.models.policy import Model, PolicyModel, ValueModel
 from hone.models.routing import EXPERT_DTYPE, NOT_RECORDED, Routing
 from hone.ops.attention import SegmentLayout
 from hone.ops.logprobs import LogitOptions, linear_log_probs, linear_sum_pi_squared
-from hone.ops.packing import PackedRows
-from hone.ops.statistics import batch_counts
+from hone.ops.rows import PackedRows
 from hone.ops.tensor_parallel import vocab_parallel_log_probs, vocab_parallel_sum_pi_squared
 from hone.protocol import DataProto
 

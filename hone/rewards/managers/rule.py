@@ -18,7 +18,7 @@ import torch
 
 from hone.config.reward import RewardKwargs
 from hone.event_loop import run_coroutine
-from hone.ops.statistics import last_true_index, split_at_response
+from hone.ops.rows import last_true_index, split_at_response
 from hone.protocol import DataProto
 from hone.rewards.async_scorer import await_row, is_async
 from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, RewardError, Scored

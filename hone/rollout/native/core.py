@@ -28,7 +28,7 @@ from hone.ops.attention import (
     softmax_with_sinks,
 )
 from hone.ops.packed_linear import row_multiple
-from hone.ops.statistics import first_equal_indices
+from hone.ops.rows import first_equal_indices
 from hone.rollout.contract import StopReason
 from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder
 from hone.rollout.native.paged_cache import zeros

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hone.ops.device import send
+from hone.protocol.rows import send
 
 if TYPE_CHECKING:
     from hone.rollout.native.paged_layouts import ExactLayout, PagedDecode

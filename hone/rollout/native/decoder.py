@@ -25,9 +25,9 @@ from hone.models.decoder_layer import (
 from hone.models.policy import Layout, PolicyModel, forward_options
 from hone.models.routing import EXPERT_DTYPE, Routing
 from hone.ops.decoder import Linear, Norm
-from hone.ops.device import send
 from hone.ops.logprobs import matmul_fp32
 from hone.ops.packed_linear import PackableLinear, make_linear
+from hone.protocol.rows import send
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 

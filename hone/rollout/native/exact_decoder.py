@@ -21,7 +21,7 @@ from hone.models.policy import PolicyModel
 from hone.ops.autograd import Context
 from hone.ops.decoder import Norm
 from hone.ops.logprobs import Statistics, kernel_statistics, linear_log_probs, softmax_entropy
-from hone.ops.packing import PackedRows
+from hone.ops.rows import PackedRows
 from hone.rollout.contract import RolloutError
 from hone.rollout.native.decode_step import BatchState
 from hone.rollout.native.decoder import JoinedDecoder, can_join

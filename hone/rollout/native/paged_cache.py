@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hone.models.policy import PolicyModel
-from hone.ops.device import send
+from hone.protocol.rows import send
 from hone.rollout.contract import RolloutError
 
 NULL_BLOCK = 0

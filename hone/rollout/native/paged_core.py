@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
-from hone.ops.device import send
-from hone.ops.statistics import first_equal_indices
+from hone.ops.rows import first_equal_indices
+from hone.protocol.rows import send
 from hone.rollout.native.decode_step import BatchState, DecodeStep, graph_sizes
 from hone.rollout.native.decoder import (
     ExpertCache,

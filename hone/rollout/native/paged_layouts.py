@@ -25,8 +25,8 @@ from hone.ops.attention import (
     repeat_heads,
     varlen_attention,
 )
-from hone.ops.device import send
-from hone.ops.packing import PackedRows
+from hone.ops.rows import PackedRows
+from hone.protocol.rows import send
 from hone.rollout.native.decode_step import BatchState
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.counter_rng import uniform
-from hone.ops.device import send
+from hone.protocol.rows import send
 from hone.rollout.contract import Sampling
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from hone.algorithms.row_selection import interquartile, keep_informative, remov
 from hone.columns import require
 from hone.config import PPOTrainerConfig
 from hone.data.loader import PromptLoader
-from hone.ops.statistics import Groups
+from hone.ops.rows import Groups
 from hone.protocol import DataProto
 from hone.tracking.console import screen
 from hone.trainer.ppo.extras import extra_numbers, has_extra

@@ -32,7 +32,7 @@ from hone.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectio
 from hone.config.reward import RewardModelConfig
 from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
 from hone.ops.counter_rng import fold_seed
-from hone.ops.statistics import masked_whiten
+from hone.ops.rows import masked_whiten
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array

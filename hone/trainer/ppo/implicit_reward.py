@@ -10,7 +10,7 @@ from hone.algorithms.credit import implicit_rewards, ranking_accuracy
 from hone.columns import require, write
 from hone.config import PPOTrainerConfig
 from hone.controller import WorkerGroup
-from hone.ops.statistics import Groups
+from hone.ops.rows import Groups
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
 from hone.trainer.ppo.credit import AGENT, RULE, balance

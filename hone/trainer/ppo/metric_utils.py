@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hone.ops.statistics import masked_mean, masked_sum
+from hone.ops.rows import masked_mean, masked_sum
 from hone.protocol import DataProto
 from hone.trainer.ppo.metrics import data_metrics, split_attention_mask, time_per_token
 from hone.trainer.ppo.validation import process_validation_metrics

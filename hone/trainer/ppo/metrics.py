@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.agents.collate import last_row_values, trajectory_indices, trajectory_totals
 from hone.columns import require
-from hone.ops.statistics import Groups, masked_mean, split_at_response
+from hone.ops.rows import Groups, masked_mean, split_at_response
 from hone.protocol import DataProto
 from hone.tracking.markers import TIMING_PREFIX
 from hone.types import JsonValue

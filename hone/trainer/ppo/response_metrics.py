@@ -18,7 +18,7 @@ from hone.algorithms.kl import k3
 from hone.columns import reward_column
 from hone.config import PPOTrainerConfig
 from hone.config.reward import RewardModelConfig
-from hone.ops.statistics import Groups, masked_mean
+from hone.ops.rows import Groups, masked_mean
 from hone.protocol import DataProto, object_array
 from hone.rewards.failures import NO_GROUND_TRUTH
 from hone.rewards.repetition import repeatness

@@ -22,7 +22,7 @@ from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.optimizer import optimizer_class
 from hone.models.from_config import build_tokenizer, lora_adapters_or_none
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import Bar, screen, silent_bar
 from hone.tracking.lock import lock_folder

@@ -9,7 +9,7 @@ import torch
 from hone.algorithms.advantages import get_estimator
 from hone.algorithms.advantages.rloo import rloo, rloo_token
 from hone.algorithms.credit import GAMMA_DECAY, STRICT_MIN, assign_credit
-from hone.ops.statistics import last_true_index, masked_whiten
+from hone.ops.rows import last_true_index, masked_whiten
 
 from .references import pure_reference
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hone.algorithms.policy_losses import get_policy_loss_fn
-from hone.ops.statistics import BatchCounts, batch_counts
+from hone.algorithms.policy_losses.policy_loss import BatchCounts, batch_counts
 
 CFG = {"clip_ratio": 0.2, "clip_ratio_c": 3.0}
 OLD = torch.zeros(2, 2, dtype=torch.float64)

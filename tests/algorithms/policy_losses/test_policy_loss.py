@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.algorithms.policy_losses import TABLE, get_policy_loss_fn
-from hone.ops.statistics import LOSS_AGG_MODES, BatchCounts, batch_counts
+from hone.algorithms.policy_losses.policy_loss import LOSS_AGG_MODES, BatchCounts, batch_counts
 
 from .references import CFG, ROW, clipped, slope, whole
 

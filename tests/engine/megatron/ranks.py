@@ -25,7 +25,7 @@ from hone.engine.contract import EngineSpec, TrainEngine
 from hone.engine.sharding import join_group
 from hone.models.routing import NOT_RECORDED
 from hone.models.tiny import character_tokenizer, tiny_lm
-from hone.ops.packing import MicroBatchRule
+from hone.ops.rows import MicroBatchRule
 from hone.protocol import DataProto
 from hone.workers.objectives import PolicyObjective, ValueObjective
 from tests.engine.batches import WIDTH, rows

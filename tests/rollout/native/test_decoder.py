@@ -11,7 +11,7 @@ from hone.agents.contract import AgentLoopOutput
 from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
-from hone.ops.packing import pack_rows
+from hone.ops.rows import pack_rows
 from hone.protocol import DataProto
 from hone.rollout.native.core import PrefillLayout, SlotCache
 from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder, can_join

@@ -11,7 +11,7 @@ import torch
 
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
-from hone.ops.packing import pack_rows
+from hone.ops.rows import pack_rows
 from hone.rollout.contract import RolloutEngine, Sampling
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.native.paged_core import PagedCore

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hone.ops.attention import AttentionOptions
-from hone.ops.packing import pack_rows
+from hone.ops.rows import pack_rows
 from hone.rollout.contract import RolloutError
 from hone.rollout.native import exact_reference, kernels_reference
 from hone.rollout.native.decode_step import BatchState

@@ -1,6 +1,8 @@
-"""Micro-batches, and packed rows: inputs, the position that predicts each target, and unpacking."""
+"""Rows: masked statistics and groups against numpy; micro-batches; packed rows and unpacking."""
 
 from __future__ import annotations
+
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -8,7 +10,195 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.ops.packing import MicroBatchRule, pack_rows, shared_prompt_lengths
+from hone.ops.rows import (
+    Groups,
+    MicroBatchRule,
+    count_unmasked,
+    factorise,
+    factorise_pairs,
+    last_true_index,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    pack_rows,
+    shared_prompt_lengths,
+    split_at_response,
+    zero_outside_mask,
+)
+
+
+@st.composite
+def masked(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    cells = rows * width
+    values = draw(st.lists(st.floats(-9, 9), min_size=cells, max_size=cells))
+    mask = draw(st.lists(st.booleans(), min_size=cells, max_size=cells))
+    x, m = np.reshape(values, (rows, width)), np.reshape(mask, (rows, width))
+    return torch.from_numpy(np.where(m, x, np.nan)), torch.from_numpy(m)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(masked())
+def test_equal_numpy_on_the_kept_entries(data):
+    x, mask = data
+    kept = x[mask].numpy()
+    assert count_unmasked(mask).item() == len(kept)
+    assert masked_sum(x, mask).item() == pytest.approx(kept.sum(), abs=1e-12)
+    assert masked_mean(x, mask).item() == pytest.approx(kept.mean() if len(kept) else 0, abs=1e-12)
+    variance = kept.var(ddof=1) if len(kept) > 1 else 0
+    assert masked_var(x, mask).item() == pytest.approx(variance, abs=1e-12)
+    biased = kept.var() if len(kept) > 1 else 0
+    assert masked_var(x, mask, unbiased=False).item() == pytest.approx(biased, abs=1e-12)
+    for row in range(len(x)):
+        mine = x[row][mask[row]].numpy()
+        assert masked_sum(x, mask, -1)[row].item() == pytest.approx(mine.sum(), abs=1e-12)
+        mean = mine.mean() if len(mine) else 0
+        assert masked_mean(x, mask, -1)[row].item() == pytest.approx(mean, abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(masked())
+def test_whitening_equals_numpy_and_is_zero_outside(data):
+    x, mask = data
+    white = masked_whiten(x, mask)
+    assert (white[~mask] == 0).all()
+    kept = x[mask].numpy()
+    if len(kept):
+        std = np.sqrt((kept.var(ddof=1) if len(kept) > 1 else 0) + 1e-8)
+        expected = (kept - kept.mean()) / std
+        np.testing.assert_allclose(white[mask], expected, atol=1e-9)
+        shifted = masked_whiten(x, mask, shift_mean=False)
+        np.testing.assert_allclose(shifted[mask], expected + kept.mean(), atol=1e-9)
+        assert (shifted[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
+def test_neither_value_nor_gradient_sees_what_is_outside(junk):
+    x = torch.tensor([[1.0, junk], [3.0, 5.0]], requires_grad=True)
+    mask = torch.tensor([[1, 0], [1, 1]])
+    total = masked_mean(x, mask) + masked_whiten(x, mask).pow(3).sum()
+    total.backward()
+    assert torch.isfinite(total)
+    assert torch.isfinite(x.grad).all()
+    assert x.grad[0, 1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.uint8])
+def test_any_mask_dtype_reads_as_a_boolean(dtype):
+    x = torch.tensor([[1.0, 2.0, 4.0]])
+    mask = torch.tensor([[1, 0, 1]], dtype=dtype)
+    assert masked_sum(x, mask).item() == 5
+    assert masked_mean(x, mask).item() == 2.5
+    assert count_unmasked(mask, -1).tolist() == [2]
+    assert zero_outside_mask(x, mask).tolist() == [[1, 0, 4]]
+
+
+def test_integers_stay_integers():
+    assert zero_outside_mask(torch.tensor([1, 2]), torch.tensor([1, 0])).dtype == torch.int64
+
+
+def test_a_mask_may_be_narrower_and_broadcast():
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert masked_mean(x, torch.tensor([[1], [0]])).item() == 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_the_last_true_column_of_a_row_is_found_and_minus_one_where_there_is_none(
+    dtype: torch.dtype,
+) -> None:
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1]]).to(dtype)
+    assert last_true_index(mask).tolist() == [2, -1, 0, 3]
+
+
+def test_a_mask_is_split_where_the_response_begins() -> None:
+    mask = torch.arange(10).reshape(2, 5)
+    prompt, response = split_at_response(mask, torch.zeros(2, 2))
+    assert prompt.tolist() == [[0, 1, 2], [5, 6, 7]]
+    assert response.tolist() == [[3, 4], [8, 9]]
+
+
+def test_whitening_is_over_policy_tokens_and_zero_elsewhere():
+    advantages = torch.tensor([[1.0, 3.0, torch.nan]])
+    white = masked_whiten(advantages, torch.tensor([[1, 1, 0]]))
+    np.testing.assert_allclose(white, [[-np.sqrt(0.5), np.sqrt(0.5), 0]], rtol=1e-6)
+
+
+labels = st.sampled_from(["a", "b", 1, 2, "1", ("x", 2), None, 3.5])
+members = st.lists(st.tuples(labels, st.floats(-100, 100)), min_size=1, max_size=12)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(members)
+def test_statistics_equal_numpy_a_group_at_a_time(pairs):
+    names = [name for name, _ in pairs]
+    x = torch.tensor([value for _, value in pairs], dtype=torch.float64)
+    groups = Groups.of(names)
+    by_name = defaultdict(list)
+    for name, value in pairs:
+        by_name[name].append(value)
+    assert groups.count == len(by_name)
+    for i, (name, _) in enumerate(pairs):
+        mine = np.array(by_name[name])
+        g = groups.ids[i]
+        assert groups.sizes[g] == len(mine)
+        assert groups.is_singleton[i] == (len(mine) == 1)
+        assert groups.sum(x)[g].item() == pytest.approx(mine.sum(), abs=1e-9)
+        assert groups.mean(x)[g].item() == pytest.approx(mine.mean(), abs=1e-9)
+        assert groups.max(x)[g].item() == mine.max()
+        assert groups.min(x)[g].item() == mine.min()
+        spread = mine.std(ddof=1) if len(mine) > 1 else 0
+        assert groups.std(x)[g].item() == pytest.approx(spread, abs=1e-9)
+
+
+def test_labels_are_equal_only_where_python_says_so():
+    assert factorise(["1", 1, "a", "1"]).tolist() == [0, 1, 2, 0]
+    assert len(set(factorise(np.array(["x", "y", "x"], dtype=object)))) == 2
+
+
+def test_pairs_are_equal_only_where_both_parts_are():
+    a, b = np.array([0, 2, 0, 1, 2, 0]), np.array([1, 0, 1, 0, 0, 2])
+    ids, first = factorise_pairs(a, b)
+    assert ids[0] == ids[2]
+    assert ids[1] == ids[4]
+    assert len(set(ids.tolist())) == len(first) == 4
+    assert [(a[row], b[row]) for row in first[ids]] == list(zip(a, b, strict=True))
+    assert factorise_pairs(a[:0], b[:0])[0].tolist() == []
+
+
+@pytest.mark.parametrize("as_labels", [np.array, torch.tensor, list])
+def test_numbers_in_any_container(as_labels):
+    ids = factorise(as_labels([7, -1, 7, 3]))
+    assert ids.dtype == np.int64
+    assert ids[0] == ids[2]
+    assert len(set(ids.tolist())) == 3
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-30, 12345.678])
+@pytest.mark.parametrize("size", [3, 7, 10])
+def test_equal_members_deviate_by_exactly_nothing(value, size):
+    groups = Groups.of(["g"] * size)
+    x = torch.full((size,), value)
+    assert (x.double() - groups.mean(x)[groups.ids] == 0).all()
+    assert groups.std(x)[0] == 0
+
+
+def test_a_weighted_mean_and_its_empty_case():
+    groups = Groups.of(["a", "a", "b"])
+    x = torch.tensor([1.0, 4.0, 9.0])
+    mean = groups.mean(x, torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64))
+    assert mean[groups.ids].tolist() == [2, 2, 9]
+
+
+def test_sums_of_matrices_add_rows():
+    groups = Groups.of(["a", "b", "a"])
+    total = groups.sum(torch.tensor([[1.0, 2], [3, 4], [5, 6]]))
+    assert total[groups.ids[0]].tolist() == [6, 8]
+
+
+def test_an_empty_batch_has_no_groups():
+    assert Groups.of([]).count == 0
+
 
 PAD = 0
 

@@ -1,16 +1,18 @@
-"""Splits mini-batches into micro-batches, packs their rows, and maps results back to the padded batch.
+"""Rows of a batch: masked statistics, statistics over groups of rows, micro-batches and packed rows.
 
-Rows stay in order, so the responses of a group stay together and share their prompt. Packed rows are
-concatenated without padding. If several rows share a prompt, it is packed once as a root segment, and their
-responses are its children. Only tokens that predict a response token have a target.
+Masked entries, even NaN or infinity, change neither values nor gradients: they are replaced by 0 before any
+arithmetic. A group is the rows with equal labels, such as the responses to one prompt.
 
-In shapes, N is the number of packed tokens, M of targets and B of rows; P and T are the padded widths of
-prompts and responses.
+Packed rows are concatenated without padding. If several rows share a prompt, it is packed once as a root
+segment, and their responses are its children. Only tokens that predict a response token have a target.
+
+In shapes, N is the number of packed tokens, M of targets, B of rows and G of groups; P and T are the padded
+widths of prompts and responses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +21,143 @@ import torch
 from torch import Tensor
 
 from hone.ops.attention import SegmentLayout
-from hone.ops.device import send
-from hone.ops.statistics import first_equal_indices, split_at_response
+from hone.protocol.rows import send
+
+WHITEN_EPS = 1e-8
+
+
+def zero_outside_mask(x: Tensor, mask: Tensor) -> Tensor:
+    """Returns `x` where the mask is set, 0 elsewhere."""
+    return torch.where(mask.bool(), x, 0)
+
+
+def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Returns the sum of the unmasked entries."""
+    values = zero_outside_mask(values, mask)
+    return values.sum() if axis is None else values.sum(dim=axis)
+
+
+def count_unmasked(mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Returns the integer number of unmasked entries."""
+    ones = mask.bool().view(torch.uint8)  # bytes are summed many times faster than bools
+    if axis is None:
+        return ones.flatten().sum()
+    return ones.sum(dim=axis, dtype=torch.int32)  # faster than int64
+
+
+def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
+    """Returns the mean of the unmasked entries; 0 if there are none."""
+    return masked_sum(values, mask, axis) / count_unmasked(mask.expand_as(values), axis).clamp(
+        min=1
+    )
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Returns the variance of the unmasked entries; 0 for fewer than two."""
+    mean = masked_mean(values, mask)
+    count = count_unmasked(mask.expand_as(values))
+    squared_deviations = masked_sum((zero_outside_mask(values, mask) - mean) ** 2, mask)
+    return squared_deviations / (count - 1 if unbiased else count).clamp(min=1)
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """Scales unmasked entries to variance 1 and, with `shift_mean`, mean 0; masked ones are 0."""
+    mean = masked_mean(values, mask)
+    whitened = (zero_outside_mask(values, mask) - mean) * torch.rsqrt(
+        masked_var(values, mask) + WHITEN_EPS
+    )
+    return zero_outside_mask(whitened if shift_mean else whitened + mean, mask)
+
+
+def last_true_index(mask: Tensor) -> Tensor:
+    """Returns [B]: the index of the last nonzero entry in each row of a mask [B, T], -1 if all are 0."""
+    positions = torch.arange(mask.shape[1] + 1, device=mask.device)
+    padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # index 0 stands for "none"
+    return (padded * positions).argmax(1) - 1
+
+
+def split_at_response(mask: Tensor, responses: Tensor) -> tuple[Tensor, Tensor]:
+    """Splits a mask [B, P + T] into the masks of prompts [B, P] and responses [B, T]."""
+    prompt_length = mask.shape[1] - responses.shape[1]
+    return mask[:, :prompt_length], mask[:, prompt_length:]
+
+
+Labels = Sequence[Hashable] | np.ndarray | Tensor
+"""One value per row, equal for the rows of a group."""
+
+
+def factorise(labels: Labels) -> np.ndarray:
+    """Returns an integer id per row; equal labels have equal ids, from 0 to n - 1."""
+    if isinstance(labels, Tensor):
+        labels = labels.cpu().numpy()
+    array = labels if isinstance(labels, np.ndarray) else None
+    if array is not None and array.dtype.kind in "iufb":
+        return np.unique(array, return_inverse=True)[1].astype(np.int64).reshape(-1)
+    # np.unique would sort the labels, which may have no order ("a" < 3 raises).
+    ids: dict[Hashable, int] = {}
+    return np.fromiter((ids.setdefault(x, len(ids)) for x in labels), np.int64, len(labels))
+
+
+def first_equal_indices(items: Sequence[Hashable]) -> list[int]:
+    """Returns for each item the index of the first item that is equal to it."""
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(item, i) for i, item in enumerate(items)]
+
+
+def factorise_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns an integer id per pair (a[i], b[i]), and the first row of each id."""
+    _, first, ids = np.unique(np.stack([a, b]), axis=1, return_index=True, return_inverse=True)
+    return ids.reshape(-1).astype(np.int64), first
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The group id of each of N rows; statistics are float64, one value per group."""
+
+    ids: Tensor  # [N] int64
+    sizes: Tensor  # [G] float64
+
+    @classmethod
+    def of(cls, labels: Labels, device: torch.device | None = None) -> Groups:
+        ids = torch.from_numpy(factorise(labels)).to(device)
+        return cls(ids, torch.bincount(ids).double())
+
+    @property
+    def count(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def is_singleton(self) -> Tensor:
+        """Whether each row is alone in its group, [N] bool."""
+        return (self.sizes == 1)[self.ids]
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Returns the sum per group, [N, ...] → [G, ...]."""
+        x = x.double()
+        return x.new_zeros((self.count, *x.shape[1:])).index_add_(0, self.ids, x)
+
+    def max(self, x: Tensor) -> Tensor:
+        return self._extreme(x, "amax")
+
+    def min(self, x: Tensor) -> Tensor:
+        return self._extreme(x, "amin")
+
+    def mean(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Returns the (weighted) mean per group; it is exact if all values of a group are equal."""
+        group_max = self.max(x)
+        deviation = x.double() - group_max[self.ids]
+        if weights is None:
+            return group_max + self.sum(deviation) / self.sizes
+        return group_max + self.sum(deviation * weights) / self.sum(weights).clamp(min=1)
+
+    def std(self, x: Tensor) -> Tensor:
+        """Returns the unbiased standard deviation per group; 0 for a group of one row."""
+        squared_deviations = self.sum((x.double() - self.mean(x)[self.ids]) ** 2)
+        return torch.sqrt(squared_deviations / (self.sizes - 1).clamp(min=1))
+
+    def _extreme(self, x: Tensor, reduce: str) -> Tensor:
+        out = torch.zeros(self.count, dtype=torch.float64, device=x.device)
+        return out.scatter_reduce_(0, self.ids, x.double(), reduce, include_self=False)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.ops.statistics import LOSS_AGG_MODES, BatchCounts, agg_loss, batch_counts
+from hone.algorithms.policy_losses.policy_loss import (
+    LOSS_AGG_MODES,
+    BatchCounts,
+    agg_loss,
+    batch_counts,
+)
 
 LOSS = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0], [64.0, 0, 0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 0, 1], [1, 1, 1], [0, 0, 0]])
