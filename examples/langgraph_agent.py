@@ -19,7 +19,7 @@ from hone.agents.contract import AgentLoopBase, AgentLoopOutput
 from hone.agents.observations import observation_ids
 from hone.agents.parsers.json_calls import HermesToolParser
 from hone.agents.tools.function_tool import tool_of
-from hone.data.prompts import as_messages
+from hone.data.messages import as_messages
 
 
 def add(a: int, b: int) -> int:

@@ -250,7 +250,7 @@ _TOKENIZER_NAMES = _map(
     "hone.models.from_config", "hf_tokenizer hf_processor normalize_token_ids set_pad_token_id"
 )
 _TEMPLATE_NAMES = _map(
-    f"{_DATA}.prompts", "extract_system_prompt_and_generation initialize_system_prompt"
+    f"{_DATA}.prompt_ids", "extract_system_prompt_and_generation initialize_system_prompt"
 )
 _DYNAMIC_DATASET_NAMES = _map(_DATA, "AbstractDataGenerator DynamicGenDataset")
 _DATASET_NAMES = {

@@ -271,7 +271,7 @@ def played(answers: list[str], *overrides: str) -> tuple[str, str]:
     """What the loop of the page made of two answers: all of it, and what the policy wrote."""
     from hone.agents.runner import LoopRunner
     from hone.config import load_config
-    from hone.data.loader import collate_fn
+    from hone.data.prompts import collate_fn
     from hone.models.tiny import character_tokenizer
     from hone.protocol import DataProto
     from hone.rollout.scripted import ScriptedRollout

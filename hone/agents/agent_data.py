@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
-from hone.data.prompts import Message
+from hone.data.messages import Message
 from hone.rollout.contract import TokenOutput
 from hone.types import Fields, Settings
 

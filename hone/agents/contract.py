@@ -22,7 +22,8 @@ from hone.agents.tools.loading import Tool
 from hone.config import PPOTrainerConfig
 from hone.config.data import DataConfig
 from hone.config.rollout import RolloutConfig, SamplingConfig
-from hone.data.prompts import Message, PromptError, initialize_system_prompt, render_prompt
+from hone.data.messages import Message, PromptError
+from hone.data.prompt_ids import initialize_system_prompt, render_prompt
 from hone.plugins import Table
 from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, StopReason, TokenOutput
 from hone.tokenizer import Tokenizer

@@ -10,14 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hone.data.chat_template import BrokenTemplate, apply_template
-from hone.data.prompts import (
-    MAX_CHARACTERS_PER_TOKEN,
-    Message,
-    PromptError,
-    render_prompt,
-    tokenise,
-    truncate,
-)
+from hone.data.messages import Message, PromptError
+from hone.data.prompt_ids import render_prompt
+from hone.data.prompts import MAX_CHARACTERS_PER_TOKEN, tokenise, truncate
 from hone.text import clean_text, clean_values, error_text
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Settings

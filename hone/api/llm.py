@@ -14,8 +14,8 @@ from hone.agents.contract import default_sampling
 from hone.agents.loop_thread import run_with_engine
 from hone.api.settings import CallSettings, PathOrName, Value
 from hone.config.generation import GenerationConfig
-from hone.data.loader import row_uid
-from hone.data.prompts import render_prompt
+from hone.data.prompt_ids import render_prompt
+from hone.data.prompts import row_uid
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.rollout.contract import TokenOutput

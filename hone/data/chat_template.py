@@ -21,12 +21,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hone.data import template_trial
-from hone.text import clean_values
+from hone.data.messages import Prompt, PromptError, Tools, as_messages
+from hone.text import clean_values, error_text, short_repr
 from hone.tokenizer import Tokenizer
+from hone.types import Settings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
+"""Template options that affect tokenization: with one of them, the tokenizer returns ids."""
 RENDER_CPU_S = 10.0  # CPU seconds per rendering
 TRIAL_MEMORY_BYTES = 1 << 31  # memory limit of the subprocess
 MAX_CHARACTERS = 1 << 26  # maximum characters per rendering
@@ -50,6 +54,47 @@ def _broken_template(tokenizer: Tokenizer, fault: str) -> BrokenTemplate:
         f"the chat template of {name} {fault}; repair it, or set another one "
         "(actor_rollout_ref.model.custom_chat_template; data.chat_template in hone sft)"
     )
+
+
+def render_chat(
+    raw_prompt: Prompt,
+    tokenizer: Tokenizer,
+    tools: Tools | None = None,
+    template_kwargs: Settings | None = None,
+) -> str | list[int]:
+    """Renders messages with the generation prompt: to text, or to ids if there is no text.
+
+    A tokenizer without a template returns a plain string unchanged.
+    """
+    options = {"add_generation_prompt": True, **(template_kwargs or {})}
+    if not getattr(tokenizer, "chat_template", None) and "chat_template" not in options:
+        if isinstance(raw_prompt, str) and not tools:
+            return raw_prompt
+        raise PromptError(
+            "the tokenizer has no chat template, so messages and tools cannot be rendered; use"
+            " data.prompt_format=raw with prompts that contain the whole text, or a tokenizer that"
+            " has a chat template"
+        )
+    messages = as_messages(raw_prompt)
+    for number, message in enumerate(messages):
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part.get("type", "text") != "text":  # the template would drop an image
+                raise PromptError(
+                    f"message {number} has a part of type {short_repr(part['type'])}; give text only"
+                )
+    if options.get("continue_final_message"):
+        options["add_generation_prompt"] = False
+    is_custom = not hasattr(tokenizer, "get_chat_template")  # for example, mistral-common
+    tokenize = is_custom or bool(TOKENIZER_OPTIONS & options.keys())
+    try:
+        rendering = apply_template(messages, tokenizer, tools=tools, tokenize=tokenize, **options)
+    except BrokenTemplate:
+        raise
+    except Exception as error:  # a template is third-party code
+        raise PromptError(
+            f"the tokenizer's chat template cannot render {short_repr(messages)}: {error_text(error)}"
+        ) from error
+    return rendering if isinstance(rendering, str) else [int(token) for token in rendering]
 
 
 def apply_template(

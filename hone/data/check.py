@@ -14,8 +14,9 @@ from hone.config.data import DataConfig
 from hone.config.rollout import BUILT_IN_LOOPS
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.chat_template import BrokenTemplate
-from hone.data.loader import FileRows
-from hone.data.prompts import Prompt, PromptError, PromptTooLong, as_messages, render_prompt
+from hone.data.messages import Prompt, PromptError, PromptTooLong, as_messages
+from hone.data.prompt_ids import render_prompt
+from hone.data.prompts import FileRows
 from hone.data.reading import read_file
 from hone.data.rows import BadRowPolicy, DataError
 from hone.data.schema import Problem, SchemaCheck, json_type

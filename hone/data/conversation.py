@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hone.data.prompts import Message, PromptError, Tools, render_prompt
+from hone.data.messages import Message, PromptError, Tools
+from hone.data.prompt_ids import render_prompt
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
 

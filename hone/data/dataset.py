@@ -12,15 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hone.config.data import DataConfig
 from hone.data.files import is_non_local
 from hone.data.hub import as_hf_dataset
-from hone.data.prompts import (
-    Message,
-    PromptBuilder,
-    PromptError,
-    PromptRows,
-    PromptTooLong,
-    Tools,
-    as_messages,
-)
+from hone.data.messages import Message, PromptError, PromptTooLong, Tools, as_messages
+from hone.data.prompts import PromptBuilder, PromptRows
 from hone.data.reading import as_data_config, load_tool_schemas, read_rows, rows_of, to_verl_schema
 from hone.data.rows import BadRowPolicy, DataError, Files, expand_files, sample_positions
 from hone.data.schema import COLUMNS, SchemaCheck
@@ -58,8 +51,12 @@ class RLHFDataset(PromptRows):
     ) -> None:
         settings = as_data_config(config)
         schemas = list(tools) if tools is not None else load_tool_schemas(settings)
-        super().__init__(tokenizer, settings, processor, schemas)
+        self.tokenizer, self.processor, self.tools = tokenizer, processor, schemas
+        self.settings = settings
         self.config = config  # as passed, for subclasses written for verl
+        self.prompt_key, self.max_prompt_length = settings.prompt_key, settings.max_prompt_length
+        self.image_key, self.video_key = settings.image_key, settings.video_key
+        self.added_rows = []
         self.bad_rows = BadRowPolicy(settings.on_bad_row)
         if isinstance(data_files, str | os.PathLike):
             data_files = [data_files]
@@ -98,7 +95,8 @@ class RLHFDataset(PromptRows):
         """Yields the number of tokens of each prompt before truncation, or its rendering error."""
         if self._prompt_lengths is not None and not self.added_rows:
             return iter(self._prompt_lengths)
-        return self._count_tokens(map(self.raw_row, range(len(self))), self._max_tokens)
+        rows = map(self.raw_row, range(len(self)))
+        return self._count_tokens(rows, self._tokenise_limit)
 
     def indices_by_file(self) -> list[list[int]]:
         """Returns row indices by data file, in the order of data.train_files."""

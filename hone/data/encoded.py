@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hone.config.sft import PackedDataConfig
-from hone.data.loader import RowStore
-from hone.data.prompts import Prompt, PromptError, render_prompt, tokenise
+from hone.data.messages import Prompt, PromptError
+from hone.data.prompt_ids import render_prompt
+from hone.data.prompts import RowStore, tokenise
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError, Files, sample_positions
 from hone.data.schema import text_problem

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from hone.data.prompts import Message, PromptError
+from hone.data.messages import Message, PromptError
 from hone.text import short_repr
 from hone.types import Row
 

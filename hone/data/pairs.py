@@ -14,12 +14,7 @@ from typing import Any
 
 from hone.config.sft import PairDataConfig
 from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
-from hone.data.prompts import (
-    Message,
-    PromptError,
-    as_messages,
-    check_message_roles,
-)
+from hone.data.messages import Message, PromptError, as_messages, check_message_roles
 from hone.text import short_repr
 from hone.types import Row
 

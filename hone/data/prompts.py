@@ -1,151 +1,231 @@
-"""Converts the prompts of rows to token ids: chat messages, plain strings, or pre-rendered text.
+"""The path of a prompt: a stored row gets the token ids of its rendered prompt and joins a batch.
 
-Prompts are rendered only in `render_text_or_ids` and truncated only in `truncate`.
+`RowStore` holds the rows of the data files, `PromptRows` renders and tokenises their prompts, and
+`PromptBatches` collates rows in the order of a sampler. `RLHFDataset` and `PromptLoader`, their
+subclasses, read and filter files, start epochs and save the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+import bisect
+import hashlib
+from abc import ABC, abstractmethod
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import TYPE_CHECKING, TypeAlias
 
-from hone.data.chat_template import BrokenTemplate, apply_template
+import numpy as np
+
+from hone.data.chat_template import render_chat
+from hone.data.media import with_typed_parts
+from hone.data.messages import Prompt, PromptError, PromptTooLong, Tools, as_messages, remove_nulls
 from hone.data.rows import DataError
-from hone.text import error_text, find_flaw, short_repr
+from hone.text import find_flaw, short_repr
 from hone.tokenizer import Processor, Tokenizer
-from hone.types import Fields, JsonValue, Row, Settings
+from hone.types import Fields, Row, Settings
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from hone.config.data import DataConfig
-    from hone.data.loader import RowStore
+    from hone.data.loader import Dataset
 
-Message: TypeAlias = dict[str, Any]
-"""One chat message: `role`, `content`, and further keys of the template."""
-Prompt: TypeAlias = str | Sequence[Message] | None
-"""The prompt of a row: text, messages, or the typed parts of one message."""
-Tools: TypeAlias = Sequence[Mapping[str, Any]]
-"""Tool schemas that a chat template shows to the model."""
-
+Batch = dict[str, np.ndarray]
 PromptBuilder: TypeAlias = Callable[[Row], tuple[Prompt, Tools | None] | None]
 """Maps a row to the prompt and tools of its agent loop, or to None if the prompt is unchanged."""
 
 SINGLE_TURN_AGENT = "single_turn_agent"
 KWARGS_COLUMNS = ("tools_kwargs", "interaction_kwargs", "tool_config")
 """The columns with keyword arguments of agent loops."""
-ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython", "observation")
-"""The roles that chat templates know; any other role is an error."""
-TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
-"""Template options that affect tokenization: with one of them, the tokenizer returns ids."""
 MAX_CHARACTERS_PER_TOKEN = 32
 """If a text has more characters per allowed token, the start of the text is tokenised first."""
 
 
-class PromptError(ValueError):
-    """Raised for a prompt that cannot be rendered."""
+@dataclass(frozen=True)
+class FileRows:
+    """The usable rows of one file; rows of an Arrow table become dicts when they are read."""
+
+    path: str
+    content: pa.Table | list[Row]
+    row_numbers: Sequence[int]  # zero-based row numbers in the file; bad rows leave gaps
+    fingerprint: str = ""  # hash of the file's content
+
+    def __len__(self) -> int:
+        return len(self.row_numbers)
+
+    def __getitem__(self, index: int) -> Row:
+        if isinstance(self.content, list):
+            return self.content[index]
+        return dict(self.content.slice(index, 1).to_pylist()[0])
+
+    def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        """Yields all rows in order; `columns` selects the columns."""
+        if isinstance(self.content, list):
+            for row in self.content:
+                yield row if columns is None else {n: row[n] for n in columns if n in row}
+            return
+        names = self.content.column_names
+        table = self.content.select([name for name in columns or names if name in names])
+        if not table.column_names:
+            yield from ({} for _ in range(len(self)))
+            return
+        for batch in table.to_batches(max_chunksize=1024):
+            yield from batch.to_pylist()
+
+    def where(self, index: int) -> str:
+        """Returns the file and number of a row, for messages."""
+        return f"{self.path}, row {self.row_numbers[index]}"
 
 
-class PromptTooLong(PromptError):
-    """Raised for a text far longer than the limit, before all of it is tokenised."""
+class RowStore:
+    """The rows of several files, indexed by position from the first file's first row."""
 
-    reason = "too long"
+    def __init__(self, files: Sequence[FileRows]) -> None:
+        self.files = list(files)
+        self._file_starts = [0, *accumulate(map(len, self.files))]
+        self._dataset_names: list[str] = []
+        num_copies: Counter[str] = Counter()
+        for file in self.files:
+            # A file that is listed twice gets two names, so that uids are unique.
+            suffix = f"#{num_copies[file.fingerprint]}" if num_copies[file.fingerprint] else ""
+            self._dataset_names.append(file.fingerprint + suffix)
+            num_copies[file.fingerprint] += 1
+
+    def __len__(self) -> int:
+        return self._file_starts[-1]
+
+    def __getitem__(self, position: int) -> Row:
+        file_index, index = self._locate(position)
+        return self.files[file_index][index]
+
+    def _locate(self, position: int) -> tuple[int, int]:
+        """Returns (index of the file, index of the row in it)."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"row {position} of {len(self)}")
+        file_index = bisect.bisect_right(self._file_starts, position) - 1
+        return file_index, position - self._file_starts[file_index]
+
+    def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+        return (row for file in self.files for row in file.scan(columns))
+
+    def file_index_of(self, position: int) -> int:
+        return self._locate(position)[0]
+
+    def where(self, position: int) -> str:
+        """Returns the file and number of a row, for messages."""
+        file_index, index = self._locate(position)
+        return self.files[file_index].where(index)
+
+    def key(self, position: int) -> tuple[str, int]:
+        """Returns (dataset name, row number in it), from which a uid is made."""
+        file_index, index = self._locate(position)
+        return self._dataset_names[file_index], int(self.files[file_index].row_numbers[index])
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.blake2b("\n".join(self._dataset_names).encode(), digest_size=16).hexdigest()
+
+    def selection_fingerprint(self, positions: Sequence[int]) -> str:
+        """Returns a hash of the file contents and of the positions in use."""
+        content = self.fingerprint.encode() + array("q", positions).tobytes()
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def as_messages(raw_prompt: Prompt) -> list[Message]:
-    """Converts a prompt to messages; a string or a list of typed parts becomes one user message."""
-    if isinstance(raw_prompt, str):
-        return [{"role": "user", "content": raw_prompt}]
-    if raw_prompt is not None and hasattr(raw_prompt, "tolist"):  # a numpy array
-        raw_prompt = raw_prompt.tolist()
-    if not isinstance(raw_prompt, Sequence) or not raw_prompt:
-        raise PromptError(
-            f"a prompt must be a string or a non-empty list of messages, got {short_repr(raw_prompt)}"
+class PromptRows:
+    """Rows with their prompts: `rows[i]` is one row as a dict, with the token ids of its prompt."""
+
+    tokenizer: Tokenizer
+    processor: Processor | None
+    settings: DataConfig
+    tools: Tools | None
+    prompt_key: str
+    image_key: str
+    video_key: str
+    max_prompt_length: int
+    store: RowStore
+    positions: list[int]
+    """Positions in `store` of the rows in use."""
+    added_rows: list[Row]
+    """Rows that on_batch_end added; their indices follow those of `positions`."""
+    prompt_builder: PromptBuilder | None = None
+    """Builds prompts with what agent loops add, such as instructions."""
+
+    def __getitem__(self, index: int) -> Row:
+        try:
+            row = self._prepare(dict(self.raw_row(index)))
+        except PromptError as error:
+            raise DataError(f"{self.where(index)}: {error}") from error
+        number = row["extra_info"].get("index")
+        row["index"] = index if number is None else number
+        return row
+
+    def raw_row(self, index: int) -> Row:
+        """Returns a row as the file, or on_batch_end, gave it."""
+        if index < len(self.positions):
+            return self.store[self.positions[index]]
+        return self.added_rows[index - len(self.positions)]
+
+    def key(self, index: int) -> tuple[str, int]:
+        """Returns (dataset name, row number), from which the uid is made."""
+        if index < len(self.positions):
+            return self.store.key(self.positions[index])
+        return f"{self.store.fingerprint}+added", index - len(self.positions)
+
+    def where(self, index: int) -> str:
+        """Returns the file and number of a row, for messages."""
+        if index < len(self.positions):
+            return self.store.where(self.positions[index])
+        return f"row {index - len(self.positions)} added by on_batch_end"
+
+    @property
+    def _tokenise_limit(self) -> int | None:
+        """With truncation=error, a far too long text fails before all of it is tokenised."""
+        return self.max_prompt_length if self.settings.truncation == "error" else None
+
+    def _prepare(self, row: Row) -> Row:
+        settings, prompt = self.settings, row[self.prompt_key]
+        text = self._render(row)  # or token ids
+        limit = self._tokenise_limit
+        ids = tokenise(text, self.tokenizer, limit) if isinstance(text, str) else text
+        row["prompt_ids"] = truncate(ids, self.max_prompt_length, settings.truncation)
+        if settings.prompt_format == "raw":
+            row["raw_prompt"] = raw_text(prompt)
+        elif self.processor is None:
+            row["raw_prompt"] = as_messages(prompt)
+        else:
+            keys = self.image_key, self.video_key
+            row["raw_prompt"] = with_typed_parts(as_messages(prompt), row, *keys)
+        if self.prompt_key != "raw_prompt":
+            del row[self.prompt_key]
+        defaults = {"extra_info": {}, "data_source": "unknown", "reward_model": {}}
+        row |= {name: row.get(name) or default for name, default in defaults.items()}
+        row["agent_name"] = row.get("agent_name")
+        row |= {name: loop_kwargs(row, name) for name in KWARGS_COLUMNS}
+        return row
+
+    def _render(self, row: Row) -> str | list[int]:
+        prompt: Prompt = row[self.prompt_key]
+        tools: Tools | None = self.tools or None
+        if row.get("agent_name") == SINGLE_TURN_AGENT:
+            tools = None
+        if self.prompt_builder is not None:
+            prompt, tools = self.prompt_builder(row) or (prompt, tools)
+        return render_text_or_ids(
+            prompt,
+            self.tokenizer,
+            self.settings.prompt_format,
+            tools=tools,
+            template_kwargs=self.settings.apply_chat_template_kwargs,
         )
-    entries = [entry for entry in raw_prompt if isinstance(entry, Mapping)]
-    if len(entries) < len(raw_prompt):
-        raise PromptError(
-            f"every message of a prompt must be an object, got {short_repr(raw_prompt)}"
-        )
-    if all("type" in entry and entry.get("role") is None for entry in entries):
-        return [_as_message({"role": "user", "content": entries})]
-    return [_as_message(entry) for entry in entries]
 
 
-def _as_message(entry: Message) -> Message:
-    message = remove_nulls(entry)
-    if not isinstance(message.get("role"), str):
-        raise PromptError(
-            f"a message needs a 'role' (system, user, assistant…): {short_repr(entry)}"
-        )
-    content = message.get("content")
-    if content is None and "tool_calls" in message:
-        message["content"] = ""
-    elif not isinstance(content, (str, list)):
-        raise PromptError(
-            f"a message's 'content' must be text or a list of parts: {short_repr(entry)}"
-        )
-    elif isinstance(content, list) and not all(
-        isinstance(item, Mapping)
-        and isinstance(item.get("type", ""), str)
-        and isinstance(item.get("text", ""), str)
-        for item in content
-    ):
-        raise PromptError(
-            "every part of a message's 'content' must be an object with a 'type', and its 'text' "
-            f"must be text: {short_repr(entry)}"
-        )
-    return message
-
-
-def check_message_roles(messages: Sequence[Message]) -> None:
-    """Raises PromptError for a role that no chat template knows."""
-    for number, message in enumerate(messages):
-        if message["role"] not in ROLES:
-            raise PromptError(
-                f"message {number} has role {short_repr(message['role'])}, which no chat template knows;"
-                f" use one of {', '.join(ROLES)}"
-            )
-
-
-def remove_nulls(value: Any) -> Any:
-    """Removes the null entries that parquet adds to objects."""
-    if isinstance(value, Mapping):
-        return {key: remove_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [remove_nulls(item) for item in value]
-    return value
-
-
-def render_prompt(
-    raw_prompt: Prompt,
-    tokenizer: Tokenizer,
-    prompt_format: str = "chat",
-    tools: Tools | None = None,
-    template_kwargs: Settings | None = None,
-    max_tokens: int | None = None,
-) -> list[int]:
-    """Returns the token ids of a prompt; raises PromptTooLong if it far exceeds `max_tokens`."""
-    prompt = render_text_or_ids(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
-    return tokenise(prompt, tokenizer, max_tokens) if isinstance(prompt, str) else prompt
-
-
-def initialize_system_prompt(
-    tokenizer: Tokenizer, **apply_chat_template_kwargs: JsonValue
-) -> list[int]:
-    """Returns the token ids of the template's own system prompt; the name is verl's."""
-    return extract_system_prompt_and_generation(tokenizer, **apply_chat_template_kwargs)[0]
-
-
-def extract_system_prompt_and_generation(
-    tokenizer: Tokenizer, **apply_chat_template_kwargs: JsonValue
-) -> tuple[list[int], list[int]]:
-    """Returns the ids of the system prompt and of the generation prompt; the name is verl's."""
-    turn = {"role": "user", "content": ""}
-
-    def render(count: int, add_generation_prompt: bool) -> list[int]:
-        options = {**apply_chat_template_kwargs, "add_generation_prompt": add_generation_prompt}
-        return render_prompt([turn] * count, tokenizer, template_kwargs=options)
-
-    one_turn, two_turns = render(1, False), render(2, False)
-    return one_turn[: max(2 * len(one_turn) - len(two_turns), 0)], render(1, True)[len(one_turn) :]
+def loop_kwargs(row: Row, name: str) -> Fields:
+    """Returns the keyword arguments `name` of a row, from its top level or its `extra_info`."""
+    kwargs = row.get(name) or (row.get("extra_info") or {}).get(name)
+    return remove_nulls(kwargs) if kwargs else {}
 
 
 def render_text_or_ids(
@@ -166,35 +246,7 @@ def render_text_or_ids(
         raise PromptError(
             f"data.prompt_format={prompt_format!r} is not known; use one of ('chat', 'raw')"
         )
-    options = {"add_generation_prompt": True, **(template_kwargs or {})}
-    if not getattr(tokenizer, "chat_template", None) and "chat_template" not in options:
-        if isinstance(raw_prompt, str) and not tools:
-            return raw_prompt
-        raise PromptError(
-            "the tokenizer has no chat template, so messages and tools cannot be rendered; use"
-            " data.prompt_format=raw with prompts that contain the whole text, or a tokenizer that"
-            " has a chat template"
-        )
-    messages = as_messages(raw_prompt)
-    for number, message in enumerate(messages):
-        for part in message["content"] if isinstance(message["content"], list) else ():
-            if part.get("type", "text") != "text":  # the template would drop an image
-                raise PromptError(
-                    f"message {number} has a part of type {short_repr(part['type'])}; give text only"
-                )
-    if options.get("continue_final_message"):
-        options["add_generation_prompt"] = False
-    is_custom = not hasattr(tokenizer, "get_chat_template")  # for example, mistral-common
-    tokenize = is_custom or bool(TOKENIZER_OPTIONS & options.keys())
-    try:
-        rendering = apply_template(messages, tokenizer, tools=tools, tokenize=tokenize, **options)
-    except BrokenTemplate:
-        raise
-    except Exception as error:  # a template is third-party code
-        raise PromptError(
-            f"the tokenizer's chat template cannot render {short_repr(messages)}: {error_text(error)}"
-        ) from error
-    return rendering if isinstance(rendering, str) else [int(token) for token in rendering]
+    return render_chat(raw_prompt, tokenizer, tools, template_kwargs)
 
 
 def raw_text(raw_prompt: Prompt) -> str:
@@ -258,99 +310,91 @@ def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
     return [*ids[:head], *ids[len(ids) - (max_length - head) :]]
 
 
-class PromptRows:
-    """Rows with their prompts: `rows[i]` is one row as a dict, with the token ids of its prompt."""
+class PromptBatches(ABC):
+    """Batches of a dataset's rows, epoch after epoch, in the order of a sampler."""
 
-    store: RowStore
-    positions: list[int]
-    """Positions in `store` of the rows in use."""
-    prompt_builder: PromptBuilder | None = None
-    """Builds prompts with what agent loops add, such as instructions."""
+    dataset: Dataset
+    batch_size: int
+    drop_last: bool
+    order_name: str
+    epoch: int
+    _epoch_size: int  # rows of this epoch
+    _num_drawn: int  # rows of this epoch that were drawn
+    _draw_counts: Counter[int]  # draws of each row in this epoch
+    _indices: Iterator[int] | None
+    """Yields the remaining row indices of this epoch; None before its first and after its last draw."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        settings: DataConfig,
-        processor: Processor | None,
-        tools: Tools | None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.settings = settings
-        self.processor = processor
-        self.tools = tools
-        self.prompt_key, self.max_prompt_length = settings.prompt_key, settings.max_prompt_length
-        self.image_key, self.video_key = settings.image_key, settings.video_key
-        # With truncation=error, a far too long text fails before all of it is tokenised.
-        self._max_tokens = self.max_prompt_length if settings.truncation == "error" else None
-        self.added_rows: list[Row] = []
+    @abstractmethod
+    def start_epoch(self, epoch: int) -> None:
+        """Sets the state to the start of an epoch; raises DataError if the epoch has no batch."""
 
-    def __getitem__(self, index: int) -> Row:
-        try:
-            row = self._prepare(dict(self.raw_row(index)))
-        except PromptError as error:
-            raise DataError(f"{self.where(index)}: {error}") from error
-        number = row["extra_info"].get("index")
-        row["index"] = index if number is None else number
-        return row
+    @abstractmethod
+    def iterate_epoch(self, epoch: int) -> Iterator[int]:
+        """Yields the sampler's row indices of an epoch."""
 
-    def raw_row(self, index: int) -> Row:
-        """Returns a row as the file, or on_batch_end, gave it."""
-        if index < len(self.positions):
-            return self.store[self.positions[index]]
-        return self.added_rows[index - len(self.positions)]
+    def next_batch(self) -> Batch:
+        """Returns the next batch; starts a new epoch if the current one is exhausted."""
+        if self._is_epoch_over():
+            self.start_epoch(self.epoch + 1)
+        if self._indices is None:
+            self._indices = self.iterate_epoch(self.epoch)
+        size = min(self.batch_size, self._epoch_size - self._num_drawn)
+        indices = [int(index) for index in islice(self._indices, size)]
+        if len(indices) < size:
+            raise DataError(
+                f"the sampler {self.order_name} ended after {self._num_drawn + len(indices)} rows,"
+                f" but its length is {self._epoch_size}"
+            )
+        batch = self._collate(indices, self.epoch, self._draw_counts)
+        self._num_drawn += size
+        if self._is_epoch_over():
+            self._exhaust_sampler()
+        return batch
 
-    def where(self, index: int) -> str:
-        """Returns the file and number of a row, for messages."""
-        if index < len(self.positions):
-            return self.store.where(self.positions[index])
-        return f"row {index - len(self.positions)} added by on_batch_end"
-
-    def key(self, index: int) -> tuple[str, int]:
-        """Returns (dataset name, row number), from which the uid is derived."""
-        if index < len(self.positions):
-            return self.store.key(self.positions[index])
-        return f"{self.store.fingerprint}+added", index - len(self.positions)
-
-    def _render(self, row: Row) -> str | list[int]:
-        prompt: Prompt = row[self.prompt_key]
-        tools: Tools | None = self.tools or None
-        if row.get("agent_name") == SINGLE_TURN_AGENT:
-            tools = None
-        if self.prompt_builder is not None:
-            prompt, tools = self.prompt_builder(row) or (prompt, tools)
-        return render_text_or_ids(
-            prompt,
-            self.tokenizer,
-            self.settings.prompt_format,
-            tools=tools,
-            template_kwargs=self.settings.apply_chat_template_kwargs,
+    def load_batch(self, index_uids: Sequence[tuple[int, str]]) -> Batch:
+        """Returns the batch of these (row index, uid) pairs."""
+        return collate_fn(
+            [{**self.dataset[i], "uid": uid, "dataset_index": i} for i, uid in index_uids]
         )
 
-    def _prepare(self, row: Row) -> Row:
-        text = self._render(row)  # or token ids
-        ids = tokenise(text, self.tokenizer, self._max_tokens) if isinstance(text, str) else text
-        row["prompt_ids"] = truncate(ids, self.max_prompt_length, self.settings.truncation)
-        prompt = row[self.prompt_key]
-        if self.settings.prompt_format == "raw":
-            row["raw_prompt"] = raw_text(prompt)
-        elif self.processor is None:
-            row["raw_prompt"] = as_messages(prompt)
-        else:
-            from hone.data.media import with_typed_parts
+    def _collate(self, indices: Sequence[int], epoch: int, counts: Counter[int]) -> Batch:
+        """Loads the batch of these rows; adds their draws to `counts`, from which uids are made."""
+        index_uids = []
+        for index in indices:
+            name, number = type(self.dataset).__qualname__, index
+            if hasattr(self.dataset, "key"):
+                name, number = self.dataset.key(index)
+            index_uids.append((index, row_uid(str(name), int(number), epoch, counts[index])))
+            counts[index] += 1
+        return self.load_batch(index_uids)
 
-            keys = self.image_key, self.video_key
-            row["raw_prompt"] = with_typed_parts(as_messages(prompt), row, *keys)
-        if self.prompt_key != "raw_prompt":
-            del row[self.prompt_key]
-        defaults = {"extra_info": {}, "data_source": "unknown", "reward_model": {}}
-        row |= {name: row.get(name) or default for name, default in defaults.items()}
-        row["agent_name"] = row.get("agent_name")
-        row |= {name: loop_kwargs(row, name) for name in KWARGS_COLUMNS}
-        return row
+    def _is_epoch_over(self) -> bool:
+        num_remaining = self._epoch_size - self._num_drawn
+        return num_remaining <= 0 or (self.drop_last and num_remaining < self.batch_size)
+
+    def _exhaust_sampler(self) -> None:
+        """Exhausts the sampler's iterator, so that the sampler is in its state at an epoch's end."""
+        if self._indices is not None:
+            exhaust(self._indices, self._epoch_size - self._num_drawn)
+        self._indices = None
 
 
-def loop_kwargs(row: Row, name: str) -> Fields:
-    """Returns a dict of keyword arguments of a row, from its top level or its `extra_info`."""
-    extra_info = row.get("extra_info") or {}
-    value: Fields = remove_nulls(row.get(name) or extra_info.get(name) or {})
-    return value
+def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
+    """Returns 16 hex characters that identify a draw of a row, the same in a replayed run."""
+    text = f"{dataset}\x1f{row}\x1f{epoch}\x1f{occurrence}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def collate_fn(rows: Sequence[Row]) -> Batch:
+    """Collates rows into object arrays; missing values are None."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: np.empty(len(rows), dtype=object) for name in names}
+    for name, column in columns.items():
+        for index, row in enumerate(rows):  # one by one, or numpy would convert lists to arrays
+            column[index] = row.get(name)
+    return columns
+
+
+def exhaust(indices: Iterator[int], num_remaining: int) -> None:
+    """Draws the remaining indices, and ends a generator, which ends only after its last yield."""
+    deque(islice(indices, num_remaining + 1), maxlen=0)

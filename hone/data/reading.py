@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hone.config.data import DataConfig
-from hone.data.loader import FileRows, RowStore
+from hone.data.prompts import FileRows, RowStore
 from hone.data.rows import (
     SUFFIXES,
     TRAINING_SETTING,
@@ -189,7 +189,7 @@ def collate_tensors(data_list: Sequence[Row]) -> dict[str, Any]:
     """Collates rows as verl's `collate_fn` does: stacks tensors, puts the rest in arrays."""
     import torch
 
-    from hone.data.loader import collate_fn
+    from hone.data.prompts import collate_fn
 
     columns: dict[str, Any] = dict(collate_fn(data_list))
     for name, values in columns.items():

@@ -1,17 +1,47 @@
-"""Samplers yield row indices: of several files mixed by weights, or in a user's own order."""
+"""Samplers: all rows shuffled, several files mixed by weights, or a user's own order of row indices."""
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.config.data import DataConfig
-from hone.data.loader import EpochOrder, permutation
 from hone.data.rows import DataError
 
 if TYPE_CHECKING:
     from hone.protocol import DataProto
+
+
+def permutation(values: Sequence[int], seed: str) -> list[int]:
+    """Returns a shuffled copy; a string seed is stable across Python versions."""
+    copy = list(values)
+    random.Random(seed).shuffle(copy)
+    return copy
+
+
+class EpochOrder(ABC):
+    """A built-in order of the rows of an epoch; it depends on the number of the epoch alone."""
+
+    has_added_rows = True
+    """Whether the order includes rows that the dataset adds during training."""
+
+    @abstractmethod
+    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
+        """Yields `num_rows` row indices."""
+
+
+class AllRows(EpochOrder):
+    """The default sampler: all rows in file order, or in a new permutation per epoch."""
+
+    def __init__(self, *, shuffle: bool, seed: int | None) -> None:
+        self.name = f"shuffle with seed {seed}" if shuffle else "order of the files"
+        self._shuffle, self._seed = shuffle, seed
+
+    def epoch_order(self, epoch: int, num_rows: int) -> Iterator[int]:
+        rows = range(num_rows)
+        return iter(permutation(rows, f"epoch:{self._seed}:{epoch}") if self._shuffle else rows)
 
 
 class MixtureSampler(EpochOrder):

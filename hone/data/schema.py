@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from hone.data.prompts import (
-    KWARGS_COLUMNS,
-    PromptError,
-    as_messages,
-    check_message_roles,
-    raw_text,
-)
+from hone.data.messages import PromptError, as_messages, check_message_roles
+from hone.data.prompts import KWARGS_COLUMNS, raw_text
 from hone.text import clean_text, find_flaw
 from hone.types import JsonValue, Row
 

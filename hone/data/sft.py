@@ -8,17 +8,16 @@ from typing import Any
 from hone.config.sft import SFTDataConfig
 from hone.data.conversation import TokensAndMask, encode_conversation
 from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
-from hone.data.prompts import (
+from hone.data.messages import (
     Prompt,
     PromptError,
     Tools,
     as_messages,
     check_message_roles,
     remove_nulls,
-    render_prompt,
-    tokenise,
-    truncate,
 )
+from hone.data.prompt_ids import render_prompt
+from hone.data.prompts import tokenise, truncate
 from hone.text import BadText, find_flaw, read_json, short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import Row, Settings

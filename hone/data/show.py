@@ -11,7 +11,8 @@ from dataclasses import replace
 from hone.config.data import DataConfig
 from hone.config.sft import SFTDataConfig
 from hone.data.check import MESSAGES_COLUMN, FileKind, kind_of_file
-from hone.data.prompts import Prompt, PromptError, Tools, as_messages, render_prompt
+from hone.data.messages import Prompt, PromptError, Tools, as_messages
+from hone.data.prompt_ids import render_prompt
 from hone.data.reading import read_file
 from hone.data.rows import BadRowPolicy, DataError
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset

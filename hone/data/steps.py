@@ -15,15 +15,8 @@ from typing import Any
 from hone.config.errors import ConfigError
 from hone.config.sft import StepDataConfig
 from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
-from hone.data.loader import RowStore
-from hone.data.prompts import (
-    Prompt,
-    PromptError,
-    as_messages,
-    check_message_roles,
-    tokenise,
-    truncate,
-)
+from hone.data.messages import Prompt, PromptError, as_messages, check_message_roles
+from hone.data.prompts import RowStore, tokenise, truncate
 from hone.data.rows import Files
 from hone.text import short_repr
 from hone.tokenizer import Tokenizer

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
 from hone.cores import usable_cores
-from hone.data.prompts import MAX_CHARACTERS_PER_TOKEN, PromptError, tokenise
+from hone.data.messages import PromptError
+from hone.data.prompts import MAX_CHARACTERS_PER_TOKEN, tokenise
 from hone.text import find_flaw
 from hone.tokenizer import Tokenizer
 

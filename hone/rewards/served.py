@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 from hone.config.reward import RewardServerConfig
-from hone.data.prompts import as_messages
+from hone.data.messages import as_messages
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
 from hone.rewards.conversation import (

@@ -56,7 +56,7 @@ _USER_ERRORS = {
     "hone.config.errors": "ConfigError",
     "hone.controller.failures": "ProcessFailure WaitTimeout",
     "hone.data.chat_template": "BrokenTemplate",
-    "hone.data.prompts": "PromptError",
+    "hone.data.messages": "PromptError",
     "hone.data.rows": "DataError",
     "hone.engine.checkpoint": "BaseModelMismatch CheckpointMissing",
     "hone.engine.saved_state": "UnsafeCheckpoint",

@@ -27,8 +27,9 @@ from hone.agents.loops.search import STOPS, SearchConversation, retrieval_client
 from hone.config.generation import GenerationConfig
 from hone.config.rollout import SamplingConfig
 from hone.controller.threads import set_thread_count
-from hone.data.loader import row_uid
-from hone.data.prompts import PromptError, render_prompt
+from hone.data.messages import PromptError
+from hone.data.prompt_ids import render_prompt
+from hone.data.prompts import row_uid
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError, as_table
 from hone.event_loop import run_coroutine

@@ -26,7 +26,8 @@ from hone.config import ConfigError
 from hone.config.engine import CheckpointConfig
 from hone.config.reward import RewardModelModelConfig
 from hone.controller import Dispatch, register
-from hone.data.prompts import Prompt, as_messages, render_prompt
+from hone.data.messages import Prompt, as_messages
+from hone.data.prompt_ids import render_prompt
 from hone.data.response_steps import TokenTextSplitter, separator_ids, split_steps
 from hone.data.steps import build_step_separator, unescape_newlines
 from hone.engine.build import build_strategy

@@ -17,7 +17,7 @@ from torch import Tensor
 from hone.agents.collate import input_ids
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
-from hone.data.prompts import as_messages
+from hone.data.messages import as_messages
 from hone.engine.offload import Offload, build_offload
 from hone.models.facts import UnsupportedModel, classifier_kind
 from hone.models.from_config import import_external

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hone.agents.observations import Drift, drifts, observation_ids, truncate_text, truncate_tokens
-from hone.data.prompts import PromptError, render_prompt
+from hone.data.messages import PromptError
+from hone.data.prompt_ids import render_prompt
 from hone.models.tiny import character_tokenizer
 
 CHATML = (

@@ -11,7 +11,8 @@ from hone.data import chat_template, template_trial
 from hone.data.chat_template import BrokenTemplate
 from hone.data.check import check_file
 from hone.data.dataset import RLHFDataset
-from hone.data.prompts import PromptError, render_prompt
+from hone.data.messages import PromptError
+from hone.data.prompt_ids import render_prompt
 
 from .conftest import CHATML, build_tokenizer
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hone.data.conversation import encode_conversation
-from hone.data.prompts import PromptError
+from hone.data.messages import PromptError
 from hone.data.sft import encode_single_turn
 
 LOOP = "{% for m in messages %}"

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.data.loader import AllRows, PromptLoader, collate_fn, row_uid
+from hone.data.loader import PromptLoader
+from hone.data.prompts import collate_fn, row_uid
 from hone.data.rows import DataError
-from hone.data.samplers import AbstractCurriculumSampler, AbstractSampler, MixtureSampler
+from hone.data.samplers import AbstractCurriculumSampler, AbstractSampler, AllRows, MixtureSampler
 
 
 class Numbers:

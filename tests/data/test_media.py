@@ -7,7 +7,7 @@ import pytest
 
 from hone.data.dataset import RLHFDataset
 from hone.data.media import with_typed_parts
-from hone.data.prompts import PromptError
+from hone.data.messages import PromptError
 
 
 def test_image_marks_become_typed_parts_and_must_match_the_images() -> None:

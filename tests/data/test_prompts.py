@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hone.data.prompts import PromptError, as_messages, render_prompt, truncate
+from hone.data.messages import PromptError, as_messages
+from hone.data.prompt_ids import render_prompt
+from hone.data.prompts import truncate
 
 
 def test_a_string_is_one_user_turn(tokenizer: Any) -> None:

@@ -12,7 +12,7 @@ from hone.config.data import CustomClassConfig
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.create import create_sft_dataset
 from hone.data.loader import PromptLoader
-from hone.data.prompts import render_prompt
+from hone.data.prompt_ids import render_prompt
 from hone.data.rows import DataError, write_parquet
 from hone.data.sft import MultiTurnSFTDataset, SFTDataset, encode_single_turn
 

@@ -72,7 +72,7 @@ def test_the_separator_after_each_step_carries_its_label(tokenizer: Any) -> None
 
 
 def test_a_prompt_is_rendered_as_the_rollout_renders_it(tokenizer: Any) -> None:
-    from hone.data.prompts import render_prompt
+    from hone.data.prompt_ids import render_prompt
 
     messages = [{"role": "user", "content": "1+1="}]
     rows = dataset(tokenizer, TRL, TRL | {"prompt": messages}, prompt_format="chat")

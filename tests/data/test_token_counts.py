@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from hone.data import token_counts as counting
-from hone.data.prompts import PromptError, PromptTooLong, render_prompt, render_text_or_ids
+from hone.data.messages import PromptError, PromptTooLong
+from hone.data.prompt_ids import render_prompt
+from hone.data.prompts import render_text_or_ids
 from hone.data.token_counts import token_counts
 
 

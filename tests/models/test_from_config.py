@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hone.config.model import ModelConfig
-from hone.data.prompts import extract_system_prompt_and_generation, initialize_system_prompt
+from hone.data.prompt_ids import extract_system_prompt_and_generation, initialize_system_prompt
 from hone.models.from_config import (
     build_lora,
     build_tokenizer,

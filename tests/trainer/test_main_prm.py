@@ -181,7 +181,7 @@ def test_the_worker_of_rl_reads_the_tokens_the_model_was_trained_on(
 ) -> None:
     from hone.agents.collate import collate_outputs
     from hone.agents.contract import AgentLoopOutput
-    from hone.data.prompts import render_prompt
+    from hone.data.prompt_ids import render_prompt
     from hone.workers.process_reward_model import ProcessRewardModelWorker
 
     folder = train("run")

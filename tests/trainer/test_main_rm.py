@@ -121,7 +121,7 @@ def test_a_resumed_run_has_the_numbers_of_the_uninterrupted_one(train: Run) -> N
 def test_the_worker_of_rl_scores_a_response_as_the_training_did(train: Run) -> None:
     from hone.agents.collate import collate_outputs
     from hone.agents.contract import AgentLoopOutput
-    from hone.data.prompts import render_prompt
+    from hone.data.prompt_ids import render_prompt
     from hone.models.load import load_tokenizer
     from hone.workers.reward_model import RewardModelWorker
 

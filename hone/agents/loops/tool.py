@@ -31,7 +31,8 @@ from hone.agents.tools.loading import Tool, initialize_interactions_from_config,
 from hone.agents.tools.session import ToolSession
 from hone.config.rollout import MultiTurnConfig
 from hone.data.chat_template import BrokenTemplate
-from hone.data.prompts import Message, PromptError, as_messages, raw_text, truncate
+from hone.data.messages import Message, PromptError, as_messages
+from hone.data.prompts import raw_text, truncate
 from hone.event_loop import run_coroutine
 from hone.text import error_text, short_repr
 from hone.types import Fields, Row, Settings

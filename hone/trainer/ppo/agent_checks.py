@@ -15,15 +15,9 @@ from hone.config import PPOTrainerConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
-from hone.data.prompts import (
-    Prompt,
-    PromptError,
-    Tools,
-    as_messages,
-    loop_kwargs,
-    raw_text,
-    render_prompt,
-)
+from hone.data.messages import Prompt, PromptError, Tools, as_messages
+from hone.data.prompt_ids import render_prompt
+from hone.data.prompts import loop_kwargs, raw_text
 from hone.event_loop import run_coroutine
 from hone.plugins import PluginError, describe_error_with_location
 from hone.tokenizer import Tokenizer

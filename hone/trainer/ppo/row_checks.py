@@ -15,8 +15,9 @@ from hone.agents.loop_names import LoopNames
 from hone.columns import COLUMNS, declaration, is_data_column, reward_column
 from hone.config import PPOTrainerConfig
 from hone.data.dataset import RLHFDataset
-from hone.data.loader import Dataset, RowStore
-from hone.data.prompts import SINGLE_TURN_AGENT, PromptError, PromptTooLong
+from hone.data.loader import Dataset
+from hone.data.messages import PromptError, PromptTooLong
+from hone.data.prompts import SINGLE_TURN_AGENT, RowStore
 from hone.data.rows import DataError
 from hone.plugins import PluginError
 from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
