@@ -160,10 +160,10 @@ _RAY_NAMES = _map(
 _DISPATCH_NAMES = {
     **_map(
         f"{_CONTROLLER}.decorator",
-        "Dispatch Execute make_nd_compute_dataproto_dispatch_fn register register_dispatch_mode "
-        "update_dispatch_mode",
+        "Dispatch Execute collect_nd_compute_dataproto make_nd_compute_dataproto_dispatch_fn register "
+        "register_dispatch_mode update_dispatch_mode",
     ),
-    **_map(_DISPATCH, "collect_nd_compute_dataproto dispatch_nd_compute_dataproto"),
+    **_map(_DISPATCH, "dispatch_nd_compute_dataproto"),
     "dispatch_one_to_all": f"{_DISPATCH}:broadcast",
     **dict.fromkeys(("dispatch_all_to_all", "dispatch_dp_compute"), f"{_DISPATCH}:scatter"),
     **dict.fromkeys(("collect_all_to_all", "collect_dp_compute"), f"{_DISPATCH}:as_list"),

@@ -14,9 +14,12 @@ import inspect
 import logging
 import signal
 import threading
+import time
 from asyncio.tasks import _unregister_task
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -335,3 +338,43 @@ async def run_in_thread(function: Callable[..., T], **arguments: Any) -> T:
     asyncio.to_thread is not used, because closing its event loop waits for every thread it started.
     """
     return await asyncio.wrap_future(DAEMON_THREADS.submit(function, **arguments))
+
+
+@dataclass
+class PhaseDeadlines:
+    """The deadline of each phase: the larger of `floor_s` and `factor` times its longest completed run.
+
+    A phase is a worker's method, or all agent loops of a batch.
+    """
+
+    floor_s: float
+    """`trainer.phase_deadline_floor_s`."""
+    factor: float
+    """`trainer.phase_deadline_factor`."""
+    longest_run_s: dict[str, float] = field(default_factory=dict)
+    """The longest completed run of each phase."""
+
+    def limit_s(self, phase: str) -> float:
+        """Returns the deadline of the phase's next run."""
+        return max(self.floor_s, self.factor * self.longest_run_s.get(phase, 0.0))
+
+    def record(self, phase: str, seconds: float) -> None:
+        """Records the duration of a completed run."""
+        self.longest_run_s[phase] = max(seconds, self.longest_run_s.get(phase, 0.0))
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[float]:
+        """Yields the limit of this run and records its duration if it completes."""
+        start_time = time.monotonic()
+        yield self.limit_s(phase)
+        self.record(phase, time.monotonic() - start_time)
+
+    def advice(self, phase: str) -> str:
+        """Returns the end of an error message: where the limit comes from and how to raise it."""
+        longest_run_s = self.longest_run_s.get(phase)
+        if longest_run_s is None or self.factor * longest_run_s <= self.floor_s:
+            return "raise trainer.phase_deadline_floor_s if the work is that long"
+        return (
+            f"raise trainer.phase_deadline_factor (the limit is {self.factor:g} times the longest "
+            f"run so far, {longest_run_s:.3g} s) if the work is that long"
+        )

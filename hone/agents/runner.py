@@ -18,8 +18,7 @@ from hone.agents.contract import AgentLoopOutput, ServerManager
 from hone.agents.loop_names import LoopFactory, LoopNames, loop_arguments
 from hone.agents.loop_thread import LOOPS_GRACE_S
 from hone.config import PPOTrainerConfig
-from hone.controller.dispatch import PhaseDeadlines
-from hone.event_loop import LoopThread, run_with_deadline
+from hone.event_loop import LoopThread, PhaseDeadlines, run_with_deadline
 from hone.protocol import DataProto
 from hone.rollout.contract import DrivenEngine, RolloutEngine, trajectory_seed
 from hone.tokenizer import Tokenizer

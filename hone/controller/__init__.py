@@ -15,9 +15,9 @@ from hone.controller.colocated import (
     create_colocated_worker_cls_fused,
     create_colocated_worker_raw_cls,
 )
+from hone.controller.contract import Execute
 from hone.controller.decorator import (
     Dispatch,
-    Execute,
     make_nd_compute_dataproto_dispatch_fn,
     register,
     register_dispatch_mode,

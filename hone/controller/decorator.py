@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from typing import TypeVar
 
-from hone.controller.dispatch import (
+from tensordict import TensorDict
+
+from hone.controller.contract import (
+    SPEC_ATTRIBUTE,
     ArgumentsPerRank,
     Batch,
     CollectFn,
     DispatchFn,
+    DispatchMode,
+    Execute,
+    MethodSpec,
     WorkerGroupLike,
+)
+from hone.controller.dispatch import (
     as_list,
     broadcast,
-    collect_nd_compute_dataproto,
     concat_batches,
     dispatch_nd_compute_dataproto,
     scatter,
     split_batches,
 )
+from hone.protocol import DataProto
 from hone.suggestions import suggestion
 from hone.types import Function
 
-SPEC_ATTRIBUTE = "hone_method_spec"
 _Method = TypeVar("_Method", bound=Function)
 _T = TypeVar("_T")
 
@@ -54,19 +59,11 @@ def split_after_func(
     return ([args[0]] * group.world_size, *split_args), split_kwargs
 
 
-@dataclass(frozen=True)
-class DispatchMode:
-    """How the arguments of a call are split over the ranks, and how their results are joined."""
-
-    name: str
-    dispatch_fn: DispatchFn
-    collect_fn: CollectFn
-    rank_zero_only: bool = False
-    collects_per_slot: bool = False
-    """Whether `collect_fn` gets one result per data-parallel slot, not one per rank."""
-
-    def __repr__(self) -> str:
-        return f"Dispatch.{self.name}"
+def collect_nd_compute_dataproto(
+    mesh_name: str, group: WorkerGroupLike, results: list[DataProto]
+) -> DataProto | TensorDict:
+    """Concatenates the batches of the collecting ranks in slot order."""
+    return concat_batches(group, [results[rank] for rank in group.mesh(mesh_name).collect_ranks])
 
 
 _MODES: dict[str, DispatchMode] = {
@@ -104,25 +101,6 @@ class _DispatchNames(type):
 
 class Dispatch(metaclass=_DispatchNames):
     """The dispatch modes by name: `Dispatch.ONE_TO_ALL`."""
-
-
-class Execute(Enum):
-    """Which ranks run a method."""
-
-    ALL = "all"
-    RANK_ZERO = "rank_zero"
-
-
-@dataclass(frozen=True)
-class MethodSpec:
-    """How a registered method is called."""
-
-    dispatch_mode: DispatchMode
-    execute_mode: Execute = Execute.ALL
-    blocking: bool = True
-    """If False, the call returns a DataProtoFuture immediately."""
-    materialize_futures: bool = True
-    """Whether the worker resolves futures among the arguments before the method runs."""
 
 
 def register(

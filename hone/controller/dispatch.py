@@ -1,39 +1,56 @@
-"""Dispatch of a call: its arguments are split over the ranks, its results are joined, and both are counted.
+"""The call of a worker's method from the training loop, on all ranks of its worker group.
 
-An Executor runs the call on each rank, within the deadline of its phase.
+`GroupCalls` splits the arguments over the ranks, an executor runs the method on each rank, and
+`GroupCalls` joins the results. `LocalExecutor` runs the single rank of this process; `RayExecutor`
+(ray.py) runs each rank in a Ray actor. On a rank, `WorkerHost` calls the worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import time
-from abc import ABC, abstractmethod
+import inspect
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import ModuleType
-from typing import Any, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 
-from hone.protocol import (
-    PADDED_ROW,
-    DataProto,
-    DataProtoFuture,
-    real_row_mask,
-    split_padded,
-    without_padding,
+from hone.controller.background_loop import BackgroundLoop
+from hone.controller.contract import (
+    DEFAULT_MESH,
+    SPEC_ATTRIBUTE,
+    ArgumentsPerRank,
+    Batch,
+    Call,
+    Execute,
+    Executor,
+    GroupView,
+    Mesh,
+    MethodSpec,
+    TensorDictPayload,
+    WorkerGroupLike,
 )
+from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture, split_padded
+from hone.protocol.padding import drop_padded_rows
 from hone.protocol.tensordicts import concat_tensordict
-from hone.types import Settings
+from hone.suggestions import suggestion
+from hone.types import Function
 
-_S = TypeVar("_S")
-_T = TypeVar("_T")
-Handle = TypeVar("Handle")
-"""The type of the handle that `submit` returns."""
+if TYPE_CHECKING:
+    from hone.controller.worker import Worker
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+T = TypeVar("T")
+W = TypeVar("W", covariant=True)
+"""The worker's class."""
 
 _NUMBER_BYTES = 8
 _NUMBER_TYPES = (int, float, np.number, type(None))
@@ -42,171 +59,26 @@ _SEQUENCE_TYPES = (list, tuple)
 _TYPES_SENT_BY_NAME = (type, ModuleType)
 
 
-DEFAULT_MESH = ""
-"""The name of the default mesh. In a worker without an engine, each rank is a data-parallel slot."""
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """The data-parallel slot of each rank on a mesh, and whether the rank's result is collected."""
-
-    dp_ranks: tuple[int, ...]
-    """The slot of each rank."""
-    is_collect: tuple[bool, ...]
-    """Whether the result of each rank is collected."""
-
-    @property
-    def dp_size(self) -> int:
-        return max(self.dp_ranks) + 1
-
-    @property
-    def collect_ranks(self) -> list[int]:
-        """The ranks whose results are collected, one per slot, in slot order."""
-        ranks = [rank for rank, is_collect in enumerate(self.is_collect) if is_collect]
-        return sorted(ranks, key=lambda rank: self.dp_ranks[rank])
-
-    def check(self, name: str) -> None:
-        """Raises ValueError unless exactly one rank per slot is collected."""
-        slots = [self.dp_ranks[rank] for rank in self.collect_ranks]
-        if slots != list(range(self.dp_size)):
-            raise ValueError(
-                f"mesh {name!r}: each of {self.dp_size} data-parallel slots needs exactly one rank "
-                f"that collects; the collecting ranks are in slots {slots}"
-            )
-
-
-class WorkerGroupLike(Protocol):
-    """The interface of a worker group for dispatch and collect functions."""
-
-    @property
-    def world_size(self) -> int: ...
-
-    def mesh(self, name: str) -> Mesh:
-        """Returns the slots of the ranks on the mesh `name`."""
-
-
-@dataclass(frozen=True)
-class GroupView:
-    """The picklable part of a worker group, for the collect function of a future."""
-
-    world_size: int
-    meshes: dict[str, Mesh] = field(default_factory=dict)
-
-    def mesh(self, name: str) -> Mesh:
-        return self.meshes[name]
-
-
-@dataclass(frozen=True)
-class Call:
-    """One method call on one rank."""
-
-    role: str
-    """The role of the colocated worker; empty if there is only one worker."""
-    method: str
-    args: tuple[Any, ...] = ()
-    kwargs: Settings = field(default_factory=dict)
-
-
-class Executor(ABC, Generic[Handle]):
-    """Runs method calls on the ranks of a worker group."""
-
-    world_size: int
-
-    @abstractmethod
-    def submit(self, rank: int, call: Call) -> Handle:
-        """Starts a call and returns a handle immediately."""
-
-    @abstractmethod
-    def resolver(self, role: str, method: str) -> Callable[[Sequence[Handle]], list[Any]]:
-        """Returns a picklable function that waits for handles and returns the results of their calls.
-
-        The messages of its errors contain `role` and `method`.
-        """
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Stops all ranks and releases their resources; a second call does nothing."""
-
-
-@dataclass
-class PhaseDeadlines:
-    """The deadline of each phase: the larger of `floor_s` and `factor` times its longest completed run.
-
-    A phase is a worker's method, or all agent loops of a batch.
-    """
-
-    floor_s: float
-    """`trainer.phase_deadline_floor_s`."""
-    factor: float
-    """`trainer.phase_deadline_factor`."""
-    longest_run_s: dict[str, float] = field(default_factory=dict)
-    """The longest completed run of each phase."""
-
-    def limit_s(self, phase: str) -> float:
-        """Returns the deadline of the phase's next run."""
-        return max(self.floor_s, self.factor * self.longest_run_s.get(phase, 0.0))
-
-    def record(self, phase: str, seconds: float) -> None:
-        """Records the duration of a completed run."""
-        self.longest_run_s[phase] = max(seconds, self.longest_run_s.get(phase, 0.0))
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[float]:
-        """Yields the limit of this run and records its duration if it completes."""
-        start_time = time.monotonic()
-        yield self.limit_s(phase)
-        self.record(phase, time.monotonic() - start_time)
-
-    def advice(self, phase: str) -> str:
-        """Returns the end of an error message: where the limit comes from and how to raise it."""
-        longest_run_s = self.longest_run_s.get(phase)
-        if longest_run_s is None or self.factor * longest_run_s <= self.floor_s:
-            return "raise trainer.phase_deadline_floor_s if the work is that long"
-        return (
-            f"raise trainer.phase_deadline_factor (the limit is {self.factor:g} times the longest "
-            f"run so far, {longest_run_s:.3g} s) if the work is that long"
-        )
-
-
-@dataclass(frozen=True)
-class TensorDictPayload:
-    """A TensorDict as an argument or result: pickled as a DataProto, unpickled as a TensorDict."""
-
-    batch: DataProto
-
-    def __reduce__(self) -> tuple[Callable[[DataProto], TensorDict], tuple[DataProto]]:
-        return DataProto.to_tensordict, (self.batch,)
-
-
-Batch: TypeAlias = DataProto | DataProtoFuture | TensorDictPayload
-ArgumentsPerRank: TypeAlias = tuple[tuple[list[_T], ...], dict[str, list[_T]]]
-"""Positional and keyword arguments, each as a list with one entry per rank."""
-DispatchFn = Callable[..., ArgumentsPerRank[Any]]
-"""Maps (worker group, *args, **kwargs) to `ArgumentsPerRank`."""
-CollectFn = Callable[[WorkerGroupLike, list[Any]], Any]
-"""Maps (worker group, results in rank order) to the caller's result."""
-
-
 def is_tensordict_batch(value: object) -> TypeGuard[TensorDict]:
     """Whether a value is a TensorDict with a batch dimension."""
     return isinstance(value, TensorDict) and bool(value.batch_size)
 
 
 def _map_arguments(
-    split: Callable[[_S], list[_T]], args: tuple[_S, ...], kwargs: dict[str, _S]
-) -> ArgumentsPerRank[_T]:
+    split: Callable[[S], list[T]], args: tuple[S, ...], kwargs: dict[str, S]
+) -> ArgumentsPerRank[T]:
     """Applies `split`, which returns one entry per rank, to every argument."""
     return tuple(split(value) for value in args), {key: split(kwargs[key]) for key in kwargs}
 
 
-def broadcast(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> ArgumentsPerRank[_T]:
+def broadcast(group: WorkerGroupLike, *args: T, **kwargs: T) -> ArgumentsPerRank[T]:
     """Sends the same arguments to every rank."""
     return _map_arguments(lambda value: [value] * group.world_size, args, kwargs)
 
 
 def scatter(
-    group: WorkerGroupLike, *args: Sequence[_T], **kwargs: Sequence[_T]
-) -> ArgumentsPerRank[_T]:
+    group: WorkerGroupLike, *args: Sequence[T], **kwargs: Sequence[T]
+) -> ArgumentsPerRank[T]:
     """Sends each rank its own entry; every argument is a list with one entry per rank."""
 
     for value in (*args, *kwargs.values()):
@@ -221,8 +93,8 @@ def scatter(
 
 
 def dispatch_nd_compute_dataproto(
-    mesh_name: str, group: WorkerGroupLike, *args: _T, **kwargs: _T
-) -> ArgumentsPerRank[_T | Batch]:
+    mesh_name: str, group: WorkerGroupLike, *args: T, **kwargs: T
+) -> ArgumentsPerRank[T | Batch]:
     """Splits batches over the data-parallel slots of a mesh and sends other arguments to all ranks.
 
     The ranks of one slot get the same rows. The column `padded_row` marks the rows added as padding.
@@ -236,7 +108,7 @@ def dispatch_nd_compute_dataproto(
             "this method splits a DataProto or a TensorDict over its ranks, and no argument is one"
         )
 
-    def split(value: _T) -> list[_T | Batch]:
+    def split(value: T) -> list[T | Batch]:
         parts: Sequence[Batch]
         if isinstance(value, DataProto):
             # A single slot also gets a batch of its own, because the worker may change its columns.
@@ -257,7 +129,7 @@ split_batches = functools.partial(dispatch_nd_compute_dataproto, DEFAULT_MESH)
 """Splits batches over the slots of the default mesh."""
 
 
-def as_list(group: WorkerGroupLike, results: list[_T]) -> list[_T]:
+def as_list(group: WorkerGroupLike, results: list[T]) -> list[T]:
     """Returns the results in rank order."""
     return list(results)
 
@@ -275,13 +147,6 @@ def concat_batches(group: WorkerGroupLike, results: list[Any]) -> DataProto | Te
     return DataProto.concat(results)
 
 
-def collect_nd_compute_dataproto(
-    mesh_name: str, group: WorkerGroupLike, results: list[DataProto]
-) -> DataProto | TensorDict:
-    """Concatenates the batches of the collecting ranks in slot order."""
-    return concat_batches(group, [results[rank] for rank in group.mesh(mesh_name).collect_ranks])
-
-
 def as_data_proto(value: Any) -> Any:
     return DataProto.from_tensordict(value) if is_tensordict_batch(value) else value
 
@@ -290,35 +155,6 @@ def materialize(value: Any) -> Any:
     if isinstance(value, TensorDictPayload):
         return value.batch.to_tensordict()
     return value.get() if isinstance(value, DataProtoFuture) else value
-
-
-def drop_padded_rows(result: DataProto, inputs: Sequence[Any]) -> DataProto:
-    """Removes the result rows that belong to padded input rows."""
-    batches = [value for value in inputs if isinstance(value, DataProto)]
-    padded_inputs = [batch for batch in batches if batch.has_column(PADDED_ROW)]
-    if result.has_column(PADDED_ROW):
-        real_rows = without_padding(result)
-    elif not padded_inputs or len(result) == 0:
-        real_rows = result
-    else:
-        is_real = real_row_mask(padded_inputs[0])
-        if len(result) == int(is_real.sum()):
-            real_rows = result  # the worker has already dropped the padding
-        elif len(result) % len(is_real) == 0 and all(
-            real_row_mask(batch).tolist() == is_real.tolist() for batch in batches if len(batch)
-        ):
-            repeat_count = len(result) // len(is_real)
-            real_rows = result.select_idxs(is_real.repeat_interleave(repeat_count))
-        else:
-            raise ValueError(
-                f"a worker got {len(is_real)} rows, {int((~is_real).sum())} of them padding, and returned "
-                f"{len(result)}, so the padded rows are unknown; copy the column {PADDED_ROW!r} of one "
-                "batch to the result, or drop padded rows first with hone.protocol.without_padding"
-            )
-    if padded_inputs and not torch.stack([real_row_mask(v).any() for v in padded_inputs]).any():
-        real_rows = real_rows.select()
-        real_rows.meta_info.pop("metrics", None)  # every input row is padding
-    return real_rows
 
 
 def payload_bytes(value: Any) -> int:
@@ -352,22 +188,213 @@ def payload_bytes(value: Any) -> int:
 
 
 def count_and_collect(
-    traffic: Counter[str], key: str, collect: Callable[[list[Any]], _T], results: list[Any]
-) -> _T:
+    traffic: Counter[str], key: str, collect: Callable[[list[Any]], T], results: list[Any]
+) -> T:
     """Adds the payload bytes of the results to `traffic[key]` and returns `collect(results)`."""
     traffic[key] += sum(map(payload_bytes, results))
     return collect(results)
 
 
-def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
-    """Returns the bytes per method since the last call and their sum; clears the counters."""
-    total: Counter[str] = Counter({"weights": 0})  # reported even if it is 0
-    for counter in {id(counter): counter for counter in counters}.values():
-        total.update(counter)
-        counter.clear()
-    metrics = {
-        f"traffic/{key}_bytes": float(count)
-        for key, count in total.items()
-        if count or key == "weights"
-    }
-    return metrics | {"traffic/step_bytes": float(total.total())}
+class GroupCalls(Generic[W]):
+    """Calls the ranks of one role.
+
+    `group.method(…)` calls any registered method by its name. `call`, `call_all`, `call_each` and
+    `begin` take the method itself, so that type checkers check its arguments and result.
+    """
+
+    def __init__(self, executor: Executor[Any], name: str, role: str) -> None:
+        self._executor = executor
+        self._role = role
+        """The role of the colocated worker; empty if there is only one worker."""
+        self._meshes: dict[str, Mesh] = {}
+        self._specs: dict[str, MethodSpec] = {}
+        self._methods: dict[str, Function] = {}
+        self.name = name
+        self.traffic: Counter[str] = Counter()
+        """Payload bytes of arguments and results, by `role/method`."""
+
+    @property
+    def world_size(self) -> int:
+        return self._executor.world_size
+
+    def __getattr__(self, name: str) -> Function:
+        methods = self.__dict__.get("_methods", {})
+        if name in methods:
+            return methods[name]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"worker group {self.__dict__.get('name', '')!r} has no method "
+            f"{name!r}.{suggestion(name, methods)} Registered are {sorted(methods)}"
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of data-parallel slots over which rows are split."""
+        return self.mesh(DEFAULT_MESH).dp_size
+
+    def mesh(self, name: str) -> Mesh:
+        """Returns the slots of the ranks on the mesh `name`; the first call asks the ranks."""
+        if name not in self._meshes:
+            self._meshes[name] = self._request_mesh(name)
+        return self._meshes[name]
+
+    def _request_mesh(self, name: str) -> Mesh:
+        raise NotImplementedError
+
+    def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls a method and returns what its dispatch mode collects from the ranks."""
+        result: R = self.__getattr__(method.__name__)(*args, **kwargs)
+        return result
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        spec = self._specs[name]
+        mode = spec.dispatch_mode
+        split_args, split_kwargs = mode.dispatch_fn(self, *args, **kwargs)
+        is_rank_zero_call = mode.rank_zero_only or spec.execute_mode is Execute.RANK_ZERO
+        num_ranks = 1 if is_rank_zero_call else self.world_size
+        for values in (*split_args, *split_kwargs.values()):
+            if len(values) not in (num_ranks, self.world_size):
+                raise ValueError(
+                    f"{mode!r} split an argument of {self.name}.{name} into {len(values)} entries "
+                    f"for {self.world_size} ranks; its dispatch function must return one per rank"
+                )
+        handles = []
+        for rank in range(num_ranks):
+            rank_args = tuple(values[rank] for values in split_args)
+            rank_kwargs = {key: values[rank] for key, values in split_kwargs.items()}
+            handles.append(self._submit(rank, Call(self._role, name, rank_args, rank_kwargs)))
+        # A future may be resolved in another process, which has no worker group.
+        group = self if spec.blocking else GroupView(self.world_size, dict(self._meshes))
+        collect: Function = functools.partial(mode.collect_fn, group)
+        if is_rank_zero_call:
+            collect = operator.itemgetter(0)
+        elif mode.collects_per_slot:
+            collect = functools.partial(_collect_slots, collect, self.mesh(DEFAULT_MESH))
+        collect = self._count_results(name, collect)
+        resolve = self._executor.resolver(self.name, name)
+        if spec.blocking:
+            return collect(resolve(handles))
+        return DataProtoFuture(collect, handles, resolve=resolve)
+
+    def _submit(self, rank: int, call: Call) -> Any:
+        """Counts the payload bytes of a call and starts it."""
+        arguments = (*call.args, *call.kwargs.values())
+        self.traffic[f"{self.name}/{call.method}"] += sum(map(payload_bytes, arguments))
+        return self._executor.submit(rank, call)
+
+    def _count_results(self, method: str, collect: Function) -> Function:
+        """Returns a function that counts the payload bytes of the results, then collects them."""
+        return functools.partial(count_and_collect, self.traffic, f"{self.name}/{method}", collect)
+
+    def call_all(
+        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        """Calls a method that all ranks run with the same arguments; returns results in rank order."""
+        return self.call(method, *args, **kwargs)  # type: ignore[arg-type]
+
+    def call_each(self, method: Callable[[W, T], R], values: Sequence[T]) -> list[R]:
+        """Calls a method that gives each rank its entry of `values`; returns results in rank order."""
+        return self.call(method, values)  # type: ignore[arg-type]
+
+    def begin(
+        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> DataProtoFuture:
+        """Calls a method registered with `blocking=False`; `get()` waits for its result."""
+        return self.call(method, *args, **kwargs)  # type: ignore[return-value]
+
+
+def _collect_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]) -> R:
+    """Collects one result per data-parallel slot."""
+    return collect([results[rank] for rank in mesh.collect_ranks])
+
+
+class WorkerHost:
+    """The workers of one rank: a single worker, or one worker per colocated role."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        """The workers by role; the role of a single worker is empty."""
+        self._background_loop = BackgroundLoop()
+
+    def call(self, call: Call) -> Any:
+        """Resolves futures, runs a worker's method; returns a batch on the CPU and without padded rows."""
+        method = getattr(self.worker(call.role), call.method)
+        args, kwargs = call.args, call.kwargs
+        spec: MethodSpec | None = getattr(method, SPEC_ATTRIBUTE, None)
+        if spec is None or spec.materialize_futures:
+            args = tuple(materialize(value) for value in args)
+            kwargs = {key: materialize(value) for key, value in kwargs.items()}
+        result = method(*args, **kwargs)
+        if inspect.iscoroutine(result):
+            result = self._background_loop.run(result)
+        if inspect.isgenerator(result) or inspect.isasyncgen(result):
+            raise TypeError(
+                f"{call.method!r} returned a generator, which stays in its process; return a list"
+            )
+        is_tensordict = is_tensordict_batch(result)
+        if not is_tensordict and not isinstance(result, DataProto):
+            return result
+        batch = as_data_proto(result)
+        inputs = [as_data_proto(value) for value in (*args, *kwargs.values())]
+        batches = [batch, *(value for value in inputs if isinstance(value, DataProto))]
+        if any(value.has_column(PADDED_ROW) for value in batches):
+            batch = drop_padded_rows(batch, batches[1:])
+        batch = batch.to("cpu")
+        return batch.to_tensordict() if is_tensordict else batch
+
+    def worker(self, role: str = "") -> Worker:
+        """Returns the worker of a role; the role of a single worker is empty."""
+        fused_workers = getattr(self.workers.get(""), "fused_worker_dict", {})
+        if role in fused_workers:
+            return fused_workers[role]
+        if role not in self.workers:
+            raise ValueError(
+                f"this process has the roles {sorted(self.workers)}, not {role!r}; call one of the "
+                "groups that spawn(roles) returns"
+            )
+        return self.workers[role]
+
+    def close(self) -> None:
+        """Closes the workers that have a `close` method, in order, and stops the event loop."""
+        with contextlib.ExitStack() as stack:  # an error in one `close` does not skip the others
+            stack.callback(self._background_loop.close)
+            for worker in reversed(self.workers.values()):
+                fused_workers = getattr(worker, "fused_worker_dict", {}).values()
+                members = [worker] if hasattr(worker, "close") else reversed(fused_workers)
+                for member in members:
+                    if callable(close := getattr(member, "close", None)):
+                        stack.callback(close)
+
+
+class LocalExecutor(Executor[Future[Any]]):
+    """A single rank in this process; `submit` returns after the call has finished."""
+
+    world_size = 1
+
+    def __init__(self, host: WorkerHost, group_name: str) -> None:
+        self._host: WorkerHost | None = host
+        self._group_name = group_name
+
+    def submit(self, rank: int, call: Call) -> Future[Any]:
+        if self._host is None:
+            raise RuntimeError(f"worker group {self._group_name!r} was shut down; create a new one")
+        future: Future[Any] = Future()
+        try:
+            future.set_result(self._host.call(call))
+        except Exception as error:  # the resolver raises it, as under Ray
+            future.set_exception(error)
+        return future
+
+    def resolver(self, role: str, method: str) -> Callable[[Sequence[Future[Any]]], list[Any]]:
+        return get_results
+
+    def shutdown(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
+
+def get_results(futures: Sequence[Future[T]]) -> list[T]:
+    """Returns the results of finished calls, or raises the first error."""
+    return [future.result() for future in futures]

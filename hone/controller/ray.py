@@ -28,13 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hone.config.trainer import TrainerConfig
 from hone.controller.colocated import ClassWithInitArgs, P
-from hone.controller.dispatch import (
-    Call,
-    Executor,
-    PhaseDeadlines,
-    TensorDictPayload,
-    is_tensordict_batch,
-)
+from hone.controller.contract import Call, Executor, TensorDictPayload
+from hone.controller.dispatch import W, WorkerHost, is_tensordict_batch
 from hone.controller.failures import WorkerProcess
 from hone.controller.processes import own_log_files
 from hone.controller.ray_liveness import cluster_failed, unwatch_workers, watch_workers
@@ -44,7 +39,8 @@ from hone.controller.ray_wait import RefWait
 from hone.controller.resource_pool import ResourcePool
 from hone.controller.threads import THREADS_ENV, set_thread_count, thread_count
 from hone.controller.worker import LOOPBACK, Placement, free_port
-from hone.controller.worker_group import W, WorkerGroup, WorkerHost
+from hone.controller.worker_group import WorkerGroup, build_host
+from hone.event_loop import PhaseDeadlines
 from hone.logging_level import level_variables
 from hone.protocol import DataProto
 from hone.text import error_text
@@ -101,7 +97,7 @@ class _WorkerActor:
         """Creates the workers of this rank."""
         os.environ.update(placement.environment())
         with picklable_errors():
-            self._host = WorkerHost(cls_with_init, placement, threads)
+            self._host = build_host(cls_with_init, placement, threads)
 
     def call(self, call: Call) -> Any:
         assert self._host is not None, "build must be called before call"

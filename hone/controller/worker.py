@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hone.controller import profiling
+from hone.controller.contract import DEFAULT_MESH
 from hone.controller.decorator import Dispatch, register
-from hone.controller.dispatch import DEFAULT_MESH
 from hone.controller.ray_ports import free_ports
 
 LOOPBACK = "127.0.0.1"

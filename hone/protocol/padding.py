@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,3 +131,31 @@ def without_padding(data: DataProto) -> DataProto:
     batch = data.select_idxs(real_row_mask(data))
     batch.drop_column(PADDED_ROW)
     return batch
+
+
+def drop_padded_rows(result: DataProto, inputs: Sequence[DataProto]) -> DataProto:
+    """Removes the rows of a worker's result that belong to padded rows of its input batches."""
+    padded_inputs = [batch for batch in inputs if batch.has_column(PADDED_ROW)]
+    if result.has_column(PADDED_ROW):
+        real_rows = without_padding(result)
+    elif not padded_inputs or len(result) == 0:
+        real_rows = result
+    else:
+        is_real = real_row_mask(padded_inputs[0])
+        if len(result) == int(is_real.sum()):
+            real_rows = result  # the worker has already dropped the padding
+        elif len(result) % len(is_real) == 0 and all(
+            real_row_mask(batch).tolist() == is_real.tolist() for batch in inputs if len(batch)
+        ):
+            repeat_count = len(result) // len(is_real)
+            real_rows = result.select_idxs(is_real.repeat_interleave(repeat_count))
+        else:
+            raise ValueError(
+                f"a worker got {len(is_real)} rows, {int((~is_real).sum())} of them padding, and returned "
+                f"{len(result)}, so the padded rows are unknown; copy the column {PADDED_ROW!r} of one "
+                "batch to the result, or drop padded rows first with hone.protocol.without_padding"
+            )
+    if padded_inputs and not torch.stack([real_row_mask(v).any() for v in padded_inputs]).any():
+        real_rows = real_rows.select()
+        real_rows.meta_info.pop("metrics", None)  # every input row is padding
+    return real_rows

@@ -20,13 +20,8 @@ from hone.agents.collate import add_verl_columns, collate_outputs, join_ranks, l
 from hone.agents.contract import default_sampling, validation_sampling
 from hone.config.block import Block
 from hone.controller import Dispatch, Worker, register
-from hone.controller.dispatch import (
-    DEFAULT_MESH,
-    ArgumentsPerRank,
-    Batch,
-    WorkerGroupLike,
-    dispatch_nd_compute_dataproto,
-)
+from hone.controller.contract import DEFAULT_MESH, ArgumentsPerRank, Batch, WorkerGroupLike
+from hone.controller.dispatch import dispatch_nd_compute_dataproto
 from hone.protocol import DataProto, object_array
 from hone.types import Function
 from hone.workers.rollout_worker import RolloutWorker

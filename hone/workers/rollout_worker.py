@@ -20,7 +20,7 @@ from torch import Tensor
 from hone.agents.runner import FinishedGroup, LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
-from hone.controller.dispatch import DEFAULT_MESH
+from hone.controller.contract import DEFAULT_MESH
 from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Lease, ModelFacts
 from hone.event_loop import run_coroutine

@@ -18,7 +18,7 @@ from hone.config.engine import CheckpointConfig, FSDPConfig
 from hone.config.reward import RewardModelConfig
 from hone.config.trees import ActorRolloutRefConfig
 from hone.controller import Dispatch, Worker, register
-from hone.controller.dispatch import DEFAULT_MESH
+from hone.controller.contract import DEFAULT_MESH
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, ModelFacts, Options, TrainEngine
 from hone.models.from_config import build_tokenizer, import_external

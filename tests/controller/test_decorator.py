@@ -13,8 +13,9 @@ from hone.controller import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
+from hone.controller.contract import Mesh
 from hone.controller.decorator import DispatchMode, method_spec, registered_methods
-from hone.controller.dispatch import Mesh, broadcast
+from hone.controller.dispatch import broadcast
 
 
 def split(group: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,9 +13,10 @@ import torch
 from toy_workers import Toy
 
 from hone.controller import ClassWithInitArgs, LocalWorkerGroup
-from hone.controller.dispatch import payload_bytes, traffic_metrics
+from hone.controller.dispatch import payload_bytes
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
+from hone.trainer.ppo.metrics import traffic_metrics
 
 
 @dataclass

@@ -17,8 +17,8 @@ import torch
 from toy_workers import Toy
 
 from hone.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, register
-from hone.controller.dispatch import PhaseDeadlines
 from hone.controller.failures import WaitTimeout, WorkerDied, WorkerProcess
+from hone.event_loop import PhaseDeadlines
 from hone.protocol import DataProto, DataProtoFuture
 from tests.controller.raylets import Raylets
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hone.controller.dispatch import PhaseDeadlines
 from hone.controller.failures import WaitTimeout, WorkerDied, WorkerProcess
+from hone.event_loop import PhaseDeadlines
 
 pytest.importorskip("ray")
 

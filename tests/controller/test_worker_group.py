@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
-from hone.controller.dispatch import DEFAULT_MESH, Call, Executor, PhaseDeadlines, TensorDictPayload
+from hone.controller.contract import DEFAULT_MESH, Call, Executor, TensorDictPayload
+from hone.controller.dispatch import get_results
 from hone.controller.worker import Placement, Worker
-from hone.controller.worker_group import FinishedCall, WorkerHost, get_results
+from hone.controller.worker_group import build_host
+from hone.event_loop import PhaseDeadlines
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
 from hone.protocol import tensordicts as tu
 
@@ -342,10 +345,12 @@ class ManyRanks(Executor):
     def __init__(self, cls_with_init: ClassWithInitArgs, world_size: int) -> None:
         self.world_size = world_size
         places = [Placement(rank=rank, world_size=world_size) for rank in range(world_size)]
-        self.hosts = [WorkerHost(cls_with_init, place, threads=1) for place in places]
+        self.hosts = [build_host(cls_with_init, place, threads=1) for place in places]
 
-    def submit(self, rank: int, call: Call) -> FinishedCall:
-        return FinishedCall(self.hosts[rank].call(call))
+    def submit(self, rank: int, call: Call) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self.hosts[rank].call(call))
+        return future
 
     def resolver(self, role: str, method: str) -> Any:
         return get_results

@@ -23,10 +23,11 @@ from hone.controller import (
     register,
     register_dispatch_mode,
 )
-from hone.controller.dispatch import Call, TensorDictPayload, drop_padded_rows
+from hone.controller.contract import Call, TensorDictPayload
 from hone.controller.worker import Placement, free_port, use_placement
-from hone.controller.worker_group import WorkerHost
+from hone.controller.worker_group import build_host
 from hone.protocol import PADDED_ROW, DataProto, split_padded
+from hone.protocol.padding import drop_padded_rows
 
 
 def test_ray_is_not_imported() -> None:
@@ -181,7 +182,7 @@ class TestPaddedResults:
 
     def test_unmarked_input_leaves_the_result_alone(self) -> None:
         result = DataProto.from_dict({"y": torch.arange(7)})
-        assert drop_padded_rows(result, [DataProto.from_dict({"x": torch.arange(3)}), 5]) is result
+        assert drop_padded_rows(result, [DataProto.from_dict({"x": torch.arange(3)})]) is result
 
     def test_a_carried_mark_wins(self) -> None:
         result = self.padded().select_idxs([1, 0, 1])
@@ -207,7 +208,7 @@ class TestPaddedResults:
             def to_tensordict(self, data: DataProto) -> TensorDict:
                 return DataProto.from_dict({"y": data.batch["x"] + 1}).to_tensordict()
 
-        host = WorkerHost(ClassWithInitArgs(Converts), Placement(), torch.get_num_threads())
+        host = build_host(ClassWithInitArgs(Converts), Placement(), torch.get_num_threads())
         proto = host.call(Call("", "to_proto", (TensorDictPayload(self.padded()),)))
         assert proto.batch["y"].tolist() == [3]
         assert host.call(Call("", "to_tensordict", (self.padded(),)))["y"].tolist() == [3]

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from hone.agents.collate import join_ranks
 from hone.agents.contract import AgentLoopBase, AgentLoopOutput
 from hone.agents.runner import AgentLoopFailed
+from hone.controller.contract import GroupView, Mesh
 from hone.controller.decorator import method_spec
-from hone.controller.dispatch import GroupView, Mesh
 from hone.controller.worker import Placement, free_port
 from hone.engine import offload
 from hone.workers import actor_rollout_ref

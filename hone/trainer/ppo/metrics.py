@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -280,3 +281,17 @@ def throughput_metrics(
         "perf/throughput": tokens / seconds / ranks if seconds else 0.0,
         **time_per_token(phases, generated_tokens=generated_tokens, total_tokens=tokens),
     }
+
+
+def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
+    """Returns the bytes per method since the last call and their sum; clears the counters."""
+    total: Counter[str] = Counter({"weights": 0})  # reported even if it is 0
+    for counter in {id(counter): counter for counter in counters}.values():
+        total.update(counter)
+        counter.clear()
+    metrics = {
+        f"traffic/{key}_bytes": float(count)
+        for key, count in total.items()
+        if count or key == "weights"
+    }
+    return metrics | {"traffic/step_bytes": float(total.total())}

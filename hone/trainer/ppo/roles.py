@@ -15,8 +15,8 @@ from hone.controller import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
-from hone.controller.dispatch import PhaseDeadlines
 from hone.controller.progress import on_wait_progress
+from hone.event_loop import PhaseDeadlines
 from hone.rewards.managers.rule import RuleRewardManager
 from hone.tokenizer import Tokenizer
 from hone.tracking.console import progress, screen

@@ -19,7 +19,7 @@ from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.columns import write
 from hone.config.rollout import CheckpointEngineConfig
 from hone.controller import WorkerGroup
-from hone.controller.dispatch import DEFAULT_MESH
+from hone.controller.contract import DEFAULT_MESH
 from hone.data.loader import PromptLoader
 from hone.protocol import DataProto
 from hone.rollout.contract import trajectory_seed

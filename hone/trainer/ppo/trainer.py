@@ -19,7 +19,6 @@ from hone.columns import add_columns, require, write
 from hone.config import ConfigError, PPOTrainerConfig, config_to_dict
 from hone.config.checks import batch_size_problems
 from hone.controller import ResourcePoolManager, Role, WorkerGroup
-from hone.controller.dispatch import traffic_metrics
 from hone.data.create import create_run_dataset, create_train_loader, create_val_loader
 from hone.data.loader import Dataset
 from hone.protocol import DataProto
@@ -175,7 +174,7 @@ class PPOTrainer:
         """Runs one step of the loop, and returns its batch and metrics."""
         self.global_step += 1
         # Drops the metrics of validation, checkpoints and greedy responses since the last step.
-        traffic_metrics(self.traffic)
+        metrics.traffic_metrics(self.traffic)
         self.source.pop_metrics()
         batch = self.collect()
         batch = self.estimate(batch)
@@ -306,7 +305,7 @@ class PPOTrainer:
             **metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path),
             **self.warnings.check_group_signal(batch, self.global_step),
             **self.publisher.staleness(batch),
-            **traffic_metrics(self.traffic),
+            **metrics.traffic_metrics(self.traffic),
             **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
         if self.logs_response_metrics:

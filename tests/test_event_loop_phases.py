@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hone.controller.dispatch import PhaseDeadlines
+from hone.event_loop import PhaseDeadlines
 
 
 def test_the_floor_holds_until_the_phase_has_taken_longer() -> None:
