@@ -42,8 +42,8 @@ def compose(
     """Resolves a configuration and records the origin of each value.
 
     `config_path` and `config_dir` are folders of the user's YAML files. `schema` is the name of the tree; by
-    default, the file names it. `starting_values` maps the values that were set, by dotted key, to settings of
-    lower precedence.
+    default, the file names its tree. `starting_values` takes the values that were set, by dotted key, and
+    returns settings of lower precedence.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]

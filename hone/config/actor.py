@@ -93,7 +93,7 @@ class ActorConfig(UpdateConfig):
 
     @property
     def global_batch_info(self) -> Settings:
-        """The arguments that a custom policy loss passes: `agg_loss(..., **config.global_batch_info)`."""
+        """Arguments of `agg_loss` for a custom policy loss: `agg_loss(..., **config.global_batch_info)`."""
         return {
             "dp_size": 1,
             **current_batch_info.get(),

@@ -125,14 +125,10 @@ class CurriculumFilterConfig(SchemaBlock):
     """interquartile: the lower and the upper percentile."""
 
 
-_IS_THRESHOLD, _RS_THRESHOLD, _LOWER_THRESHOLD = (
-    "rollout_is_threshold",
-    "rollout_rs_threshold",
-    "threshold_lower",
-)
-_SEQUENCE_IS, _TOKEN_IS = (
-    {"rollout_is": level, _IS_THRESHOLD: 2.0} for level in ("sequence", "token")
-)
+_IS_THRESHOLD, _RS_THRESHOLD = "rollout_is_threshold", "rollout_rs_threshold"
+_LOWER_THRESHOLD = "threshold_lower"
+_SEQUENCE_IS: Fields = {"rollout_is": "sequence", _IS_THRESHOLD: 2.0}
+_TOKEN_IS: Fields = {"rollout_is": "token", _IS_THRESHOLD: 2.0}
 _PRESET_PARTS: dict[str, Fields] = {
     "": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False},
     "bypass_ppo_clip": {"bypass_mode": True, "loss_type": "ppo_clip"},
@@ -144,7 +140,7 @@ _PRESET_PARTS: dict[str, Fields] = {
     "geo_rs": {"rollout_rs": "seq_mean_k1", _RS_THRESHOLD: "0.999_1.001"},
     "k3_rs": {"rollout_rs": "seq_mean_k3", _RS_THRESHOLD: 0.01},
 }
-"""Settings by part of a preset's name; the settings of the empty part apply to every preset."""
+"""Settings by a part of the preset's name; every name contains the empty part."""
 _PRESET_NAMES = """
     disabled decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs
     decoupled_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis
@@ -152,21 +148,23 @@ _PRESET_NAMES = """
     bypass_ppo_clip bypass_ppo_clip_geo_rs bypass_ppo_clip_k3_rs bypass_pg_is bypass_pg_token_icepop
     bypass_pg_geo_rs bypass_pg_geo_rs_seq_tis bypass_pg_geo_rs_token_tis
 """
-PRESETS: dict[str, Fields] = {
-    name: {
-        key: v
-        for part, values in _PRESET_PARTS.items()
-        if part in name
-        for key, v in values.items()
-    }
-    for name in _PRESET_NAMES.split()
-}
+
+
+def _preset_settings(name: str) -> Fields:
+    settings: Fields = {}
+    for part, part_settings in _PRESET_PARTS.items():
+        if part in name:
+            settings |= part_settings
+    return settings
+
+
+PRESETS: dict[str, Fields] = {name: _preset_settings(name) for name in _PRESET_NAMES.split()}
 """verl's named corrections, as in `RolloutCorrectionConfig.decoupled_geo_rs(rs_threshold="0.99_1.01")`.
-decoupled recomputes old log-probs, and bypass uses the log-probs of the rollout."""
+`decoupled` recomputes the old log-probs, and `bypass` uses the log-probs of the rollout."""
 
 
 def _preset_method(name: str) -> Function:
-    """Returns the function of the class method that creates a preset."""
+    """Returns the class method that creates a preset, as a function; its arguments are those of verl."""
     settings = PRESETS[name]
     has_both_thresholds = _IS_THRESHOLD in settings and _RS_THRESHOLD in settings
     threshold_keys = {

@@ -1,6 +1,6 @@
 """Applies settings to a tree: translates, resolves, converts and checks them; one error lists all problems.
 
-If a value does not fit, each stage continues with the default, and later checks do not report the key again.
+If a value does not fit its field, each later stage uses the default and does not report the key again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from hone.config.states import lines_per_sentence, new_name, rule_of, rules_of, 
 from hone.config.trees import Tree
 from hone.types import JsonObject, JsonValue
 
-_KEY_IN_TEXT = re.compile(r"[\w.]+(?==)")
+_KEY_IN_MESSAGE = re.compile(r"[\w.]+(?==)")
+"""A key before `=value`."""
 _NAME = re.compile(r"\w+")
 _SUGGESTED_KEY = re.compile(r"(\S+) has no key .* Did you mean '([^']+)'")
+"""The block and the suggested key in the message about an unknown key."""
 
 ExtraChecks = Callable[[Config, dict[str, str]], tuple[list[str], list[str]]]
 """Takes a config and the origins of the keys that were set, and returns problems and notes."""
@@ -103,7 +105,7 @@ class _Composition:
             reported_keys |= {key, f"{block}.{key}"}
         # A sentence may omit the first names of a key, as in `rollout.n=1`.
         endings = {key[match.start() :] for key in reported_keys for match in _NAME.finditer(key)}
-        self.problems += [s for s in sentences if endings.isdisjoint(_KEY_IN_TEXT.findall(s))]
+        self.problems += [s for s in sentences if endings.isdisjoint(_KEY_IN_MESSAGE.findall(s))]
 
     def write_settings(self, settings: Sequence[Setting]) -> dict[str, Setting]:
         """Writes the settings over the defaults, and returns those whose key has no field.
@@ -121,11 +123,11 @@ class _Composition:
             setting = dataclasses.replace(translated, value=value)
             key, origin, owner = setting.key, setting.origin, owner_of(root, setting.key)
             previous_file = _file_of(self.origins.get(key, ""))
-            was_set_in_file = _file_of(origin) == previous_file != COMMAND_LINE
+            is_set_twice_in_file = _file_of(origin) == previous_file != COMMAND_LINE
             if owner is None:
                 settings_without_field[key] = setting
                 self.values[key] = value
-            elif value is None and was_set_in_file:
+            elif value is None and is_set_twice_in_file:
                 continue  # a null does not replace the value that the same file set under another name
             elif problem := self._write(owner, setting):
                 self.problems.append(f"{problem} ({origin})")
@@ -135,8 +137,8 @@ class _Composition:
         for key in referenced_keys - {s.key for s in settings}:
             if owner_of(root, key) is None and (rule := rule_of(key, tree_name)):
                 # A reference to an unset key without a field gets the first value that needs no message.
-                values = (value for value in rule.values if value not in ("off", "any"))
-                self.values[key] = next(values, None)
+                accepted_values = (value for value in rule.values if value not in ("off", "any"))
+                self.values[key] = next(accepted_values, None)
         return settings_without_field
 
     def _write(self, owner: str, setting: Setting) -> str | None:
@@ -219,8 +221,8 @@ class _Composition:
         return _build_block(self.root, converted | defaults)
 
     def _replace_value(self, key: str) -> JsonValue:
-        """Returns the value of a leaf, or its replacement from `rules.txt`, with a note; a null in a file
-        becomes the default if the field does not accept null."""
+        """Returns the value of a leaf, or its replacement from `rules.txt`, and adds the rule's note; for a
+        null in a file, returns the default if the field does not accept null."""
         leaf, value = leaves(self.root)[key], self.values[key]
         for rule in rules_of(key, "values"):
             if rule.matches(value):
@@ -241,7 +243,7 @@ def _file_of(origin: str) -> str:
 
 
 def _split_names(root: type, setting: Setting) -> Setting:
-    """Returns the setting with a key in which NAME_DOT is only inside a leaf; a dot replaces it elsewhere."""
+    """Returns the setting with a dot for each NAME_DOT of its key, except in the names inside a leaf."""
     key = setting.key.replace(NAME_DOT, ".")
     owner = owner_of(root, key)
     if owner is not None and owner not in blocks(root):

@@ -39,7 +39,7 @@ def at_most(limit: int, key: str) -> Value:
 
 
 class MissingKey(KeyError, AttributeError):
-    """A block does not have the key; code written for verl catches AttributeError."""
+    """Raised for a key that a block does not have; code written for verl catches it as AttributeError."""
 
 
 class Block(Mapping[str, Any]):
@@ -88,11 +88,13 @@ def setting(config: Settings | None, key: str, defaults: type[Block]) -> Any:
     return value
 
 
-_default_block = functools.cache(lambda block: block())
+@functools.cache
+def _default_block(cls: type[Block]) -> Block:
+    return cls()
 
 
 def config_value(config: Settings | None, key: str) -> Any:
-    """Returns `config.<key>` if the config itself has it, else None."""
+    """Returns `config.<key>`, or None if the config lacks the key."""
     value = _lookup(config, key)
     return None if value is _MISSING else value
 

@@ -1,8 +1,8 @@
 """Checks keys that depend on each other before any model is loaded; each message names valid values.
 
 Checks that only compare keys are rows of `rules.txt`; checks of the columns that the algorithm reads are in
-`hone/trainer/ppo/plan.py`. A conflicting value that does not change the training result is adjusted, with a
-note.
+`hone/trainer/ppo/plan.py`. Conflicting values that do not change the training result are adjusted, and the
+run prints a note.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from hone.suggestions import suggestion
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
 _TREE_OF_ROWS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
-"""The trees that have the rows of another tree."""
 """Trees without rows of their own in `rules.txt`, and the tree whose rows check them."""
 _PARALLEL_SIZE_KEY = re.compile(
     r".*(ulysses_sequence|fsdp_config\.tensor|megatron\.\w+)_parallel_size"
@@ -37,7 +36,7 @@ _OPTION_PREFIX = re.compile(r"([a-z_]+): ")
 def find_problems(tree: str, config: Config) -> Iterator[str]:
     """Yields one sentence for each problem of a config; `tree` is the name of its schema."""
     if isinstance(config, SupervisedConfig):
-        # Under torchrun, world_size may be 1 although there are several ranks, so 1 is not checked.
+        # Under torchrun, world_size may be 1 although there are several ranks, so 1 is skipped.
         mesh = mesh_problems(config.world_size, "", config, "engine", config.engine)
         problems = list(mesh) if config.world_size > 1 else []
         data_parallel_ranks = max(1, config.world_size // config.ranks_per_slot)
@@ -89,6 +88,7 @@ def _applicable_rows(section: str, tree: str, config: Config) -> Iterator[list[s
     """Yields the cells of a tree's rows whose condition holds; the value of a key replaces `{key}`."""
 
     def read(key: str) -> Value:
+        """Returns the value of a key, or whether a package is installed (`installed.PACKAGE`)."""
         package = key.removeprefix("installed.")
         return get(config, key) if package == key else find_spec(package) is not None
 
@@ -177,16 +177,16 @@ def _min_token_budgets(config: PPOTrainerConfig) -> dict[str, int]:
 
 
 def multiples_advice(value: int, unit: int) -> str:
-    """Returns the multiples of `unit` nearest to `value`, as `use A or B`."""
+    """Returns the positive multiples of `unit` below and above `value`, as `use A or B`."""
     below = value // unit * unit
     return f"use {below} or {below + unit}" if below else f"use {unit}"
 
 
 def divisors_advice(value: int, near: int) -> str:
-    """Returns the divisors of `value` nearest to `near`, as `use A or B`."""
-    all_divisors = [d for d in range(1, value + 1) if value % d == 0]
-    below = [d for d in all_divisors if d <= near][-1:]
-    above = [d for d in all_divisors if d > near][:1]
+    """Returns the divisors of `value` below and above `near`, as `use A or B`."""
+    divisors = [number for number in range(1, value + 1) if value % number == 0]
+    below = [divisor for divisor in divisors if divisor <= near][-1:]
+    above = [divisor for divisor in divisors if divisor > near][:1]
     return "use " + " or ".join(map(str, [*below, *above]))
 
 
@@ -212,7 +212,7 @@ def batch_size_problems(config: PPOTrainerConfig | SupervisedConfig, ranks: int)
     mini-batch of a step may be smaller, and its rows may be uneven over the ranks."""
     prompts = config.data.train_batch_size
     n = config.actor_rollout_ref.rollout.n if isinstance(config, PPOTrainerConfig) else 1
-    unit = ranks // math.gcd(ranks, n)
+    unit = ranks // math.gcd(ranks, n)  # prompts * n is divisible by ranks if prompts is by unit
     if prompts % unit:
         n_text = f" times rollout.n={n}" if n > 1 else ""
         subject = f"data.train_batch_size={prompts}{n_text}"
@@ -225,8 +225,8 @@ def _reward_and_rollout_problems(config: PPOTrainerConfig) -> Iterator[str]:
     max_tokens = kwargs.max_resp_len or config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= max_tokens:
         subject = f"reward_model.reward_kwargs.overlong_buffer_cfg.len={buffer.len}"
-        advice = f"(1 to {max_tokens} tokens); use for example {max(1, max_tokens // 5)}"
-        yield f"{subject} lies outside the response {advice}"
+        advice = f"use for example {max(1, max_tokens // 5)}"
+        yield f"{subject} lies outside the response (1 to {max_tokens} tokens); {advice}"
     size, ranks = rollout.tensor_model_parallel_size, config.rollout_ranks
     if rollout.name == "native" and ranks % size:
         subject = f"actor_rollout_ref.rollout.tensor_model_parallel_size={size}"
@@ -251,6 +251,7 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
             yield "data.dataset_weights must be 0 or more, and not all 0; use for example [0.7,0.3]"
 
     def names_class(path: str | None) -> bool:
+        """Returns whether the path ends with the class, as `file.py:Class` does."""
         return ":" in (path or "").removeprefix("pkg://").removeprefix("file://")
 
     sampler = data.sampler
@@ -277,6 +278,7 @@ def _unknown_name_problems(tree: str, config: Config) -> Iterator[str]:
 
 
 def _shard_problems(config: PPOTrainerConfig) -> Iterator[str]:
+    """Yields a problem for each `fsdp_size` that does not divide the ranks."""
     for role, block in ((_ACTOR, _ACTOR), (_REF, _REF), (_CRITIC, "critic.model")):
         strategy: str = get(config, f"{role}.strategy")
         if strategy == "megatron" or ":" in strategy:  # these engines do not use fsdp_config

@@ -35,7 +35,7 @@ _BOOLEAN_WORDS |= {"false": False, "no": False, "off": False, "0": False}
 _CONSTANTS = {"true": True, "false": False, "null": None, '""': ""}
 _ALTERNATIVES = re.compile(r"<([\w.,:*]+)>")
 _CONVERTIBLE_TYPES = {int: (int, str), float: (int, float, str), str: (int, float, str)}
-"""The types whose values can be converted, by the type that they are converted to."""
+"""The types that `fit` converts to each type."""
 
 
 class NoFit(Exception):
@@ -87,7 +87,7 @@ def fit(value: Value, hint: Hint) -> Value:
 
 
 def is_same_value(value: Value, other: Value) -> bool:
-    """Returns whether two values are equal, where true differs from 1."""
+    """Returns whether two values are equal; true and 1 are different values."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 

@@ -70,15 +70,15 @@ class DataConfig(RowsConfig):
     """Prompts per generation round when groups are filtered; null is `train_batch_size` times
     `oversample_factor`."""
     oversample_factor: OneOrMore = 1.0
-    """Prompts to generate for, as a multiple of `train_batch_size`; filters choose the step's prompts."""
+    """Prompts to generate for per step, as a multiple of `train_batch_size`; filters choose among them."""
     filter_accuracy: bool = False
-    """Prefer groups whose mean score lies between the two accuracy bounds; others fill the batch."""
+    """Prefer groups whose mean score lies between the two accuracy bounds; other groups fill up the batch."""
     accuracy_lower_bound: Share = 0.2
     """Lowest mean score that `filter_accuracy` prefers."""
     accuracy_upper_bound: Share = 0.8
     """Highest mean score that `filter_accuracy` prefers."""
     filter_truncate: bool = False
-    """Prefer groups without a response of `max_response_length` tokens; others fill the batch."""
+    """Prefer groups without a response of `max_response_length` tokens; other groups fill up the batch."""
     output_path: str | None = None
     """main_generation_server: file to write the responses to."""
     val_batch_size: Count | None = None

@@ -97,7 +97,7 @@ def explain(key: str, tree: str | None = None) -> str:
     trees = list(TREES.values()) if tree is None else [TREES[tree]]
     trees_by_text: dict[str, list[str]] = {}
     for candidate in trees:
-        if text := _explain_known(key, candidate):
+        if text := _explain_in_tree(key, candidate):
             trees_by_text.setdefault(text, []).append(candidate.name)
     if trees_by_text:
         texts = (
@@ -128,7 +128,7 @@ def explain(key: str, tree: str | None = None) -> str:
     raise ConfigError(f"there is no key '{key}'{where}.{hint}")
 
 
-def _explain_known(key: str, tree: Tree) -> str | None:
+def _explain_in_tree(key: str, tree: Tree) -> str | None:
     """Returns the text about a leaf or a block of a tree, or None if the tree has no such key."""
     tree_leaves = leaves(tree.root)
     if leaf := tree_leaves.get(key):

@@ -8,8 +8,13 @@ from hone.config.block import SchemaBlock, at_most, block, follows
 from hone.config.ranges import Count, NotNegative, Positive, Share
 from hone.types import Settings
 
-SeqMean = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-LossAggMode = Literal["token-mean", SeqMean, "token-sum"]
+LossAggMode = Literal[
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "token-sum",
+]
 ACTOR_KEY, MODEL_KEY = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 ULYSSES_SIZE_KEY = "fsdp_config.ulysses_sequence_parallel_size"
 _PARALLEL_DIMENSIONS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
@@ -71,11 +76,10 @@ class FSDPConfig(SchemaBlock):
     """Use deterministic torch kernels, and seed every generator."""
     dtype: Literal["auto", "fp32", "float32", "bf16", "bfloat16"] = "auto"
     """Compute dtype; auto is fp32 on CPU and bf16 on GPU."""
-
     optimizer_offload: bool = False
     """Keep optimizer state and float32 master weights in host memory between updates."""
     offload_policy: bool = False
-    """Use FSDP2's CPU offload, which also applies during a phase."""
+    """Use FSDP2's CPU offload, which keeps the shards in host memory also during forward and backward."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, one more gather)."""
     fsdp_size: int = -1
@@ -125,7 +129,7 @@ class MegatronConfig(SchemaBlock):
             sizes = f"expert_model_parallel_size={experts} times "
             sizes += f"expert_tensor_parallel_size={self.effective_expert_tensor_parallel_size}"
         sizes += f" times pipeline_model_parallel_size={stages}"
-        return f"{sizes} does not divide {ranks} ranks; use sizes whose product does"
+        return f"{sizes} does not divide {ranks} ranks; use sizes whose product divides {ranks}"
 
 
 class SFTEngineConfig(FSDPConfig):
@@ -165,13 +169,15 @@ class MicroBatches(SchemaBlock):
     """Settings of a pass that splits a batch into micro-batches."""
 
     def sequences_per_micro_batch(self, ranks: int, prefix: str = "") -> int | None:
-        """Returns the sequences in one forward on one rank; None if the token budget applies. `prefix` is
-        the start of the keys: ppo_, forward_ or log_prob_."""
-        by_tokens = self.get(f"{prefix}use_dynamic_bsz", self.get("use_dynamic_bsz"))
+        """Returns the sequences in one forward on one rank; None if the token budget applies.
+
+        `prefix` is the start of the keys' names: ppo_, forward_ or log_prob_.
+        """
+        uses_token_budget = self.get(f"{prefix}use_dynamic_bsz", self.get("use_dynamic_bsz"))
         size, total = self[f"{prefix}micro_batch_size_per_gpu"], self[f"{prefix}micro_batch_size"]
         if size is None and total is not None:
             size = max(1, total // ranks)
-        return None if by_tokens else size
+        return None if uses_token_budget else size
 
 
 class UpdateConfig(MicroBatches):

@@ -82,7 +82,7 @@ class EvaluationMetricsConfig(SchemaBlock):
     """Metrics computed from the scores."""
 
     pass_at: tuple[int, ...] | None = None
-    """Values of k for pass@k, best@k and maj@k; null is the powers of two up to the responses per row."""
+    """Values of k for pass@k, best@k and maj@k; null: powers of two up to the responses per row."""
     correct_from: float = 1.0
     """Minimum score that counts as correct in pass@k."""
     confidence: PositiveShare = 0.95

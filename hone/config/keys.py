@@ -33,8 +33,11 @@ B = TypeVar("B", bound=Block)
 T = TypeVar("T")
 
 PLAIN_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+"""`${a.b}`; the group is the key."""
 BOUND_REFERENCE = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
+"""A default that `at_most` declares; the groups are the limit and the key."""
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
+"""The start of any reference, also of `${oc.select:a.b,default}`; the second group is the key."""
 _MAX_REFERENCE_CHAIN = 20
 """A longer chain of references is treated as a cycle."""
 
@@ -85,8 +88,8 @@ def _leaves_of_block(cls: type, instance: Config, prefix: str) -> Iterator[Leaf]
             yield from _leaves_of_block(block_class, value, key + ".")
             continue
         # The range is in the annotation of the hint, or of a member of a union.
-        parts = (annotated_hints[name], *typing.get_args(annotated_hints[name]))
-        ranges = (metadata for part in parts for metadata in getattr(part, "__metadata__", ()))
+        members = (annotated_hints[name], *typing.get_args(annotated_hints[name]))
+        ranges = (item for member in members for item in getattr(member, "__metadata__", ()))
         bounds = next(ranges, None)
         default = to_plain(value)
         if isinstance(default, str) and default.startswith("${."):  # relative to this block
@@ -167,7 +170,9 @@ def unknown_key_message(root: type, key: str, added: bool = False) -> str | None
     depth = max(i for i in range(len(parts)) if ".".join(parts[:i]) in blocks(root))
     parent, name, is_last = ".".join(parts[:depth]), parts[depth], depth == len(parts) - 1
     min_similarity = 0.6 if is_last else 0.75
-    sibling = nearest(name, hints(blocks(root)[parent]), 0.85 if added else min_similarity)
+    if added:  # with `+`, the user expects that the key does not exist yet
+        min_similarity = 0.85
+    sibling = nearest(name, hints(blocks(root)[parent]), min_similarity)
     suggestions = [sibling] if sibling else suggested_keys(root, key, is_last)
     if added and not suggestions:
         return None
@@ -175,10 +180,10 @@ def unknown_key_message(root: type, key: str, added: bool = False) -> str | None
 
 
 def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
-    """Returns up to four keys that a short form may mean.
+    """Returns the keys that a short form may mean, or an empty list if there are more than four.
 
-    Without such a key, returns the keys of the same root block with the same last name, or the only key of
-    the tree with this last name; most of several such keys would be those of other models.
+    If there are none, returns the keys of the same root block that have the same last name, else the only key
+    of the tree that has this last name.
     """
     all_keys = list(leaves(root))
     first_names, _, name = key.rpartition(".")
@@ -191,6 +196,7 @@ def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
     elif not suggestions and is_last:
         keys_with_name = [k for k in all_keys if k.rpartition(".")[2] == name]
         in_same_block = [k for k in keys_with_name if k.startswith(key.split(".")[0] + ".")]
+        # Of several keys in other blocks, most would set another model.
         suggestions = in_same_block or (keys_with_name if len(keys_with_name) == 1 else [])
     return suggestions if len(suggestions) <= 4 else []
 
@@ -281,7 +287,8 @@ def resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
 
 
 def resolve_default(default: Value, values: JsonObject) -> Value:
-    """Resolves a default of the schema; returns it unchanged if a value has the text of a reference."""
+    """Returns a default of the schema with its references resolved, or unchanged if a value that it refers
+    to contains the text of a reference."""
     with contextlib.suppress(KeyError):
         return resolve_value(default, values)
     return default
@@ -320,7 +327,7 @@ def resolve_with_omegaconf(values: JsonObject) -> JsonObject:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"a reference does not resolve: {reason}{where}") from None
 
-    def child(tree: Value, name: str) -> Value:
-        return tree.get(name) if isinstance(tree, dict) else None
+    def get_child(node: Value, name: str) -> Value:
+        return node.get(name) if isinstance(node, dict) else None
 
-    return {key: functools.reduce(child, key.split("."), plain) for key in values}
+    return {key: functools.reduce(get_child, key.split("."), plain) for key in values}

@@ -13,7 +13,7 @@ from hone.suggestions import suggestion
 
 @dataclass(frozen=True)
 class Range:
-    """Bounds of a number; `above` excludes the bound itself. `minus_one` also allows -1."""
+    """Bounds of a number: `least` and `most` are in the range, `above` is not; `minus_one` also allows -1."""
 
     least: float = -math.inf
     most: float = math.inf

@@ -134,7 +134,7 @@ class ServerConfig(SchemaBlock):
     timeout: Positive = 60.0
     """Seconds that a server may take to answer a call, or to send the next token of a response."""
     max_attempts: Count = 3
-    """Consecutive streams of a request that may break off without a new token before the request fails."""
+    """Consecutive attempts at a request that may end without a new token before the request fails."""
     max_start_wait_time: Positive = 300.0
     """Seconds that a server may take to become healthy, at the start or after a loss. A request may wait as
     long for its first token, including its time in the server's queue."""

@@ -28,7 +28,7 @@ class MultiTurnDataConfig(SchemaBlock):
     """Rows that hold whole conversations."""
 
     enable: bool | None = None
-    """Train on conversations; null does so if the file has the messages column."""
+    """Train on conversations; null is true if the file has the messages column."""
     messages_key: str = "messages"
     """Column of the messages."""
     tools_key: str = "tools"

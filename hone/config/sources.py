@@ -39,7 +39,9 @@ _NEW_ARGUMENT = re.compile(r"[~+-]|[^=]+=")
 """Matches an argument that is not the value of the previous argument."""
 _THRESHOLDS = re.compile(r"threshold\s*[=:][^\n#'\"]*$", re.MULTILINE)
 _BAND = re.compile(r"(?<![\w.])[\d.]+_[\d.]+(?![\w.])")
+"""A lower and an upper bound, such as `0.5_5`."""
 _ENGINE_CHOICE = re.compile(r"(actor|critic|engine)/(automodel|megatron|torchtitan|veomni)")
+"""The file of an engine in verl's groups; the second group of the match is the strategy."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def parse_override(text: str, next_argument: str = "") -> Override:
     text = quote_bands(text)
     key, equals, value = text.partition("=")
     next_argument = next_argument.strip()
+    # `key = value` arrives as three arguments, and `key= value` as two.
     is_value_next = equals and next_argument and not _NEW_ARGUMENT.match(next_argument)
     has_spaces = next_argument.startswith("=") or is_value_next
     advice = "write key=value, with quotes around values that hold spaces, commas or brackets"
@@ -174,7 +177,7 @@ def read_config(
 def _require_built_in(
     name: str, folders: Sequence[str | Path], search_folders: Sequence[Path]
 ) -> None:
-    """Raises ConfigError unless the name is that of a built-in config, and not also that of a .yml file.
+    """Raises ConfigError if no config is built in under this name, or if a .yml file has this name.
 
     With a built-in name, a relative folder may be missing: Hydra would look for it next to the program, where
     verl has its configs.
@@ -238,11 +241,8 @@ def _defaults_list(
             result = loader.compute_defaults_list(name, options, run_mode=RunMode.RUN)
     except RecursionError:
         raise ConfigError(f"the defaults list of {name}.yaml leads back to {name}.yaml") from None
-    except (
-        YAMLError,
-        HydraException,
-        ValueError,
-    ) as error:  # ValueError: an option that is no name
+    except (YAMLError, HydraException, ValueError) as error:
+        # Hydra raises ValueError for an option that is not a name.
         problem = f"the defaults list of {name}.yaml does not resolve"
         if isinstance(error, YAMLError):
             problem = f"{name}.yaml is not valid YAML"

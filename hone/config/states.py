@@ -91,8 +91,8 @@ def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
             cells = dict(zip(_CELLS[state], texts, strict=True))
             values = parse_scalars(cells.pop("values", ""))
             for word in patterns.split():
-                owner, _, pattern = word.rpartition(":")
-                rows.append(Rule(state, pattern, owner or default_tree, values, **cells))
+                row_tree, _, pattern = word.rpartition(":")
+                rows.append(Rule(state, pattern, row_tree or default_tree, values, **cells))
     return tuple(rule for rule in rows if not tree or rule.tree in ("*", tree))
 
 
@@ -132,23 +132,25 @@ def rule_of(key: str, tree: str) -> Rule | None:
 
 
 def lines_per_sentence(
-    notes: Iterable[tuple[str, str]], one: str = "", many: str = ""
+    notes: Iterable[tuple[str, str]], singular: str = "", plural: str = ""
 ) -> list[str]:
-    """Returns one line per sentence, with its first three keys and the number of further keys; it contains
-    `one` after a single key, and `many` after several."""
+    """Returns one line per sentence of the notes (key, sentence), with the first three keys and the number of
+    further keys; `singular` follows a single key, and `plural` several."""
     keys_by_sentence: dict[str, list[str]] = {}
     for key, sentence in notes:
         keys_by_sentence.setdefault(sentence, []).append(key)
     lines = []
     for sentence, keys in keys_by_sentence.items():
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-        verb = one if len(keys) == 1 else many
+        verb = singular if len(keys) == 1 else plural
         lines.append(f"{', '.join(keys[:3])}{more}{verb}: {sentence}")
     return lines
 
 
 Values = Mapping[str, JsonValue]
 """The last value of every key that was set."""
+
+# docs/config.md prints the docstrings of the next three functions.
 
 
 def _min_lr_ratio(key: str, value: JsonValue, values: Values) -> JsonObject:
@@ -172,11 +174,11 @@ def _lower_bound(key: str, low: JsonValue, values: Values) -> JsonObject:
 def _manager_extras(key: str, value: JsonValue, values: Values) -> JsonObject:
     """reward_model.reward_kwargs.extra.**, where the managers have no such key"""
     block, keys = "reward_model.reward_kwargs", {field.name for field in fields(RewardKwargs)}
-    rest = key.removeprefix(block + ".")
-    name = rest.split(".")[0]
-    if rest == key or name in keys or nearest(name, keys):
+    inner_key = key.removeprefix(block + ".")
+    name = inner_key.split(".")[0]
+    if inner_key == key or name in keys or nearest(name, keys):
         return {key: value}
-    return {f"{block}.extra.{rest}": value}
+    return {f"{block}.extra.{inner_key}": value}
 
 
 COMPUTED: dict[str, Callable[[str, JsonValue, Values], JsonObject]] = {
@@ -184,9 +186,8 @@ COMPUTED: dict[str, Callable[[str, JsonValue, Values], JsonObject]] = {
     **dict.fromkeys(("**.optim.min_lr", "**.optim.lr_min"), _min_lr_ratio),
     "reward_model.reward_kwargs.**": _manager_extras,
 }
-"""Keys whose settings are computed, by pattern; docs/config.md prints the docstring of the function. A
-pattern that begins with `**` applies to every tree. `!`, here and in `rules.txt`, marks a key that also
-overrides settings written after it."""
+"""Functions that compute the settings that replace a key, by pattern. A pattern that begins with `**` applies
+to every tree. `!`, here and in `rules.txt`, marks a key that also overrides settings written after it."""
 
 
 def _rename_setting(setting: Setting, key: str, value: JsonValue) -> Setting:
@@ -203,19 +204,19 @@ def translate(settings: Sequence[Setting], problems: list[str], tree: str) -> li
     translated: list[Setting] = []
     overriding_settings: list[Setting] = []
     for setting in renamed:
-        pattern, new = _new_settings(setting.key, setting.value, values, tree)
-        if isinstance(new, str):
-            problems.append(f"{setting.key}={setting.value} {new} ({setting.origin})")
+        try:
+            pattern, new_values = _new_values(setting.key, setting.value, values, tree)
+        except ValueError as error:
+            problems.append(f"{setting.key}={setting.value} {error} ({setting.origin})")
             continue
-        new_settings = [_rename_setting(setting, key, value) for key, value in new.items()]
+        new_settings = [_rename_setting(setting, key, value) for key, value in new_values.items()]
         (overriding_settings if pattern.startswith("!") else translated).extend(new_settings)
     return [*translated, *overriding_settings]
 
 
-def _new_settings(
-    key: str, value: JsonValue, values: Values, tree: str
-) -> tuple[str, JsonObject | str]:
-    """Returns the pattern that matches a key, and the settings that replace it, or an error's text."""
+def _new_values(key: str, value: JsonValue, values: Values, tree: str) -> tuple[str, JsonObject]:
+    """Returns the pattern that matches a key (or ""), and the values by key that replace its value; raises
+    ValueError for a value that no row of `rules.txt` rewrites."""
     for pattern, compute in COMPUTED.items():
         is_of_tree = tree == "ppo_trainer" or pattern[0] == "*"
         if is_of_tree and matches_pattern(pattern.lstrip("!"), key):
@@ -224,13 +225,13 @@ def _new_settings(
     for rule in (row for row in rows if row.matches(value)):
         if condition_holds(rule.where, lambda name: values.get(name, ABSENT)):
             replacements = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
-            new = {k: replacements.get(str(v), v) for k, v in parse_pairs(rule.becomes).items()}
-            return rule.pattern, new
+            new_values = parse_pairs(rule.becomes).items()
+            return rule.pattern, {k: replacements.get(str(v), v) for k, v in new_values}
     if not rows or key in leaves(TREES[tree].root):
         return "", {key: value}
     if value is not None and value is not False:
         takes_count = str(rows[0].values[0]).startswith("count")
-        return "", "takes an integer" if takes_count else "takes true or false"
+        raise ValueError("takes an integer" if takes_count else "takes true or false")
     return "", {}
 
 
@@ -260,8 +261,9 @@ def other_names(tree: str) -> dict[str, str]:
     """Returns the other names of a tree's keys, each with the key or settings that it means."""
     meanings = {rule.pattern: [rule.becomes] for rule in rules("renamed", tree=tree)}
     for rule in rules("rewritten", tree=tree):
-        if rule.becomes != f"{(old := rule.pattern.lstrip('!'))}=*":
-            meanings.setdefault(old, []).append(str(rule))
+        old_key = rule.pattern.lstrip("!")
+        if rule.becomes != f"{old_key}=*":
+            meanings.setdefault(old_key, []).append(str(rule))
     if tree == "ppo_trainer":
         meanings |= {key.lstrip("!"): [str(compute.__doc__)] for key, compute in COMPUTED.items()}
     return {old: "; ".join(texts) for old, texts in meanings.items()}

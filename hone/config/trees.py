@@ -111,6 +111,7 @@ class Tree:
 
 
 _TREES: dict[str, tuple[type, str, str, str]] = {
+    # name: (root class, purpose, command of `hone`, program `hone.trainer.main_…`)
     "ppo_trainer": (PPOTrainerConfig, "reinforcement learning", "train", "ppo"),
     "sft_trainer": (SFTConfig, "supervised fine-tuning", "sft", "sft"),
     "prm_trainer": (PRMConfig, "process reward models", "train-prm", "prm"),
