@@ -44,8 +44,8 @@ def build_rollout(spec: RolloutSpec) -> RolloutEngine:
 def build_native(spec: RolloutSpec) -> RolloutEngine:
     """Builds the native engine.
 
-    The engine has a paged cache on a GPU, in exact mode, or if it records routed experts; otherwise it has
-    a slot cache.
+    The engine has the core of paged_core.py on a GPU, in exact mode, or if it records routed experts;
+    otherwise it has the core of core.py.
     """
     from hone.rollout.native.engine import NativeRollout
 

@@ -64,10 +64,12 @@ class Sampling:
         for name, value in integers.items():
             if not isinstance(value, Integral) or not -(2**63) <= value < 2**63:
                 raise ValueError(f"sampling: {name}={value!r} must be a 64-bit integer")
-        valid_temperature = self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < math.inf
+        is_valid_temperature = (
+            self.temperature == 0 or _MIN_TEMPERATURE <= self.temperature < math.inf
+        )
         for name, rule, is_valid in (
             ("max_tokens", "at least 1", self.max_tokens >= 1),
-            ("temperature", f"0 (greedy) or at least {_MIN_TEMPERATURE}", valid_temperature),
+            ("temperature", f"0 (greedy) or at least {_MIN_TEMPERATURE}", is_valid_temperature),
             ("top_k", "-1 (all) or positive", self.top_k == -1 or self.top_k > 0),
             ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
             ("min_p", "in [0, 1]", 0 <= self.min_p <= 1),
@@ -119,8 +121,8 @@ class TokenOutput:
 
     token_ids: list[int]
     log_probs: list[float] = field(default_factory=list)
-    """log p of each token under softmax(logits / temperature), before top-k, top-p and min-p, as the
-    trainer computes log-probs. For greedy requests, the temperature counts as 1."""
+    """The log-prob of each token under softmax(logits / temperature), before top-k, top-p and min-p; greedy
+    requests use temperature 1. The trainer computes log-probs in the same way."""
     versions: list[int] = field(default_factory=list)
     """The weight version that sampled each token."""
     stop_reason: StopReason = StopReason.STOP
@@ -129,8 +131,8 @@ class TokenOutput:
     cached_tokens: int | None = None
     """Number of prompt tokens that hit the prefix cache; None if the engine does not report the number."""
     routed_experts: Tensor | None = None
-    """The experts [tokens, layers, k] of the prompt and of all response tokens but the last; None without
-    `rollout.enable_rollout_routing_replay`."""
+    """The experts [tokens, layers, k] that computed the prompt and all response tokens but the last; None
+    without `rollout.enable_rollout_routing_replay`."""
     extra_fields: JsonObject = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -150,12 +152,12 @@ class TokenDelta:
 
 
 OnTokens = Callable[[TokenDelta], None]
-"""A callback that runs in the event loop of the request; all deltas together are the output."""
+"""A callback in the event loop that awaits the request; all deltas together are the output."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """The capabilities of an engine; tests/rollout/engine_contract.py skips the tests of missing ones."""
+    """The capabilities of an engine; tests/rollout/engine_contract.py skips tests that need a missing one."""
 
     uses_training_module: bool
     """The engine decodes with the module of `RolloutSpec.load_policy`, which may be the training module.
@@ -189,7 +191,7 @@ class RolloutSpec:
     model_path: str
     load_policy: Callable[[], PolicyModel]
     """Returns the module to decode with: the training module if this process has one, else a copy.
-    Engines with separate weights load `model_path` instead."""
+    Engines with weights of their own load `model_path` instead."""
     dtype: torch.dtype
     device: torch.device
     tokenizer: Tokenizer
@@ -221,7 +223,7 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """The weight version, which counts the updates."""
+        """The number of the current weights, which the last `commit` has set."""
 
     async def generate(
         self,
@@ -271,8 +273,8 @@ class DrivenEngine(Protocol):
     def drive(self, until: Callable[[], bool]) -> None:
         """Decodes in this thread until `until()` is true or the engine fails or is closed.
 
-        The engine calls `until` at the start, after requests finish, and after `notify`, and holds no lock
-        meanwhile. So `until` may wait for event loops that submit requests.
+        The engine calls `until` at the start, after requests finish, and after `notify`. During this call it
+        holds no lock, so `until` may wait for event loops that submit requests.
         """
 
     def notify(self) -> None:

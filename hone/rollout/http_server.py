@@ -78,8 +78,8 @@ class HttpServer:
     """The name of the server software."""
     log_prob_hint = "use temperature=1"
     """What to do if the server reports log-probs at temperature 1."""
-    samples_by_position = False
-    honors_seeds = False
+    samples_by_position = honors_seeds = False
+    """The traits of these names."""
     started_by_hone = False
     """Whether hone started the server process, and so detects its restarts."""
     can_release_memory = False
@@ -101,7 +101,7 @@ class HttpServer:
     # -- implemented by subclasses --------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Reads the server's properties; raises RolloutError if it cannot serve this run."""
+        """Reads the server's properties; raises RolloutError if the server cannot serve this run."""
         raise NotImplementedError
 
     def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
@@ -257,14 +257,14 @@ class HttpServer:
                     raise ServerLost(self, f"answered {response.status} to {path}: {shorten(text)}")
                 partial_line = b""
                 while True:
-                    data = await _wait_for(timeout_s, response.content.readany())
+                    received = await _wait_for(timeout_s, response.content.readany())
                     timeout_s = self.call_timeout_s
-                    if not data:
-                        rest = shorten(partial_line.decode(errors="replace"))  # an error's message
-                        raise ServerLost(
-                            self, f"ended a stream without [DONE]{rest and f', after {rest}'}"
-                        )
-                    *lines, partial_line = (partial_line + data).split(b"\n")
+                    if not received:
+                        reason = "ended a stream without [DONE]"
+                        if partial_line.strip():  # the message of an error
+                            reason += f", after {shorten(partial_line.decode(errors='replace'))}"
+                        raise ServerLost(self, reason)
+                    *lines, partial_line = (partial_line + received).split(b"\n")
                     for line in lines:
                         text = line.decode(errors="replace").strip()
                         if text == "data: [DONE]":
@@ -320,11 +320,15 @@ class HttpServer:
         """Restarts a server process that hone started and that has ended; raises if the restart fails."""
 
     async def detect_log_prob_mode(self) -> None:
-        """Detects how the server computes log-probs, from single tokens with different parameters."""
+        """Detects how the server computes log-probs, from single tokens with different parameters.
+
+        Log-probs after temperature change if the temperature changes. Log-probs after truncation are 0 with
+        top_k=1, because only one token is left.
+        """
         greedy_log_prob, max_log_prob = await self.sample_one_token([1], {"temperature": 0.0})
         _, max_log_prob_at_2 = await self.sample_one_token([1], {"temperature": 2.0})
         top_1_log_prob, _ = await self.sample_one_token([1], {"temperature": 1.0, "top_k": 1})
-        if abs(max_log_prob) > 1e-3:  # otherwise one token has all probability in every mode
+        if abs(max_log_prob) > 1e-3:  # otherwise this log-prob is about 0 in every mode
             difference = abs(max_log_prob_at_2 - max_log_prob)
             self.log_probs_after_temperature = difference > 1e-4 * abs(max_log_prob)
             self.log_probs_before_truncation = abs(top_1_log_prob) > 0.5 * abs(greedy_log_prob)
@@ -345,7 +349,7 @@ class HttpServer:
 
 
 async def _wait_for(timeout_s: float, coroutine: Coroutine[None, None, T]) -> T:
-    """Like `asyncio.wait_for`, which before Python 3.12 may ignore a cancellation as the coroutine ends."""
+    """Replaces `asyncio.wait_for`, which before Python 3.12 may lose a cancellation as the coroutine ends."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait({task}, timeout=timeout_s)

@@ -14,7 +14,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class OwnedFolder:
-    """A folder with a lock, by which other processes see that the process that created it still runs."""
+    """A folder that its process holds locked, so that other processes see that the process still runs."""
 
     def __init__(self, prefix: str, parent: Path | None = None) -> None:
         """Creates the folder in `parent`, by default in shared memory; deletes folders of killed processes.

@@ -30,7 +30,7 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of a request from another process."""
+    """New tokens of a request, from the stream of a `StreamingEngine`."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
@@ -135,7 +135,7 @@ class RequestRules:
         )
 
     def check(self, request: Request) -> None:
-        """Raises for an invalid request, because in the engine it would make other requests fail."""
+        """Raises for an invalid request, which would make other requests of its batch fail."""
         request_id, prompt = request.request_id, request.prompt_ids
         if not prompt:
             raise RolloutError(f"request {request_id} has an empty prompt")
@@ -172,12 +172,12 @@ class RequestRules:
     def _ends_with_stop(self, request: Request) -> bool:
         """Whether the newest token completes a stop string, which may start several tokens earlier."""
         assert self.tokenizer is not None, "check() refuses stop strings without a tokenizer"
-        # Each token has at least one byte, so `stop_bytes` tokens contain the stop string. Of the 8 tokens
-        # before them, decoding may drop a leading space.
+        # The last `stop_bytes` tokens contain the stop string, because each token has at least one byte. 8
+        # more tokens are decoded, because decoding may drop the leading space of the first word.
         stop_bytes = max(len(s.encode()) for s in request.sampling.stop)
         begin, tail = max(0, len(request.token_ids) - stop_bytes - 8), ""
-        # If the tail begins within a character, some tokenizers decode no byte token up to the next word
-        # token; a character has at most 4 bytes.
+        # A character has up to 4 tokens, one per byte. If the tail begins within a character, some tokenizers
+        # decode all byte tokens up to the next word as replacement characters; then the tail begins earlier.
         for start in range(begin, max(begin - 4, -1), -1):
             tail = self.tokenizer.decode(
                 request.token_ids[start:], clean_up_tokenization_spaces=False

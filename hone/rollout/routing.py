@@ -11,7 +11,7 @@ from hone.rollout.requests import Request
 _PREFIX_TOKENS = 256
 """Requests with equal prefixes go to the same target; a prefix has at most this many prompt tokens."""
 _MAX_IMBALANCE = 8
-"""If the target of a prefix has over this many more requests than the least loaded one, it is overloaded."""
+"""A target is overloaded if it has over this many more open requests than the least loaded target."""
 _MAX_KEYS = 8192
 """Maximum number of trajectories and prefixes whose last target is stored."""
 
@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Target)
 
 
 class Router(Generic[T]):
-    """Routes a request to the target whose KV cache probably has the first tokens of its prompt."""
+    """Routes a request to the target whose KV cache probably has the first tokens of the prompt."""
 
     def __init__(
         self, targets: Sequence[T], is_healthy: Callable[[T], bool] = lambda target: True

@@ -44,13 +44,13 @@ class ServerRollout(StreamingEngine):
         broadcast_device: torch.device | None = None,
         to_checkpoint: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict,
         keep_weights: bool = True,
-        adapters: bool = False,
+        loads_adapters: bool = False,
         bucket_bytes: int = 2**30,
         max_attempts: int = 3,
     ) -> None:
         """Servers get weights in requests (`send_tensors`), by broadcast from a device, or from the folder.
 
-        `parameters` has the parameters of the model, or with `adapters` the parameters of its LoRA adapter;
+        `parameters` has the parameters of the model, or with `loads_adapters` those of its LoRA adapter;
         `to_checkpoint` gives tensors their names in a checkpoint. With `keep_weights`, the folder has a copy
         of the last weights, which a server gets again after it was lost.
         """
@@ -64,16 +64,19 @@ class ServerRollout(StreamingEngine):
         self._loads_folders = not send_tensors and broadcast_device is None
         self._keeps_weights = keep_weights or self._loads_folders
         self._bucket_bytes = bucket_bytes
-        self._version_prefix = (ADAPTER_VERSION_PREFIX if adapters else "") + secrets.token_hex(4)
+        self._version_prefix = (
+            ADAPTER_VERSION_PREFIX if loads_adapters else ""
+        ) + secrets.token_hex(4)
         self._expected_version: str | None = None
         """The weight version that servers report after the last update; None before the first update."""
-        self._stale_servers: set[HttpServer] = set()  # they missed a part of the current update
+        self._stale_servers: set[HttpServer] = set()
+        """The servers that have missed a part of the current update; `commit` sends them all weights."""
         self._weights_released = False
         """Whether the memory of the weights was released and their values have not been restored."""
         self._wake_lock = asyncio.Lock()
         self._route = Router(self._servers, lambda server: server.healthy).route
         self._warnings: set[str] = set()
-        self.traits = Traits(uses_training_module=False, loads_adapters=adapters)
+        self.traits = Traits(uses_training_module=False, loads_adapters=loads_adapters)
 
     @in_engine_loop
     async def start(self) -> None:
@@ -105,11 +108,14 @@ class ServerRollout(StreamingEngine):
 
     def check_training_log_probs(self, sampling: Sampling) -> None:
         """Raises if training cannot use the log-probs that a server reports with these parameters."""
-        if problem := self._log_prob_problem(sampling):
+        problem = self._log_prob_problem(sampling)
+        if problem is not None:
             raise RolloutError(problem)
 
     def _log_prob_problem(self, sampling: Sampling) -> str | None:
-        return next(filter(None, (s.log_prob_problem(sampling) for s in self._servers)), None)
+        """Returns the first problem that a server has, or None."""
+        problems = (server.log_prob_problem(sampling) for server in self._servers)
+        return next((problem for problem in problems if problem is not None), None)
 
     async def _backend_stream(
         self, request: Request, sampling: Sampling
@@ -341,7 +347,9 @@ class ServerRollout(StreamingEngine):
     @in_engine_loop
     async def wake_up(self) -> None:
         async with self._wake_lock:
-            await self._for_each_server(lambda s: self._resume_memory(s, s.released_tags))
+            await self._for_each_server(
+                lambda server: self._resume_memory(server, server.released_tags)
+            )
             if not self._update.in_progress:  # otherwise `commit` publishes the weights
                 await self._restore_weights()
 

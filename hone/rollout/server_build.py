@@ -1,7 +1,7 @@
 """Builds the engine of `rollout.name=sglang`, and of servers that already run (`rollout.server.urls`).
 
-If the policy has a LoRA adapter, SGLang servers get only this adapter if they can load it, else merged
-weights.
+If the policy has a LoRA adapter, SGLang servers that can load the adapter get only the adapter; other servers
+get merged weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     config, lm = spec.config.server, peft_model_for_adapters(spec)
     timeouts = (config.max_start_wait_time, config.timeout)
     if not config.urls:
-        command, environment = command_and_environment(spec, lm and lora_server_arguments(lm))
+        lora_arguments = lora_server_arguments(lm) if lm is not None else None
+        command, environment = command_and_environment(spec, lora_arguments)
         server = LaunchedSGLang(
             "", *timeouts, eos_ids=spec.eos_ids, command=command, environment=environment
         )
@@ -66,7 +67,8 @@ def build_sglang(spec: RolloutSpec) -> RolloutEngine:
     if lm is not None:
         # All workers get the same tensors, so each worker checks the servers of all workers.
         all_servers = make_servers(replace(spec, rank=0, world_size=1))
-        lm = lm if run_coroutine(_all_servers_accept(all_servers, lm)) else None
+        if not run_coroutine(_all_servers_accept(all_servers, lm)):
+            lm = None
     return _build_engine(spec, make_servers(spec), lm)
 
 
@@ -143,7 +145,7 @@ def _build_engine(
             assert isinstance(server, SGLangServer)
             server.loads_adapters, server.can_read_weights = True, False
         folder = AdapterFolder(folder_path, peft_model)
-        engine = make_engine(folder.parameters, folder, adapters=True)
+        engine = make_engine(folder.parameters, folder, loads_adapters=True)
     else:
         lm = meta_model(path)
         engine = make_engine(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 Weights = Iterable[tuple[str, Tensor]]
 _FOLDER_PREFIX = "hone-server-weights-"
 _ALIGNMENT = 64
+"""The offset of a tensor in a bucket is a multiple of this number of bytes."""
 UPDATABLE_MODEL_TYPES = frozenset({"qwen3_moe"})
 """Model types with experts whose updates are tested against vLLM's own process."""
 
@@ -162,13 +163,13 @@ def split_experts(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     The trainer has one tensor for all experts of a layer; a checkpoint has one tensor per expert.
     """
     for name, tensor in weights:
-        layer, _, part = name.rpartition(".experts.")
-        if layer and part == "gate_up_proj":  # [experts, 2 * intermediate, hidden]
+        layer, _, suffix = name.rpartition(".experts.")
+        if layer and suffix == "gate_up_proj":  # [experts, 2 * intermediate, hidden]
             for i, expert in enumerate(tensor):
                 gate, up = expert.chunk(2)
                 yield f"{layer}.experts.{i}.gate_proj.weight", gate
                 yield f"{layer}.experts.{i}.up_proj.weight", up
-        elif layer and part == "down_proj":  # [experts, hidden, intermediate]
+        elif layer and suffix == "down_proj":  # [experts, hidden, intermediate]
             for i, expert in enumerate(tensor):
                 yield f"{layer}.experts.{i}.down_proj.weight", expert
         else:
@@ -185,7 +186,7 @@ def fill_buckets(weights: Weights, device: torch.device, bucket_bytes: int) -> I
     buffer = torch.empty(0, dtype=torch.uint8)
     try:
         for bucket in split_into_buckets(weights, bucket_bytes):
-            tensors, size = [], 0
+            tensors, size = [], 0  # (name, dtype, shape, offset) of each tensor
             for name, tensor in bucket.items():
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 tensors.append((name, dtype, list(tensor.shape), size))
@@ -196,8 +197,8 @@ def fill_buckets(weights: Weights, device: torch.device, bucket_bytes: int) -> I
                 os.ftruncate(file_descriptor, size)
                 buffer = torch.frombuffer(mmap.mmap(file_descriptor, size), dtype=torch.uint8)
             for (_, _, _, offset), tensor in zip(tensors, bucket.values(), strict=True):
-                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-                buffer[offset : offset + len(data)].copy_(data)
+                content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                buffer[offset : offset + len(content)].copy_(content)
             memory: Fields = {"path": f"/proc/{os.getpid()}/fd/{file_descriptor}"}
             if on_gpu:
                 torch.cuda.synchronize(device)

@@ -131,7 +131,7 @@ class LaunchedSGLang(SGLangServer):
 
 
 def command_and_environment(
-    spec: RolloutSpec, extra_arguments: Settings | None = None
+    spec: RolloutSpec, lora_arguments: Settings | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Returns the command of SGLang's server and additional environment variables for the process."""
     config = spec.config
@@ -153,7 +153,7 @@ def command_and_environment(
         "max_running_requests": config.max_num_seqs,
         "disable_cuda_graph": config.enforce_eager,
         "disable_radix_cache": not config.enable_prefix_caching,
-        **(extra_arguments or {}),
+        **(lora_arguments or {}),
         **config.engine_kwargs.sglang,
     }
     command = [config.sglang.python or sys.executable, "-m", "sglang.launch_server"]

@@ -23,7 +23,7 @@ from hone.types import Fields, Settings
 log = logging.getLogger(__name__)
 
 _IDLE_TIMEOUT_S = 5.0
-"""The longest wait until the server is idle; before that it cannot release memory."""
+"""The longest wait until the server is idle; a busy server cannot release memory."""
 _IDLE_POLL_INTERVAL_S = 0.05
 _NUM_CHECKED_WEIGHTS = 8
 """Number of weights that are read back after an update."""
@@ -79,7 +79,7 @@ class SGLangServer(HttpServer):
     # -- requests -------------------------------------------------------------------------------
 
     async def stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        rid = f"hone-{uuid4().hex}"  # unique, because an abort ends all ids with that prefix
+        rid = f"hone-{uuid4().hex}"  # unique, because an abort ends all requests with this prefix
         body: Fields = {
             "input_ids": [*request.prompt_ids, *request.token_ids],
             "rid": rid,
@@ -212,7 +212,7 @@ class SGLangServer(HttpServer):
         """
         for _ in range(round(_IDLE_TIMEOUT_S / _IDLE_POLL_INTERVAL_S)):
             status, _ = await self._request("POST", "/flush_cache", {})
-            if status == 200:  # fails while the server is busy
+            if status == 200:  # a busy server answers another status
                 await self.call("/release_memory_occupation", {"tags": list(tags)})
                 return True
             await asyncio.sleep(_IDLE_POLL_INTERVAL_S)
@@ -228,7 +228,7 @@ class SGLangServer(HttpServer):
             body = {"model_path": folder, "weight_version": version, "flush_cache": True}
             await self.call_checked("/update_weights_from_disk", body)
             return
-        # Under a new name, so that no request reuses the old adapter's KV cache.
+        # The adapter gets a new name, so that no request reuses the KV cache of the old adapter.
         old_name, name = self.adapter_name, f"hone-{uuid4().hex}"
         await self.call_checked("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         self.adapter_name = name
@@ -260,8 +260,10 @@ class SGLangServer(HttpServer):
 
     async def check_weights(self, version: str, folder: WeightFolder | None) -> None:
         await super().check_weights(version, folder)
+        if folder is None:
+            return
         num_checked = 0
-        for name, tensor in () if folder is None else folder.sample_weights(_NUM_CHECKED_WEIGHTS):
+        for name, tensor in folder.sample_weights(_NUM_CHECKED_WEIGHTS):
             rows = await self.read_weight(name)
             if rows is None:
                 continue
@@ -277,7 +279,7 @@ class SGLangServer(HttpServer):
                     f"{self.safe_url} acknowledged new weights, but {name!r} has other values: the update "
                     "was applied in part"
                 )
-        if folder is not None and not num_checked and self.can_read_weights:
+        if not num_checked and self.can_read_weights:
             self.can_read_weights = False  # warn once
             log.warning(
                 "%s returned none of the weights that hone reads after an update; updates are checked only "

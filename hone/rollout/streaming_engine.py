@@ -46,11 +46,11 @@ _CANCEL_TIMEOUT_S = 30.0
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A request and its current task."""
+    """A request in the engine, and the task that works on it."""
 
     request: Request
     deferred: bool
-    """Whether the request arrived while the engine was paused."""
+    """Whether the request arrived while the engine was paused; `resume` starts the request."""
     task: asyncio.Task[None] | None = None
     """The task of the current stream, or of the recovery after a lost connection."""
     failed_streams: int = 0
@@ -82,7 +82,7 @@ class StreamingEngine(RequestEngine):
     """A request fails after more than this number of consecutive streams without a token."""
 
     def __init__(self, rules: RequestRules, parameters: Mapping[str, Tensor] | None = None) -> None:
-        """An update must load all `parameters`; None accepts every update."""
+        """`parameters` has all parameters that an update must load; None disables this check."""
         super().__init__(rules)
         self.version = 0
         self._parameters = parameters
@@ -94,7 +94,7 @@ class StreamingEngine(RequestEngine):
         threading.Thread(
             target=self._loop.run_forever, name=f"hone-{self.name}", daemon=True
         ).start()
-        # The thread of an engine that was never closed ends with the engine.
+        # If nobody closes the engine, garbage collection ends the thread.
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
 
     # -- implemented by subclasses --------------------------------------------------------------
@@ -147,6 +147,7 @@ class StreamingEngine(RequestEngine):
         """Runs a coroutine in the engine's event loop; returns a future of the caller's event loop."""
 
         async def until_closed() -> T:
+            """Awaits the coroutine; raises RolloutError if `close` has cancelled this call."""
             try:
                 return await coroutine
             except asyncio.CancelledError:
@@ -160,15 +161,15 @@ class StreamingEngine(RequestEngine):
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(until_closed(), self._loop))
 
     async def _serve(self, request: Request) -> None:
-        """Streams a request until it ends, over several streams if one breaks off; sets its future."""
-        entry = RunningRequest(request, deferred=self._paused)
+        """Runs one stream of a request after the other until the request ends; sets the request's future."""
+        running = RunningRequest(request, deferred=self._paused)
         try:
             self._raise_if_stopped()
             if not self._paused:
                 self._update.raise_if_in_progress(f"request {request.request_id}")
-            self._running.add(entry)
+            self._running.add(running)
             while request.stop_reason is None:
-                await self._run_stream(entry)
+                await self._run_stream(running)
             outcome: TokenOutput | BaseException = request.output()
         except RolloutError as error:
             outcome = error
@@ -176,35 +177,35 @@ class StreamingEngine(RequestEngine):
             outcome = decoding_error(error)
             self._fail(error)
         finally:
-            self._running.discard(entry)
+            self._running.discard(running)
         call_soon_in_loop(request.awaited_future.get_loop(), _set_outcome, request, outcome)
 
-    async def _run_stream(self, entry: RunningRequest) -> None:
+    async def _run_stream(self, running: RunningRequest) -> None:
         """Runs one stream until it ends or is cancelled; after a lost connection, waits for the recovery."""
-        request = entry.request
+        request = running.request
         num_tokens = len(request.token_ids)
-        error = await self._run_task(entry, self._stream_tokens(request))
+        error = await self._run_task(running, self._stream_tokens(request))
         if isinstance(error, ConnectionLost):
             if request.stop_reason is not None:  # aborted meanwhile
                 return
             has_new_tokens = len(request.token_ids) > num_tokens
-            entry.failed_streams = 1 if has_new_tokens else entry.failed_streams + 1
-            if entry.failed_streams > self.retries:
+            running.failed_streams = 1 if has_new_tokens else running.failed_streams + 1
+            if running.failed_streams > self.retries:
                 raise RolloutError(
-                    f"request {request.request_id}: its stream broke off {entry.failed_streams} times, the "
+                    f"request {request.request_id}: its stream broke off {running.failed_streams} times, the "
                     f"last time because {error}"
                 )
             log.info("%s: %s; the request is issued again", self.name, error)
             # An abort also ends the wait for a server that restarts.
-            error = await self._run_task(entry, self._backend_recover(error))
+            error = await self._run_task(running, self._backend_recover(error))
         if error is not None:
             raise error
 
     async def _run_task(
-        self, entry: RunningRequest, coroutine: Coroutine[None, None, None]
+        self, running: RunningRequest, coroutine: Coroutine[None, None, None]
     ) -> BaseException | None:
         """Runs a coroutine as the request's task; returns its error, or None if there is none."""
-        task = entry.task = asyncio.ensure_future(coroutine)
+        task = running.task = asyncio.ensure_future(coroutine)
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:  # the caller has cancelled the request
@@ -276,17 +277,17 @@ class StreamingEngine(RequestEngine):
     @in_engine_loop
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         self._end(
-            entry
-            for entry in self._running
-            if request_ids is None or entry.request.request_id in request_ids
+            running
+            for running in self._running
+            if request_ids is None or running.request.request_id in request_ids
         )
 
     def _end(self, entries: Iterable[RunningRequest]) -> None:
         """Ends requests with the reason `abort`, unless they have ended already."""
-        for entry in entries:
-            entry.request.stop_reason = entry.request.stop_reason or StopReason.ABORT
-            if entry.task is not None:
-                entry.task.cancel()
+        for running in entries:
+            running.request.stop_reason = running.request.stop_reason or StopReason.ABORT
+            if running.task is not None:
+                running.task.cancel()
 
     @in_engine_loop
     async def pause(self, keep: bool = False) -> None:
@@ -294,8 +295,8 @@ class StreamingEngine(RequestEngine):
         self._not_paused.clear()
         self._paused = True
         if not keep:
-            self._end(entry for entry in self._running if not entry.deferred)
-        tasks = [entry.task for entry in self._running if entry.task is not None]
+            self._end(running for running in self._running if not running.deferred)
+        tasks = [running.task for running in self._running if running.task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -307,8 +308,8 @@ class StreamingEngine(RequestEngine):
         self._update.raise_if_in_progress("resume")
         if self._paused:
             await self._backend_resume()
-        for entry in self._running:
-            entry.deferred = False
+        for running in self._running:
+            running.deferred = False
         self._paused = False
         self._not_paused.set()
 
@@ -348,7 +349,7 @@ class StreamingEngine(RequestEngine):
     async def _wait_for_cancelled_requests(self) -> None:
         """Waits until cancelled requests have ended on their server."""
         deadline = self._loop.time() + _CANCEL_TIMEOUT_S
-        while any(entry.request.cancelled for entry in self._running):
+        while any(running.request.cancelled for running in self._running):
             if self._loop.time() > deadline:
                 return
             await asyncio.sleep(0.001)
@@ -380,12 +381,13 @@ class StreamingEngine(RequestEngine):
         """Fails every request with `error`."""
         if self._failure is None:
             self._failure = error
-            for entry in self._running:
-                if entry.task is not None:
-                    entry.task.cancel()
+            for running in self._running:
+                if running.task is not None:
+                    running.task.cancel()
 
 
 def _set_outcome(request: Request, outcome: TokenOutput | BaseException) -> None:
+    """Passes the last tokens to `on_tokens`, and sets the future if the caller still waits."""
     request.stream()
     if request.awaited_future.done():
         return

@@ -65,7 +65,7 @@ class VLLMRollout(StreamingEngine):
         self._current_weights, self._adapter_folder = current_weights, adapter_folder
         self._host_copy: dict[str, Tensor] = {}
         self._must_restore = False
-        """Whether a restarted process must load weights, because the model's files have old ones."""
+        """Whether a restarted process must load weights, because the model's files have old weights."""
         self._current_sleep_level: int | None = None  # None while awake
         self._request_keys = count()
         self._router = Router(self._processes)
@@ -145,7 +145,7 @@ class VLLMRollout(StreamingEngine):
 
     async def _backend_recover(self, error: ConnectionLost) -> None:
         for process in self._processes:
-            # Shielded, because other requests wait for the same restart.
+            # A cancelled request must not cancel the restart, for which other requests wait.
             restart = asyncio.ensure_future(self._ensure_serving(process))
             # Reads the task's exception; asyncio would log it if this request were cancelled.
             restart.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -181,8 +181,9 @@ class VLLMRollout(StreamingEngine):
         if self._must_restore and self._adapter_folder is not None:
             await process.call("adapter", folder=str(self._adapter_folder.current_checkpoint))
         elif self._must_restore:
-            current = self._current_weights
-            weights = current() if current is not None else self._host_copy.items()
+            weights: Weights = self._host_copy.items()
+            if self._current_weights is not None:
+                weights = self._current_weights()
             for index, bucket in enumerate(self._fill_buckets(weights)):
                 await process.call("load", first=index == 0, bucket=bucket)
             await process.call("finish")
@@ -257,10 +258,10 @@ class VLLMRollout(StreamingEngine):
 
     async def _load_bucket(self, bucket: Fields) -> None:
         """Loads a bucket into each process that has all earlier ones; `commit` restores the others."""
-        first, index = self._num_buckets == 0, self._num_buckets
+        index = self._num_buckets
         processes = [p for p in self._processes if p.alive and p.num_buckets == index]
         self._num_buckets += 1
-        calls = (process.call("load", first=first, bucket=bucket) for process in processes)
+        calls = (process.call("load", first=index == 0, bucket=bucket) for process in processes)
         results = await asyncio.gather(*calls, return_exceptions=True)
         for process, result in zip(processes, results, strict=True):
             if not isinstance(result, BaseException):
@@ -275,8 +276,10 @@ class VLLMRollout(StreamingEngine):
             for process in self._processes:
                 process.stale = True
         # A process may die while another finishes its update.
-        while outdated := [p for p in self._processes if p.stale or p.num_buckets or not p.serving]:
-            for process in outdated:
+        while outdated_processes := [
+            p for p in self._processes if p.stale or p.num_buckets or not p.serving
+        ]:
+            for process in outdated_processes:
                 await self._ensure_serving(process)
                 try:
                     if process.num_buckets and process.num_buckets == self._num_buckets:

@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("!i")
 _PROGRESS_INTERVAL_S = 10.0
 _PING_INTERVAL_S = 15.0
 _PONG_TIMEOUT_S = 120.0
-"""The longest wait for the answer to a ping; a thread that does not compute answers."""
+"""The longest wait for the answer to a ping; its thread answers even while vLLM computes."""
 _EXIT_TIMEOUT_S = 30.0
 _EXCEPTION_LINE = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _COPIED_FILES = {
@@ -131,9 +131,10 @@ class EngineProcess:
         for source, copy in _COPIED_FILES.items():
             shutil.copyfile(source_folder / source, folder / copy)
         environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+        python_path = str(folder)
         # This interpreter may find vLLM by PYTHONPATH; another interpreter has packages of its own.
-        own_path = self._launch.python == sys.executable and os.environ.get("PYTHONPATH")
-        python_path = f"{folder}{os.pathsep}{own_path}" if own_path else str(folder)
+        if self._launch.python == sys.executable and os.environ.get("PYTHONPATH"):
+            python_path += os.pathsep + os.environ["PYTHONPATH"]
         environment |= self._launch.environment | {"PYTHONPATH": python_path}
         parent_socket, child_socket = socket.socketpair()
         with (folder / "log").open("wb") as log_file, child_socket:

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,18 +28,27 @@ _SEND_INTERVAL_S = 0.05
 """The tokens of running requests are sent at this interval: a frame per step would slow the reader down."""
 
 
+@dataclass
+class UnsentOutput:
+    """The tokens of a request since the last frame that had tokens of this request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finished: bool = False
+    cached_tokens: int | None = None
+
+
 class Server:
     """Serves one vLLM engine until the socket closes."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._send_lock = connection, threading.Lock()
         self._commands: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-        # Start of the current command or step; None between them.
+        # Start of the current command or step; None while the server waits.
         self._busy_since: float | None = None
         self._paused = False
         self._vllm_ids: dict[str, str] = {}  # vLLM's id of each request in the engine, by key
-        # By key: [key, token ids, log-probs, whether the request finished, number of cached tokens].
-        self._unsent_outputs: dict[str, list[Any]] = {}
+        self._unsent_outputs: dict[str, UnsentOutput] = {}  # by key
         self._sent_at = 0.0
         self._updating = False
         self._num_workers = 0
@@ -99,14 +109,14 @@ class Server:
         for output in self._llm.llm_engine.engine_core.get_output().outputs:
             key = output.request_id.partition("-")[0]  # vLLM appends a dash and random letters
             stats = output.prefill_stats
-            entry = self._unsent_outputs.setdefault(key, [key, [], [], False, None])
-            entry[1] += output.new_token_ids
+            unsent = self._unsent_outputs.setdefault(key, UnsentOutput())
+            unsent.token_ids += output.new_token_ids
             if output.new_token_ids:
-                entry[2] += output.new_logprobs.logprobs[:, 0].tolist()
+                unsent.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
             if stats is not None:
-                entry[4] = stats.num_cached_tokens
+                unsent.cached_tokens = stats.num_cached_tokens
             if output.finished:
-                entry[3] = True
+                unsent.finished = True
                 finished_keys.append(key)
                 del self._vllm_ids[key]
         now = time.monotonic()
@@ -127,8 +137,12 @@ class Server:
             core.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def _send_tokens(self, keys: list[str]) -> None:
-        if keys:
-            self._send({"tokens": [self._unsent_outputs.pop(key) for key in keys]})
+        outputs = [(key, self._unsent_outputs.pop(key)) for key in keys]
+        if outputs:
+            fields = [
+                (key, o.token_ids, o.log_probs, o.finished, o.cached_tokens) for key, o in outputs
+            ]
+            self._send({"tokens": fields})
 
     # -- commands -------------------------------------------------------------------------------
 

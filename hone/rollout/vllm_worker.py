@@ -64,8 +64,11 @@ class BucketEngine(WeightTransferEngine):
         load_weights: Callable[[list[tuple[str, Tensor]]], object] | None = None,
     ) -> None:
         """Loads one bucket; only vLLM 0.22 passes `load_weights`."""
-        data = _broadcast(update_info) if update_info.distributed else _open_memory(update_info)
-        (load_weights or self.model.load_weights)(list(_copy_tensors(update_info, data)))
+        memory = _broadcast(update_info) if update_info.distributed else _open_memory(update_info)
+        tensors = list(_copy_tensors(update_info, memory))
+        if load_weights is None:
+            load_weights = self.model.load_weights
+        load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         """Ends an update; vLLM 0.22 does not call this, because its worker does the same."""
@@ -121,19 +124,19 @@ def _broadcast(info: BucketInfo) -> Tensor:
 
     group = get_world_group()
     if group.rank_in_group == 0:
-        data = _open_memory(info)[: info.size]
+        memory = _open_memory(info)[: info.size]
     else:
-        data = torch.empty(info.size, dtype=torch.uint8, device=group.device)
-    return group.broadcast(data, 0)
+        memory = torch.empty(info.size, dtype=torch.uint8, device=group.device)
+    return group.broadcast(memory, 0)
 
 
-def _copy_tensors(info: BucketInfo, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+def _copy_tensors(info: BucketInfo, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields copies of the tensors, because vLLM may use a tensor after the bucket was refilled."""
     for name, dtype_name, shape, offset in info.tensors:
         dtype = getattr(torch, dtype_name)
         size = torch.Size(shape).numel() * dtype.itemsize
-        yield name, data[offset : offset + size].clone().view(dtype).reshape(shape)
-    if data.is_cuda:
+        yield name, memory[offset : offset + size].clone().view(dtype).reshape(shape)
+    if memory.is_cuda:
         torch.cuda.synchronize()
 
 

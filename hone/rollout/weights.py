@@ -92,7 +92,7 @@ def check_name_and_shape(name: str, tensor: Tensor, parameters: Mapping[str, Ten
 
 
 def check_all_loaded(loaded_names: Collection[str], parameters: Mapping[str, Tensor]) -> None:
-    """Raises if an update lacks a parameter; for tied parameters, one of their names suffices."""
+    """Raises if an update lacks a parameter; of tied parameters, the update needs only one name."""
     loaded_ids = {id(parameters[name]) for name in loaded_names}
     if missing := [name for name, p in parameters.items() if id(p) not in loaded_ids]:
         raise RolloutError(
