@@ -103,7 +103,9 @@ class Ours:
             started = time.perf_counter()
             self.trainer.step()
             seconds.append(time.perf_counter() - started)
-        self._last = {k: v / count for k, v in self.trainer.timers.drain().items()}
+        from hone.trainer.ppo.metrics import pop_timing
+
+        self._last = {k: v / count for k, v in pop_timing(self.trainer.seconds).items()}
         return seconds
 
     def timing(self) -> dict[str, float]:

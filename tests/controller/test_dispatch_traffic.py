@@ -16,7 +16,7 @@ from hone.controller import ClassWithInitArgs, LocalWorkerGroup
 from hone.controller.dispatch import payload_bytes
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.trainer.ppo.metrics import traffic_metrics
+from hone.trainer.ppo.source import traffic_metrics
 
 
 @dataclass

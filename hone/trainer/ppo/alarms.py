@@ -17,6 +17,7 @@ from statistics import median
 
 from hone.config.trainer import AlarmsConfig
 from hone.tracking import RunFolder
+from hone.trainer.ppo.credit import GROUPS_WITHOUT_SIGNAL
 from hone.types import Settings
 
 log = logging.getLogger(__name__)
@@ -207,6 +208,43 @@ class Alarms:
         current_score = median(recent_values)
         has_risen = current_score >= median(reference) + MIN_LEARNING_RISE
         return has_risen and current_score >= highest_score - max(noise, SCORE_TOLERANCE)
+
+
+class StepWarnings:
+    """Warns of skipped updates, and of batches in which all responses of each group have the same score.
+
+    Of consecutive batches without a difference of scores, only the first is reported.
+    """
+
+    def __init__(self, *, is_group_relative: bool) -> None:
+        self._is_group_relative = is_group_relative
+        self._had_no_signal = False
+        self._skipped_counts: dict[str, float] = {}
+
+    def observe(self, metrics: Mapping[str, float], step: int) -> None:
+        """Logs a warning for each problem that the metrics of a step show."""
+        for name in ("actor/skipped_updates", "critic/skipped_updates"):
+            if metrics.get(name, 0.0) > self._skipped_counts.get(name, 0.0):
+                self._skipped_counts[name] = metrics[name]
+                log.warning(
+                    "step %d: a gradient was not finite, so the update was skipped (%s=%d); lower "
+                    "optim.lr or grad_clip, and look for NaN in the rewards, if this repeats",
+                    step,
+                    name,
+                    metrics[name],
+                )
+        if GROUPS_WITHOUT_SIGNAL not in metrics:
+            return
+        has_no_signal = metrics[GROUPS_WITHOUT_SIGNAL] == 1.0
+        if has_no_signal and not self._had_no_signal and self._is_group_relative:
+            log.warning(
+                "step %d: in each group all responses have the same score, so the step teaches "
+                "nothing; use prompts that are neither too easy nor too hard, a score with more "
+                "levels, more responses per prompt (actor_rollout_ref.rollout.n), or "
+                "algorithm.filter_groups.enable=true",
+                step,
+            )
+        self._had_no_signal = has_no_signal
 
 
 def scaled_mad(values: Sequence[float]) -> float:

@@ -16,15 +16,21 @@ from hone.agents.collate import (
     trajectory_indices,
     trajectory_totals,
 )
-from hone.algorithms.row_selection import interquartile, keep_informative, remove_extreme
+from hone.algorithms.row_selection import (
+    interquartile,
+    keep_informative,
+    pf_ppo_rows,
+    remove_extreme,
+)
 from hone.columns import require
 from hone.config import PPOTrainerConfig
 from hone.data.loader import PromptLoader
+from hone.ops.counter_rng import fold_seed
 from hone.ops.rows import Groups
 from hone.protocol import DataProto
 from hone.tracking.console import screen
+from hone.trainer.ppo.credit import split_attention_mask
 from hone.trainer.ppo.extras import extra_numbers, has_extra
-from hone.trainer.ppo.metrics import split_attention_mask
 from hone.trainer.ppo.response_metrics import filter_metrics, has_rule_score, verifiable_rewards
 from hone.trainer.ppo.source import TrajectorySource
 from hone.types import Fields
@@ -284,3 +290,31 @@ def _metric_values(batch: DataProto, name: str, config: PPOTrainerConfig) -> tor
         )
     numbers = extra_numbers(batch, name, config.reward_model.reward_kwargs.failure_score)
     return trajectory_totals(batch, torch.tensor(numbers, dtype=torch.float64))
+
+
+def unique_prompts(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarray]:
+    """Returns the unique prompt rows of the batch's trajectories."""
+    arrays = batch.non_tensor_batch
+    index_of_uid = dict(zip(arrays["uid"], arrays["dataset_index"], strict=True))
+    return loader.load_batch([(int(index), uid) for uid, index in index_of_uid.items()])
+
+
+def greedy_baselines(batch: DataProto, greedy_batch: DataProto) -> torch.Tensor:
+    """Returns ReMax's baseline [B], the score of the greedy response to each row's prompt."""
+    scores = trajectory_totals(greedy_batch, require(greedy_batch, "token_level_scores").sum(-1))
+    uids = last_row_values(greedy_batch, greedy_batch.non_tensor_batch["uid"])
+    score_of_uid = dict(zip(uids, scores.tolist(), strict=True))
+    return torch.tensor([score_of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
+
+
+def resample(batch: DataProto, config: PPOTrainerConfig, *, step: int) -> DataProto:
+    """Resamples the trajectories by score (PF-PPO); the result depends on `trainer.seed` and the step."""
+    pf_ppo, seed = config.algorithm.pf_ppo, fold_seed(config.trainer.seed, "pf_ppo", step)
+    generator = torch.Generator().manual_seed(seed)
+    scores = trajectory_totals(batch, require(batch, "token_level_scores").sum(-1))
+    indices = pf_ppo_rows(scores, pf_ppo.reweight_method, pf_ppo.weight_pow, generator)
+    if (row_trajectories := trajectory_indices(batch)) is not None:
+        indices = torch.cat(
+            [(row_trajectories == trajectory).nonzero().squeeze(1) for trajectory in indices]
+        )
+    return batch.select_idxs(indices)

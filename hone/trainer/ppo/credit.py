@@ -23,16 +23,14 @@ from hone.agents.collate import (
     turn_rewards,
 )
 from hone.algorithms.advantages.estimator import TRAJECTORY_COLUMN, Estimator, Trajectories
-from hone.algorithms.correction import correct
 from hone.algorithms.credit import assign_credit
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
-from hone.algorithms.row_selection import pf_ppo_rows
 from hone.columns import REWARD_PREFIX, declaration, require, reward_column, write
-from hone.config.algorithm import AlgorithmConfig, PFPPOConfig, RolloutCorrectionConfig
+from hone.config import PPOTrainerConfig
+from hone.config.algorithm import AlgorithmConfig
 from hone.config.reward import RewardModelConfig
 from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
-from hone.ops.counter_rng import fold_seed
-from hone.ops.rows import masked_whiten
+from hone.ops.rows import Groups, masked_mean, masked_whiten, split_at_response
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
@@ -42,10 +40,13 @@ from hone.rewards.scorer import accepted_names
 from hone.rewards.scorer_code import unwrap_function
 from hone.text import short_repr
 from hone.trainer.ppo.extras import FAILURE_COLUMN, Extras, extra_numbers, has_extra
+from hone.trainer.ppo.metrics import balance_metrics, style_metrics
 from hone.trainer.ppo.roles import RewardModel
+from hone.trainer.ppo.source import are_numbers, environment_columns, mean_max_min
 from hone.types import Fields, Function, JsonValue
 from hone.workers.reward_model import RewardModelWorker
 
+GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
 """The parts of a score by agent loop, rule, reward model and process reward model."""
 
@@ -237,27 +238,9 @@ def penalize_kl(
     }
 
 
-def correct_for_rollout(batch: DataProto, correction: RolloutCorrectionConfig) -> dict[str, float]:
-    """Writes importance weights, and a `loss_mask` without rejected tokens; returns metrics."""
-    weights, mask, metrics = correct(
-        require(batch, "old_log_probs"),
-        require(batch, "rollout_log_probs"),
-        require(batch, "response_mask"),
-        correction,
-    )
-    write(batch, "loss_mask", mask)
-    if weights is not None:
-        write(batch, "rollout_is_weights", weights)
-    return metrics
-
-
-def estimate_advantages(
-    batch: DataProto, estimator: Estimator, *, whiten: bool, failure_score: float
-) -> None:
-    """Writes `advantages` and `returns`; the estimator receives the columns that it declares.
-
-    `failure_score` replaces a reward part of a row whose scoring failed.
-    """
+def estimate_advantages(batch: DataProto, estimator: Estimator, config: PPOTrainerConfig) -> None:
+    """Writes `advantages` and `returns`; the estimator receives the columns that it declares."""
+    failure_score = config.reward_model.reward_kwargs.failure_score
     columns: Fields = {}
     for name in estimator.requires:
         extra = name.removeprefix(REWARD_PREFIX)
@@ -266,7 +249,7 @@ def estimate_advantages(
         else:  # a reward part without a column is an extra of the score function
             columns[name] = torch.tensor(extra_numbers(batch, extra, failure_score))  # [B]
     advantages, returns = run_estimator(batch, estimator, columns)
-    if whiten:
+    if config.algorithm.adv_norm:
         advantages = masked_whiten(advantages, require(batch, "response_mask"))
     write(batch, "advantages", advantages)
     write(batch, "returns", returns)
@@ -291,26 +274,6 @@ def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tu
                 f"{tuple(mask.shape)}; give one number per token, 0 outside the mask"
             )
     return advantages, returns
-
-
-def greedy_baselines(batch: DataProto, greedy_batch: DataProto) -> Tensor:
-    """Returns ReMax's baseline [B], the score of the greedy response to each row's prompt."""
-    scores = trajectory_totals(greedy_batch, require(greedy_batch, "token_level_scores").sum(-1))
-    uids = last_row_values(greedy_batch, greedy_batch.non_tensor_batch["uid"])
-    score_of_uid = dict(zip(uids, scores.tolist(), strict=True))
-    return torch.tensor([score_of_uid[uid] for uid in batch.non_tensor_batch["uid"]])
-
-
-def resample(batch: DataProto, pf_ppo: PFPPOConfig, *, seed: int, step: int) -> DataProto:
-    """Resamples the trajectories by score (PF-PPO), deterministically from (seed, step)."""
-    generator = torch.Generator().manual_seed(fold_seed(seed, "pf_ppo", step))
-    scores = trajectory_totals(batch, require(batch, "token_level_scores").sum(-1))
-    indices = pf_ppo_rows(scores, pf_ppo.reweight_method, pf_ppo.weight_pow, generator)
-    if (row_trajectories := trajectory_indices(batch)) is not None:
-        indices = torch.cat(
-            [(row_trajectories == trajectory).nonzero().squeeze(1) for trajectory in indices]
-        )
-    return batch.select_idxs(indices)
 
 
 def balance(
@@ -342,20 +305,92 @@ def balance(
             parts = get_seqlen_balanced_partitions(workloads, ranks, equal_size=True)
         for rows, part in zip(rank_rows, parts, strict=True):
             rows += block[part].tolist()
-    metrics = _length_metrics(lengths, rank_rows)
+    metrics = balance_metrics(lengths, rank_rows)
     return batch.select_idxs(torch.tensor([row for rows in rank_rows for row in rows])), metrics
 
 
-def _length_metrics(lengths: Tensor, rank_rows: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Returns the tokens per rank before the reordering, and after it, with the rows `rank_rows`."""
-    ranks = len(rank_rows)
-    tokens_before = lengths.view(ranks, -1).sum(1).tolist()
-    tokens_after = [lengths[list(rows)].sum().item() for rows in rank_rows]
-    return {
-        "global_seqlen/min": float(min(tokens_before)),
-        "global_seqlen/max": float(max(tokens_before)),
-        "global_seqlen/minmax_diff": float(max(tokens_before) - min(tokens_before)),
-        "global_seqlen/balanced_min": float(min(tokens_after)),
-        "global_seqlen/balanced_max": float(max(tokens_after)),
-        "global_seqlen/mean": lengths.sum().item() / ranks,
+def data_metrics(
+    batch: DataProto, max_prompt_length: int, max_response_length: int
+) -> dict[str, float]:
+    """Returns metrics of scores, rewards, advantages, lengths and turns of one batch."""
+    columns, arrays = batch.batch, batch.non_tensor_batch
+    mask = columns["response_mask"].bool()
+    prompt_length, response_length = (part.sum(1) for part in split_attention_mask(batch))
+    is_long_prompt = prompt_length >= max_prompt_length
+    is_long_response = response_length >= max_response_length
+    scores = trajectory_totals(batch, columns["token_level_scores"].sum(-1))
+    rewards = trajectory_totals(batch, columns["token_level_rewards"].sum(-1))
+    metrics = {
+        **mean_max_min("critic/score", scores),
+        **mean_max_min("critic/rewards", rewards),
+        **mean_max_min("critic/advantages", columns["advantages"][mask]),
+        **mean_max_min("critic/returns", columns["returns"][mask]),
+        **mean_max_min("response_length", response_length),
+        **mean_max_min("prompt_length", prompt_length),
+        "response_length/clip_ratio": is_long_response.float().mean().item(),
+        "prompt_length/clip_ratio": is_long_prompt.float().mean().item(),
+        "reward/mean": scores.mean().item(),
     }
+    if (indices := trajectory_indices(batch)) is not None:
+        metrics |= mean_max_min("trajectory_rows", indices.bincount())
+    if batch.has_column("values"):
+        values, returns = columns["values"][mask], columns["returns"][mask]
+        metrics |= mean_max_min("critic/values", values)
+        if len(values) > 1:  # one value has no variance
+            error = torch.var(returns - values) / (torch.var(returns) + 1e-5)
+            metrics["critic/vf_explained_var"] = 1.0 - error.item()
+    if batch.has_column("entropys"):
+        metrics["actor/entropy"] = masked_mean(columns["entropys"], mask).item()
+    if batch.has_column("step_mask"):
+        step_counts = trajectory_totals(batch, columns["step_mask"].sum(-1))
+        metrics |= mean_max_min("num_of_steps", step_counts)
+    if batch.has_column("rm_scores") and "reward_model" in arrays:
+        metrics |= style_metrics(scores, last_row_values(batch, arrays["reward_model"]))
+    # A data set may also have a column `acc`; only the `acc` of a scorer or an agent loop is reported.
+    keys = ("reward_extra_names", "loop_columns")
+    has_acc = any("acc" in batch.meta_info.get(key, ()) for key in keys)
+    if has_acc and are_numbers(arrays.get("acc", ())):
+        accuracies = [float(a) for a in arrays["acc"] if a is not None]
+        metrics["accuracy"] = sum(accuracies) / len(accuracies)
+    for name in ("num_turns", "tool_call_counts", "tool_failures"):
+        counts = torch.tensor([float(n) for n in arrays.get(name, ()) if n is not None])
+        metrics |= mean_max_min(name, counts)
+    for name in environment_columns(batch):
+        policy_tokens = int(mask.sum())
+        metrics["state_tokens/total"] = policy_tokens
+        metrics["state_tokens/coverage"] = policy_tokens / max(int(response_length.sum()), 1)
+        numbers = torch.tensor([float(n) for n in arrays[name] if n is not None])
+        if name == "env/number_of_actions":
+            metrics |= mean_max_min(name, numbers)
+        else:
+            metrics[name] = numbers.mean().item()
+    return metrics
+
+
+def signal_metrics(batch: DataProto) -> dict[str, float]:
+    """Returns the share of groups whose responses all have the same score.
+
+    The result is empty if every group has only one response.
+    """
+    scores = trajectory_totals(batch, require(batch, "token_level_scores").sum(-1))
+    groups = Groups.of(last_row_values(batch, batch.non_tensor_batch["uid"]))
+    has_several_responses = groups.sizes > 1
+    if not has_several_responses.any():
+        return {}
+    has_equal_scores = (groups.max(scores) == groups.min(scores))[has_several_responses]
+    return {GROUPS_WITHOUT_SIGNAL: has_equal_scores.double().mean().item()}
+
+
+def pop_manager_metrics(*managers: object) -> dict[str, float]:
+    """Returns the metrics of the managers since the last call; a user's manager may have none."""
+    return {
+        name: value
+        for manager in managers
+        if hasattr(manager, "pop_metrics")
+        for name, value in manager.pop_metrics().items()
+    }
+
+
+def split_attention_mask(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Returns the attention masks of prompts [B, P] and responses [B, T]."""
+    return split_at_response(batch.batch["attention_mask"], batch.batch["responses"])

@@ -15,7 +15,7 @@ from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
 from hone.trainer.ppo.credit import AGENT, RULE, balance
 from hone.trainer.ppo.extras import extra_numbers, has_extra
-from hone.trainer.ppo.metrics import mean_over_ranks
+from hone.trainer.ppo.source import mean_over_ranks
 from hone.workers.process_reward_model import GROUP, OUTCOME, ImplicitRewardModelWorker
 
 _BATCH_ROW = "batch_row"

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from hone.ops.rows import masked_mean, masked_sum
 from hone.protocol import DataProto
-from hone.trainer.ppo.metrics import data_metrics, split_attention_mask, time_per_token
+from hone.trainer.ppo.credit import data_metrics, split_attention_mask
+from hone.trainer.ppo.metrics import time_per_token
 from hone.trainer.ppo.validation import process_validation_metrics
 from hone.types import Fields, Row
 

@@ -32,13 +32,13 @@ from hone.tracking.tracking import check_trackers
 from hone.trainer.command_line import check_output_folder, user_error_message
 from hone.trainer.ppo.agent_checks import AgentChecks
 from hone.trainer.ppo.checkpoint import EarlierRun
+from hone.trainer.ppo.managers import load_validation_manager
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import ResourceEstimate, preview_lines
 from hone.trainer.ppo.remote_checkpoints import check_store
 from hone.trainer.ppo.roles import load_external_reward_model
 from hone.trainer.ppo.row_checks import PromptLengths, measure_prompts, try_scorers
 from hone.trainer.ppo.trainer import PPOTrainer
-from hone.trainer.ppo.validation import load_validation_manager
 from hone.types import Function, Settings
 
 TRAIN_KEY, VALIDATION_KEY = "data.train_files", "data.val_files"

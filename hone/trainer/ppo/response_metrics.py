@@ -23,9 +23,16 @@ from hone.protocol import DataProto, object_array
 from hone.rewards.failures import NO_GROUND_TRUTH
 from hone.rewards.repetition import repeatness
 from hone.tokenizer import Tokenizer
-from hone.trainer.ppo.credit import AGENT, MODEL, PROCESS, RULE, has_model_style
+from hone.trainer.ppo.credit import (
+    AGENT,
+    MODEL,
+    PROCESS,
+    RULE,
+    has_model_style,
+    split_attention_mask,
+)
 from hone.trainer.ppo.extras import FAILURE_COLUMN
-from hone.trainer.ppo.metrics import are_numbers, mean_max_min, split_attention_mask
+from hone.trainer.ppo.source import are_numbers, mean_max_min
 
 CORRECT_THRESHOLD = 0.5
 REFLECTION_PATTERN = re.compile(

@@ -22,7 +22,7 @@ from hone.protocol import DataProto
 from hone.text import clean_text, short_repr
 from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_path
-from hone.trainer.ppo.metrics import split_attention_mask
+from hone.trainer.ppo.credit import split_attention_mask
 from hone.types import Fields, JsonValue, Row
 
 if TYPE_CHECKING:

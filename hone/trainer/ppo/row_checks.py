@@ -30,10 +30,6 @@ from hone.trainer.ppo.credit import AGENT, MODEL, PROCESS, RULE, has_model_style
 from hone.types import Function, Row
 
 MODEL_STYLE = "reward_model.style=model"
-NO_VAL_REWARD_FN = (
-    ". Validation rows are scored by the configured rules, since val_reward_fn was not given with "
-    "reward_fn: pass val_reward_fn as well, or data.val_files=[]"
-)
 MAX_SOURCES = 16
 """The maximum number of data sources whose scorer is tried, on three rows of each source."""
 PROMPTS_PER_PROGRESS_UPDATE = 256

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hone.agents.collate import (
     TRAJECTORY_ROW,
@@ -23,8 +26,7 @@ from hone.controller.contract import DEFAULT_MESH
 from hone.data.loader import PromptLoader
 from hone.protocol import DataProto
 from hone.rollout.contract import trajectory_seed
-from hone.trainer.ppo.metrics import mean_max_min, mean_over_ranks
-from hone.types import Settings
+from hone.types import JsonValue, Settings
 from hone.weights.streamed import choose_transport
 from hone.workers.rollout_worker import RolloutWorker
 from hone.workers.train import ActorWorker
@@ -43,11 +45,38 @@ class _Group:
     outputs: tuple[AgentLoopOutput, ...] = ()
 
 
-def unique_prompts(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarray]:
-    """Returns the unique prompt rows of the batch's trajectories."""
-    arrays = batch.non_tensor_batch
-    index_of_uid = dict(zip(arrays["uid"], arrays["dataset_index"], strict=True))
-    return loader.load_batch([(int(index), uid) for uid, index in index_of_uid.items()])
+def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
+    """Averages the metrics of workers over ranks; a list has one value per rank."""
+    return {
+        name: float(sum(value) / len(value)) if isinstance(value, list) else float(value)
+        for name, value in metrics.items()
+    }
+
+
+def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
+    """Returns mean, max and min; empty if there are no values."""
+    if values.numel() == 0:
+        return {}
+    values = values.float()
+    return {
+        f"{name}/mean": values.mean().item(),
+        f"{name}/max": values.max().item(),
+        f"{name}/min": values.min().item(),
+    }
+
+
+def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
+    """Returns the bytes per method since the last call and their sum; clears the counters."""
+    total: Counter[str] = Counter({"weights": 0})  # reported even if it is 0
+    for counter in {id(counter): counter for counter in counters}.values():
+        total.update(counter)
+        counter.clear()
+    metrics = {
+        f"traffic/{key}_bytes": float(count)
+        for key, count in total.items()
+        if count or key == "weights"
+    }
+    return metrics | {"traffic/step_bytes": float(total.total())}
 
 
 class TrajectorySource:
@@ -244,3 +273,20 @@ class Publisher:
             **mean_max_min(f"{prefix}/trajectory_staleness", staleness),
             **mean_max_min(f"{prefix}/trajectory_spans", newest - oldest),
         }
+
+
+def environment_columns(batch: DataProto) -> list[str]:
+    """Returns the names of numeric columns that agent loops wrote with the prefix `env/`."""
+    names = [n for n in batch.meta_info.get("loop_columns", ()) if n.startswith("env/")]
+    return [name for name in names if are_numbers(batch.non_tensor_batch[name])]
+
+
+def are_numbers(values: Iterable[JsonValue]) -> bool:
+    """Returns whether there are values besides None, and all of them are numbers that fit a float."""
+    numbers = [v for v in values if v is not None]
+    return bool(numbers) and all(
+        abs(v) <= sys.float_info.max
+        if isinstance(v, int)
+        else isinstance(v, (float, np.bool_, np.number))
+        for v in numbers
+    )

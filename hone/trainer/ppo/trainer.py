@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,26 +23,25 @@ from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_run_dataset, create_train_loader, create_val_loader
 from hone.data.loader import Dataset
 from hone.protocol import DataProto
-from hone.rewards import load_reward_manager
 from hone.tokenizer import Processor, Tokenizer
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import silent_bar
 from hone.tracking.lock import lock_folder
-from hone.trainer.ppo import checkpoint, credit, metrics, roles
-from hone.trainer.ppo.alarms import Alarms
-from hone.trainer.ppo.collect import DynamicSampling, filter_batch
+from hone.trainer.ppo import checkpoint, collect, credit, metrics, off_policy, roles
+from hone.trainer.ppo.alarms import Alarms, StepWarnings
 from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
+from hone.trainer.ppo.managers import load_managers
 from hone.trainer.ppo.memory import freeze_garbage_collection
 from hone.trainer.ppo.plan import Plan, set_schedule_lengths
 from hone.trainer.ppo.profiling import StepProfiler
 from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
 from hone.trainer.ppo.rollout_writer import RolloutWriter
-from hone.trainer.ppo.row_checks import NO_VAL_REWARD_FN, check_rows, routes_by_style
-from hone.trainer.ppo.source import Publisher, TrajectorySource, unique_prompts
-from hone.trainer.ppo.validation import load_validation_manager, run_validation
+from hone.trainer.ppo.row_checks import routes_by_style
+from hone.trainer.ppo.source import Publisher, TrajectorySource, mean_over_ranks, traffic_metrics
+from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads
-from hone.types import Function
+from hone.types import Fields, Function
 from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker, TrainWorker
 
 
@@ -74,13 +74,9 @@ class PPOTrainer:
         self.total_steps = trainer.total_training_steps or steps_of_epochs
         scheduled_config = set_schedule_lengths(config, self.total_steps)
         self.config, _ = resolve_threads(scheduled_config, trainer.n_gpus_per_node)
-        self.reward_fn = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
-        self.val_reward_fn = val_reward_fn or load_validation_manager(
-            config, tokenizer, self.val_dataset
+        self.reward_fn, self.val_reward_fn = load_managers(
+            config, tokenizer, reward_fn, val_reward_fn, self.train_dataset, self.val_dataset
         )
-        check_rows(self.reward_fn, self.train_dataset, config)
-        hint = NO_VAL_REWARD_FN if reward_fn and not val_reward_fn else ""
-        check_rows(self.val_reward_fn, self.val_dataset, config, hint)
         self.route_by_style = routes_by_style(config, self.train_dataset, self.val_dataset)
         uses_lora = config.actor_rollout_ref.model.uses_lora
         self.roles = dict(role_worker_mapping or roles.default_roles(self.plan, lora=uses_lora))
@@ -89,9 +85,9 @@ class PPOTrainer:
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.run_folder = RunFolder(trainer.default_local_dir, trainer.default_hdfs_dir)
         self.rollout_writer = RolloutWriter(self.run_folder, trainer, tokenizer)
-        self.timers = metrics.Timers()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.alarms = Alarms(trainer.alarms, self.run_folder)
-        self.warnings = metrics.StepWarnings(is_group_relative=self.plan.compares_scores_only)
+        self.warnings = StepWarnings(is_group_relative=self.plan.compares_scores_only)
         self.tracking: Tracking | None = None
         self.bar = silent_bar("train")
         self._stack = ExitStack()
@@ -110,7 +106,6 @@ class PPOTrainer:
         self.critic: WorkerGroup[CriticWorker] | None = groups.get(Role.Critic)
         self.reward_model = roles.get_reward_model(config, self.plan, self.tokenizer, groups)
         self.scoring_options = self.reward_model, config.reward_model, self.route_by_style
-        self.logs_response_metrics = config.logs_response_metrics
         self.trained_groups = roles.trained_groups(groups, self.plan)
         self.source = TrajectorySource(
             self.rollout,
@@ -118,7 +113,7 @@ class PPOTrainer:
             pad_token_id=self.tokenizer.pad_token_id,
             keep_log_probs=rollout.calculate_log_probs,
         )
-        self.dynamic_sampling = DynamicSampling(
+        self.dynamic_sampling = collect.DynamicSampling(
             config, self.loader, self.source, submit=self.submit, take=self.take, score=self.score
         )
         self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine)
@@ -151,16 +146,17 @@ class PPOTrainer:
                 self.tracking, self.bar = tracking, bar
                 validate_first = self.global_step == 0 and trainer.val_before_train
                 if (validate_first or trainer.val_only) and (val_metrics := self.validate()):
-                    tracking.log(val_metrics | self.timers.drain(), self.global_step)
+                    tracking.log(val_metrics | metrics.pop_timing(self.seconds), self.global_step)
                 if trainer.val_only:
                     return
                 while self.global_step < self.total_steps:
-                    with self.timers.timer("step"), self.profiler.step(self.global_step + 1):
+                    with self.timer("step"), self.profiler.step(self.global_step + 1):
                         batch, step_metrics = self.step()
+                    self.warnings.observe(step_metrics, self.global_step)
                     step_metrics |= self.after_step(batch)
                     step_metrics |= self.alarms.observe(step_metrics, self.global_step)
                     with self.checkpoint_if_due(stop.requested) as is_saved:
-                        timing, ranks = self.timers.drain(), self.actor.world_size
+                        timing, ranks = metrics.pop_timing(self.seconds), self.actor.world_size
                         step_metrics |= timing | metrics.throughput_metrics(batch, timing, ranks)
                         tracking.log(step_metrics, self.global_step)
                     freeze()
@@ -174,7 +170,7 @@ class PPOTrainer:
         """Runs one step of the loop, and returns its batch and metrics."""
         self.global_step += 1
         # Drops the metrics of validation, checkpoints and greedy responses since the last step.
-        metrics.traffic_metrics(self.traffic)
+        traffic_metrics(self.traffic)
         self.source.pop_metrics()
         batch = self.collect()
         batch = self.estimate(batch)
@@ -183,10 +179,19 @@ class PPOTrainer:
         return batch, step_metrics | self.report(batch)
 
     @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """Adds the seconds of the block to the metric `timing_s/<name>`, even if the block raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Times a phase of the step, and shows the phase in the progress bar."""
         self.bar.done, self.bar.note = self.global_step - 1, name
-        with self.timers.timer(name):
+        with self.timer(name):
             yield
 
     def collect(self) -> DataProto:
@@ -197,12 +202,12 @@ class PPOTrainer:
             self.submit(self.loader.next_batch())
             batch = self.score(self.take())
             if self.plan.filters_groups:
-                batch = filter_batch(batch, self.config)
+                batch = collect.filter_batch(batch, self.config)
         batch.meta_info.setdefault("metrics", {}).update(self.source.pop_metrics())
         if self.plan.needs_greedy_baselines:
-            self.submit(unique_prompts(batch, self.loader), greedy=True)
+            self.submit(collect.unique_prompts(batch, self.loader), greedy=True)
             greedy_batch = self.score(self.take(phase="gen_max"))
-            write(batch, "reward_baselines", credit.greedy_baselines(batch, greedy_batch))
+            write(batch, "reward_baselines", collect.greedy_baselines(batch, greedy_batch))
         return batch
 
     def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
@@ -210,7 +215,7 @@ class PPOTrainer:
         rollout = self.config.actor_rollout_ref.rollout
         samples = 1 if greedy else rollout.n
         sampling = default_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
-        with self.timers.timer("gen_max" if greedy else "gen"):
+        with self.timer("gen_max" if greedy else "gen"):
             return self.source.submit(prompts, samples=samples, sampling=sampling)
 
     def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
@@ -249,25 +254,21 @@ class PPOTrainer:
     def assign_credit(self, batch: DataProto) -> DataProto:
         """Computes rewards (minus the KL penalty), importance weights, advantages and returns."""
         algorithm = self.config.algorithm
-        with self.timers.timer("adv"):
+        with self.timer("adv"):
             step_metrics = credit.apply_kl_in_reward(batch, algorithm, self.kl_controller)
             if self.plan.corrects_for_rollout:
-                step_metrics |= credit.correct_for_rollout(batch, algorithm.rollout_correction)
-            failure_score = self.config.reward_model.reward_kwargs.failure_score
-            credit.estimate_advantages(
-                batch, self.plan.estimator, whiten=algorithm.adv_norm, failure_score=failure_score
-            )
+                step_metrics |= off_policy.correct_for_rollout(batch, algorithm.rollout_correction)
+            credit.estimate_advantages(batch, self.plan.estimator, self.config)
         batch.meta_info.setdefault("metrics", {}).update(step_metrics)
         return batch
 
     def resample_and_balance(self, batch: DataProto) -> DataProto:
         """Returns the batch to train on: resampled if PF-PPO is enabled, and ordered by rank."""
         trainer, ranks = self.config.trainer, self.actor.data_parallel_size
-        with self.timers.timer("adv"):
+        with self.timer("adv"):
             rows = batch
             if self.config.algorithm.use_pf_ppo:
-                pf_ppo, step = self.config.algorithm.pf_ppo, self.global_step
-                rows = credit.resample(batch, pf_ppo, seed=trainer.seed, step=step)
+                rows = collect.resample(batch, self.config, step=self.global_step)
             rows, balance_metrics = credit.balance(
                 rows, ranks, self.plan.rows_per_update, by_length=trainer.balance_batch
             )
@@ -281,14 +282,13 @@ class PPOTrainer:
         if self.plan.needs_critic and self.critic is not None:
             with self.phase("update_critic"):
                 output = self.critic.call(CriticWorker.update_critic, batch, num_step_rows=num_rows)
-                step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
+                step_metrics |= mean_over_ranks(output.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
                 output = self.actor.call(ActorWorker.update_actor, batch, num_step_rows=num_rows)
-                step_metrics |= metrics.mean_over_ranks(output.meta_info["metrics"])
+                step_metrics |= mean_over_ranks(output.meta_info["metrics"])
             with self.phase("update_weights"):
                 step_metrics |= self.publisher.publish()
-        self.warnings.warn_of_skipped_updates(step_metrics, self.global_step)
         return step_metrics
 
     def report(self, batch: DataProto) -> dict[str, float]:
@@ -299,19 +299,20 @@ class PPOTrainer:
             "training/global_step": self.global_step,
             "training/epoch": self.loader.epoch,
             "training/old_log_probs_recomputed": float(recomputes_log_probs),
-            **metrics.data_metrics(batch, data.max_prompt_length, data.max_response_length),
+            **credit.data_metrics(batch, data.max_prompt_length, data.max_response_length),
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
-            **(metrics.agreement_metrics(batch) if recomputes_log_probs else {}),
-            **metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path),
-            **self.warnings.check_group_signal(batch, self.global_step),
+            **(off_policy.agreement_metrics(batch) if recomputes_log_probs else {}),
+            **credit.signal_metrics(batch),
             **self.publisher.staleness(batch),
-            **metrics.traffic_metrics(self.traffic),
-            **metrics.mean_over_ranks(batch.meta_info.get("metrics", {})),
+            **traffic_metrics(self.traffic),
+            **mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
-        if self.logs_response_metrics:
-            with self.timers.timer("compute_additional_metrics"):
+        if batch.has_column("routed_experts"):
+            report |= metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path)
+        if self.config.logs_response_metrics:
+            with self.timer("compute_additional_metrics"):
                 report |= response_metrics(batch, self.tokenizer, self.config, self.route_by_style)
-        return report | metrics.pop_manager_metrics(self.reward_fn, self.reward_model)
+        return report | credit.pop_manager_metrics(self.reward_fn, self.reward_model)
 
     def after_step(self, batch: DataProto) -> dict[str, float]:
         """Writes the rollout file, calls `on_batch_end`, and returns the metrics of a due validation."""
@@ -332,10 +333,10 @@ class PPOTrainer:
             self.source.submit(prompts, samples=n, sampling=sampling)
             return credit.score(self.source.take(), self.val_reward_fn, *self.scoring_options)
 
-        with self.timers.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
+        with self.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             val_metrics, batch = run_validation(self.val_loader.first_epoch(), generate, n, bar)
         self.rollout_writer.write_validation(batch, self.global_step, self.tracking)
-        manager_metrics = metrics.pop_manager_metrics(self.val_reward_fn, self.reward_model)
+        manager_metrics = credit.pop_manager_metrics(self.val_reward_fn, self.reward_model)
         return val_metrics | {f"val-aux/{name}": value for name, value in manager_metrics.items()}
 
     @contextmanager
@@ -362,7 +363,7 @@ class PPOTrainer:
         with self.phase("save_checkpoint"):
             for role, group in self.trained_groups.items():
                 group.call_all(TrainWorker.save_checkpoint, str(folder / role))
-            state: dict[str, Any] = {"step": self.global_step, "loader": self.loader.state_dict()}
+            state: Fields = {"step": self.global_step, "loader": self.loader.state_dict()}
             state |= {"not_taken": self.source.state_dict(), "alarms": self.alarms.state_dict()}
             state |= {"kl_controller": self.kl_controller.state_dict()}
             checkpoint.write_state(folder, state)

@@ -1,4 +1,4 @@
-"""Loads the reward manager of validation, and computes metrics over n responses (attempts) per prompt."""
+"""Generates the responses of validation, and computes metrics over n responses (attempts) per prompt."""
 
 from __future__ import annotations
 
@@ -11,41 +11,12 @@ import numpy as np
 import torch
 
 from hone.agents.collate import last_row_values, pad_and_concat, trajectory_totals
-from hone.config import PPOTrainerConfig, replace
-from hone.data.dataset import RLHFDataset
-from hone.data.loader import Dataset
 from hone.ops import at_n
 from hone.protocol import DataProto
-from hone.rewards.loading import load_reward_manager
-from hone.rewards.managers.blank import BlankRewardManager
-from hone.rewards.managers.rule import AbstractRewardManager
 from hone.rewards.scorer import vote_of
-from hone.rewards.scores.table import UnknownSourceError
-from hone.tokenizer import Tokenizer
 from hone.tracking.console import Bar
-from hone.trainer.ppo.metrics import are_numbers, environment_columns, mean_max_min
-from hone.trainer.ppo.row_checks import check_sources
-from hone.types import Function, JsonValue
-
-
-def load_validation_manager(
-    config: PPOTrainerConfig,
-    tokenizer: Tokenizer,
-    dataset: Dataset | None,
-    compute_score: Function | None = None,
-) -> AbstractRewardManager:
-    """Returns the manager of validation; as in PURE, `prime` replaces `blank` if all rows have a rule."""
-    manager = load_reward_manager(config, tokenizer, 1, compute_score=compute_score)
-    if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
-        return manager
-    prime_config = replace(config, "reward_manager.name", "prime")
-    prime_manager = load_reward_manager(prime_config, tokenizer, 1, compute_score=compute_score)
-    try:
-        default_loop = config.actor_rollout_ref.rollout.default_loop
-        check_sources(prime_manager, dataset, default_loop, has_model=True)
-    except UnknownSourceError:
-        return manager
-    return prime_manager
+from hone.trainer.ppo.source import are_numbers, environment_columns, mean_max_min
+from hone.types import JsonValue
 
 
 def run_validation(

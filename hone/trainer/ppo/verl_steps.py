@@ -31,7 +31,6 @@ from hone.plugins import plain_name
 from hone.protocol import DataProto
 from hone.tracking.markers import DistProfiler
 from hone.trainer.ppo import credit
-from hone.trainer.ppo.metrics import split_attention_mask
 from hone.trainer.ppo.plan import Plan
 from hone.types import Fields, JsonValue, Settings
 
@@ -45,7 +44,7 @@ WorkerType = type[Worker]
 
 def compute_response_mask(data: DataProto) -> Tensor:
     """Returns the response part of `attention_mask` [B, T]."""
-    return split_attention_mask(data)[1]
+    return credit.split_attention_mask(data)[1]
 
 
 def apply_kl_penalty(

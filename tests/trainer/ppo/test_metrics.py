@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 
 import pytest
 import torch
 
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.trainer.ppo.metrics import GROUPS_WITHOUT_SIGNAL, StepWarnings, Timers, data_metrics
+from hone.trainer.ppo import trainer
+from hone.trainer.ppo.alarms import StepWarnings
+from hone.trainer.ppo.credit import GROUPS_WITHOUT_SIGNAL, data_metrics, signal_metrics
+from hone.trainer.ppo.metrics import pop_timing
 
 
 def batch(scores: list[float], uids: str, trajectories: str | None = None) -> DataProto:
@@ -36,31 +40,27 @@ def batch(scores: list[float], uids: str, trajectories: str | None = None) -> Da
 def test_the_share_of_groups_without_signal_is_measured(
     scores: list[float], uids: str, share: float
 ) -> None:
-    assert StepWarnings(is_group_relative=True).check_group_signal(batch(scores, uids), 1) == {
-        GROUPS_WITHOUT_SIGNAL: share
-    }
+    assert signal_metrics(batch(scores, uids)) == {GROUPS_WITHOUT_SIGNAL: share}
 
 
 def test_groups_of_one_have_no_such_share() -> None:
-    assert StepWarnings(is_group_relative=True).check_group_signal(batch([1, 1, 1], "abc"), 1) == {}
+    assert signal_metrics(batch([1, 1, 1], "abc")) == {}
 
 
 def test_rows_of_one_trajectory_are_one_response() -> None:
-    assert StepWarnings(is_group_relative=True).check_group_signal(
-        batch([1, 0, 1], "aaa", "xxy"), 1
-    ) == {GROUPS_WITHOUT_SIGNAL: 1.0}
+    assert signal_metrics(batch([1, 0, 1], "aaa", "xxy")) == {GROUPS_WITHOUT_SIGNAL: 1.0}
 
 
 def test_a_batch_without_signal_is_told_once_until_there_is_some_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    signal = StepWarnings(is_group_relative=True)
+    step_warnings = StepWarnings(is_group_relative=True)
     empty, something = batch([1, 1, 0, 0], "aabb"), batch([1, 0, 0, 0], "aabb")
     for step, rows in enumerate([empty, empty, something, empty], start=1):
-        signal.check_group_signal(rows, step)
+        step_warnings.observe(signal_metrics(rows), step)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert [w.partition(":")[0] for w in warnings] == ["step 1", "step 4"]
-    assert "in each of the 2 groups all responses have the same score" in warnings[0]
+    assert "in each group all responses have the same score" in warnings[0]
     assert "algorithm.filter_groups.enable=true" in warnings[0]
 
 
@@ -80,9 +80,7 @@ def test_each_trajectory_counts_for_the_style_of_its_own_rows() -> None:
 def test_an_estimator_that_compares_no_groups_is_not_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert StepWarnings(is_group_relative=False).check_group_signal(batch([1, 1], "aa"), 1) == {
-        GROUPS_WITHOUT_SIGNAL: 1.0
-    }
+    StepWarnings(is_group_relative=False).observe(signal_metrics(batch([1, 1], "aa")), 1)
     assert caplog.records == []
 
 
@@ -90,47 +88,47 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self) -> float:
+    def perf_counter(self) -> float:
         return self.now
 
 
-def test_a_timer_becomes_a_metric() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    timers = Timers(clock)
-    with timers.timer("gen"):
+    monkeypatch.setattr(trainer, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def timed() -> trainer.PPOTrainer:
+    """A trainer that only measures time."""
+    timed = trainer.PPOTrainer.__new__(trainer.PPOTrainer)
+    timed.seconds = defaultdict(float)
+    return timed
+
+
+def test_a_timer_becomes_a_metric(clock: Clock, timed: trainer.PPOTrainer) -> None:
+    with timed.timer("gen"):
         clock.now += 2.5
-    assert timers.drain() == {"timing_s/gen": 2.5}
+    assert pop_timing(timed.seconds) == {"timing_s/gen": 2.5}
+    assert pop_timing(timed.seconds) == {}
 
 
-def test_a_repeated_timer_adds_up_and_timers_nest() -> None:
-    clock = Clock()
-    timers = Timers(clock)
-    with timers.timer("step"):
+def test_a_repeated_timer_adds_up_and_timers_nest(clock: Clock, timed: trainer.PPOTrainer) -> None:
+    with timed.timer("step"):
         for seconds in (1.0, 2.0):
-            with timers.timer("gen"):
+            with timed.timer("gen"):
                 clock.now += seconds
         clock.now += 4.0
-    assert timers.drain() == {"timing_s/gen": 3.0, "timing_s/step": 7.0}
+    assert pop_timing(timed.seconds) == {"timing_s/gen": 3.0, "timing_s/step": 7.0}
 
 
-def test_time_before_an_exception_counts() -> None:
-    clock = Clock()
-    timers = Timers(clock)
-
+def test_time_before_an_exception_counts(clock: Clock, timed: trainer.PPOTrainer) -> None:
     def fail() -> None:
-        with timers.timer("gen"):
+        with timed.timer("gen"):
             clock.now += 1.0
             raise KeyError("x")
 
     with pytest.raises(KeyError):
         fail()
-    assert timers.drain() == {"timing_s/gen": 1.0}
-
-
-def test_draining_starts_from_zero() -> None:
-    clock = Clock()
-    timers = Timers(clock)
-    with timers.timer("gen"):
-        clock.now += 1.0
-    assert timers.drain() == {"timing_s/gen": 1.0}
-    assert timers.drain() == {}
+    assert pop_timing(timed.seconds) == {"timing_s/gen": 1.0}

@@ -159,12 +159,13 @@ def test_every_second_stands_in_the_line_of_its_own_step(
     train: Callable[..., Run], task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from itertools import count
+    from types import SimpleNamespace
 
-    from hone.trainer.ppo import metrics
-    from hone.trainer.ppo.metrics import Timers
+    from hone.trainer.ppo import trainer
 
     ticks = count()
-    monkeypatch.setattr(metrics, "Timers", lambda: Timers(clock=lambda: float(next(ticks))))
+    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(trainer, "time", clock)
     lines = train(task.validated(), "trainer.test_freq=2", "trainer.save_freq=2").metrics
     assert [line["step"] for line in lines] == [0, 1, 2]
     # A timer that runs alone takes one tick of this clock; each step scores once.
@@ -207,7 +208,7 @@ def test_one_token_has_no_explained_variance() -> None:
     import warnings
 
     from hone.protocol import DataProto
-    from hone.trainer.ppo.metrics import data_metrics
+    from hone.trainer.ppo.credit import data_metrics
 
     def step_metrics(mask: list[int]) -> dict[str, float]:
         names = ("token_level_scores", "token_level_rewards", "advantages", "returns", "values")
