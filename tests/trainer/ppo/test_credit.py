@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -195,56 +194,6 @@ def test_a_critic_learns_the_returns(train: Callable[..., Run]) -> None:
     )
     assert run.series("critic/values/mean")[0] == 0  # a new head says nothing
     assert run.series("critic/vf_loss")[-1] < 0.5 * run.series("critic/vf_loss")[0]
-
-
-@pytest.mark.parametrize(
-    "correction",
-    [
-        ["rollout_is=token", "rollout_is_threshold=1.01"],
-        ["rollout_is=sequence"],
-        ["rollout_is=token", "rollout_is_threshold='0.5_2.0'"],
-        ["rollout_rs=token_k2", "rollout_rs_threshold=0.5"],
-        ["rollout_rs=seq_mean_k1", "rollout_rs_threshold='0.9_1.1'"],
-        ["bypass_mode=true"],
-        ["bypass_mode=true", "loss_type=reinforce", "rollout_is=token"],
-    ],
-    ids=" ".join,
-)
-def test_correction_trains(train: Callable[..., Run], correction: list[str]) -> None:
-    run = train(*(f"algorithm.rollout_correction.{c}" for c in correction))
-    row = run.rollouts(1)[0]
-    if correction[0].startswith("rollout_is"):
-        # The engines agree, so nothing is cut: every weight is 1.
-        assert row["rollout_is_weights"] == pytest.approx(row["response_mask"], abs=1e-3)
-        assert run.steps[0]["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-3)
-    elif correction[0].startswith("rollout_rs"):
-        assert row["loss_mask"] == row["response_mask"]
-    else:
-        assert row["old_log_probs"] == row["rollout_log_probs"]
-        assert run.steps[0]["training/old_log_probs_recomputed"] == 0.0
-    assert run.steps[0]["actor/grad_norm"] > 0
-
-
-def test_rejected_tokens_leave_the_loss_and_nothing_else(
-    train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hone.trainer.ppo import trainer
-
-    take = trainer.PPOTrainer.take
-
-    def doubtful(self: Any, *arguments: Any, **options: Any) -> DataProto:
-        batch = take(self, *arguments, **options)
-        batch.batch["rollout_log_probs"][:, 0] -= 3.0  # as if the engine had thought otherwise
-        return batch
-
-    monkeypatch.setattr(trainer.PPOTrainer, "take", doubtful)
-    run = train(
-        "algorithm.rollout_correction.rollout_rs=token_k2",
-        "algorithm.rollout_correction.rollout_rs_threshold=0.5",
-    )
-    for row in run.rollouts(1):
-        assert row["loss_mask"] == [0, *row["response_mask"][1:]]
-        assert row["advantages"][0] == row["advantages"][1]
 
 
 def test_pf_ppo_draws_rows_again_by_score_and_keeps_what_it_drew_from(

@@ -188,11 +188,3 @@ def test_a_bad_row_in_memory_is_named(task: Task) -> None:
         any_trainer(task, train_dataset=[{"prompt": "1+1="}, {"q": "2"}])
     with pytest.raises(DataError, match="the training data set has no rows"):
         any_trainer(task, train_dataset=[])
-
-
-def test_validation_rows_without_a_score_name_the_argument_that_is_missing(task: Task) -> None:
-    from hone.rewards.scores.table import UnknownSourceError
-
-    overrides = (task.validated(), "custom_reward_function.path=null")
-    with pytest.raises(UnknownSourceError, match="val_reward_fn was not given with reward_fn"):
-        any_trainer(task, *overrides, reward_fn=lambda *a, **k: None)

@@ -143,18 +143,6 @@ def test_the_family_finds_its_metric_names(train: Callable[..., Run]) -> None:
     assert 0 <= line["accuracy"] <= 1
 
 
-def test_rollout_and_trainer_agree_on_log_probs(train: Callable[..., Run]) -> None:
-    lines = train("actor_rollout_ref.actor.ppo_epochs=2").steps
-    assert all(line["rollout_corr/log_prob_abs_diff_max"] < 1e-4 for line in lines)
-
-
-def test_no_agreement_is_reported_that_nobody_measured(train: Callable[..., Run]) -> None:
-    for line in train("algorithm.rollout_correction.bypass_mode=true").steps:
-        names = [n for n in line if "log_prob_abs_diff" in n or "rollout_probs_diff" in n]
-        assert not names
-        assert "rollout_corr/kl" not in line
-
-
 def test_every_second_stands_in_the_line_of_its_own_step(
     train: Callable[..., Run], task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
