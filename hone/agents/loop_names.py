@@ -45,13 +45,15 @@ class LoopNames:
 
     def name_of_row(self, agent_name: object) -> str:
         """Returns the loop name for a row's `agent_name`; raises PluginError if it is unknown."""
-        if agent_name is None or agent_name == "":
+        if agent_name is None:
             return self.default
         if not isinstance(agent_name, str):
             raise PluginError(
                 f"agent_name must be the name of an agent loop, got {short_repr(agent_name)}; write "
                 "text, or omit agent_name for the default loop"
             )
+        if not agent_name:
+            return self.default
         if agent_name not in self._names():
             for name in (*self._factory_loaders, self.default):
                 self.factory(name)  # the module of a configured loop may register more names

@@ -78,6 +78,15 @@ def _is_valid_part(part: Any) -> bool:
     )
 
 
+def content_text(content: Any) -> str:
+    """Returns the text of a message's content, which may be a list of parts such as texts and images."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, Sequence) else ()
+    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
+    return "".join(text for text in texts if isinstance(text, str))
+
+
 def check_message_roles(messages: Sequence[Message]) -> None:
     """Raises PromptError for a role that no chat template knows."""
     for number, message in enumerate(messages):

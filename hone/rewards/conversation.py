@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hone.data.chat_template import apply_template
+from hone.data.messages import content_text
 from hone.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]  # plain text, or chat messages
@@ -24,16 +25,7 @@ def prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
-    return "\n\n".join(filter(None, map(_content_text, contents)))
-
-
-def _content_text(content: Any) -> str:
-    """Returns the text of a message, which may be a list of parts such as texts and images."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, Sequence) else ()
-    texts = (part.get("text") for part in parts if isinstance(part, Mapping))
-    return "".join(text for text in texts if isinstance(text, str))
+    return "\n\n".join(filter(None, map(content_text, contents)))
 
 
 def has_template(tokenizer: Tokenizer | None) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput, SingleTurnAgentLoop
@@ -189,7 +190,16 @@ def test_an_unknown_loop_proposes_the_nearest_name(
 
 
 @pytest.mark.parametrize(
-    "name", [f"{__file__}:FixedLoop", "tests.agents.test_runner:BadLoop", "os:getcwd", 5, 0, ["x"]]
+    "name",
+    [
+        f"{__file__}:FixedLoop",
+        "tests.agents.test_runner:BadLoop",
+        "os:getcwd",
+        5,
+        0,
+        ["x"],
+        np.array(["x", "y"]),
+    ],
 )
 def test_a_row_cannot_name_a_place_to_import_a_loop_from(
     runner: Runner, rows: Rows, echo: ScriptedRollout, name: Any, monkeypatch: pytest.MonkeyPatch

@@ -10,13 +10,6 @@ from hone.types import Fields, JsonValue, Settings
 Messages = list[Fields]
 
 
-def content_text(content: Any) -> str:
-    """Returns the text of a message content: a string, a list of parts, or None."""
-    if isinstance(content, str):
-        return content
-    return "".join(str(part.get("text") or "") for part in content or () if isinstance(part, dict))
-
-
 class BaseInteraction:
     """Base class of interactions. One object serves all trajectories; each has an `instance_id`."""
 

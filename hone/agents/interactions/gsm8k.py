@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.agents.interactions.contract import BaseInteraction, Messages, content_text
+from hone.agents.interactions.contract import BaseInteraction, Messages
+from hone.data.messages import content_text
 from hone.rewards.scores import gsm8k
 from hone.types import Fields, JsonValue, Settings
 

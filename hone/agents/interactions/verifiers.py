@@ -15,8 +15,8 @@ import unittest.mock
 from collections.abc import Sequence
 from typing import Any
 
-from hone.agents.interactions.contract import content_text
 from hone.agents.tools.contract import ToolError
+from hone.data.messages import content_text
 from hone.types import JsonValue, Row
 
 _load_lock = threading.Lock()

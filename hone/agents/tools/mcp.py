@@ -43,8 +43,10 @@ class MCPBaseTool(BaseTool):
         return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Fields]:
-        """Returns the text of a result's parts, and the metrics."""
-        return "\n".join(getattr(part, "text", f"({part.type})") for part in content), {}
+        """Returns the parts of a result as text, and no metrics; a part without text is its type."""
+        texts = (getattr(part, "text", None) for part in content)
+        pairs = zip(texts, content, strict=True)
+        return "\n".join(f"({p.type})" if text is None else text for text, p in pairs), {}
 
 
 class McpServer:

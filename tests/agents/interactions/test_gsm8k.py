@@ -39,6 +39,7 @@ def test_a_message_without_text_is_a_wrong_answer_and_not_an_error() -> None:
         for message in (
             {"role": "assistant", "tool_calls": []},
             {"role": "assistant", "content": None},
+            {"role": "assistant", "content": 9},
             {
                 "role": "assistant",
                 "content": [{"type": "text", "text": "#### 9"}, {"type": "image"}],
@@ -48,4 +49,4 @@ def test_a_message_without_text_is_a_wrong_answer_and_not_an_error() -> None:
             scores.append((await interaction.generate_response(instance_id, messages))[2])
         return scores
 
-    assert asyncio.run(run()) == [0.0, 0.0, 1.0]
+    assert asyncio.run(run()) == [0.0, 0.0, 0.0, 1.0]

@@ -11,14 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hone.agents.agent_data import AgentData
 from hone.agents.parsers.contract import ToolCall
-from hone.agents.tools.contract import ToolError
+from hone.agents.tools.contract import ToolError, function_schema
 from hone.agents.tools.loading import initialize_tools_from_config
+from hone.agents.tools.mcp import MCPBaseTool
 from hone.agents.tools.session import ToolSession
 
 pytest.importorskip("mcp", reason="pip install 'hone-rl[mcp]'")
@@ -94,6 +96,16 @@ def answers(tools: dict[str, Any], *calls: ToolCall) -> tuple[list[str], int]:
 
 
 ADD = ToolCall("add", {"a": 2, "b": 3})
+
+
+def test_a_part_without_text_becomes_its_type() -> None:
+    parts = [
+        SimpleNamespace(text="5"),
+        SimpleNamespace(type="image"),
+        SimpleNamespace(type="x", text=None),
+    ]
+    tool = MCPBaseTool({}, function_schema("add", "Adds."))
+    assert tool._parse_tool_result(parts) == ("5\n(image)\n(x)", {})
 
 
 @pytest.mark.slow
