@@ -62,7 +62,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def make_folder(folder: Path) -> list[Path]:
-    """Creates and syncs a folder and its missing parents; returns them, the deepest first."""
+    """Creates and syncs a folder and its missing parents; returns the new folders, the deepest first."""
     missing_folders = []
     while not folder.is_dir():
         missing_folders.append(folder)
@@ -86,7 +86,7 @@ def rename_folder(source: Path, target: Path) -> None:
 
 
 def apply_umask(folder: Path) -> None:
-    """Gives every file in the folder the permissions of a new file; safetensors writes 0600."""
+    """Gives every file in the folder the permissions of a new file, because safetensors writes 0600."""
     with tempfile.TemporaryDirectory(dir=folder, prefix=".mode") as probe_folder:
         probe_file = Path(probe_folder) / "file"
         probe_file.touch()  # the umask itself cannot be read without setting it

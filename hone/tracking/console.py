@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_PLAIN_REPORTS = 15.0
 STEPS_FOR_ETA = 20
-
-# label → names of metrics; the first one that the step has is shown
 LIVE_LINE_METRICS = {
     "reward": ("reward/mean", "critic/rewards/mean", "critic/score/mean"),
     "accuracy": ("accuracy",),
@@ -36,18 +34,22 @@ LIVE_LINE_METRICS = {
     "length": ("response_length/mean",),
     "tokens/s": ("perf/throughput", "train/throughput"),
 }
-# Metrics with these prefixes get a line of their own, which stays above the live line.
+"""Names of metrics by label; the live line has the first metric that the step has."""
 PERMANENT_PREFIXES = ("val-core/", "val/")
+"""Metrics with these prefixes get a line of their own, which stays above the live line."""
 
 
 class Bar:
-    """A progress bar: the amount done, the total, and a note; code may also set the attributes directly."""
+    """A progress bar: the amount done, the total, and a note; only the bars of `progress` are shown.
+
+    `advance` and `update` call `report`; code that needs no report may set the attributes.
+    """
 
     def __init__(
         self,
         description: str,
         total: float | None = None,
-        report: Callable[[Bar], None] = lambda bar: None,
+        report: Callable[[Bar], None] | None = None,
     ) -> None:
         self.description, self.total, self.done, self.note = description, total, 0.0, ""
         self._report = report
@@ -59,7 +61,8 @@ class Bar:
         self.done = done
         self.total = self.total if total is None else total
         self.note = self.note if note is None else note
-        self._report(self)
+        if self._report is not None:
+            self._report(self)
 
 
 class Screen:
@@ -96,8 +99,8 @@ class Screen:
             except OSError as error:
                 if error.errno not in (errno.EPIPE, errno.EIO):
                     raise
-                # The reader has gone, as `head` does after its lines. The run needs no reader: its later
-                # output, and what Python flushes at exit, goes to the null device.
+                # The reader has ended, as `head` does after ten lines. The run continues; its later output
+                # goes to the null device, also what Python flushes at exit.
                 with open(os.devnull, "w") as null_device:
                     os.dup2(null_device.fileno(), self.console.file.fileno())
 
@@ -117,11 +120,13 @@ class Screen:
     def bar(
         self, description: str, total: float | None, *, has_step_line: bool = False
     ) -> Iterator[Bar]:
-        """Yields a progress bar. With `has_step_line`, the run prints a line per step that has the count and
-        the ETA: the bar has no ETA on a terminal, and is not shown elsewhere."""
+        """Yields a progress bar.
+
+        `has_step_line`: the run prints a line per step with the count and the ETA. The bar then has no ETA on
+        a terminal, and is not shown elsewhere.
+        """
         if not self.is_terminal:
-            bar = Bar(description, total, self._throttled_reporter())
-            yield Bar(description) if has_step_line else bar
+            yield Bar(description, total, None if has_step_line else self._throttled_reporter())
             return
         with self._lock:
             self._open_bars += 1
@@ -138,16 +143,15 @@ class Screen:
                 self._update_live_region()
 
     def _throttled_reporter(self) -> Callable[[Bar], None]:
-        """Returns a function that writes a line at most every SECONDS_BETWEEN_PLAIN_REPORTS."""
+        """Returns a function that writes the state of a bar, at most every SECONDS_BETWEEN_PLAIN_REPORTS."""
         start = last_report = self.clock()
 
-        def show(bar: Bar) -> None:
+        def report(bar: Bar) -> None:
             nonlocal last_report
             now = self.clock()
-            elapsed_s = now - start
             if now - last_report < SECONDS_BETWEEN_PLAIN_REPORTS:
                 return
-            last_report = now
+            last_report, elapsed_s = now, now - start
             count = f"{bar.done:g}/{bar.total:g}" if bar.total else f"{bar.done:g}"
             parts = [f"{bar.description} {count}", bar.note, f"{duration(elapsed_s)} so far"]
             if bar.total and 0 < bar.done < bar.total:
@@ -155,7 +159,7 @@ class Screen:
                 parts.append(f"ETA {duration(eta_s)}")
             self.line(" · ".join(filter(None, parts)))
 
-        return show
+        return report
 
     def _update_live_region(self) -> Progress | None:
         is_needed = self.is_terminal and (self._open_bars > 0 or self._status is not None)
@@ -222,11 +226,6 @@ def progress(
     return screen().bar(description, total, has_step_line=has_step_line)
 
 
-def silent_bar(description: str) -> Bar:
-    """Returns a bar that is not shown."""
-    return Bar(description)
-
-
 def duration(seconds: float) -> str:
     """Formats seconds as `0:43`, `12:05` or `3:20:00`."""
     minutes, seconds = divmod(round(seconds), 60)
@@ -257,11 +256,10 @@ class ConsoleTracker(Tracker):
             for key, value in metrics.items()
             if key.startswith(PERMANENT_PREFIXES) and not key.endswith("/std")
         }
-        live_values = {
-            label: next(metrics[key] for key in keys if key in metrics)
-            for label, keys in LIVE_LINE_METRICS.items()
-            if not metrics.keys().isdisjoint(keys)
-        }
+        live_values: dict[str, Number] = {}
+        for label, keys in LIVE_LINE_METRICS.items():
+            if values := [metrics[key] for key in keys if key in metrics]:
+                live_values[label] = values[0]
         if self.run.prints_every_metric:
             self.screen.line(full_line(metrics, step))
         elif not self.screen.is_terminal:

@@ -69,7 +69,7 @@ class TrackerError(ValueError):
 
 
 def as_numbers(metrics: Mapping[str, Number | Scalar]) -> dict[str, Number]:
-    """Converts Python, numpy and torch scalars to numbers, and integers beyond floats to infinities."""
+    """Converts Python, numpy and torch scalars to numbers; an integer that no float can hold becomes ±inf."""
     return {clean_text(str(key)): _as_number(key, value) for key, value in metrics.items()}
 
 
@@ -79,8 +79,9 @@ def _as_number(key: str, value: Number | Scalar) -> Number:
         with contextlib.suppress(ValueError, TypeError, RuntimeError):  # more than one element
             number = value.item()
     if isinstance(number, int):
-        is_float = abs(number) <= sys.float_info.max
-        return int(number) if is_float else math.inf if number > 0 else -math.inf
+        if abs(number) <= sys.float_info.max:
+            return int(number)
+        return math.inf if number > 0 else -math.inf
     if isinstance(number, float):
         return float(number)
     raise TrackerError(

@@ -29,7 +29,8 @@ HEARTBEAT_S = 5.0
 DEAD_AFTER_S = 60.0
 """A holder on another machine counts as dead if it has not touched the lock file for this long."""
 _UNKNOWN_START_TIME = "unknown"
-"""Stands for the start time of a process whose start time cannot be read, such as another user's."""
+"""Stands for the start time of a process whose start time this process cannot read."""
+_DRAFT_ATTEMPTS = 5
 _HARD_LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -128,16 +129,16 @@ class FolderLock:
 
     def _acquire(self) -> None:
         self.holder = Holder.of_this_process()
-        # The draft is a complete file, which a link then gives the lock's name.
+        # The draft has the complete content before a hard link gives it the name of the lock file.
         draft = self.file.with_name(f"{self.file.name}-{self.holder.token}")
         try:
-            for attempt in range(5):
+            for attempt in range(_DRAFT_ATTEMPTS):
                 self._created_folders = make_folder(self.file.parent) or self._created_folders
                 try:
                     draft.write_text(json.dumps(asdict(self.holder)), encoding="utf-8")
                     break
                 except FileNotFoundError:  # another process removed the folder that it had created
-                    if attempt == 4:
+                    if attempt == _DRAFT_ATTEMPTS - 1:
                         raise
             self._claim(draft, self.file)
         finally:
@@ -150,10 +151,8 @@ class FolderLock:
         threading.Thread(target=self._heartbeat, name="folder-lock", daemon=True).start()
 
     def _claim(self, draft: Path, target: Path) -> None:
-        """Links `target` to the draft, and replaces the lock of a dead holder.
-
-        Raises FolderLocked if the holder is alive.
-        """
+        """Links `target` to the draft, and replaces the lock of a dead holder; raises FolderLocked if the
+        holder is alive."""
         while not _link(draft, target):
             other, _ = _read(target)
             if other is None:
@@ -262,11 +261,14 @@ def _read(path: Path) -> tuple[Holder | None, int]:
 
 
 def _is_alive(holder: Holder, path: Path, draft: Path) -> bool:
-    """Whether the holder's process runs or, on another machine, touches the lock file `path`; the times of
-    `path` and the draft are both the file server's."""
+    """Whether the holder's process runs or, on another machine, touches the lock file `path`.
+
+    The file server sets the draft's time when the draft is touched, so the clocks of machines may differ.
+    """
     if holder.is_on_this_machine:
         return holder.is_running
-    (current, mtime_ns), start = _read(path), time.monotonic()
+    current, mtime_ns = _read(path)
+    start = time.monotonic()
     has_warned = False
     while current == holder:
         os.utime(draft)
@@ -280,7 +282,8 @@ def _is_alive(holder: Holder, path: Path, draft: Path) -> bool:
             log.warning(message, path.parent, holder, max(age_s, 0.0), DEAD_AFTER_S)
         has_warned = True
         time.sleep(HEARTBEAT_S / 5)
-        previous_mtime_ns, (current, mtime_ns) = mtime_ns, _read(path)
+        previous_mtime_ns = mtime_ns
+        current, mtime_ns = _read(path)
         if current == holder and mtime_ns != previous_mtime_ns:
             return True
     return False  # released, or taken by another process: the caller reads the file again

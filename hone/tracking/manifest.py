@@ -90,8 +90,7 @@ def find_damage(folder: Path, within: Path | None = None) -> str | None:
         return f"its manifest cannot be read: {error}"
     except RecursionError:
         return f"its manifest cannot be read: {MANIFEST} is nested too deeply"
-    is_table = isinstance(manifest, dict) and all(map(_is_valid_entry, manifest.items()))
-    if not manifest or not is_table:
+    if not isinstance(manifest, dict) or not manifest or not all(map(_is_valid, manifest.items())):
         return f"its manifest cannot be read: {MANIFEST} is not a table of files"
     try:
         subfolder = (within or folder).resolve().relative_to(folder.resolve()).parts
@@ -104,8 +103,8 @@ def find_damage(folder: Path, within: Path | None = None) -> str | None:
     return next(filter(None, problems), None)
 
 
-def _is_valid_entry(item: tuple[str, JsonValue]) -> bool:
-    """Whether an item is a file name inside the folder with a size and a checksum."""
+def _is_valid(item: tuple[str, JsonValue]) -> bool:
+    """Whether an item of a manifest is a file name inside the folder, with a size and a checksum."""
     path, entry = Path(item[0]), item[1]
     is_inside = not path.is_absolute() and ".." not in path.parts
     is_pair = isinstance(entry, list) and [type(number) for number in entry] == [int, int]
@@ -130,7 +129,8 @@ def _file_damage(folder: Path, name: str, size: int, checksum: int) -> str | Non
 
 @functools.lru_cache(maxsize=1024)
 def _cached_checksum(file: Path, size: int, mtime_ns: int) -> int:
-    """Caches checksums: a process checks a model before each load (tokenizer, config, weights)."""
+    """Returns the checksum of a file, cached because a process checks a model before each load (tokenizer,
+    config, weights)."""
     return _checksum(file)
 
 

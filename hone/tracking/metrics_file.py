@@ -57,7 +57,7 @@ class MetricsFile:
         self.path = Path(path)
 
     def append(self, metrics: Mapping[str, Number | Scalar], step: int) -> None:
-        """Appends one line, which is not lost if this process is then killed."""
+        """Appends one line; the line is not lost if this process is killed afterwards."""
         numbers = as_numbers(metrics)
         if STEP_KEY in numbers and numbers.pop(STEP_KEY) != step:
             raise ValueError(
@@ -98,9 +98,11 @@ class MetricsFile:
         if not self.path.exists():
             return 0
         lines = [line for line in self.path.read_bytes().split(b"\n") if line.strip()]
-        remaining_lines = [
-            line for line in lines if (row := decode_line(line)) and row[STEP_KEY] <= step
-        ]
+        remaining_lines = []
+        for line in lines:
+            row = decode_line(line)
+            if row is not None and row[STEP_KEY] <= step:
+                remaining_lines.append(line)
         if len(remaining_lines) < len(lines) or self._ends_mid_line():
             atomic_write_bytes(self.path, b"".join(line + b"\n" for line in remaining_lines))
         return len(lines) - len(remaining_lines)

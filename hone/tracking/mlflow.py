@@ -55,5 +55,5 @@ class MlflowTracker(Tracker):
 
 
 def to_mlflow_name(key: str) -> str:
-    """Keeps letters, digits and `_-. /`; replaces `@` with `_at_` and anything else with `_`."""
+    """Returns the key with `_at_` for `@`, and `_` for all characters but letters, digits and `_-. /`."""
     return re.sub(r"[^\w\-. /]", "_", key.replace("@", "_at_"), flags=re.ASCII)

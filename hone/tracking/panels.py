@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PURE_METRIC = "high_level_scores/repeat_score/mean"
-"""Only runs with `trainer.response_metrics` have this metric."""
+"""A metric that only runs with `trainer.response_metrics` have."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ OVERVIEW_METRICS = re.compile(
     r"|actor/(kl_loss|ppo_kl|entropy|pg_loss|grad_norm)|response_length/(mean|clip_ratio)"
     r"|perf/throughput|(train|val)/loss"
 )
-"""Metrics whose charts are open at first; others are grouped by the first part of their name."""
+"""Metrics whose charts are open at first; other metrics are grouped by the first part of their name."""
 SUMMARY_METRICS = re.compile(
     r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/score/mean|val/loss"
 )
@@ -42,6 +42,8 @@ RUN_COLOURS = (
     *("#7c3aed", "#0891b2", "#65a30d", "#dc2626"),
 )
 PART_COLOURS = (*RUN_COLOURS, "#a16207", "#94a3b8")
+BAR_WIDTH = 1000
+"""Width of the bar of time parts, in units of its SVG in `report.html`."""
 GOLDEN_ANGLE = 137.508
 """Runs beyond RUN_COLOURS get hues that are this many degrees apart."""
 
@@ -117,17 +119,18 @@ def _csp_hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _colour_rules(run_count: int) -> str:
-    extra_colours = (f"hsl({i * GOLDEN_ANGLE % 360:.0f} 55% 45%)" for i in range(8, run_count))
-    run_rules = "".join(
-        f"path.r{i}{{stroke:{c}}}circle.r{i}{{fill:{c}}}.key.r{i}{{background:{c}}}"
+def _colour_rules(num_runs: int) -> str:
+    """Returns the CSS rules for the colours of runs (r0, r1, …) and of time parts (t0, t1, …)."""
+    extra_hues = (i * GOLDEN_ANGLE % 360 for i in range(len(RUN_COLOURS), num_runs))
+    extra_colours = (f"hsl({hue:.0f} 55% 45%)" for hue in extra_hues)
+    rules = [
+        f"path.r{i}{{stroke:{colour}}}circle.r{i}{{fill:{colour}}}.key.r{i}{{background:{colour}}}"
         f"body.hide-{i} .of{i}{{display:none}}"
-        for i, c in enumerate([*RUN_COLOURS[:run_count], *extra_colours])
-    )
-    part_rules = (
-        f"rect.t{i}{{fill:{c}}}.key.t{i}{{background:{c}}}" for i, c in enumerate(PART_COLOURS)
-    )
-    return run_rules + "".join(part_rules)
+        for i, colour in enumerate([*RUN_COLOURS[:num_runs], *extra_colours])
+    ]
+    for i, colour in enumerate(PART_COLOURS):
+        rules.append(f"rect.t{i}{{fill:{colour}}}.key.t{i}{{background:{colour}}}")
+    return "".join(rules)
 
 
 class MetricResult(NamedTuple):
@@ -156,8 +159,8 @@ def _headline(run: RunData, keys: Sequence[str]) -> MetricResult | None:
 
 
 def _group_metrics(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str]]:
-    """Returns metric names by group: the overview, without metrics of equal values, PURE's sections, and one
-    group per prefix."""
+    """Returns metric names by group: the overview, PURE's sections, and a group per prefix; the overview has
+    only one of several metrics with equal values."""
     overview = [key for key in names if OVERVIEW_METRICS.fullmatch(key)]
     overview.sort(key=lambda k: (not k.startswith("val-core/"), not SUMMARY_METRICS.fullmatch(k)))
     key_by_values: dict[tuple[bytes, ...], str] = {}
@@ -176,7 +179,7 @@ def _group_metrics(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, l
 
 
 def _curves(key: str, runs: Sequence[RunData]) -> list[JsonObject]:
-    """Returns the curve of each run; a long curve is bucket means, with each bucket's extremes in `raw`."""
+    """Returns the curve of each run; a long curve has the mean of each bucket, and in `raw` its extremes."""
     curves: list[JsonObject] = []
     for index, run in enumerate(runs):
         steps, values = run.metrics.get(key)
@@ -209,11 +212,11 @@ class TimePart(NamedTuple):
     num_steps: int
     """Number of steps that have the timer."""
     bar_start: float
-    """Where the part begins in the bar, from 0 to 1000."""
+    """Where the part begins in the bar, from 0 to BAR_WIDTH."""
 
 
 def time_breakdown(run: RunData) -> tuple[list[TimePart], bool]:
-    """Returns the timers of a run, with the rest as "other", and whether timers overlap."""
+    """Returns the timers of a run, the untimed seconds as "other", and whether timers overlap."""
     # Timers with nested names (`timing_s/agent_loop/…`) and `gen_max` are parts of other timers.
     timers = [key for key in run.metric_names() if re.fullmatch(f"{TIMING_PREFIX}[^/]+", key)]
     timer_values = {
@@ -233,10 +236,11 @@ def time_breakdown(run: RunData) -> tuple[list[TimePart], bool]:
     total_seconds = max(step_seconds, timed_seconds) or 1.0
     parts: list[TimePart] = []
     for name in ordered_names:
-        bar_start = parts[-1].bar_start + 1000 * parts[-1].share if parts else 0.0
+        bar_start = parts[-1].bar_start + BAR_WIDTH * parts[-1].share if parts else 0.0
         share, num_steps = totals[name] / total_seconds, len(timer_values.get(name, ()))
         parts.append(TimePart(name, totals[name], share, num_steps, bar_start))
-    return parts, bool(step_seconds) and timed_seconds > step_seconds * 1.02
+    has_overlap = timed_seconds > step_seconds * 1.02  # 2 % is noise of the timers
+    return parts, bool(step_seconds) and has_overlap
 
 
 def _config_rows(runs: Sequence[RunData]) -> list[tuple[str, bool, list[tuple[str, str]]]]:

@@ -87,7 +87,7 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
     run = RunData(label, metrics, notes=list(metrics.notes))
     if metrics.step_range is None:
         run.notes.append("metrics.jsonl has no line: the run has not finished a step")
-    for key in sorted(metrics.series):  # of trainer.alarms
+    for key in sorted(metrics.series):  # `trainer.alarms` writes alarms/NAME and alarms/raised
         name = key.removeprefix("alarms/")
         steps = metrics.get(key).steps[metrics.get(key).values > 0]
         if name not in (key, "raised") and len(steps):
@@ -109,8 +109,10 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
 def _read_settings(
     file: Path, read: Callable[[], Fields], notes: list[str], *, flat: bool = False
 ) -> Fields | None:
-    """Returns the settings in a file, with `flat` as JSON texts by dotted key; None if the file is missing
-    or unreadable. An unreadable file adds a note."""
+    """Returns the settings in a file; None if the file is missing or, with a note, if it is unreadable.
+
+    With `flat`, the settings are JSON texts by dotted key.
+    """
     import yaml
 
     if not file.exists():
@@ -164,17 +166,17 @@ def _one_line(error: Exception) -> str:
 
 
 def load_metrics(file: Path) -> RunMetrics:
-    """Reads a `metrics.jsonl` line by line, to need less memory than a list of all rows."""
+    """Reads a `metrics.jsonl` line by line, which needs less memory than a list of all rows."""
     bad_line_numbers: list[int] = []
 
-    def rows() -> Iterator[MetricsRow]:
+    def valid_rows() -> Iterator[MetricsRow]:
         for number, row in MetricsFile(file).lines():
             if row is None:
                 bad_line_numbers.append(number)
             else:
                 yield row
 
-    metrics = collect_series(rows())
+    metrics = collect_series(valid_rows())
     if bad_line_numbers:
         count = f"{_count_text(len(bad_line_numbers))}, the first being line {bad_line_numbers[0]}"
         metrics.notes.append(f"{file.name}: skipped lines that are not metrics ({count})")
@@ -182,7 +184,7 @@ def load_metrics(file: Path) -> RunMetrics:
 
 
 def collect_series(rows: Iterable[MetricsRow]) -> RunMetrics:
-    """Builds the series from the rows of `decode_line`."""
+    """Builds the series of each metric from the rows of a metrics file."""
     steps_by_key: dict[str, array[int]] = defaultdict(lambda: array("q"))
     values_by_key: dict[str, array[float]] = defaultdict(lambda: array("d"))
     invalid_counts: Counter[str] = Counter()

@@ -65,10 +65,10 @@ class Sample:
 def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
     """Reads every row of a file; values of missing columns are empty."""
     table = _read_columns(path, COLUMNS, notes, "reward/")
-    count = max(map(len, table.values()), default=0)
-    scores = _parse_scores(table.get("score", [None] * count), path, notes)
+    num_rows = max(map(len, table.values()), default=0)
+    scores = _parse_scores(table.get("score", [None] * num_rows), path, notes)
     samples = []
-    for index in range(count):
+    for index in range(num_rows):
         row = {name: column[index] for name, column in table.items()}
         turns, tool_outputs, trajectory_scores = (
             _parse_json(row.get(name)) for name in JSON_COLUMNS
@@ -83,9 +83,13 @@ def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
                 numbers = [number for number in parts if isinstance(number, int | float)]
                 is_valid = len(numbers) == len(parts)
                 reward_parts[name.removeprefix("reward/")] = sum(numbers) if is_valid else None
-        facts = (_numbers(reward_parts), _parse_turns(turns, tool_outputs))
-        trajectory_parts = _numbers(trajectory_scores)
-        samples.append(Sample(step, uid, prompt, response, scores[index], *facts, trajectory_parts))
+        sample = Sample(
+            *(step, uid, prompt, response, scores[index]),
+            reward_parts=_numbers(reward_parts),
+            turns=_parse_turns(turns, tool_outputs),
+            trajectory_scores=_numbers(trajectory_scores),
+        )
+        samples.append(sample)
     return samples
 
 
@@ -119,15 +123,19 @@ def _parse_json(text: JsonValue) -> JsonValue:
 
 
 def _objects(value: JsonValue) -> list[JsonObject]:
+    """Returns the JSON objects of a list; empty for a value that is not a list."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _numbers(value: JsonValue | dict[str, float | None]) -> dict[str, float]:
+    """Returns the numbers of a mapping; empty for a value that is not a mapping."""
     items = value.items() if isinstance(value, dict) else ()
-    return {name: number for name, v in items if (number := _number(v)) is not None}
+    numbers = {name: _number(item) for name, item in items}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def _number(value: JsonValue) -> float | None:
+    """Returns the value as float; None if it is not a number, NaN or beyond MAX_NUMBER."""
     return float(value) if isinstance(value, int | float) and abs(value) <= MAX_NUMBER else None
 
 
@@ -152,8 +160,11 @@ def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], li
     best_keys, worst_keys = (heapq.nsmallest(EXTREMES_SHOWN, k.values()) for k in (best, worst))
     indices = {file_index for *_, file_index in (*best_keys, *worst_keys)}
     samples = {index: read_samples(*files[index], notes) for index in indices}
-    best_samples = [samples[file_index][row_index] for *_, row_index, file_index in best_keys]
-    return best_samples, [samples[i][row_index] for *_, row_index, i in worst_keys]
+
+    def samples_of(sort_keys: list[SortKey]) -> list[Sample]:
+        return [samples[file_index][row_index] for *_, row_index, file_index in sort_keys]
+
+    return samples_of(best_keys), samples_of(worst_keys)
 
 
 def _parse_scores(column: Sequence[JsonValue], path: Path, notes: list[str]) -> list[float | None]:

@@ -17,19 +17,20 @@ class TensorboardTracker(Tracker):
 
     def __init__(self, run: RunInfo) -> None:
         super().__init__(run)
-        folder = os.environ.get("TENSORBOARD_DIR") or (run.folder and run.folder / "tensorboard")
+        shared_folder = os.environ.get("TENSORBOARD_DIR")
+        folder = shared_folder or (run.folder and run.folder / "tensorboard")
         if not folder:
             raise TrackerError("tracker 'tensorboard' needs a run folder or $TENSORBOARD_DIR")
         import_optional("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         # A resumed run repeats the steps after its checkpoint, and a fresh run in the folder of an earlier
-        # one repeats all; `purge_step` hides the old values. $TENSORBOARD_DIR may have other runs.
-        purge_step = None if run.resumed_from is None else run.resumed_from + 1
-        if purge_step is None and "TENSORBOARD_DIR" not in os.environ:
+        # run repeats all steps; `purge_step` hides their old values. $TENSORBOARD_DIR may have other runs.
+        purge_step = None
+        if run.will_train and run.resumed_from is not None:
+            purge_step = run.resumed_from + 1
+        elif run.will_train and not shared_folder:
             purge_step = 0
-        if not run.will_train:
-            purge_step = None
         self.writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._command = f"tensorboard --logdir {shlex.quote(str(folder))}"
         screen().line(f"watch the run: {self._command}")
@@ -41,13 +42,14 @@ class TensorboardTracker(Tracker):
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         for index, row in enumerate(rows):
-            # Text is written as a Markdown code block, so that TensorBoard does not parse it as markup.
-            blocks = {
-                k: indent(str(v), "    ", lambda line: True) or "    " for k, v in row.items()
-            }
-            text = "\n\n".join(f"**{key}**\n\n{block}" for key, block in blocks.items())
-            self.writer.add_text(f"{name}/{index}", text, step)
+            parts = [f"**{key}**\n\n{_code_block(str(value))}" for key, value in row.items()]
+            self.writer.add_text(f"{name}/{index}", "\n\n".join(parts), step)
 
     def finish(self) -> None:
         self.writer.close()
         screen().line(f"see the curves: {self._command}")
+
+
+def _code_block(text: str) -> str:
+    """Returns the text as a Markdown code block, so that TensorBoard does not parse it as markup."""
+    return indent(text, "    ", lambda line: True) or "    "

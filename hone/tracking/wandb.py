@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hone.tracking.contract import Number, RunInfo, Tracker, TrackerError, import_optional
 from hone.tracking.panels import SECTIONS, Panel
 from hone.tracking.run_folder import resumed_run_id, save_run_id
-from hone.types import Row
+from hone.types import JsonValue, Row
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2 import LinePlot
@@ -45,10 +45,12 @@ class WandbTracker(Tracker):
 
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        values = [[row.get(column) for column in columns] for row in rows]
         plain_types = (str, int, float, type(None))
-        data = [[v if isinstance(v, plain_types) else str(v) for v in row] for row in values]
-        self.session.log({name: self.wandb.Table(columns=columns, data=data)}, step=step)
+        cells: list[list[JsonValue]] = []
+        for row in rows:
+            values = [row.get(column) for column in columns]
+            cells.append([v if isinstance(v, plain_types) else str(v) for v in values])
+        self.session.log({name: self.wandb.Table(columns=columns, data=cells)}, step=step)
 
     def finish(self) -> None:
         self.session.finish()

@@ -49,7 +49,7 @@ from hone.rollout.contract import (
 )
 from hone.tokenizer import Tokenizer
 from hone.tracking import progress
-from hone.tracking.console import screen, silent_bar
+from hone.tracking.console import Bar, screen
 from hone.trainer.command_line import check_output_file
 from hone.trainer.interrupt import GracefulStop
 from hone.trainer.job_files import GenerationError, JobFiles, join_results
@@ -236,7 +236,7 @@ class Generation:
         engine = build_engine(config, self.tokenizer, self.ranks, check_model)
         bar = progress("generate", self.num_rows if is_only_rank else len(indices))
         num_tokens, start = 0, time.perf_counter()
-        with bar if self.ranks.is_first else nullcontext(silent_bar("generate")) as rank_bar:
+        with bar if self.ranks.is_first else nullcontext(Bar("generate")) as rank_bar:
             rank_bar.update(self.num_rows - len(indices) if is_only_rank else 0)
 
             def on_finish(prompt_index: int, outputs: list[TokenOutput]) -> None:

@@ -25,7 +25,7 @@ from hone.data.loader import Dataset
 from hone.protocol import DataProto
 from hone.tokenizer import Processor, Tokenizer
 from hone.tracking import RunFolder, Tracking, progress
-from hone.tracking.console import silent_bar
+from hone.tracking.console import Bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.ppo import checkpoint, collect, credit, metrics, off_policy, roles
 from hone.trainer.ppo.alarms import Alarms, StepWarnings
@@ -89,7 +89,7 @@ class PPOTrainer:
         self.alarms = Alarms(trainer.alarms, self.run_folder)
         self.warnings = StepWarnings(is_group_relative=self.plan.compares_scores_only)
         self.tracking: Tracking | None = None
-        self.bar = silent_bar("train")
+        self.bar = Bar("train")
         self._stack = ExitStack()
         self.global_step = 0
 

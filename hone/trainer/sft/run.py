@@ -24,7 +24,7 @@ from hone.engine.optimizer import optimizer_class
 from hone.models.from_config import build_tokenizer, lora_adapters_or_none
 from hone.ops.rows import MicroBatchRule
 from hone.tracking import RunFolder, Tracking, progress
-from hone.tracking.console import Bar, screen, silent_bar
+from hone.tracking.console import Bar, screen
 from hone.tracking.lock import lock_folder
 from hone.tracking.tracking import check_trackers
 from hone.trainer.interrupt import GracefulStop
@@ -117,7 +117,7 @@ class SFTRun:
 
     def _progress(self, description: str, total: int) -> AbstractContextManager[Bar]:
         if not self.ranks.is_first:
-            return nullcontext(silent_bar(description))
+            return nullcontext(Bar(description))
         return progress(description, total)
 
     def fit(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hone.config import load_config
 from hone.controller import LocalWorkerGroup, Role, WorkerGroup
 from hone.controller.progress import report_progress
-from hone.tracking.console import silent_bar
+from hone.tracking.console import Bar
 from hone.trainer.ppo import roles
 from hone.trainer.ppo.plan import Plan
 
@@ -42,7 +42,7 @@ def bar_descriptions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     @contextmanager
     def progress(description: str, total: float | None = None) -> Iterator[Any]:
-        bar = silent_bar(description)
+        bar = Bar(description)
         bar._report = lambda bar: descriptions.append(f"{description} {bar.done:g}/{bar.total:g}")
         yield bar
 
