@@ -77,9 +77,10 @@ def build(spec: EngineSpec) -> Engine:
     train_rule, infer_rule = (
         replace(rule, tokens=rule.tokens * mesh.sequence_size) for rule in rules
     )
-    host = torch.device("cpu")
+    # Several ranks move the module from the host to their devices layer by layer while they shard it.
+    load_device = torch.device("cpu") if spec.world_size > 1 else spec.device
     return build_engine(
-        load_module(spec, host if spec.world_size > 1 else None),
+        load_module(spec, load_device),
         device=spec.device,
         optim=spec.optim,
         grad_clip=spec.grad_clip,

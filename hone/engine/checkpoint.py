@@ -31,7 +31,7 @@ from hone.engine.saved_state import (
     no_single_process_warning,
     read_metadata,
 )
-from hone.models.lora import is_lora
+from hone.models.lora import full_tensor, is_lora
 from hone.tracking.manifest import write_shard_checksums
 
 _STRICT = StateDictOptions(strict=True)
@@ -101,9 +101,8 @@ def load_checkpoint(
         saved_groups = state["moments"]["param_groups"]
         # This run's settings replace the saved ones; other values of a group may be optimizer state.
         settings = _KERNEL_SETTINGS | optimizer.configured_settings
-        for saved_group, group in zip(
-            saved_groups, optimizer.torch_optimizer.param_groups, strict=True
-        ):
+        groups = optimizer.torch_optimizer.param_groups
+        for saved_group, group in zip(saved_groups, groups, strict=True):
             saved_group.update({name: group[name] for name in settings & group.keys()})
         set_optimizer_state_dict(
             optimizer.masters, optimizer.torch_optimizer, state["moments"], options=_STRICT
@@ -119,8 +118,8 @@ def saved_sections(
 ) -> tuple[EntryShapes, set[str]]:
     """Returns the shapes of a checkpoint's entries, and the requested sections that it contains.
 
-    Raises if the requested model state is missing, or if a trained model requests optimizer or extra and the
-    checkpoint has none of the requested ones.
+    Raises if model state is requested and missing. With `is_trained`, also raises if the checkpoint has none
+    of the requested parts of the optimizer.
     """
     if not folder.is_dir():
         raise CheckpointMissing(
@@ -131,7 +130,7 @@ def saved_sections(
     available = {name.partition(".")[0] for name in shapes}
     sections = available if contents is None else sections_for_contents(contents) & available
     if "model" not in sections:
-        sections = sections - {"masters"}  # the first update would replace the model by them
+        sections = sections - {"masters"}  # the first update would copy them into the model
     if "model" not in available and (contents is None or "model" in contents):
         raise CheckpointMissing(
             f"{folder} holds no model state (it has {', '.join(sorted(available)) or 'nothing'}): "
@@ -158,12 +157,14 @@ def sections_for_contents(contents: Collection[str]) -> set[str]:
 
 
 def _engine_state(module: nn.Module, optimizer: Optimizer | None, sections: set[str]) -> State:
+    """Returns the state of the sections; loading fills its tensors in place."""
     state: State = {}
     has_adapters = _has_adapters(module)
     if "model" in sections:
         state["model"] = get_model_state_dict(module)
-        for name in _frozen_names(module) if has_adapters else ():
-            state["model"].pop(name, None)
+        if has_adapters:
+            for name in _frozen_names(module):
+                state["model"].pop(name, None)
     if "base" in sections and has_adapters:
         state["base"] = _frozen_checksum(module)
     if optimizer is None:
@@ -171,7 +172,7 @@ def _engine_state(module: nn.Module, optimizer: Optimizer | None, sections: set[
     if "moments" in sections:
         state["moments"] = get_optimizer_state_dict(optimizer.masters, optimizer.torch_optimizer)
     if "masters" in sections and (masters := optimizer.master_copies()):
-        state["masters"] = masters  # loading fills these tensors in place
+        state["masters"] = masters
     if "progress" in sections:
         state["progress"] = optimizer.state_dict()
     return state
@@ -194,8 +195,7 @@ def _frozen_checksum(module: nn.Module) -> Tensor:
     for parameter in module.parameters():
         if not parameter.requires_grad:
             # Rounding to bfloat16 makes the sum independent of the dtype in which the base model is loaded.
-            part = parameter.bfloat16().abs().sum(dtype=torch.float64)
-            total += (part.full_tensor() if hasattr(part, "full_tensor") else part).cpu()
+            total += full_tensor(parameter.bfloat16().abs().sum(dtype=torch.float64)).cpu()
     return total
 
 

@@ -1,7 +1,8 @@
 """The interface between training engines and workers; other strategies can implement it.
 
-The engine calls the objective (under pipeline parallel, on the last stage), sets the counts of the whole
-mini-batch, by which `agg_loss` divides, and manages devices and ranks. Workers use only this interface.
+An engine calls the objective on each micro-batch, sets the mini-batch counts that `agg_loss` divides by, and
+manages devices and ranks. Under pipeline parallel, only the last stage calls the objective. Workers use only
+this interface.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ class Mesh:
         return self.sequence_size * self.tensor_size * self.pipeline_size
 
     @property
-    def collects(self) -> bool:
+    def is_collector(self) -> bool:
         """Whether this rank returns the results of its slot; true for one rank per slot."""
         return self.sequence_rank == self.tensor_rank == self.pipeline_rank == 0
 
     @property
-    def writes(self) -> bool:
+    def is_writer(self) -> bool:
         """Whether this rank writes files that only one rank may write."""
-        return self.collects and self.data_parallel_rank == 0
+        return self.is_collector and self.data_parallel_rank == 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class ModelFacts:
         config = lm.config.get_text_config()
         kv_heads, head_dim = key_shape(config)
         weights = list(lm.parameters())
+        cached_elements_per_token = 2 * config.num_hidden_layers * kv_heads * head_dim
         return cls(
             vocabulary=lm.get_input_embeddings().weight.shape[0],
             max_position_embeddings=config_field(config, "max_position_embeddings"),
@@ -99,11 +101,7 @@ class ModelFacts:
             parameter_bytes=sum(p.nbytes for p in weights),
             layers=config.num_hidden_layers,
             attention_width=config.num_attention_heads * head_dim,
-            kv_bytes_per_token=config.num_hidden_layers
-            * 2
-            * kv_heads
-            * head_dim
-            * weights[0].itemsize,
+            kv_bytes_per_token=cached_elements_per_token * weights[0].itemsize,
             has_adapters=is_lora(lm),
         )
 
@@ -159,6 +157,7 @@ class EngineSpec:
     optim: OptimConfig | None = None
     """None for a model that is not trained."""
     grad_clip: float = 0.0
+    """The maximum gradient norm; 0 disables clipping."""
     override_config: Settings = field(default_factory=dict)
     """Overrides of the model's config.json."""
     gradient_checkpointing: bool = False
@@ -166,10 +165,11 @@ class EngineSpec:
     seed: int = 0
     """The seed of newly initialized weights."""
     compile_blocks: bool = False
+    """Whether torch.compile compiles the decoder layers."""
     label_tokens: tuple[int, int] | None = None
-    """The token ids of a bad and a good step; if set, the steps head has their rows of the LM head."""
+    """The token ids of a bad and a good step; the steps head then gets the LM head's rows of these tokens."""
     trained_part: Literal["all", "head"] = "all"
-    """head: only the head of a classifier is trained; its decoder is frozen."""
+    """all: the whole model; head: only the head of a classifier, on a frozen decoder."""
     replays_routing: bool = False
     """Whether the engine replays the column `routed_experts`, and returns it if `with_routing` is set."""
     rank: int = 0
@@ -183,7 +183,7 @@ class EngineSpec:
 
 
 class Options(TypedDict, total=False):
-    """Arguments of the model's forward."""
+    """Arguments of the model's forward pass."""
 
     temperature: float
     with_entropy: bool
@@ -201,12 +201,16 @@ class Objective(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns that `mask`, `prepare` and `__call__` read; the engine removes all others. A batch may lack
-        some of them."""
+        """Columns that `mask`, `prepare` and `__call__` read; the engine removes all others.
+
+        A batch may lack some of these columns.
+        """
 
     def mask(self, batch: DataProto) -> Tensor:
-        """Returns a mask [B, T]: 1 for tokens in the loss, 0 for others and in padded rows
-        (`hone.protocol.real_row_mask`)."""
+        """Returns a mask [B, T]: 1 for tokens in the loss, 0 for others.
+
+        Padded rows (`hone.protocol.real_row_mask`) are 0.
+        """
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         """Computes columns that need the whole mini-batch, once and without gradient."""
@@ -231,8 +235,10 @@ class TrainEngine(Protocol):
         """The number of optimizer steps, which is the weight version; 0 for a model that is not trained."""
 
     def on_device(self, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Keeps offloaded tensors on the device inside the block. Every other method enters such a block; a
-        caller's own block around two calls saves the moves between them."""
+        """Keeps offloaded tensors on the device inside the block.
+
+        Every other method enters such a block itself; a block around two calls saves the moves between them.
+        """
 
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         """Runs one update; `batch` holds this data-parallel slot's rows of the mini-batch.

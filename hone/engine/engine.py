@@ -72,7 +72,7 @@ class Engine:
         self._train_rule = train_rule
         self._infer_rule = infer_rule
         self._response_width = response_width
-        self._share_prompts = True  # identical prompts in a micro-batch are computed once
+        self._share_prompts = True  # equal prompts in a micro-batch are packed once
         self._seed = seed
         # Sequence-parallel ranks compute different tokens; tensor-parallel ranks need the same dropout.
         self._dropout_rank = mesh.data_parallel_rank * mesh.sequence_size + mesh.sequence_rank
@@ -90,7 +90,7 @@ class Engine:
                     outputs = self._forward(micro_batch, objective.options)
                     inputs = select_columns(micro_batch, objective_columns)
                     objective_output = objective(outputs, move_to_device(inputs, self.device))
-                    # FSDP averages gradients over data × sequence, but the shares must be summed.
+                    # FSDP averages gradients over the ranks; the factor turns the average into a sum.
                     (objective_output.loss * self._num_gradient_ranks).backward()
                     self.optimizer.accumulate_gradients()
                     results.append(
@@ -115,13 +115,14 @@ class Engine:
             inputs = set(_INPUTS)
             if not adapters:  # the reference model routes tokens by its own logits
                 inputs.remove("routed_experts")
-            for rows, outputs in self._infer_micro_batches(select_columns(batch, inputs), options):
+            batch = select_columns(batch, inputs)
+            for indices, outputs in self._infer_micro_batches(batch, options):
                 for name, values in outputs.items():
                     if name not in results:
                         dtype = torch.float32 if values.is_floating_point() else values.dtype
                         results[name] = torch.zeros(len(batch), *values.shape[1:], dtype=dtype)
-                    if rows:
-                        results[name][rows] = values.to(results[name].dtype).cpu()
+                    if indices:
+                        results[name][indices] = values.to(results[name].dtype).cpu()
             if self._sharded_module is not None:
                 self._sharded_module.reshard()
         return results
@@ -173,8 +174,8 @@ class Engine:
         self, batch: DataProto, options: Options
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """Yields the outputs of each micro-batch with its row indices."""
-        for rows, micro_batch in self._micro_batches(batch, self._infer_rule):
-            yield rows, self._forward(micro_batch, options)
+        for indices, micro_batch in self._micro_batches(batch, self._infer_rule):
+            yield indices, self._forward(micro_batch, options)
 
     def _prepare_columns(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
         """Computes the columns that need statistics over the whole mini-batch.
@@ -185,7 +186,7 @@ class Engine:
         outputs = self.infer(batch, **objective.options)
         outputs = {name: values[is_real] for name, values in outputs.items()}
         minibatch = without_padding(batch)
-        slot_rows = slice(0, len(minibatch))
+        slot_rows = slice(0, len(minibatch))  # this slot's rows of the mini-batch
         if self._data_group is not None:
             minibatch, outputs, slot_rows = _gather_rows(minibatch, outputs, self._data_group)
         if minibatch.has_column("step_row"):
@@ -229,16 +230,16 @@ class Engine:
     def _micro_batches(
         self, batch: DataProto, rule: MicroBatchRule
     ) -> list[tuple[list[int], DataProto]]:
-        """Returns the row indices and the rows of each micro-batch; one without rows has a dummy row."""
+        """Returns the row indices and the rows of each micro-batch; an empty one gets a dummy row."""
         columns = batch.batch
         lengths = columns["attention_mask"].sum(1).tolist()
         shared_tokens = shared_prompt_lengths(columns["prompts"], columns["attention_mask"])
-        parts = rule.split(lengths, shared_tokens)
+        parts = rule.split(lengths, shared_tokens)  # row indices of each micro-batch
         if self._data_group is not None:  # all ranks need the same number of collectives
             max_count = torch.tensor(len(parts))
             dist.all_reduce(max_count, dist.ReduceOp.MAX, group=self._data_group)
             parts = rule.split(lengths, shared_tokens, min_parts=int(max_count))
-        return [(rows, batch.select_idxs(rows) if rows else _dummy_row(batch)) for rows in parts]
+        return [(part, batch.select_idxs(part) if part else _dummy_row(batch)) for part in parts]
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
@@ -312,7 +313,7 @@ class Engine:
             weights = self._host_copies(self.named_hf_weights())
             if self.facts.has_adapters:
                 adapter_copies = self._host_copies(self.named_adapter_weights())
-        if not self.mesh.writes:
+        if not self.mesh.is_writer:
             return
         base = self._lm.get_base_model() if self.facts.has_adapters else self._lm
         # transformers' classifiers need a padding token for batches.
@@ -328,7 +329,7 @@ class Engine:
         """Returns host copies on the rank that writes files, {} on others; all ranks must call this."""
         copies = {}
         for name, tensor in weights:
-            if self.mesh.writes:
+            if self.mesh.is_writer:
                 copies[name] = tensor.cpu().contiguous().clone()
         return copies
 
@@ -366,7 +367,7 @@ def _dummy_row(batch: DataProto) -> DataProto:
 def _gather_rows(
     batch: DataProto, outputs: Mapping[str, Tensor], group: dist.ProcessGroup
 ) -> tuple[DataProto, dict[str, Tensor], slice]:
-    """Returns the rows of all data-parallel slots in order, and the slice of this slot's rows."""
+    """Returns the rows and outputs of all data-parallel slots in order, and the slice of this slot's rows."""
     slot = group.rank()
     slots: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = [({}, {})] * group.size()
     dist.all_gather_object(slots, (dict(batch.batch.items()), dict(outputs)), group)
@@ -374,8 +375,8 @@ def _gather_rows(
     start = sum(counts[:slot])
     all_columns = {name: torch.cat([c[name] for c, _ in slots]) for name in slots[0][0]}
     all_outputs = {name: torch.cat([o[name] for _, o in slots]) for name in slots[0][1]}
-    rows = slice(start, start + counts[slot])
-    return DataProto.from_dict(all_columns, meta_info=dict(batch.meta_info)), all_outputs, rows
+    slot_rows = slice(start, start + counts[slot])
+    return DataProto.from_dict(all_columns, meta_info=dict(batch.meta_info)), all_outputs, slot_rows
 
 
 def move_to_device(micro_batch: DataProto, device: torch.device) -> DataProto:

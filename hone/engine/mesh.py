@@ -20,7 +20,7 @@ from hone.models.load import load_config
 
 
 @dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """The coordinates of this rank, and the process groups and device meshes that contain it."""
 
     mesh: Mesh
@@ -88,7 +88,7 @@ def check_layout(
         check_sequence_parallel(path, sequence, tensor)
 
 
-def create_process_groups(mesh: Mesh, shard_size: int, device: torch.device) -> Groups:
+def create_process_groups(mesh: Mesh, shard_size: int, device: torch.device) -> ProcessGroups:
     """Creates the process groups of the mesh; all ranks must call this together.
 
     `shard_size` is the number of ranks that hold one copy of the model, or -1 for data × sequence.
@@ -115,7 +115,7 @@ def create_process_groups(mesh: Mesh, shard_size: int, device: torch.device) -> 
         slot_mesh = _create_device_mesh(device, slot_sizes)
         data = slot_mesh.get_group("data")
         sequence = slot_mesh.get_group("sequence") if mesh.sequence_size > 1 else None
-    return Groups(
+    return ProcessGroups(
         mesh,
         data,
         sequence,

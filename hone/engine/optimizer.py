@@ -1,4 +1,4 @@
-"""The optimizer, with float32 master weights and any class by import path, and learning-rate schedules.
+"""The optimizer: any torch optimizer by import path, with float32 master weights and a schedule.
 
 An update with a non-finite gradient is skipped and counted. A learning-rate schedule is a pure function of
 the training step.
@@ -18,8 +18,10 @@ from hone.plugins import PluginError, Table, load_object
 from hone.types import Fields
 
 Schedule = Callable[[int, int, OptimConfig], float]
-"""Maps the training step (from 0), the number of training steps and the config to a fraction of `lr`; it is
-called after warm-up only."""
+"""Maps the training step (from 0), the number of training steps and the config to a fraction of `lr`.
+
+A schedule is called after warm-up only.
+"""
 
 SCHEDULES: Table[Schedule] = Table(
     "learning-rate schedule",
@@ -153,12 +155,7 @@ class Optimizer:
             for group in self.torch_optimizer.param_groups:
                 group["lr"] = lr
             self.torch_optimizer.step()
-            if pairs := [(p, m) for p, m in self._parameters_and_masters() if p is not m]:
-                parameters, masters = (
-                    [local_shard(x) for x in xs] for xs in zip(*pairs, strict=True)
-                )
-                with torch.no_grad():
-                    torch._foreach_copy_(parameters, masters)
+            self._copy_masters_to_parameters()
             self.updates += 1
         else:
             self.skipped_updates += 1
@@ -184,13 +181,17 @@ class Optimizer:
 
     def master_copies(self) -> dict[str, Tensor]:
         """Returns the master weights that are copies; a float32 parameter is its own master weight."""
+        pairs = zip(self.masters.items(), self._parameters, strict=True)
         return {
-            name: master.detach()
-            for (name, master), parameter in zip(
-                self.masters.items(), self._parameters, strict=True
-            )
-            if master is not parameter
+            name: master.detach() for (name, master), parameter in pairs if master is not parameter
         }
+
+    @torch.no_grad()
+    def _copy_masters_to_parameters(self) -> None:
+        pairs = [(p, master) for p, master in self._parameters_and_masters() if p is not master]
+        if pairs:
+            parameters = [local_shard(parameter) for parameter, _ in pairs]
+            torch._foreach_copy_(parameters, [local_shard(master) for _, master in pairs])
 
     @torch.no_grad()
     def copy_weights_to_masters(self) -> None:
@@ -205,9 +206,9 @@ class Optimizer:
 
 @torch.no_grad()
 def _accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
-    """Adds gradients to float32 sums, on a GPU in one kernel for all tensors.
+    """Adds gradients to float32 sums, on a GPU with one kernel for all tensors.
 
-    torch._foreach_add_ adds tensors of different dtypes one by one, without vectorised loads.
+    `torch._foreach_add_` adds tensors of different dtypes one by one, without vectorised loads.
     """
     if _can_use_kernel(sums, parts):
         from hone.ops.training_triton import add_all

@@ -39,7 +39,9 @@ def unwrap_packed_shards(state: Any) -> Any:
 def _map_values(function: Callable[[Any], Any], state: Any) -> Any:
     if isinstance(state, Mapping):
         return {key: function(child) for key, child in state.items()}
-    return [function(child) for child in state] if isinstance(state, list) else state
+    if isinstance(state, list):
+        return [function(child) for child in state]
+    return state
 
 
 class PackedShard(Tensor):

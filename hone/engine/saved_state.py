@@ -49,7 +49,8 @@ _CONSTRUCTORS: dict[tuple[str, str], Function] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
     # Paths are unpickled as text.
-    **{(m, "PosixPath"): _path_text for m in ("pathlib", "pathlib._local")},
+    ("pathlib", "PosixPath"): _path_text,
+    ("pathlib._local", "PosixPath"): _path_text,
     ("pathlib", "WindowsPath"): _path_text,
     ("collections", "OrderedDict"): dict,
 }

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 
 from hone.config.engine import FSDPConfig
 from hone.engine.contract import Mesh
-from hone.engine.mesh import Groups, create_process_groups
+from hone.engine.mesh import ProcessGroups, create_process_groups
 from hone.engine.rendezvous import rendezvous_store
 from hone.models.policy import Model
 
@@ -47,7 +47,7 @@ class ShardedModule:
 
     module: nn.Module
     device: torch.device
-    groups: Groups
+    groups: ProcessGroups
     reshard_after_forward: bool
     tensor_parallel: TensorParallel | None = None
 

@@ -1,9 +1,9 @@
 """Tensor parallel: shards a decoder's parameters over a group of ranks by the model's own plan.
 
-Every parameter becomes a DTensor on the tensor mesh: split where transformers' `_tp_plan` says so, the
-embedding and the head by vocabulary, all others replicated. As all are DTensors of one mesh, FSDP2, the
-optimizer, clipping and checkpoints treat them alike. The forwards of the modules compute with this rank's
-shards and exchange activations (hone/ops/tensor_parallel.py); the model's code is unchanged.
+Every parameter becomes a DTensor on the tensor mesh. Transformers' `_tp_plan` names the split parameters; the
+embedding and the LM head are split by vocabulary, and all other parameters are replicated. FSDP2, the
+optimizer, clipping and checkpoints treat all DTensors of one mesh alike. Each module's forward computes with
+this rank's shards and exchanges activations (hone/ops/tensor_parallel.py); the model's code is unchanged.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ _PACKED_PROJECTIONS = 2
 """Number of projections in a packed weight (gate, then up); each is split separately."""
 _STYLES_SPLITTING_ROWS = ("colwise", "colwise_gather_output", _VOCABULARY_STYLE)
 _STYLES_SPLITTING_COLUMNS = ("rowwise", "rowwise_split_input")
-_ADAPTER_STYLES = {  # the styles of lora_A and lora_B by the style of the base layer
+_ADAPTER_STYLES = {
     "colwise": ("replicated", "colwise"),
     "rowwise": ("rowwise", "replicated"),
     "mla_kv_a_proj": ("replicated", "mla_kv_a_proj"),
 }
+"""Maps the style of a base layer to the styles of its `lora_A` and `lora_B`."""
 
 
 def check_tensor_parallel(
@@ -101,8 +102,8 @@ def _split_sizes(config: PreTrainedConfig, plan: dict[str, str]) -> Iterator[tup
 def _shards_match_dtensor(rows: int, size: int, shards: int) -> bool:
     """Returns whether FSDP2 shards the vocabulary into the sizes that DTensor assumes.
 
-    FSDP2 splits the rows of each tensor-parallel part into `shards`. DTensor assumes that the rows with the
-    same shard number, over all parts, are split evenly into parts.
+    FSDP2 splits the rows of each of `size` tensor-parallel parts into `shards`. DTensor takes the shards with
+    the same number, one of each part, and assumes that their rows are split evenly over the parts.
     """
 
     def chunk_sizes(length: int, chunks: int) -> list[int]:
@@ -284,6 +285,7 @@ class TensorParallel:
         self._set_parallel(True)
 
     def _style(self, path: str, owner: nn.Module) -> str:
+        """Returns the style of the parameters that the module `owner` at `path` owns."""
         if owner is self._embedding_module or owner is self._head_module:
             return _VOCABULARY_STYLE
         name = _plan_name(path)

@@ -20,8 +20,10 @@ _MAX_SUBSETS = 1000
 
 def best_at(values: Sequence[float], n: int) -> float:
     """Returns the expected maximum of n of the values."""
-    weights = _maximum_weights(len(values), n)
-    return sum(v * weight for v, weight in zip(sorted(values), weights, strict=True))
+    largest, weights = max(values), _maximum_weights(len(values), n)
+    # The weights sum to 1 up to rounding; sums of deviations are exact for equal values.
+    deviations = (v - largest for v in sorted(values))
+    return largest + sum(d * weight for d, weight in zip(deviations, weights, strict=True))
 
 
 def best_std_at(values: Sequence[float], n: int) -> float:

@@ -192,15 +192,15 @@ class Padding(NamedTuple):
         lengths: list[int], device: torch.device, *, start: int = 0, multiple: int = 1
     ) -> Padding:
         """Pads consecutive segments to their maximum length, rounded up to a multiple of `multiple`."""
-        n = torch.tensor(lengths)
-        width = -(-max(int(n.max()), 1) // multiple) * multiple
-        starts = start + n.cumsum(0) - n
+        num_tokens = torch.tensor(lengths)
+        width = -(-max(int(num_tokens.max()), 1) // multiple) * multiple
+        starts = start + num_tokens.cumsum(0) - num_tokens
         offset = torch.arange(width)
-        is_token = offset < n[:, None]
+        is_token = offset < num_tokens[:, None]
         cells = torch.where(is_token, starts[:, None] + offset, start)
         cell_indices = is_token.flatten().nonzero().flatten()
-        cells, cell_indices = (x.to(device, non_blocking=True) for x in (cells, cell_indices))
-        return Padding(cells, cell_indices, start, bool((n == width).all()))
+        has_equal_lengths = bool((num_tokens == width).all())
+        return Padding(send(cells, device), send(cell_indices, device), start, has_equal_lengths)
 
     def pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
         segments, width = self.cells.shape
@@ -336,7 +336,7 @@ class SegmentLayout:
 
     @cached_property
     def _root_indices(self) -> Tensor:  # [C] index of each child's root
-        return torch.tensor([root for root, _ in self.children], device=self.device)
+        return send(torch.tensor([root for root, _ in self.children]), self.device)
 
     @cached_property
     def _child_keys(self) -> Tensor:  # [C, P + R] packed positions that each child attends to
@@ -387,7 +387,7 @@ class SegmentLayout:
         Padding queries attend to keys too, because the softmax of a fully masked row is NaN.
         """
         width = children.cells.shape[1]
-        root_lengths = torch.tensor(self.root_lengths, device=self.device)[self._root_indices]
+        root_lengths = send(torch.tensor(self.root_lengths), self.device)[self._root_indices]
         own_offset = torch.arange(width, device=self.device)
         root_offset = torch.arange(self._roots.cells.shape[1], device=self.device)
         sees_root = (root_offset < root_lengths[:, None])[:, None, :].expand(-1, width, -1)

@@ -118,7 +118,7 @@ class ActorRolloutRefWorker(Worker):
                 f"actor and reference have different meshes ({mesh}, {other_meshes[0]}); give both the same "
                 "strategy, or put them in separate workers"
             )
-        self.register_mesh(DEFAULT_MESH, mesh.data_parallel_rank, mesh.collects)
+        self.register_mesh(DEFAULT_MESH, mesh.data_parallel_rank, mesh.is_collector)
 
     @register(
         dispatch_mode=replace(

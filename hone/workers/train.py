@@ -129,7 +129,7 @@ class TrainWorker(Worker):
         prepare_process(device, self.world_size, timeout_s, fsdp_configs)
         self.engine = build_strategy(strategy, build_spec(self.config, self, device))
         mesh = self.engine.mesh
-        self.register_mesh(DEFAULT_MESH, mesh.data_parallel_rank, mesh.collects)
+        self.register_mesh(DEFAULT_MESH, mesh.data_parallel_rank, mesh.is_collector)
 
     def minibatches(
         self, data: DataProto, config: ActorConfig | CriticConfig, num_step_rows: int | None

@@ -96,6 +96,6 @@ def test_one_rank_of_a_slot_collects_and_one_of_all_writes():
         for d in range(2)
         for t in range(2)
     ]
-    assert [mesh.collects for mesh in meshes] == [True, False, True, False]
-    assert [mesh.writes for mesh in meshes] == [True, False, False, False]
+    assert [mesh.is_collector for mesh in meshes] == [True, False, True, False]
+    assert [mesh.is_writer for mesh in meshes] == [True, False, False, False]
     assert {mesh.ranks_per_slot for mesh in meshes} == {2}

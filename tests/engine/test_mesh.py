@@ -17,9 +17,9 @@ from hone.models.families import UnsupportedModel
 def test_every_coordinate_is_taken_once_and_one_rank_per_slot_collects(world, sequence, tensor):
     meshes = [mesh_for_rank(rank, world, sequence=sequence, tensor=tensor) for rank in range(world)]
     assert len(set(meshes)) == world
-    slots = Counter(mesh.data_parallel_rank for mesh in meshes if mesh.collects)
+    slots = Counter(mesh.data_parallel_rank for mesh in meshes if mesh.is_collector)
     assert slots == dict.fromkeys(range(world // (sequence * tensor)), 1)
-    assert [mesh.writes for mesh in meshes] == [True] + [False] * (world - 1)
+    assert [mesh.is_writer for mesh in meshes] == [True] + [False] * (world - 1)
     assert {mesh.ranks_per_slot for mesh in meshes} == {sequence * tensor}
 
 

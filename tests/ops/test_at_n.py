@@ -124,6 +124,14 @@ def test_reported_sizes_are_powers_of_two_and_the_whole():
     assert attempt_counts(8) == [2, 4, 8]
 
 
+@pytest.mark.parametrize("count", [7, 21, 27, 31])
+def test_equal_values_have_exactly_that_value_and_no_deviation(count: int) -> None:
+    values = [0.1] * count
+    for n in (2, 4):
+        assert best_at(values, n) == worst_at(values, n) == 0.1
+        assert best_std_at(values, n) == worst_std_at(values, n) == 0.0
+
+
 def test_thousands_of_attempts_have_a_finite_best() -> None:
     values = [0.0] * 1500 + [1.0] * 548
     exact = 1 - math.comb(1500, 1024) / math.comb(2048, 1024)

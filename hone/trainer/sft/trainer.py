@@ -83,7 +83,7 @@ class SFTTrainer:
                 [rows[i] for i in rank_indices or [start]], self._pad_token_id
             )
             outputs = self.engine.infer(batch, **self._task.objective.options)
-            is_counted = bool(rank_indices and mesh.collects)
+            is_counted = bool(rank_indices and mesh.is_collector)
             for name, sum_and_count in self._task.validation_sums(outputs, batch).items():
                 total = totals.setdefault(name, [0.0, 0.0])
                 for i, value in enumerate(sum_and_count):

@@ -216,7 +216,7 @@ def run_case(engine: TrainEngine, case: Case) -> dict[str, Any]:
     results: dict[str, Any] = {"outputs": engine.infer(batch, **options)}
     results["metrics"] = engine.train_minibatch(batch, objective(case))
     results["weights"] = weights(engine)
-    results["slot"] = (engine.mesh.data_parallel_rank, engine.mesh.collects)
+    results["slot"] = (engine.mesh.data_parallel_rank, engine.mesh.is_collector)
     results["facts"] = engine.facts
     if case.head == "policy":
         with engine.lease() as lease:
