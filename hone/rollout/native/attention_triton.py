@@ -4,8 +4,8 @@ This module is imported only on a GPU; the references are in kernels_reference.p
 at multiples of KEYS and are read from last to first, as in torch's variable-length kernel, which
 training uses. Softmax terms are rounded relative to the running maximum score, so the same order
 gives the same rounding. For head dimensions up to 64, torch's kernel reads tiles of 128 keys. This kernel
-reads 64, which is faster here, so it rounds the first tile that it reads of a sequence differently
-from torch.
+reads tiles of 64 keys, which is faster here, so it rounds the first tile of a sequence differently from
+torch.
 """
 
 from __future__ import annotations

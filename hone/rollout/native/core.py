@@ -42,7 +42,7 @@ _KEY_MULTIPLE = 16
 """Attention reads a multiple of this many keys, so that the summation order does not depend on
 the batch."""
 _SMALL_PRODUCT = 400
-"""Below this many multiplications, torch rounds a batched product differently."""
+"""torch rounds batched products of fewer multiplications differently."""
 
 
 class SlotCache:
@@ -159,20 +159,20 @@ class DecodeLayout:
 
 
 class JointLayout:
-    """The layout of a joint batch: one token per running sequence, whole new prompts, padding."""
+    """The layout of a batch of one token per running sequence, then whole new prompts, then padding."""
 
     def __init__(self, decode: DecodeLayout | None, prefill: PrefillLayout | None) -> None:
         self._layouts = [layout for layout in (decode, prefill) if layout is not None]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
-        parts, begin = [], 0
+        outputs, begin = [], 0
         for layout in self._layouts:
             end = begin + len(layout.positions)
-            parts.append(layout.attend(q[begin:end], k[begin:end], v[begin:end], options))
+            outputs.append(layout.attend(q[begin:end], k[begin:end], v[begin:end], options))
             begin = end
         if begin < len(q):
-            parts.append(q.new_zeros(len(q) - begin, *q.shape[1:]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            outputs.append(q.new_zeros(len(q) - begin, *q.shape[1:]))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _round_up(length: int, multiple: int) -> int:
@@ -180,7 +180,7 @@ def _round_up(length: int, multiple: int) -> int:
 
 
 class NativeCore:
-    """Continuous batching over the policy's parameters."""
+    """Decodes with continuous batching, the policy's parameters and a slot cache."""
 
     def __init__(
         self,
@@ -198,8 +198,9 @@ class NativeCore:
         self.rules = RequestRules.of(config, eos_ids, tokenizer)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        default = PlainDecoder if fits_decoder_layer(policy) else ModuleDecoder
-        self._forward = forward if forward is not None else default(policy)
+        if forward is None:
+            forward = PlainDecoder(policy) if fits_decoder_layer(policy) else ModuleDecoder(policy)
+        self._forward = forward
         self._forward_is_current = False  # whether the forward has read the current parameters
         packed = isinstance(self._forward, PlainDecoder)
         self.row_multiple = row_multiple(policy.parameters(), packed=packed)
@@ -215,7 +216,7 @@ class NativeCore:
     def add(self, request: Request) -> None:
         """Queues a request: the largest max_tokens starts first, ties start in order of arrival.
 
-        Otherwise a long request could start last and run alone in the batch.
+        In order of arrival alone, a long request could start last and then run alone in the batch.
         """
         self.rules.check(request)
         insort_left(self._waiting, request, key=lambda r: r.sampling.max_tokens)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_STOP_IDS = 8
-"""Stop tokens per row that the GPU checks; the host checks requests that have more."""
+"""Maximum number of stop tokens that the GPU checks per row; the host checks requests with more."""
 STATE_FIELDS = ("token", "position", "slot", "seed", "max_length", "finished", "num_sampled")
 """The names of a row's values in `state`, in the order that the kernels expect."""
 _FINISHED = STATE_FIELDS.index("finished")
@@ -93,7 +93,7 @@ class BatchState:
         stop_ids: Sequence[Sequence[int]],
         blocks: Sequence[Sequence[int]],
     ) -> None:
-        """Fills the rows from `begin` on, on the host; each list has one entry per row.
+        """Fills rows of the host's copy, beginning with row `begin`; each list has one entry per row.
 
         An entry of `states` has one value per name in STATE_FIELDS.
         """
@@ -104,7 +104,7 @@ class BatchState:
         temperature = torch.tensor(temperatures, dtype=torch.float32)
         rows.greedy.copy_(temperature == 0)
         rows.inverse_temperature.copy_(1.0 / torch.where(temperature == 0, 1.0, temperature))
-        # Views of numpy, because torch takes much longer to write short rows.
+        # torch takes much longer than numpy to write short rows.
         stop_id_rows, block_rows = rows.stop_ids.numpy(), rows.block_table.numpy()
         for row, (ids, block_ids) in enumerate(zip(stop_ids, blocks, strict=True)):
             stop_id_rows[row] = [*ids[:MAX_STOP_IDS], *[-1] * (MAX_STOP_IDS - len(ids))]

@@ -2,7 +2,7 @@
 
 `PlainDecoder` (CPU) and `FusedDecoder` (GPU) compute the layers of models/decoder_layer.py without module
 overhead. `ModuleDecoder` runs the modules of any other model. exact_decoder.py has the forward of exact
-mode, and sharding.py those of tensor parallelism.
+mode, and sharding.py has the forwards of tensor parallelism.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ModuleDecoder:
-    """Runs the modules of any Hugging Face decoder and caches nothing."""
+    """Runs the modules of any Hugging Face decoder, without copies of the parameters."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
@@ -89,11 +89,11 @@ class PlainDecoder:
         self._norm = RmsNorm(decoder.norm)
         self._layers = [self._read_layer(layer) for layer in decoder.layers]
         if self._policy.has_plain_head:
-            self._lm_head = _join([self._policy.lm.get_output_embeddings()])
+            self._lm_head = _join_packed([self._policy.lm.get_output_embeddings()])
         self._packed_versions = versions
 
     def _read_layer(self, layer: LlamaDecoderLayer) -> DecoderLayer[PackableLinear, RmsNorm]:
-        return read_layer(layer, join=_join, norm=RmsNorm)
+        return read_layer(layer, join=_join_packed, norm=RmsNorm)
 
     def _embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embedding)
@@ -131,7 +131,7 @@ class PlainDecoder:
         self._sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)[:, None]
 
 
-def _join(modules: Sequence[nn.Linear]) -> PackableLinear:
+def _join_packed(modules: Sequence[nn.Linear]) -> PackableLinear:
     """Returns one layer that concatenates the outputs of linear layers with the same input."""
     first, *others = modules
     if not others:
@@ -142,7 +142,7 @@ def _join(modules: Sequence[nn.Linear]) -> PackableLinear:
 
 
 class RmsNorm:
-    """RMS norm; in float32 it runs half as many ATen operators as F.rms_norm."""
+    """RMS norm with half as many ATen operators as F.rms_norm in float32."""
 
     def __init__(self, module: LlamaRMSNorm) -> None:
         self._weight: Tensor = module.weight
@@ -170,7 +170,7 @@ class JoinedDecoder:
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
         self._cos = self._sin = torch.empty(0)  # [positions, head_dim]
-        # Captured graphs still read old tables after `extend_rotary_table`.
+        # `extend_rotary_table` keeps old tables alive, because captured graphs still read them.
         self._old_rotary_tables: list[Tensor] = []
         self._read_parameters()
 
@@ -203,7 +203,7 @@ class JoinedDecoder:
 
 
 class FusedDecoder(JoinedDecoder):
-    """Computes hidden states over the paged cache, for the layers of models/decoder_layer.py."""
+    """Computes the layers of models/decoder_layer.py over the paged cache, with joined weights."""
 
     def __init__(self, policy: PolicyModel, kernels: ModuleType, max_positions: int) -> None:
         super().__init__(policy)

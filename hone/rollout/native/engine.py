@@ -75,7 +75,7 @@ class NativeRollout(RequestEngine):
         self._core = core
         self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
-        """Requests that each event loop has submitted in its current iteration; only its thread reads it."""
+        """Requests of each event loop's current iteration; only the thread of a loop accesses its list."""
         self._arrivals: list[Request] = []  # submitted, not yet in the core
         self._deferred: list[Request] = []  # submitted while paused
         # Guards every attribute except the core and `_submitted`.
@@ -278,7 +278,7 @@ class NativeRollout(RequestEngine):
 
     def _step(self) -> list[Request]:
         with self._condition:
-            if not self._can_decode:  # paused in the meantime
+            if not self._can_decode:  # paused after `_wait_for_work`
                 return []
             arrivals, self._arrivals = self._arrivals, []
         for request in arrivals:
@@ -292,8 +292,13 @@ class NativeRollout(RequestEngine):
 
     def _must_yield(self) -> bool:
         """Whether the core should end its step soon, because a request or a caller waits."""
-        waiting = self._arrivals or self._closed or self._notified or self._streaming
-        return bool(waiting or self._control_lock.locked())
+        return bool(
+            self._arrivals
+            or self._closed
+            or self._notified
+            or self._streaming
+            or self._control_lock.locked()
+        )
 
     def _post_new_tokens(self) -> None:
         """Passes new tokens to the event loops of streaming requests."""
@@ -334,8 +339,9 @@ class NativeRollout(RequestEngine):
             if not call_soon_in_loop(
                 request.awaited_future.get_loop(), _set_exception, request, copy
             ):
-                name = request.request_id
-                log.warning("request %s failed after its loop closed: %s", name, error)
+                log.warning(
+                    "request %s failed after its event loop closed: %s", request.request_id, error
+                )
 
 
 def _post_results(requests: list[Request]) -> list[Request]:
@@ -343,10 +349,11 @@ def _post_results(requests: list[Request]) -> list[Request]:
     by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = {}
     for request in requests:
         by_loop.setdefault(request.awaited_future.get_loop(), []).append(request)
-    closed = [
-        loop for loop, batch in by_loop.items() if not call_soon_in_loop(loop, _set_results, batch)
-    ]
-    return [request for loop in closed for request in by_loop[loop]]
+    unposted: list[Request] = []
+    for loop, batch in by_loop.items():
+        if not call_soon_in_loop(loop, _set_results, batch):
+            unposted += batch
+    return unposted
 
 
 def _set_results(requests: list[Request]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hone.rollout.native.paged_layouts import Queries
 
 CHUNK_ROWS = 32
-"""Rows per call: enough to use the CPU well, few enough to waste little in a small batch."""
+"""Rows per call: enough to use the CPU well, and few enough that a small batch has little padding."""
 _KEY_MULTIPLE = 64
 """A query reads a multiple of this many keys; keys after the query's position are masked."""
 _HEAD_MULTIPLE = 8
@@ -43,17 +43,14 @@ def map_row_chunks(compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     padding = -num_rows % CHUNK_ROWS
     if padding:
         tensors = tuple(torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) for x in tensors)
-    parts = [
-        compute(*chunks) for chunks in zip(*(x.split(CHUNK_ROWS) for x in tensors), strict=True)
-    ]
-    if not parts:
-        return compute(*(x.new_zeros(CHUNK_ROWS, *x.shape[1:]) for x in tensors))[:0]
-    return torch.cat(parts)[:num_rows] if len(parts) > 1 else parts[0][:num_rows]
+    chunks = zip(*(x.split(CHUNK_ROWS) for x in tensors), strict=True)
+    results = [compute(*chunk) for chunk in chunks]
+    return torch.cat(results)[:num_rows] if len(results) > 1 else results[0][:num_rows]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, float32_out: bool = False) -> Tensor:
     """Returns x Wᵀ + bias; `float32_out` is ignored, because exact mode on a CPU is float32."""
-    return map_row_chunks(lambda part: F.linear(part.contiguous(), weight, bias), x)
+    return map_row_chunks(lambda chunk: F.linear(chunk.contiguous(), weight, bias), x)
 
 
 def add_rms_norm(
@@ -61,9 +58,9 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     total = x if residual is None else x + residual
 
-    def norm(part: Tensor) -> Tensor:
-        scale = torch.rsqrt(part.square().mean(-1, keepdim=True) + eps)
-        return part * scale * weight
+    def norm(chunk: Tensor) -> Tensor:
+        scale = torch.rsqrt(chunk.square().mean(-1, keepdim=True) + eps)
+        return chunk * scale * weight
 
     return map_row_chunks(norm, total), total
 
@@ -94,7 +91,7 @@ def query_attention(
     out = torch.empty_like(q)
 
     def attend(indices: Tensor, rows: Tensor, num_keys: int) -> None:
-        """Computes queries of the given rows, one per row, or all of one row."""
+        """Writes the attention of queries to `out`; `rows` has the row of each query, or one row for all."""
         num_blocks = min(num_keys // block_size, queries.block_table.shape[1])
         blocks = queries.block_table[rows, :num_blocks]
         blocks = F.pad(blocks, (0, num_keys // block_size - num_blocks))  # the null block is masked

@@ -33,7 +33,7 @@ class FollowerRollout(RequestEngine):
         super().__init__(core.rules)
         self._replica, self._peers = Replica(core), peers
         self._condition = threading.Condition()
-        # Numbers of updates: begun by rank 0, begun by this rank, ended by this rank.
+        # Numbers of updates that rank 0 has announced, that this rank has begun, and that it has ended.
         self._updates_announced = self._updates_begun = self._updates_ended = 0
         self._update_error: str | None = None
         self._is_driven = False

@@ -165,7 +165,7 @@ def store_kv(k: Tensor, v: Tensor, slots: Tensor, cache: PagedCache, layer: int)
 
 
 _CHUNK_LOGITS = 4096
-"""Logits per program of the first pass."""
+"""Number of logits per chunk; in the first pass, each program reads one chunk."""
 _STATS_WARPS, _SAMPLE_WARPS = 4, 8
 
 

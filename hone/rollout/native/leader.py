@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from hone.rollout.native.sharding import ShardedPolicy
 
 _HEARTBEATS_PER_TIMEOUT = 4
-"""In `drive`, rank 0 sends at least this many commands per timeout, so that no rank times out."""
+"""Without work, `drive` sends this many commands per timeout, so that the other ranks do not time out."""
 
 
 class LeaderCore:
     """The core of rank 0, which executes each command and sends it to the other ranks.
 
-    The inner core works on copies of the requests, which share the requests' token lists. Only a
-    command cancels a copy, so a cancellation takes effect on all ranks at the same step.
+    The core that computes works on copies of the requests; a copy shares the token lists of its request.
+    Only a command cancels a copy, so a cancellation takes effect on all ranks at the same step.
     """
 
     def __init__(self, core: Core, peers: Peers) -> None:

@@ -39,7 +39,7 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()  # unreferenced, oldest first
         self._block_by_key: dict[_BlockKey, int] = {}
         self._key_by_block: dict[int, _BlockKey] = {}
-        self._entry_by_block: dict[int, int] = {}  # entry id; new when a block is reused
+        self._entry_by_block: dict[int, int] = {}  # the id of the block's entry in the prefix cache
         self._last_entry_id = 0
         self._deferred_releases: list[tuple[Sequence[int], Sequence[int]]] = []
         """The arguments of `insert_and_release` calls that are not executed yet."""
@@ -143,9 +143,8 @@ class BlockPool:
 
     def _split_into_blocks(self, tokens: Sequence[int], count: int) -> list[bytes]:
         """Returns the tokens of each of the first `count` blocks, as bytes."""
-        data = array("i", tokens[: count * self.block_size]).tobytes()
-        block_bytes = array("i").itemsize * self.block_size
-        return [data[i : i + block_bytes] for i in range(0, len(data), block_bytes)]
+        size = self.block_size
+        return [array("i", tokens[i : i + size]).tobytes() for i in range(0, count * size, size)]
 
 
 class PagedCache:
@@ -167,7 +166,7 @@ class PagedCache:
         self._dtype, self._device = dtype, device
         self._memory: Tensor | None = None
         self.base_address = torch.zeros(1, dtype=torch.int64, device=device)
-        """The address of the memory, as a tensor: captured graphs read it after a reallocation."""
+        """The address of the memory, in device memory, where captured graphs read the current address."""
         self.pool = BlockPool(num_blocks, block_size)
 
     @staticmethod
@@ -179,7 +178,7 @@ class PagedCache:
         block_size: int,
         memory_fraction: float,
     ) -> PagedCache:
-        """Returns a cache of `num_blocks` blocks; None: as many as fit, at most `max_blocks`."""
+        """Returns a cache of `num_blocks` blocks; None means as many as fit, up to `max_blocks`."""
         text_config = policy.lm.config.get_text_config()
         weight = next(policy.parameters())
         kv_heads, head_dim = policy.key_shape

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -48,11 +49,11 @@ class _Chunk(NamedTuple):
     tokens: Tensor  # [sequences, C]; the first counts[i] of row i are valid
     log_probs: Tensor  # [sequences, C]
     counts: list[int]  # number of tokens per sequence
-    finished: list[int]  # 1 for a finished sequence
+    finished: list[int]  # 1 if the sequence has finished, else 0
 
 
 class PagedCore:
-    """Continuous batching over the policy's parameters and a paged key-value cache."""
+    """Decodes with continuous batching, the policy's parameters and a paged key-value cache."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class PagedCore:
         record_experts: bool = False,
         forward: FusedDecoder | ModuleDecoder | None = None,
     ) -> None:
-        """`blocks` counts cache blocks (None: as many as fit); `forward` replaces the default."""
+        """`blocks` is the number of cache blocks (None: as many as fit); `forward` replaces the default."""
         self.device = next(policy.parameters()).device
         self.policy = policy
         self._exact = exact
@@ -210,8 +211,8 @@ class PagedCore:
     def _update_rows(self) -> None:
         """Copies the running sequences to the device rows, unless the rows are up to date.
 
-        If no sequence runs, all rows are cleared: stale rows would pad the next batch and write to
-        its blocks.
+        If no sequence runs, all rows are cleared, because the next batch is padded with the rows after its
+        sequences, and a stale row would write to the blocks of that batch.
         """
         running = self._scheduler.running
         if running and self._device_row_keys == _row_keys(running):
@@ -244,15 +245,15 @@ class PagedCore:
         prompts = [tuple(s.request.prompt_ids + s.request.token_ids) for s in admitted]
         first_indices = first_equal_indices(prompts)
         distinct_indices = sorted(set(first_indices))
-        block_copies = []
+        sources, targets = [], []  # blocks to copy
         for i, first in enumerate(first_indices):
-            block, tail = divmod(len(prompts[i]), BLOCK_SIZE)
-            if first != i and tail:
-                block_copies.append((admitted[first].blocks[block], admitted[i].blocks[block]))
+            last_block, tail_tokens = divmod(len(prompts[i]), BLOCK_SIZE)
+            if first != i and tail_tokens:
+                sources.append(admitted[first].blocks[last_block])
+                targets.append(admitted[i].blocks[last_block])
         hidden = self._prefill_hidden_states(
             [admitted[i] for i in distinct_indices], [prompts[i] for i in distinct_indices]
         )
-        sources, targets = [a for a, _ in block_copies], [b for _, b in block_copies]
         self.cache.copy_blocks(sources, targets)
         if self._expert_cache is not None:
             self._expert_cache.copy_blocks(sources, targets)
@@ -279,7 +280,7 @@ class PagedCore:
             layout = self._exact.prefill_layout(self.cache, blocks, starts, lengths)
         else:
             layout = PagedPrefill(self.cache, self._kernels, blocks, starts, lengths, self.device)
-        ids = [t for p, start in zip(prompts, starts, strict=True) for t in p[start:]]
+        ids = list(chain.from_iterable(p[start:] for p, start in zip(prompts, starts, strict=True)))
         inputs = send(torch.from_numpy(np.array(ids, np.int64)), self.device)
         forward: Callable[..., Tensor] = self._forward  # layout types differ
         hidden = forward(inputs, layout.positions, layout)

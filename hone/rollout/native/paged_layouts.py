@@ -32,7 +32,7 @@ from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
 
 _FULL_GPU_PROGRAMS = 512
-"""Number of attention programs that occupy a large GPU; the keys of a small batch are split to reach it."""
+"""Number of programs that occupy a large GPU. A batch with fewer programs splits the keys of each row."""
 _MAX_SPLITS = 16
 
 
@@ -49,15 +49,11 @@ class PagedPrefill:
         device: torch.device,
     ) -> None:
         self._cache, self._kernels = cache, kernels
-        block_size = cache.block_size
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        offsets = np.arange(block_size)
-        slots = [
-            (np.array(ids[: -(-end // block_size)])[:, None] * block_size + offsets).reshape(-1)[
-                :end
-            ]
-            for ids, end in zip(blocks, ends, strict=True)
-        ]
+        slots = []  # of all tokens of each sequence
+        for block_ids, end in zip(blocks, ends, strict=True):
+            block, offset = np.divmod(np.arange(end), cache.block_size)
+            slots.append(np.array(block_ids)[block] * cache.block_size + offset)
         self._position_ranges = list(zip(starts, ends, strict=True))
         self.positions = _concat([np.arange(*r) for r in self._position_ranges], device)
         self.slots = _concat([s[start:] for s, start in zip(slots, starts, strict=True)], device)
@@ -143,7 +139,7 @@ class PagedDecode:
 
 
 TILE_ROWS = 64
-"""Rows (pairs of query and head) per program of the GPU kernel; results depend on this number."""
+"""Rows per program of the GPU kernel, each a pair of query and head; results depend on this number."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +223,7 @@ class ExactLayout:
     def __init__(
         self, cache: PagedCache, kernels: ModuleType, queries: Queries, slots: Tensor | None = None
     ) -> None:
-        """By default, the slots are those of the positions of the queries."""
+        """`slots` has the slot of each new key; None computes the slots from the positions of the queries."""
         self.cache, self._kernels, self._queries = cache, kernels, queries
         self.positions = queries.position
         if slots is None:
@@ -266,7 +262,7 @@ class TrainingLayout(ExactLayout):
         num_blocks = 1  # block 0 is the null block
         blocks: list[list[int]] = []
         # The tail of a prompt is copied to the start of each response's first block.
-        sources, targets = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        sources, targets = [np.empty(0, np.int64)], [np.empty(0, np.int64)]  # slots
         for parent, start, end in zip(parents, starts, ends, strict=True):
             full_blocks, tail_tokens = divmod(start, block_size)
             first, num_blocks = num_blocks, num_blocks + -(-end // block_size) - full_blocks
@@ -290,7 +286,7 @@ class TrainingLayout(ExactLayout):
 
     def attend(self, q: Tensor, *, layer: int, scaling: float) -> Tensor:
         size, source, target = self.cache.block_size, self._sources, self._targets
-        if len(source):
-            for x in self.cache.layer(0):
-                x[target // size, :, target % size] = x[source // size, :, source % size]
+        if len(source):  # the first block of a response begins with the tail of its prompt
+            for tensor in self.cache.layer(0):
+                tensor[target // size, :, target % size] = tensor[source // size, :, source % size]
         return super().attend(q, layer=layer, scaling=scaling)

@@ -31,6 +31,7 @@ Command: TypeAlias = dict[str, Any]
 _FIRST_MESSAGE_BYTES = 1024
 """Size of the first message; longer commands continue in a second message."""
 _LENGTH_BYTES = 8
+"""The first message begins with the length of the commands, in this many bytes."""
 _CAUSE_KEY = "cause"
 _CAUSE_TIMEOUT_S = 3.0
 """The longest wait for the recorded cause after another rank was lost."""
@@ -51,9 +52,10 @@ class Peers:
     control_group: dist.ProcessGroup | None
     """The group for commands, in host memory; None after a failure."""
     store: dist.Store
-    """The store of the first failure's cause."""
+    """The ranks record the cause of the first failure here."""
     timeout_s: float
     failed: bool = False
+    """Whether `fail` has closed the groups."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over the ranks, the same bits on each; overwrites a contiguous `x`."""
@@ -83,20 +85,21 @@ class Peers:
         text = json.dumps(commands).encode()
         message = len(text).to_bytes(_LENGTH_BYTES, "big") + text
         message = message.ljust(_FIRST_MESSAGE_BYTES, b"\0")
-        for part in (message[:_FIRST_MESSAGE_BYTES], message[_FIRST_MESSAGE_BYTES:]):
-            if part:
-                self._broadcast(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+        for content in (message[:_FIRST_MESSAGE_BYTES], message[_FIRST_MESSAGE_BYTES:]):
+            if content:
+                self._broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
     def receive(self) -> list[Command]:
         """Returns the next commands of rank 0."""
-        first_message = self._broadcast(torch.empty(_FIRST_MESSAGE_BYTES, dtype=torch.uint8))
-        data = bytes(first_message.tolist())
-        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+        content = self._receive_bytes(_FIRST_MESSAGE_BYTES)
+        end = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "big")
         if end > _FIRST_MESSAGE_BYTES:
-            rest = self._broadcast(torch.empty(end - _FIRST_MESSAGE_BYTES, dtype=torch.uint8))
-            data += rest.numpy().tobytes()
-        commands: list[Command] = json.loads(data[_LENGTH_BYTES:end])
+            content += self._receive_bytes(end - _FIRST_MESSAGE_BYTES)
+        commands: list[Command] = json.loads(content[_LENGTH_BYTES:end])
         return commands
+
+    def _receive_bytes(self, size: int) -> bytes:
+        return self._broadcast(torch.empty(size, dtype=torch.uint8)).numpy().tobytes()
 
     def fail(self, error: BaseException) -> BaseException:
         """Closes the groups after an error and returns the error to raise.
@@ -184,6 +187,7 @@ def connect(rank: int, world_size: int, size: int, device: torch.device, timeout
 
 
 SHARDED_TRAITS = Traits(uses_training_module=False)
+"""The traits of the engine of every tensor-parallel rank, which decodes with a shard of its own."""
 
 
 class Replica:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hone.rollout.native.decode_step import BatchState
 
 _NO_TOP_K = 1 << 40
+"""The top-k of rows without top-k; it is larger than any vocabulary."""
 
 
 @dataclass
@@ -84,13 +85,13 @@ def _truncate(p: Tensor, sampling: SamplingRows) -> Tensor:
     """
     sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
     sorted_index = torch.arange(p.shape[-1], device=p.device)
-    keep = sorted_index < sampling.top_k[:, None]
-    cumulative = (sorted_p * keep).cumsum(-1)
+    included = sorted_index < sampling.top_k[:, None]
+    cumulative = (sorted_p * included).cumsum(-1)
     threshold = sampling.top_p[:, None] * cumulative[:, -1:]
-    keep &= (cumulative - sorted_p < threshold) | (sampling.top_p == 1)[:, None]
-    keep &= sorted_p >= sampling.min_p[:, None] * sorted_p[:, :1]
-    keep[:, 0] = True
-    return torch.zeros_like(p).scatter(-1, order, sorted_p * keep)
+    included &= (cumulative - sorted_p < threshold) | (sampling.top_p == 1)[:, None]
+    included &= sorted_p >= sampling.min_p[:, None] * sorted_p[:, :1]
+    included[:, 0] = True
+    return torch.zeros_like(p).scatter(-1, order, sorted_p * included)
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class TruncatedSampling:
     indices: Tensor  # [T] int64, indices of the T rows with truncation
     mask: Tensor  # [R] bool over all rows, True for rows with truncation
     sampling: SamplingRows  # parameters of the T rows
-    exact: bool  # whether log-probs are those of exact mode
+    exact: bool  # whether the kernels are those of exact mode
 
     @staticmethod
     def of(

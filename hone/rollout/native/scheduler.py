@@ -1,7 +1,7 @@
 """The scheduler: decides which requests wait, which sequences run, and which are preempted.
 
-It runs on the host without tensors. paged_core.py computes the scheduled sequences; paged_cache.py
-manages blocks and the prefix cache.
+The scheduler runs on the host and uses no tensors. paged_core.py computes the scheduled sequences;
+paged_cache.py manages blocks and the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS_PER_LONG_CHUNK = 64
 
 @dataclass
 class RunningSequence:
-    """A request that has blocks."""
+    """A request that has cache blocks, and so is decoded in every step."""
 
     request: Request
     blocks: list[int]
@@ -84,9 +84,9 @@ class Scheduler:
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._watermark = max_num_seqs * (STEPS_PER_LONG_CHUNK // BLOCK_SIZE)
-        """Number of free blocks kept for the next chunk.
+        """Number of free blocks that running sequences may need in the next chunk.
 
-        A sequence gets all its blocks at once if at least this number stays free.
+        A sequence gets the blocks of its maximum length at once if at least this number stays free.
         """
         self._waiting: list[Request] = []  # by priority, ascending; the last starts first
         self.running: list[RunningSequence] = []
@@ -99,8 +99,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queues a request: the largest max_tokens starts first, ties start in order of arrival.
 
-        Otherwise a long request could start last and run alone. Preempted requests start before new
-        ones.
+        In order of arrival alone, a long request could start last and then run alone in the batch.
+        Preempted requests start before new requests.
         """
         self._rules.check(request)
         request.num_preempted = 0
@@ -245,7 +245,7 @@ class Scheduler:
         return [sequence.request for sequence in finished]
 
     def _blocks_needed(self, sequence: RunningSequence, steps: int) -> int:
-        """Returns the number of blocks to add: for `steps` more tokens, or all if many are free."""
+        """Returns how many blocks to add: for the maximum length if enough are free, else for `steps`."""
         blocks_to_max_length = -(-sequence.max_length // BLOCK_SIZE) - len(sequence.blocks)
         if self._pool.num_available - blocks_to_max_length >= self._watermark:
             return max(0, blocks_to_max_length)

@@ -35,19 +35,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-_HEADS, _KV_HEADS, _MLP_COLUMNS = "heads", "key-value heads", "columns"
-_SPLIT_LAYERS = {
-    "self_attn.q_proj": (0, _HEADS),
-    "self_attn.k_proj": (0, _KV_HEADS),
-    "self_attn.v_proj": (0, _KV_HEADS),
-    "self_attn.o_proj": (1, _HEADS),
-    "mlp.gate_proj": (0, _MLP_COLUMNS),
-    "mlp.up_proj": (0, _MLP_COLUMNS),
-    "mlp.down_proj": (1, _MLP_COLUMNS),
-}
-"""For each linear layer, the split dimension of its weight, and the unit of the split."""
-_ROW_PARALLEL_LAYERS = tuple(name for name, (dim, _) in _SPLIT_LAYERS.items() if dim == 1)
-"""The linear layers whose outputs are summed over the ranks."""
+_COLUMN_PARALLEL_LAYERS = (
+    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    *("mlp.gate_proj", "mlp.up_proj"),
+)
+"""The linear layers whose weights are split by output feature."""
+_ROW_PARALLEL_LAYERS = ("self_attn.o_proj", "mlp.down_proj")
+"""The linear layers whose weights are split by input feature; their outputs are summed over the ranks."""
+_KV_LAYERS = ("self_attn.k_proj", "self_attn.v_proj")
 
 
 @dataclass(frozen=True)
@@ -101,10 +96,11 @@ def check_shardable(lm: PreTrainedModel, size: int, path: str) -> None:
 
 
 def _unknown_parameters(layer: nn.Module, head_dim: int) -> Iterator[str]:
-    """Yields the names of parameters that are neither in `_SPLIT_LAYERS` nor those of a norm."""
+    """Yields the names of parameters that belong neither to a layer that is split nor to a norm."""
     for name, parameter in layer.named_parameters():
         module, _, _ = name.rpartition(".")
-        if module in _SPLIT_LAYERS or parameter.numel() == 1:
+        is_split = module in _COLUMN_PARALLEL_LAYERS or module in _ROW_PARALLEL_LAYERS
+        if is_split or parameter.numel() == 1:
             continue
         in_sublayer = name.startswith(("self_attn.", "mlp."))
         if parameter.dim() > 1 or (in_sublayer and len(parameter) != head_dim):
@@ -165,13 +161,13 @@ class ShardedPolicy(PolicyModel):
         """Returns this rank's shard of a parameter, or None if it is not split."""
         rank, size = self.peers.rank, self.peers.size
         module = ".".join(name.split(".")[-3:-1])
-        if module in _SPLIT_LAYERS:
-            dim, unit = _SPLIT_LAYERS[module]
+        if module in _KV_LAYERS and self._kv_heads < size:  # several ranks have the same head
+            return Shard(0, rank * self._kv_heads // size * self._head_dim, self._head_dim)
+        if module in _COLUMN_PARALLEL_LAYERS or module in _ROW_PARALLEL_LAYERS:
+            dim = 1 if module in _ROW_PARALLEL_LAYERS else 0
             if dim >= parameter.dim():
                 return None  # the bias of a summed output
             width = -(-parameter.shape[dim] // size)
-            if unit == _KV_HEADS and self._kv_heads < size:  # several ranks have the same head
-                return Shard(dim, rank * self._kv_heads // size * self._head_dim, self._head_dim)
             return Shard(dim, rank * width, width)
         embeddings = (self.lm.get_input_embeddings(), self.lm.get_output_embeddings())
         if any(parameter is p for owner in embeddings for p in owner.parameters()):
@@ -197,7 +193,7 @@ class ShardedPolicy(PolicyModel):
 
     def _register_hooks(self) -> None:
         """Registers hooks, so that the model's own modules compute on shards."""
-        masks: list[Tensor] = []  # the mask of the current embedding call
+        masks: list[Tensor] = []  # which ids of the current embedding call this rank has
 
         def to_local_ids(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             local_ids, is_local = self._local_ids(args[0])
