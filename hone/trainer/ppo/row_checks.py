@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +43,13 @@ def check_rows(
         return
     loops = LoopNames(config.actor_rollout_ref.rollout)
     check_columns(dataset.store, config.data.prompt_key)
+    valid_names: set[str] = set()
     for position, row in _used_rows(dataset, ("agent_name",)):
+        name = row.get("agent_name")
+        if isinstance(name, str) and name in valid_names:
+            continue
         try:  # a row may name a configured loop, never an import path
-            loops.name_of_row(row.get("agent_name"))
+            valid_names.add(loops.name_of_row(name))
         except PluginError as error:
             raise DataError(f"{dataset.store.where(position)}: {error}") from error
     check_media(dataset, config, default_loop=loops.default)
@@ -66,7 +70,7 @@ def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop:
     keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
     custom_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
     for position, row in _used_rows(dataset, (*keys, "agent_name")):
-        media = [key for key in keys if row.get(key)]
+        media = [key for key in keys if not _is_empty(row.get(key))]
         custom_loop = not LOOPS.is_built_in(row.get("agent_name") or default_loop)
         if media and not (custom_engine and custom_loop):
             raise DataError(
@@ -74,6 +78,11 @@ def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop:
                 "rollout engines and agent loops only read text; remove such rows or the column, or "
                 "configure your own agent loop and rollout engine"
             )
+
+
+def _is_empty(value: object) -> bool:
+    """Returns whether a media column has no entry; rows in memory may have arrays."""
+    return value is None or (isinstance(value, Sized) and len(value) == 0)
 
 
 def check_columns(store: RowStore, prompt_key: str) -> None:

@@ -39,6 +39,28 @@ def test_prompts_are_measured_once_per_data_set(
     assert len(lengths) == 3
 
 
+def test_an_agent_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hone.agents.loop_names import LoopNames
+    from hone.config import load_config
+    from hone.data.create import create_run_dataset
+    from hone.models.tiny import character_tokenizer
+    from hone.trainer.ppo.row_checks import check_rows
+
+    names: list[object] = []
+    plain = LoopNames.name_of_row
+
+    def counted(self: LoopNames, name: object) -> str:
+        names.append(name)
+        return plain(self, name)
+
+    monkeypatch.setattr(LoopNames, "name_of_row", counted)
+    config = load_config(["data.train_files=[]", "data.prompt_format=raw"])
+    rows: Any = [{"prompt": "a", "agent_name": "tool_agent"} for _ in range(9)]
+    dataset = create_run_dataset(rows, config.data, character_tokenizer("a"), is_train=True)
+    check_rows(lambda batch: None, dataset, config)
+    assert names == ["tool_agent"]
+
+
 def scorer(folder: Path, body: str) -> str:
     file = folder / "scorer.py"
     file.write_text(

@@ -16,6 +16,7 @@ from rewards.scoring_server import ScoringServer, by_length, digits_judge
 
 from hone.config import load_config
 from hone.config.reward import RewardModelConfig
+from hone.data.create import create_run_dataset
 from hone.data.dataset import RLHFDataset
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError, write_parquet
@@ -322,6 +323,20 @@ def test_rows_with_pictures_are_refused_before_models_load(
                 check_media(dataset, config, default_loop=default)
         else:
             check_media(dataset, config, default_loop=default)
+
+
+def test_pictures_in_arrays_are_refused_and_empty_arrays_pass() -> None:
+    config = load_config(["data.train_files=[]", "data.prompt_format=raw"])
+    rows = [{"prompt": "a", "images": np.array(images)} for images in ([], ["a.png", "b.png"])]
+    loop_name = config.actor_rollout_ref.rollout.agent.default_agent_loop
+
+    def check(rows: list[Any]) -> None:
+        dataset = create_run_dataset(rows, config.data, character_tokenizer("ab"), is_train=True)
+        check_media(dataset, config, default_loop=loop_name)
+
+    check(rows[:1])
+    with pytest.raises(DataError, match="column 'images' is not empty"):
+        check(rows)
 
 
 def test_a_run_over_rows_with_pictures_does_not_start(
