@@ -16,7 +16,7 @@ from hone.engine.build import build_engine
 from hone.models.policy import PolicyModel
 from hone.ops.rows import MicroBatchRule
 from hone.rollout.native.exact_decoder import ExactDecoder
-from hone.workers.objectives import PolicyObjective
+from hone.workers.actor import PolicyObjective
 
 
 def kernels(work: Callable[[], Any], top: int = 22) -> None:

@@ -21,7 +21,7 @@ from hone.models.policy import PolicyModel
 from hone.ops.rows import MicroBatchRule
 from hone.protocol import DataProto
 from hone.rollout.native.exact_decoder import ExactDecoder
-from hone.workers.objectives import PolicyObjective
+from hone.workers.actor import PolicyObjective
 
 TOKENS_PER_FORWARD = {"qwen2.5-0.5b": 16384, "qwen2.5-1.5b": 8192}
 

@@ -29,7 +29,7 @@ from hone.engine.engine import Engine
 from hone.engine.mesh import mesh_for_rank
 from hone.models.policy import PolicyModel
 from hone.ops.rows import MicroBatchRule
-from hone.workers.objectives import PolicyObjective
+from hone.workers.actor import PolicyObjective
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = 64

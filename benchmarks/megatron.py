@@ -20,7 +20,7 @@ from hone.config import load_config
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec
 from hone.ops.rows import MicroBatchRule
-from hone.workers.objectives import PolicyObjective
+from hone.workers.actor import PolicyObjective
 
 
 def measure(

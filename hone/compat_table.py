@@ -174,7 +174,7 @@ _DISPATCH_NAMES = {
 _WORKER_NAMES = {
     "AsyncActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
     **_map("hone.workers.actor_rollout_ref", "ActorRolloutRefWorker"),
-    **_map("hone.workers.train", "CriticWorker"),
+    **_map("hone.workers.critic", "CriticWorker"),
     **_map("hone.workers.reward_model", "RewardModelWorker"),
     **_map("hone.workers.process_reward_model", "ProcessRewardModelWorker"),
 }

@@ -124,6 +124,11 @@ def real_row_mask(data: DataProto) -> torch.Tensor:
     return ~torch.as_tensor(data.column(PADDED_ROW)).bool()
 
 
+def zero_padded_rows(mask: torch.Tensor, data: DataProto) -> torch.Tensor:  # [B, T]
+    """Returns a mask with 0 in the padded rows of the batch."""
+    return mask * real_row_mask(data).to(mask.device)[:, None]
+
+
 def without_padding(data: DataProto) -> DataProto:
     """Returns the batch without padded rows and without the `padded_row` column."""
     if not data.has_column(PADDED_ROW):

@@ -24,8 +24,9 @@ from hone.controller.contract import DEFAULT_MESH, ArgumentsPerRank, Batch, Work
 from hone.controller.dispatch import dispatch_nd_compute_dataproto
 from hone.protocol import DataProto, object_array
 from hone.types import Function
+from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.rollout_worker import RolloutWorker
-from hone.workers.train import ActorWorker, ReferenceWorker, TrainWorker, full_config
+from hone.workers.train_worker import TrainWorker, full_config
 
 HAS_GENERATED_UIDS = "generated_uid"
 """The key in `meta_info` of a batch whose uids this module has generated."""

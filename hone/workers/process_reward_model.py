@@ -36,9 +36,10 @@ from hone.models.from_config import import_external
 from hone.models.load import load_config, load_tokenizer
 from hone.ops.rows import masked_sum, split_at_response
 from hone.protocol import DataProto
+from hone.workers.actor import end_updates, minibatches
 from hone.workers.engine_specs import implicit_reward_spec, process_reward_spec
-from hone.workers.objectives import TokenObjective, minibatches
-from hone.workers.train import TrainWorker
+from hone.workers.objectives import TokenObjective
+from hone.workers.train_worker import TrainWorker
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +298,7 @@ class ImplicitRewardModelWorker(TrainWorker):
             objective = OutcomeObjective(config.model)
             with self.engine.on_device(optimizer=True):
                 updates = [self.engine.train_minibatch(batch, objective) for batch in batches]
-            metrics = self.end_updates("reward_model", updates)
+            metrics = end_updates(self.engine, "reward_model", updates)
         if log_probs is None:
             log_probs = self.engine.infer(data, **_LOG_PROB_OPTIONS)["log_probs"]
         log_ratio = (log_probs - reference_log_probs) * data.batch["response_mask"]

@@ -32,9 +32,9 @@ from hone.rollout.build import build_rollout, check_exact_mode
 from hone.rollout.contract import RolloutSpec
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Location, receive
+from hone.workers.actor import ActorWorker, Roofline
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import actor_spec
-from hone.workers.train import ActorWorker, Roofline
 
 WeightPath = Literal["shared", "gathered", "copied", "streamed"]
 """How new weights reach the rollout engine; the docstring of this module explains each way."""

@@ -64,7 +64,7 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     ),
     "**.checkpoint_engine.backend": ("trainer/ppo/source.py", "config.backend"),
     "**.checkpoint_engine.update_weights_bucket_megabytes": (
-        "workers/train.py",
+        "workers/train_worker.py",
         "config.rollout.checkpoint_engine.bucket_bytes",
     ),
     # a retrieval service

@@ -29,7 +29,9 @@ from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.ops.rows import MicroBatchRule, pack_rows
 from hone.ops.ulysses import split_rows
 from hone.protocol import DataProto, split_padded
-from hone.workers.objectives import PolicyObjective, StepObjective, ValueObjective
+from hone.workers.actor import PolicyObjective
+from hone.workers.critic import ValueObjective
+from hone.workers.objectives import StepObjective
 
 from .batches import VOCABULARY, WIDTH, rows
 from .engines import SGD, actor

@@ -29,7 +29,8 @@ from hone.models.tiny import character_tokenizer
 from hone.ops.rows import MicroBatchRule
 from hone.protocol import DataProto
 from hone.protocol.padding import split_padded
-from hone.workers.objectives import PolicyObjective, ValueObjective
+from hone.workers.actor import PolicyObjective
+from hone.workers.critic import ValueObjective
 
 from .batches import ROWS, pack_batch, rows
 from .engines import ADAM, SGD, actor, critic, make_engine, policy, weights

@@ -19,7 +19,7 @@ from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.ops.rows import MicroBatchRule
 from hone.tracking.manifest import write_manifest
-from hone.workers.objectives import PolicyObjective
+from hone.workers.actor import PolicyObjective
 from tests.engine import ranks
 from tests.engine.batches import VOCABULARY, pack_batch, rows
 from tests.engine.engines import ADAM, actor, make_engine, policy

@@ -12,7 +12,8 @@ from hone.config.actor import CriticConfig
 from hone.config.engine import OptimConfig
 from hone.engine.checkpoint import BaseModelMismatch, CheckpointMissing, ModelMismatch
 from hone.models.lora import AdapterSettings, wrap_lora
-from hone.workers.objectives import PolicyObjective, ValueObjective
+from hone.workers.actor import PolicyObjective
+from hone.workers.critic import ValueObjective
 from tests.engine import ranks
 from tests.engine.batches import rows
 from tests.engine.engines import ADAM, SGD, actor, critic, make_engine, policy, weights

@@ -18,12 +18,10 @@ from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer
 from hone.ops.rows import MicroBatchRule
 from hone.protocol import PADDED_ROW, DataProto
-from hone.workers.objectives import (
-    PolicyObjective,
-    SupervisedObjective,
-    ValueObjective,
-    mask_without_padding,
-)
+from hone.protocol.padding import zero_padded_rows
+from hone.workers.actor import PolicyObjective
+from hone.workers.critic import ValueObjective
+from hone.workers.objectives import SupervisedObjective
 
 from .batches import ROWS, VOCABULARY, rows
 from .engines import ALL, SGD, actor, critic, make_engine, policy, weights
@@ -198,7 +196,7 @@ def test_means_are_weighted_by_tokens_and_maxima_are_the_largest():
         reads = ("advantages", "response_mask")
 
         def mask(self, batch):
-            return mask_without_padding(batch, "response_mask")
+            return zero_padded_rows(batch.batch["response_mask"], batch)
 
         def prepare(self, outputs, batch):
             return {}

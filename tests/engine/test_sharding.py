@@ -14,7 +14,7 @@ from hone.engine.sharding import decoder_layers, join_group
 from hone.models.policy import hidden_states
 from hone.models.tiny import tiny_lm
 from hone.ops.attention import SegmentLayout
-from hone.workers.objectives import ValueObjective
+from hone.workers.critic import ValueObjective
 from tests.engine import ranks
 from tests.engine.batches import VOCABULARY, pack_batch, rows
 from tests.engine.engines import ADAM, actor, critic, make_engine, policy, weights

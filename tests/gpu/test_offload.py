@@ -12,8 +12,8 @@ from hone.engine.build import build_engine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
 from hone.ops.rows import MicroBatchRule
+from hone.workers.actor import PolicyObjective
 from hone.workers.device import make_deterministic
-from hone.workers.objectives import PolicyObjective
 from tests.engine.batches import VOCABULARY, WIDTH, rows
 from tests.engine.engines import actor
 

@@ -16,7 +16,7 @@ from hone.models.lora import (
 )
 from hone.models.policy import PolicyModel, ValueModel
 from hone.models.tiny import tiny_lm
-from hone.workers.objectives import PolicyObjective
+from hone.workers.actor import PolicyObjective
 from tests.engine.batches import VOCABULARY, pack_batch, rows
 from tests.engine.engines import ADAM, actor, make_engine
 

@@ -174,7 +174,7 @@ def test_roles_in_processes_of_their_own_give_the_same_numbers(
     from hone.models.load import load_tokenizer
     from hone.trainer.ppo.trainer import PPOTrainer
     from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
-    from hone.workers.train import CriticWorker
+    from hone.workers.critic import CriticWorker
 
     together = train(*ALGORITHMS["ppo"], folder="together")
     workers = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from hone.workers.actor import ActorWorker
 from hone.workers.engine_specs import actor_spec, critic_spec, reference_spec
-from hone.workers.train import ActorWorker
 from tests.workers.tasks import RESPONSE, config_of
 
 CPU = torch.device("cpu")

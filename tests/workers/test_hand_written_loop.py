@@ -16,7 +16,7 @@ from hone.models.load import load_tokenizer
 from hone.protocol import DataProto
 from hone.trainer.ppo.verl_steps import apply_kl_penalty, compute_advantage
 from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hone.workers.train import CriticWorker
+from hone.workers.critic import CriticWorker
 from tests.trainer.runs import Task, make_task
 
 PROMPTS, SAMPLES = 4, 2

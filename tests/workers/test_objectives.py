@@ -16,14 +16,9 @@ from hone.config.actor import CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.plugins import PluginError
 from hone.protocol import DataProto
-from hone.workers.objectives import (
-    PairObjective,
-    PolicyObjective,
-    StepObjective,
-    ValueObjective,
-    mean_metrics,
-    minibatches,
-)
+from hone.workers.actor import PolicyObjective, mean_metrics, minibatches
+from hone.workers.critic import ValueObjective
+from hone.workers.objectives import PairObjective, StepObjective
 from tests.engine.batches import rows
 from tests.engine.engines import actor, make_engine, policy, weights
 

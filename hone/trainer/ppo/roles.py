@@ -22,11 +22,12 @@ from hone.tokenizer import Tokenizer
 from hone.tracking.console import progress, screen
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.threads import uses_gpu
+from hone.workers.actor import ActorWorker, ReferenceWorker
+from hone.workers.critic import CriticWorker
 from hone.workers.judge import JudgeWorker, JudgeWorkerClient
 from hone.workers.process_reward_model import ImplicitRewardModelWorker, ProcessRewardModelWorker
 from hone.workers.reward_model import RewardModelWorker
 from hone.workers.rollout_worker import RolloutWorker
-from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker
 
 if TYPE_CHECKING:
     from hone.rewards.served import ModelRewardManager

@@ -28,8 +28,8 @@ from hone.protocol import DataProto
 from hone.rollout.contract import trajectory_seed
 from hone.types import JsonValue, Settings
 from hone.weights.streamed import choose_transport
+from hone.workers.actor import ActorWorker
 from hone.workers.rollout_worker import RolloutWorker
-from hone.workers.train import ActorWorker
 
 _POLL_S = 0.2
 """The time that the ranks of a rollout pool wait for a finished group, per call."""

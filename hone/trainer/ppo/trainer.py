@@ -42,7 +42,9 @@ from hone.trainer.ppo.source import Publisher, TrajectorySource, mean_over_ranks
 from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads
 from hone.types import Fields, Function
-from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker, TrainWorker
+from hone.workers.actor import ActorWorker, ReferenceWorker
+from hone.workers.critic import CriticWorker
+from hone.workers.train_worker import TrainWorker
 
 
 class PPOTrainer:

@@ -27,7 +27,8 @@ from hone.models.routing import NOT_RECORDED
 from hone.models.tiny import character_tokenizer, tiny_lm
 from hone.ops.rows import MicroBatchRule
 from hone.protocol import DataProto
-from hone.workers.objectives import PolicyObjective, ValueObjective
+from hone.workers.actor import PolicyObjective
+from hone.workers.critic import ValueObjective
 from tests.engine.batches import WIDTH, rows
 from tests.engine.engines import SGD, actor
 

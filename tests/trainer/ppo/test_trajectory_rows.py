@@ -18,7 +18,7 @@ from hone.protocol import DataProto
 from hone.protocol.padding import split_padded, without_padding
 from hone.trainer.ppo.collect import NotEnoughSignal
 from hone.trainer.ppo.credit import balance
-from hone.workers.objectives import minibatches
+from hone.workers.actor import minibatches
 
 from ..rewards import share
 from ..runs import Run, Task, scored_text

@@ -10,10 +10,12 @@ import pytest
 import hone.trainer.ppo
 from hone.controller import Dispatch, Execute, Worker
 from hone.controller.decorator import MethodSpec, registered_methods
+from hone.workers.actor import ActorWorker, ReferenceWorker
+from hone.workers.critic import CriticWorker
 from hone.workers.process_reward_model import ImplicitRewardModelWorker
 from hone.workers.reward_model import RewardModelWorker
 from hone.workers.rollout_worker import RolloutWorker
-from hone.workers.train import ActorWorker, CriticWorker, ReferenceWorker, TrainWorker
+from hone.workers.train_worker import TrainWorker
 
 WORKERS: dict[str, type[Worker]] = {
     cls.__name__: cls
