@@ -1,7 +1,4 @@
-"""The RL training loop. `step` lists the phases of the algorithm; each phase calls another package.
-
-`engine` packs rows, `workers` defines what each role computes, and `algorithms` has the formulas.
-"""
+"""The RL training loop. `step` lists the phases of the algorithm; each phase calls another package."""
 
 from __future__ import annotations
 
