@@ -163,9 +163,11 @@ def check_verb(verb: str, rest: list[str]) -> None:
         check(rest[rest.index("--") + 1 :])
     elif verb == "jobs":
         assert rest == [] or rest[0] in ("list", "logs", "stop")
-    elif verb in ("serve-retriever", "serve-rm"):
+    elif verb == "serve-rm":
+        serve_reward_model.build_parser().parse_intermixed_args(rest)
+    elif verb == "serve-retriever":
         parser = argparse.ArgumentParser()
-        (serve if verb == "serve-retriever" else serve_reward_model).add_arguments(parser)
+        serve.add_arguments(parser)
         parser.parse_intermixed_args(rest)
     else:
         chosen, unknown = cli._parser().parse_known_args([verb, *rest])

@@ -62,19 +62,22 @@ def load_reward_manager(
     else:
         cls = get_reward_manager_cls(manager_config.name or reward_model.reward_manager)
     scorer = compute_score or get_custom_reward_fn(config)
-    overrides = {name: reward_kwargs.pop(name) for name in _KWARGS_FIELDS & {*reward_kwargs}}
-    kwargs = dataclasses.replace(reward_model.reward_kwargs, **overrides)
-    kwargs = dataclasses.replace(kwargs, extra={**kwargs.extra, **reward_kwargs})
+    if reward_kwargs:
+        overrides = {name: reward_kwargs.pop(name) for name in _KWARGS_FIELDS & {*reward_kwargs}}
+        overrides["extra"] = {
+            **overrides.get("extra", reward_model.reward_kwargs.extra),
+            **reward_kwargs,
+        }
+        kwargs = dataclasses.replace(reward_model.reward_kwargs, **overrides)
+        config = replace(config, "reward_model.reward_kwargs", kwargs)
     if issubclass(cls, RewardManagerBase):
-        if kwargs != reward_model.reward_kwargs:
-            config = replace(config, "reward_model.reward_kwargs", kwargs)
         return _reward_loop_manager(cls, config, tokenizer, scorer)
     manager = cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
         compute_score=scorer,
         reward_fn_key=config.data.reward_fn_key,
-        **_manager_settings(cls, config, kwargs, scorer),
+        **_manager_settings(cls, config, scorer),
     )
     if isinstance(manager, RuleRewardManager):
         manager.check_scorer()
@@ -82,13 +85,11 @@ def load_reward_manager(
 
 
 def _manager_settings(
-    cls: type[AbstractRewardManager],
-    config: PPOTrainerConfig,
-    kwargs: RewardKwargs,
-    scorer: Function | None,
+    cls: type[AbstractRewardManager], config: PPOTrainerConfig, scorer: Function | None
 ) -> Fields:
     """Returns the settings that a manager's class declares as arguments; null becomes a default."""
     reward_model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
+    kwargs = reward_model.reward_kwargs
     settings: Fields = {name: getattr(kwargs, name) for name in _KWARGS_FIELDS - {"extra"}}
     settings["score_observations"] = reward_model.score_observations
     if settings["max_resp_len"] is None:

@@ -107,7 +107,7 @@ def load_worker(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
     return worker
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hone serve-rm", description="Serve the scores of an outcome reward model over HTTP."
     )
@@ -116,7 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8001)
     overrides_help = "config overrides, as for training"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=overrides_help)
-    flags = parser.parse_intermixed_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = build_parser().parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     from aiohttp import web
 

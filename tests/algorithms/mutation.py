@@ -41,7 +41,10 @@ TESTS: dict[str, list[str]] = {
     "hone/algorithms/value_loss.py": ["tests/algorithms/test_value_loss.py"],
     "hone/algorithms/kl.py": ["tests/algorithms/test_kl.py"],
     "hone/algorithms/row_selection.py": ["tests/algorithms/test_row_selection.py"],
-    "hone/algorithms/credit.py": ["tests/algorithms/test_credit.py"],
+    "hone/algorithms/credit.py": [
+        "tests/algorithms/test_credit.py",
+        "tests/algorithms/test_implicit_reward.py",
+    ],
     "hone/algorithms/correction.py": [*CORRECTION, *LOSSES],
 }
 for folder, tests in (("advantages", ADVANTAGES), ("policy_losses", LOSSES)):

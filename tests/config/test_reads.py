@@ -67,6 +67,15 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
         "workers/train_worker.py",
         "config.rollout.checkpoint_engine.bucket_bytes",
     ),
+    # a call of a tool
+    "**.multi_turn.max_tool_response_length": (
+        "agents/loops/tool.py",
+        "limits.max_tool_response_length",
+    ),
+    "**.multi_turn.max_observation_tokens": (
+        "agents/loops/tool.py",
+        "limits.max_observation_tokens",
+    ),
     # a retrieval service
     "retriever.*": ("agents/loops/search.py", "self.config.retriever"),
     "search.*": ("trainer/generation.py", "search.max_obs_length"),
