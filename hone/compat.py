@@ -20,9 +20,12 @@ from hone.compat_table import NAMES, WHOLE_MODULES
 def paths() -> set[str]:
     """Returns all paths of the tables and of their parent packages."""
     table_paths = {*WHOLE_MODULES, *NAMES, *ABSENT_NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
-    return table_paths | {
-        path[:i] for path in table_paths for i, character in enumerate(path) if character == "."
-    }
+    all_paths = set(table_paths)
+    for path in table_paths:
+        while "." in path:
+            path = path.rpartition(".")[0]
+            all_paths.add(path)
+    return all_paths
 
 
 class VerlModule(ModuleType):
@@ -59,6 +62,7 @@ class VerlModule(ModuleType):
 
 
 def _resolve(path: str, name: str) -> Any:
+    """Imports the object that the table has for a name of a path."""
     module, _, attribute = NAMES[path][name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -80,6 +84,7 @@ def _placeholder(path: str, name: str) -> type:
 
 
 def _names_hint(path: str) -> str:
+    """Returns `; it has NAMES` for a path whose names are in the table."""
     names: Mapping[str, str] = NAMES.get(path, {})
     return f"; it has {', '.join(sorted(names))}" if names else ""
 
@@ -101,19 +106,19 @@ class VerlLoader(Loader):
         """Returns the code that `python -m` runs for a program of verl."""
         path = _hone_path(name)
         if path in ABSENT_PROGRAMS:
-            text = (
+            source_code = (
                 f"import sys\nsys.stderr.write({ABSENT_PROGRAMS[path] + chr(10)!r})\nsys.exit(2)\n"
             )
         elif path in PROGRAMS:
             module, *arguments = PROGRAMS[path].split()
             # For a module without a file, runpy sets sys.argv[0] to None.
-            text = (
+            source_code = (
                 f"import runpy, sys\nsys.argv[:1] = {[module, *arguments]!r}\n"
                 f"runpy.run_module({module!r}, run_name='__main__')\n"
             )
         else:
             raise ImportError(f"{name} is not a program; it only has names to import")
-        return compile(text, f"<{name}>", "exec")
+        return compile(source_code, f"<{name}>", "exec")
 
 
 def _hone_path(path: str) -> str:

@@ -8,14 +8,8 @@ from __future__ import annotations
 _SFT_PROGRAM, _PPO_PROGRAM = "hone.trainer.main_sft", "hone.trainer.main_ppo"
 _DAPO_PROGRAM = f"{_PPO_PROGRAM} --config-name=dapo_trainer"
 _SEARCH_DATA_SOURCES = (
-    "nq",
-    "triviaqa",
-    "popqa",
-    "hotpotqa",
-    "2wikimultihopqa",
-    "musique",
-    "bamboogle",
-)
+    "nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle",
+)  # fmt: skip
 PROGRAMS: dict[str, str] = {
     "hone.trainer.fsdp_sft_trainer": _SFT_PROGRAM,
     "hone.trainer.sft_trainer": _SFT_PROGRAM,
@@ -63,7 +57,7 @@ ABSENT_PROGRAMS: dict[str, str] = {
     "hone.recipe.asft.fsdp_sft_trainer_asft": _OWN_TRAINER_MESSAGE,
     "hone.recipe.async_reward_agent.main_ppo": _OWN_TRAINER_MESSAGE,
 }
-"""Maps programs that are not supported to an error message."""
+"""Maps each unsupported program of verl to its error message."""
 
 _AGENT_LOOP_MESSAGE = (
     "agent loops run in the rollout worker; register yours, and hone.trainer.main_ppo runs it"
@@ -155,4 +149,4 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
     "hone.tools.image_zoom_in_tool": _unsupported(_MEDIA_MESSAGE, "ImageZoomInTool"),
     "hone.tools.geo3k_tool": _unsupported(_MEDIA_MESSAGE, "Geo3kTool"),
 }
-"""Names that can be imported but not called: path to name to error message."""
+"""Names that can be imported but not called: {path: {name: error message}}."""

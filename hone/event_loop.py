@@ -36,7 +36,7 @@ An agent loop needs 9 iterations to call a tool and submit the next request."""
 _SUBMIT_TIMEOUT_S = 5.0
 """If an agent loop blocks the event loop for longer, decoding continues without that loop's request."""
 _POLL_S = 0.001
-"""Interval at which `wait_for_requests` checks whether the event loop has ended."""
+"""Seconds between two checks of `wait_for_requests` whether the coroutine has ended."""
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
@@ -134,7 +134,10 @@ class EventLoopRun(Generic[T]):
 
 
 class LoopThread(EventLoopRun[T]):
-    """Runs one coroutine, and the tasks that it starts, in an event loop in a separate thread."""
+    """Runs one coroutine, and the tasks that it starts, in an event loop in a separate thread.
+
+    `outcome` gets the result or the exception of the coroutine; the thread then calls `on_end`.
+    """
 
     def __init__(self, coroutine: Coroutine[None, None, T], on_end: Callable[[], None]) -> None:
         super().__init__(coroutine)
@@ -154,16 +157,18 @@ class LoopThread(EventLoopRun[T]):
         self._on_end()
 
     def wait_for_requests(self) -> None:
-        """Waits until tasks that got a result of the engine have submitted their next requests."""
+        """Waits until the tasks that got a result from the engine have submitted their next requests."""
         self._requests_submitted = submitted = threading.Event()
         if not self.call_soon(_set_after_iterations, _SUBMIT_ITERATIONS, submitted):
             return
-        polls = round(_SUBMIT_TIMEOUT_S / _POLL_S)
-        if not any(submitted.wait(_POLL_S) or self.outcome.done() for _ in range(polls)):
-            logger.warning(
-                "an agent loop has blocked its event loop for %.0f s; decoding goes on without it",
-                _SUBMIT_TIMEOUT_S,
-            )
+        deadline = time.monotonic() + _SUBMIT_TIMEOUT_S
+        while not submitted.wait(_POLL_S) and not self.outcome.done():
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "an agent loop has blocked its event loop for %.0f s; decoding goes on without it",
+                    _SUBMIT_TIMEOUT_S,
+                )
+                return
 
     def wait(self, seconds: float) -> bool:
         """Waits up to `seconds` for the coroutine, and returns whether it has ended."""
@@ -280,7 +285,10 @@ def _wait_and_release(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[N
 
 
 def _release(task: asyncio.Future[T]) -> None:
-    """Abandons a task that is not done; else retrieves its exception, so that asyncio does not log it."""
+    """Abandons a task that is not done.
+
+    The exception of a task that is done is retrieved, because asyncio logs exceptions that are not.
+    """
     if not task.done():
         abandon_task(task)
     elif not task.cancelled():
@@ -288,15 +296,16 @@ def _release(task: asyncio.Future[T]) -> None:
 
 
 class DeadlineExceeded(Exception):
-    """The deadline of `run_with_deadline` passed; a TimeoutError that the work raises is not changed."""
+    """The deadline of `run_with_deadline` has passed; the work itself may raise a TimeoutError."""
 
 
 async def run_with_deadline(
     work: Coroutine[None, None, T], seconds: float | None, *, grace_s: float | None = None
 ) -> T:
-    """Returns the result of the work; raises DeadlineExceeded after `seconds` (None: no deadline).
+    """Returns the result of a coroutine; raises DeadlineExceeded after `seconds` (None: no deadline).
 
-    A SystemExit of the work becomes a RuntimeError, because a SystemExit would end the event loop.
+    At the deadline the coroutine is cancelled, and has `grace_s` (default GRACE_S) seconds to clean up. A
+    SystemExit that it raises becomes a RuntimeError, because a SystemExit would end the event loop.
     """
     task = asyncio.ensure_future(_convert_exits(work))
     try:
@@ -305,25 +314,25 @@ async def run_with_deadline(
         try:
             if task.cancel():  # False if the task is done
                 await asyncio.wait({task}, timeout=GRACE_S if grace_s is None else grace_s)
-        finally:  # this wait may itself be cancelled
+        finally:  # even if the wait for the clean-up is cancelled
             _release(task)
             if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()  # the task was cancelled before the work started
     if not done:
         raise DeadlineExceeded(f"not done after {seconds:g} s")
-    if task.cancelled():  # by the work itself: a cancellation of this function was raised above
+    if task.cancelled():  # by itself: a cancellation of this function would have been raised above
         raise RuntimeError("it cancelled itself (asyncio.CancelledError)")
     return task.result()
 
 
 async def _convert_exits(work: Coroutine[None, None, T]) -> T:
-    """Awaits the work; turns a SystemExit into a RuntimeError, but not a Ctrl-C."""
+    """Awaits the work, and converts a SystemExit to a RuntimeError; a Ctrl-C is raised unchanged."""
     try:
         return await work
     except asyncio.CancelledError:
         raise
     except BaseException as error:
-        # Closing this coroutine from outside raises GeneratorExit here, not in the work.
+        # A GeneratorExit raised in this frame means that this coroutine is being closed.
         is_raised_here = error.__traceback__ is None or error.__traceback__.tb_next is None
         is_closing = isinstance(error, GeneratorExit) and is_raised_here
         exception = as_exception(error)

@@ -20,9 +20,8 @@ def set_logging_level() -> None:
     if not variables:
         return
     name, value = next(iter(variables.items()))
-    level = logging.getLevelNamesMapping().get(
-        value.upper(), int(value) if value.isdigit() else None
-    )
+    levels = logging.getLevelNamesMapping()
+    level = int(value) if value.isdigit() else levels.get(value.upper())
     log = logging.getLogger("hone")
     if level is None:
         log.warning("%s=%s is not a level; use DEBUG, INFO, WARNING or ERROR", name, value)

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from hone.suggestions import suggestion
+from hone.text import working_folder_hint
 
 T = TypeVar("T")
 Plugin = TypeVar("Plugin", covariant=True)
@@ -72,7 +73,10 @@ class Table(Generic[Plugin]):
         return self.get_registered(name, '; or your own as "pkg.mod:object" or "file.py:object"')
 
     def get_registered(self, name: str, hint: str = "") -> Plugin:
-        """Like `get`, but refuses import paths, because a name in a data file must not import code."""
+        """Like `get`, but refuses import paths, because a name in a data file must not import code.
+
+        `hint` is the end of the message for an unknown name.
+        """
         if name not in self.entries:
             raise PluginError(
                 f"unknown {self.kind} {name!r}.{suggestion(name, self.entries)} "
@@ -144,10 +148,15 @@ def _describe(plugin: T) -> str:
     return f"{name} of {file}" if name and file else f"{plugin!r:.80}"
 
 
-def _is_same(a: T, b: T) -> bool:
+def _is_same(first: T, second: T) -> bool:
     """Whether two objects are equal, or are one object of a module that was imported twice."""
-    names = [(getattr(x, "__module__", None), getattr(x, "__qualname__", None)) for x in (a, b)]
-    return a is b or a == b or (names[0] == names[1] and None not in names[0])
+    first_name, second_name = (
+        (getattr(plugin, "__module__", None), getattr(plugin, "__qualname__", None))
+        for plugin in (first, second)
+    )
+    return (
+        first is second or first == second or (first_name == second_name and None not in first_name)
+    )
 
 
 def load_object(target: str) -> Any:
@@ -170,8 +179,9 @@ def load_extern_object(
     value = load_module(module_path)
     for part in name.split("."):
         if not hasattr(value, part):
-            public = ", ".join(sorted(n for n in vars(value) if not n.startswith("_"))[:12])
-            raise MissingObject(f"{module_path!r} has no {name!r}; it has {public or 'nothing'}")
+            public_names = sorted(n for n in vars(value) if not n.startswith("_"))[:12]
+            listing = ", ".join(public_names) or "nothing"
+            raise MissingObject(f"{module_path!r} has no {name!r}; it has {listing}")
         value = getattr(value, part)
     if message := getattr(value, UNSUPPORTED, None):
         raise PluginError(f"{module_path}.{message}")
@@ -185,8 +195,7 @@ def load_module(path: str) -> ModuleType:
     if file.suffix != ".py" and not file.is_file():
         return _import(path)
     if not file.is_file():
-        place = "" if file.is_absolute() else f" (looked in {Path.cwd()})"
-        raise MissingFile(f"no such file: {str(file)!r}{place}; check the path")
+        raise MissingFile(f"no such file: {str(file)!r}{working_folder_hint(file)}; check the path")
     return _load_file(file.resolve())
 
 
@@ -200,13 +209,14 @@ def _import(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and not f"{target}.".startswith(f"{error.name}."):
             raise PluginError(f"{name!r} cannot be imported: {error}; install it") from error
-        message = f"hone has no {name!r}, and verl is not installed; give a file of your own"
-        if target == name:
-            message = (
-                f"{name!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
-                f"{error}. Give a path that ends in .py, or a module name."
-            )
-        raise MissingModule(message) from error
+        if target != name:
+            raise MissingModule(
+                f"hone has no {name!r}, and verl is not installed; give a file of your own"
+            ) from error
+        raise MissingModule(
+            f"{name!r} is neither a file (looked in {Path.cwd()}) nor an importable module: "
+            f"{error}. Give a path that ends in .py, or a module name."
+        ) from error
     except Exception as error:  # a user module may raise any exception on import
         raise PluginError(
             f"{name!r} cannot be imported: {describe_error_with_location(error)}"
@@ -220,8 +230,8 @@ def describe_error_with_location(error: Exception, file: Path | None = None) -> 
     frames = traceback.extract_tb(error.__traceback__)
     if file is None and Path(frames[-1].filename).is_relative_to(Path(__file__).parent):
         return f"{type(error).__name__}: {error}"  # a line of this package does not help the user
-    in_file = [frame for frame in frames if file is None or frame.filename == str(file)]
-    frame = (in_file or frames)[-1]
+    frames_in_file = [frame for frame in frames if file is None or frame.filename == str(file)]
+    frame = (frames_in_file or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}: {type(error).__name__}: {error}"
 
 

@@ -61,14 +61,17 @@ def find_flaw(value: JsonValue, *, allow_nul: bool = False) -> str | None:
     for depth, level in enumerate(_levels(value)):
         if depth > MAX_DEPTH:
             return f"is nested more than {MAX_DEPTH} levels deep"
-        flaws = (_text_flaw(item, allow_nul) for item in level if isinstance(item, str))
-        if flaw := next(filter(None, flaws), None):
-            return flaw
+        for item in level:
+            if isinstance(item, str) and (flaw := _text_flaw(item, allow_nul)):
+                return flaw
     return None
 
 
 def _levels(value: JsonValue) -> Iterator[list[JsonValue]]:
-    """Yields the value, then the items of its lists and the keys and values of its objects, and so on."""
+    """Yields the values of each nesting level: first `value` alone, then its items, then their items.
+
+    The items of an object are its keys and its values.
+    """
     level = [value]
     while level:
         yield level
@@ -82,6 +85,7 @@ def _levels(value: JsonValue) -> Iterator[list[JsonValue]]:
 
 
 def _text_flaw(text: str, allow_nul: bool) -> str | None:
+    """Returns why a text is unusable, or None."""
     if not allow_nul and "\0" in text:
         return "contains a NUL character"
     if text.isascii():
@@ -97,7 +101,10 @@ def _text_flaw(text: str, allow_nul: bool) -> str | None:
 
 
 def read_json(text: str, *, strict: bool = False) -> Any:
-    """Parses JSON; raises BadText if it is invalid or too deep; `strict` rejects NaN and duplicate keys."""
+    """Parses JSON; raises BadText if the text is invalid or nested too deeply.
+
+    `strict` also rejects NaN, infinities and duplicate keys.
+    """
     hooks = {"parse_constant": _reject_constant, "object_pairs_hook": _reject_duplicate_keys}
     options: Settings = hooks if strict else {}
     try:
@@ -124,8 +131,8 @@ def _reject_duplicate_keys(pairs: list[tuple[str, JsonValue]]) -> JsonObject:
     return values
 
 
-def start_folder(path: Path) -> str:
-    """Returns ` (looked in FOLDER)` for a relative path, and nothing for an absolute one."""
+def working_folder_hint(path: Path) -> str:
+    """Returns ` (looked in FOLDER)` for a relative path, and an empty string for an absolute path."""
     return "" if path.is_absolute() else f" (looked in {Path.cwd()})"
 
 
@@ -137,7 +144,7 @@ def read_yaml(path: str) -> Any:
 
     file = Path(path).expanduser()
     if not file.is_file():
-        raise BadText(f"{file} does not exist{start_folder(file)}")
+        raise BadText(f"{file} does not exist{working_folder_hint(file)}")
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
     except RecursionError:
@@ -156,8 +163,9 @@ def short_repr(value: T) -> str:
         text = clean_text(repr(value))
     except Exception:  # the object's `__repr__` may raise any exception
         return f"a {type(value).__name__} that cannot be shown"
-    excess = len(text) - MAX_MESSAGE_CHARACTERS
-    return text if excess <= 0 else f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
+    if len(text) <= MAX_MESSAGE_CHARACTERS:
+        return text
+    return f"{text[: MAX_MESSAGE_CHARACTERS - 3]}..."
 
 
 def error_text(error: BaseException) -> str:

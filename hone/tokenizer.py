@@ -36,6 +36,6 @@ class Tokenizer(Protocol):
 
 
 class Processor(Protocol):
-    """Converts a row's images and text to model inputs; custom dataset classes receive one."""
+    """Converts a row's images and text to model inputs; a custom dataset class receives a processor."""
 
     tokenizer: Tokenizer

@@ -33,10 +33,10 @@ Prompt: TypeAlias = str | Sequence[int] | Chat
 
 @dataclass(frozen=True)
 class Response:
-    """The first of `n` responses to a prompt; `outputs` holds all of them.
+    """The first of `n` responses to a prompt; `outputs` holds all `n` responses.
 
-    `log_probs` are of softmax(logits / temperature), as the trainer computes them, with temperature 1
-    for greedy decoding. `finish_reason` is `stop` or `length`.
+    `log_probs` are of softmax(logits / temperature), as in the trainer; greedy decoding has temperature 1.
+    `finish_reason` is `stop` or `length`.
     """
 
     prompt: Prompt
@@ -58,8 +58,10 @@ class LLM:
     def __init__(
         self, model: PathOrName, config: PathOrName | None = None, **settings: Value
     ) -> None:
-        call = CallSettings("generation", "hone.LLM", {**settings, "model.path": model}, config)
-        self.config: GenerationConfig = call.compose().config
+        call_settings = CallSettings(
+            "generation", "hone.LLM", {**settings, "model.path": model}, config
+        )
+        self.config: GenerationConfig = call_settings.compose().config
         self.path = self.config.model.path
         self.tokenizer = build_tokenizer(self.config.model)
         self._max_length = self.config.rollout.max_total_tokens
@@ -85,9 +87,9 @@ class LLM:
     ) -> list[Response]:
         """Returns one response per prompt, in the order of the prompts, each with `n` outputs.
 
-        A string becomes one user message of the chat template, as in training; `prompt_format="raw"` uses
-        it unchanged. `temperature=0` is greedy. `sampling` takes `top_p`, `top_k`, `min_p`, `stop`,
-        `stop_token_ids` and `ignore_eos`.
+        A string becomes one user message of the chat template, as in training; with `prompt_format="raw"`
+        the string is the whole prompt. `temperature=0` is greedy. `sampling` takes `top_p`, `top_k`,
+        `min_p`, `stop`, `stop_token_ids` and `ignore_eos`.
         """
         if not self._close.alive:
             raise GenerationError("this LLM is closed; create a new one")
@@ -97,15 +99,13 @@ class LLM:
         params = default_sampling(self.config.rollout) | sampling
         if temperature is not None:
             params["temperature"] = temperature
-        run_seed = self.config.trainer.seed if seed is None else seed
+        seed = self.config.trainer.seed if seed is None else seed
         prompt_list = _as_prompt_list(prompts)
         prompt_format = prompt_format or self.config.data.prompt_format
         prompt_ids = [self._prompt_ids(prompt, prompt_format) for prompt in prompt_list]
         response_limits = [self._max_response_tokens(len(ids), max_tokens) for ids in prompt_ids]
         prompt_params = [
-            sampling_params(
-                params, n, seed=run_seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit
-            )
+            sampling_params(params, n, seed=seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit)
             for i, limit in enumerate(response_limits)
         ]
         responses: dict[int, Response] = {}
@@ -189,22 +189,22 @@ def _is_text_or_chat(prompt: Prompt | Sequence[Prompt]) -> TypeGuard[str | Chat]
     return isinstance(prompt, (list, tuple)) and all(isinstance(item, Mapping) for item in prompt)
 
 
-def _without_arrays(value: Any) -> Any:
-    """Converts an array or a tensor of token ids to lists."""
+def _array_to_list(value: Any) -> Any:
+    """Converts an array or a tensor to a list, and returns any other value unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Returns the prompts as a list; a single prompt (text, token ids or messages) becomes a list of one."""
-    prompts = _without_arrays(prompts)
+    prompts = _array_to_list(prompts)
     if isinstance(prompts, (Mapping, bytes)) or not isinstance(prompts, Iterable):
         raise GenerationError(
             "prompts are text, token ids, chats (lists of messages), or a list of these; got "
             f"{short_repr(prompts)}"
         )
     if not isinstance(prompts, str):
-        prompts = [_without_arrays(prompt) for prompt in prompts]
-    is_single = isinstance(prompts, str) or (
-        bool(prompts) and (_is_token_ids(prompts) or _is_text_or_chat(prompts))
-    )
+        prompts = [_array_to_list(prompt) for prompt in prompts]
+        if not prompts:
+            return []
+    is_single = _is_token_ids(prompts) or _is_text_or_chat(prompts)
     return [prompts] if is_single else list(prompts)

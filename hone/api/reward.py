@@ -9,6 +9,7 @@ answer by position. A TRL reward function (`completions`) receives lists of leng
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, Union
 
@@ -68,14 +69,16 @@ def reward_parts(reward: Reward) -> list[RewardPart]:
             name = scorer
         else:
             name = getattr(scorer, "__name__", type(scorer).__name__)
-        name, names = name.strip("<>"), {part.name for part in parts}
-        name = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 99))) if n not in names)
-        parts.append(RewardPart(name, scorer, weight))
+        name = name.strip("<>")  # Python names a lambda "<lambda>"
+        other_names = {part.name for part in parts}
+        candidates = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
+        unique_name = next(candidate for candidate in candidates if candidate not in other_names)
+        parts.append(RewardPart(unique_name, scorer, weight))
     return parts
 
 
 def reads_prompt(parts: Sequence[RewardPart]) -> bool:
-    """Whether a function takes the prompt, or TRL's `completions`, whose format is the prompt's."""
+    """Whether a function takes the prompt, or TRL's `completions`, which have the prompt's format."""
     return any({"prompt", "completions"} & set(part.parameters) for part in parts)
 
 
@@ -88,7 +91,7 @@ def as_score_function(
     """
     calls = [_reward_call(part, columns) for part in parts]
 
-    def call_all(
+    def call_parts(
         data_source: str, response: str, answer: JsonValue, extra_info: Fields
     ) -> list[Result]:
         row = {**extra_info, "data_source": data_source, "extra_info": extra_info}
@@ -99,13 +102,16 @@ def as_score_function(
     def score(
         data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Fields
     ) -> Result:
-        return _weighted_sum(call_all(data_source, solution_str, ground_truth, extra_info), parts)
+        return _weighted_sum(call_parts(data_source, solution_str, ground_truth, extra_info), parts)
 
     async def score_async(
         data_source: str, solution_str: str, ground_truth: JsonValue, extra_info: Fields
     ) -> Result:
-        results = call_all(data_source, solution_str, ground_truth, extra_info)
-        return _weighted_sum([await r if inspect.isawaitable(r) else r for r in results], parts)
+        results = call_parts(data_source, solution_str, ground_truth, extra_info)
+        awaited_results = [
+            await result if inspect.isawaitable(result) else result for result in results
+        ]
+        return _weighted_sum(awaited_results, parts)
 
     has_async_part = any(callable(part.scorer) and is_async(part.scorer) for part in parts)
     function: Function = score_async if has_async_part else score
@@ -150,8 +156,10 @@ def _reward_call(part: RewardPart, columns: Collection[str]) -> Callable[[Row], 
         return _trl_call(scorer, {p.name for p in named_parameters} | kwargs_names)
     names = [p.name for p in named_parameters if p.name in known_names]
     required_names = [p.name for p in named_parameters if p.default is p.empty]
-    if not names and len(required_names) in (1, 2):
-        return lambda row: scorer(*(row["completion"], row["answer"])[: len(required_names)])
+    if not names and len(required_names) == 1:
+        return lambda row: scorer(row["completion"])
+    if not names and len(required_names) == 2:
+        return lambda row: scorer(row["completion"], row["answer"])
     if unknown := [name for name in required_names if name not in known_names]:
         others = ", ".join(sorted(known_names - {*RESPONSE_NAMES, *ANSWER_NAMES}))
         raise ScorerSignatureError(

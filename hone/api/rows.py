@@ -56,7 +56,8 @@ def as_rows(data: Data) -> list[Row]:
         raise DataError(
             f"data is a dict of {names}; give a list of rows, or one split: data['train']"
         )
-    if not (items := rows_of(data) or list(data)):  # type: ignore[arg-type]
+    items = rows_of(data) or list(data)  # type: ignore[arg-type]
+    if not items:
         raise DataError("the data have no rows")
     return [_as_row(item, number) for number, item in enumerate(items)]
 
@@ -80,8 +81,8 @@ def _as_row(item: DataItem, number: int) -> Row:
 def to_prompt_row(row: Row, number: int, default_source: str, *, with_prompt: bool = False) -> Row:
     """Converts a row to the dataset schema; `number` is its index in the data, for errors.
 
-    `default_source` is the `data_source` of a row that has none. `with_prompt` also puts the prompt into
-    `extra_info`, for a score function that reads it.
+    `default_source` is the `data_source` of a row without this column. `with_prompt` also puts the prompt
+    into `extra_info`, for a score function that reads prompts.
     """
     prompt_column = _find_column(row, number, PROMPT_COLUMNS)
     answer_column = next((name for name in ANSWER_COLUMNS if name in row), "")
@@ -96,7 +97,7 @@ def to_prompt_row(row: Row, number: int, default_source: str, *, with_prompt: bo
 
 
 def to_sft_rows(rows: Sequence[Row]) -> list[Row]:
-    """Converts rows to rows of SFT, which have `messages`, or `prompt` and `response`."""
+    """Converts rows to the columns of SFT: `messages`, or `prompt` and `response`."""
     if MESSAGES_COLUMN in rows[0]:
         return list(rows)
     return [

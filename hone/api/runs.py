@@ -64,8 +64,8 @@ def evaluate(
 ) -> Evaluation:
     """Generates `n` responses to each row and scores them, as `hone eval` does.
 
-    With `n=1` decoding is greedy unless `temperature` is given. `settings` are keys of the `generation`
-    config (`top_p`, …) and of the `evaluation` config (`pass_at`, …).
+    With `n=1`, the default temperature is 0 (greedy). `settings` are keys of the `generation` config
+    (`top_p`, …) and of the `evaluation` config (`pass_at`, …).
     """
     if isinstance(model, Trained):
         data, reward = data if data is not None else model.data, reward or model.reward
@@ -80,12 +80,14 @@ def evaluate(
         )
     if n == 1 and temperature is None:
         temperature = 0.0
-    scorer = _RunScorer(reward)
+    inputs = _RunInputs(reward)
     with tempfile.TemporaryDirectory(prefix="hone-evaluate-") as temporary:
         folder = Path(temporary)
-        files = scorer.write_data(data, folder, "rows")
-        call = CallSettings("evaluation", "hone.evaluate", {**settings, "data.path": files})
-        call.compose()  # raises for wrong settings before anything is generated
+        files = inputs.write_data(data, folder, "rows")
+        call_settings = CallSettings(
+            "evaluation", "hone.evaluate", {**settings, "data.path": files}
+        )
+        call_settings.compose()  # raises for wrong settings before responses are generated
         rows = as_rows(files)
         prompts = [row["prompt"] for row in rows]
         llm_context = (
@@ -97,8 +99,8 @@ def evaluate(
             responses = llm.generate(prompts, n=n, temperature=temperature, max_tokens=max_tokens)
         for row, response in zip(rows, responses, strict=True):
             row["responses"] = [output.text for output in response.outputs]
-        call.set({"data.path": [write_rows(rows, folder, "responses")]})
-        return main_eval.run(call.compose().config, "scores", scorer.score_function)
+        call_settings.set({"data.path": [write_rows(rows, folder, "responses")]})
+        return main_eval.run(call_settings.compose().config, "scores", inputs.score_function)
 
 
 class Trained:
@@ -162,16 +164,17 @@ def train(
     `ppo_trainer` config, short (`lr`, `n`, `steps`) or dotted; `config` is a YAML file of them. The run is
     written to `folder`, by default a new folder in `runs/`; an existing run in `folder` is resumed.
     """
-    call = CallSettings("ppo_trainer", "hone.train", settings, config)
-    scorer = _RunScorer(reward)
-    with _run_folder("train", call) as folder:
-        call.set({"actor_rollout_ref.model.path": _model_path(model)})
-        call.set({"data.train_files": scorer.write_data(data, folder, "train")})
+    call_settings = CallSettings("ppo_trainer", "hone.train", settings, config)
+    inputs = _RunInputs(reward)
+    with _run_folder("train", call_settings) as folder:
+        call_settings.set({"actor_rollout_ref.model.path": _model_path(model)})
+        call_settings.set({"data.train_files": inputs.write_data(data, folder, "train")})
         if validation is not None:
-            call.set({"data.val_files": scorer.write_data(validation, folder, "validation")})
-        composed = call.compose(starting_values, check_plan)
+            val_files = inputs.write_data(validation, folder, "validation")
+            call_settings.set({"data.val_files": val_files})
+        composed = call_settings.compose(starting_values, check_plan)
         print_starting_values_and_notes(composed)
-        main_ppo.run(composed.config, composed.origins, compute_score=scorer.score_function)
+        main_ppo.run(composed.config, composed.origins, compute_score=inputs.score_function)
     return Trained(folder, composed, validation, reward)
 
 
@@ -188,15 +191,15 @@ def sft(
     A row has `messages`, or `prompt` and `response` (or `answer`). `settings` are keys of the
     `sft_trainer` config; `config` and `folder` are as in `hone.train`.
     """
-    call = CallSettings("sft_trainer", "hone.sft", settings, config)
-    with _run_folder("sft", call) as folder:
-        call.set({"model.path": _model_path(model)})
+    call_settings = CallSettings("sft_trainer", "hone.sft", settings, config)
+    with _run_folder("sft", call_settings) as folder:
+        call_settings.set({"model.path": _model_path(model)})
         column_prefixes = ("data.prompt", "data.response", "data.custom")
-        sets_columns = any(key.startswith(column_prefixes) for key in call.values())
-        for name, split_data in (("train", data), ("val", validation)):
+        sets_columns = any(key.startswith(column_prefixes) for key in call_settings.values())
+        for split, split_data in (("train", data), ("val", validation)):
             if split_data is not None:
-                _set_sft_files(call, split_data, folder, name, sets_columns)
-        composed = call.compose(_reduced_batch_size)
+                _set_sft_files(call_settings, split_data, folder, split, sets_columns)
+        composed = call_settings.compose(_batch_size_settings)
         print_starting_values_and_notes(composed)
         if must_launch(composed.config.world_size, composed.config.trainer.nnodes, main_sft.MODULE):
             RunFolder(folder).write_config(config_to_dict(composed.config), composed.origins)
@@ -207,17 +210,21 @@ def sft(
     return Trained(folder, composed, validation, None)
 
 
-class _RunScorer:
-    """Writes the data of a run and builds its score function from the reward and the data's columns."""
+class _RunInputs:
+    """The data files of a run, and its score function, which depends on the columns of the data.
+
+    `score_function` is None if the data sources of the rows select the rules.
+    """
 
     def __init__(self, reward: Reward | None) -> None:
         self._parts = [] if reward is None else reward_parts(reward)
         self.score_function: Function | None = None
 
     def write_data(self, data: Data, folder: Path, name: str) -> list[str]:
-        """Returns the data files and builds the score function.
+        """Builds the score function, and returns the data files.
 
-        Rows that are not in the dataset schema are converted and written to a new file.
+        Files in the dataset schema are returned unchanged; other rows are converted and written to a file
+        that begins with `name`.
         """
         files, parts, needs_prompt = file_names(data), self._parts, reads_prompt(self._parts)
         default_source = parts[0].name if len(parts) == 1 else "python"
@@ -262,17 +269,17 @@ def _model_path(model: Model) -> str:
 
 
 @contextmanager
-def _run_folder(name: str, call: CallSettings) -> Iterator[Path]:
+def _run_folder(name: str, call_settings: CallSettings) -> Iterator[Path]:
     """Yields the folder of a run, by default `runs/NAME-1`, `runs/NAME-2`, ….
 
     After an error, a new folder is removed unless the run has started.
     """
-    key = resolve_key(call.schema, "folder")
-    path = call.values().get(key)
+    key = resolve_key(call_settings.schema, "folder")
+    path = call_settings.values().get(key)
     check_output_folder(str(path or "runs"), "folder")
     folder = Path(str(path)).expanduser() if path else _new_folder(name)
     is_new = not path or not folder.exists()
-    call.set({key: folder})
+    call_settings.set({key: folder})
     try:
         yield folder
     except BaseException as error:
@@ -286,6 +293,7 @@ def _run_folder(name: str, call: CallSettings) -> Iterator[Path]:
 
 
 def _new_folder(name: str) -> Path:
+    """Creates the first of `runs/NAME-1`, `runs/NAME-2`, … that does not exist."""
     Path("runs").mkdir(exist_ok=True)
     for folder in (Path("runs", f"{name}-{number}") for number in count(1)):
         with suppress(FileExistsError):  # another process may have created it
@@ -295,20 +303,25 @@ def _new_folder(name: str) -> Path:
 
 
 def _set_sft_files(
-    call: CallSettings, data: Data, folder: Path, name: str, sets_columns: bool
+    call_settings: CallSettings, data: Data, folder: Path, split: str, sets_columns: bool
 ) -> None:
-    """Sets the data files of SFT; columns are renamed unless the user names them (`sets_columns`)."""
+    """Sets the data files of a split (`train` or `val`).
+
+    Columns are renamed to `prompt` and `response`, unless the user's settings name them (`sets_columns`).
+    """
     files, rows = file_names(data), as_rows(data)
     if files is None or not (sets_columns or MESSAGES_COLUMN in rows[0]):
         rows = to_sft_rows(rows)
-        files = [write_rows(rows, folder, name)]
+        files = [write_rows(rows, folder, split)]
         if MESSAGES_COLUMN not in rows[0]:
-            call.set({"data.prompt_key": "prompt", "data.response_key": "response"})
-    call.set({f"data.{name}_files": files})
+            call_settings.set({"data.prompt_key": "prompt", "data.response_key": "response"})
+    call_settings.set({f"data.{split}_files": files})
 
 
-def _reduced_batch_size(values: Values) -> list[Setting]:
-    """Returns the setting of a batch size of all rows if the default is larger, else an empty list."""
-    row_count, key = len(as_rows(values["data.train_files"])), "data.train_batch_size"  # type: ignore[arg-type]
-    is_reduced = key not in values and row_count < SFTDataConfig.train_batch_size
-    return [Setting(key, row_count, STARTING_VALUES_ORIGIN)] if is_reduced else []
+def _batch_size_settings(values: Values) -> list[Setting]:
+    """Returns a batch size of all rows if there are fewer rows than the default batch size."""
+    key = "data.train_batch_size"
+    num_rows = len(as_rows(values["data.train_files"]))  # type: ignore[arg-type]
+    if key in values or num_rows >= SFTDataConfig.train_batch_size:
+        return []
+    return [Setting(key, num_rows, STARTING_VALUES_ORIGIN)]

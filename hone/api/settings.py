@@ -20,6 +20,7 @@ from hone.config.sources import Setting, flatten, read_config, read_file
 from hone.config.states import translate
 from hone.config.trees import TREES
 from hone.suggestions import suggestion
+from hone.text import working_folder_hint
 from hone.types import JsonValue
 
 PlainValue: TypeAlias = Union[str, int, float, bool, "os.PathLike[str]", None]
@@ -76,6 +77,7 @@ def _keys(root: type) -> frozenset[str]:
 
 
 def _to_json(value: Value) -> JsonValue:
+    """Converts a Python value to the value that a YAML file would have."""
     if isinstance(value, Mapping):
         return {key: _to_json(item) for key, item in value.items()}
     if isinstance(value, os.PathLike):
@@ -90,9 +92,9 @@ def _to_json(value: Value) -> JsonValue:
 
 
 def _read_settings(file: Path) -> list[Setting]:
-    """Returns the settings of a YAML file; the name may lack its suffix, or name a built-in config."""
+    """Returns the settings of a YAML file, or of a built-in config; the suffix `.yaml` may be left out."""
     if file.suffix in (".yaml", ".yml") and not file.is_file():
-        raise ConfigError(f"config={str(file)!r} does not exist (looked in {Path.cwd()})")
+        raise ConfigError(f"config={str(file)!r} does not exist{working_folder_hint(file)}")
     if file.suffix != ".yml":
         return read_config(file.name.removesuffix(".yaml"), [file.parent], [])[1]
     if re.search(r"^defaults\s*:", file.read_text("utf-8"), re.MULTILINE):
@@ -128,6 +130,10 @@ class CallSettings:
         starting_settings: Callable[[Values], list[Setting]] = lambda values: [],
         extra_checks: ExtraChecks | None = None,
     ) -> ComposedConfig:
-        """Returns the checked config; `starting_settings` of the values apply only without a YAML file."""
+        """Returns the checked config.
+
+        `starting_settings` maps the values of the call to settings of other keys. These settings have the
+        lowest priority, and are used only if the call has no YAML file.
+        """
         defaults = starting_settings(self.values()) if self._config is None else []
         return compose_settings(TREES[self.schema], [*defaults, *self._settings], extra_checks)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hone.api.reward import as_score_function, reads_prompt, reward_parts
-from hone.api.runs import _RunScorer
+from hone.api.runs import _RunInputs
 from hone.rewards.failures import RewardError, SetupError
 from hone.rewards.scorer import ROW_ARGUMENTS, ScorerSignatureError
 from hone.rewards.signature import check_signature
@@ -54,7 +54,7 @@ def test_a_row_with_several_answer_columns_keeps_them_apart(tmp_path: Path) -> N
         calls.append((completion, answer, solution, ground_truth))
         return 1.0
 
-    scorer = _RunScorer(reward)
+    scorer = _RunInputs(reward)
     scorer.write_data([row], tmp_path, "rows")
     assert scorer.score_function is not None
     assert scorer.score_function("python", "x", "42", {"solution": row["solution"]}) == 1

@@ -14,7 +14,7 @@ import yaml
 from rewards.scoring_server import ScoringServer, digits_judge
 
 import hone
-from hone.api.runs import _RunScorer
+from hone.api.runs import _RunInputs
 from hone.config import ConfigError
 from hone.data.rows import DataError
 from hone.rewards.failures import SetupError
@@ -108,7 +108,7 @@ def test_files_of_verls_schema_are_read_where_they_lie(tiny: Path, here: Path) -
 def test_a_function_may_take_a_column_that_the_first_row_lacks(here: Path) -> None:
     rows = [{"prompt": "a", "reward_model": {}, "extra_info": extra} for extra in (None, {"x": 1})]
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    scorer = _RunScorer(lambda completion, x: x)  # type: ignore[misc]
+    scorer = _RunInputs(lambda completion, x: x)  # type: ignore[misc]
     assert scorer.write_data("rows.jsonl", here, "train") == ["rows.jsonl"]
     assert scorer.score_function("s", "c", None, {"x": 1}) == 1  # type: ignore[misc]
 

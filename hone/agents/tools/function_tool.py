@@ -17,7 +17,7 @@ from hone.agents.tools.contract import OpenAIFunctionToolSchema, ToolError, Tool
 from hone.agents.tools.signature import description_of, parameters_schema
 from hone.event_loop import run_in_thread
 from hone.plugins import MissingFile, load_module
-from hone.text import start_folder
+from hone.text import working_folder_hint
 from hone.types import Fields, Function, JsonObject, Settings
 
 F = TypeVar("F", bound=Function)
@@ -133,7 +133,9 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
     """Returns the tools of a Python file; the file is executed once per process."""
     file = Path(path).expanduser()
     if file.suffix == ".py" and not file.is_file():
-        raise MissingFile(f"function_tool_path does not exist: {str(file)!r}{start_folder(file)}")
+        raise MissingFile(
+            f"function_tool_path does not exist: {str(file)!r}{working_folder_hint(file)}"
+        )
     key = str(file.resolve()) if file.is_file() else path
     if key not in _LOADED_FUNCTION_TOOL_PATHS:
         values = [value for value in vars(load_module(path)).values() if callable(value)]
