@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from hone.suggestions import suggestion
-from hone.text import working_folder_hint
 
 T = TypeVar("T")
 Plugin = TypeVar("Plugin", covariant=True)
@@ -195,7 +194,8 @@ def load_module(path: str) -> ModuleType:
     if file.suffix != ".py" and not file.is_file():
         return _import(path)
     if not file.is_file():
-        raise MissingFile(f"no such file: {str(file)!r}{working_folder_hint(file)}; check the path")
+        hint = "" if file.is_absolute() else f" (looked in {Path.cwd()})"
+        raise MissingFile(f"no such file: {str(file)!r}{hint}; check the path")
     return _load_file(file.resolve())
 
 
