@@ -29,9 +29,9 @@ GENERATION_BLOCKS = ("trainer", "data", "model", "rollout", "search", "actor", "
 def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
     """Returns the parquet file of a benchmark's test rows.
 
-    `folder` holds either the output of `hone data prepare` (NAME/test.parquet or test.parquet) or the
-    original files, from which the rows are prepared below `work_folder`. A prepared file is used only if its
-    rows belong to this benchmark.
+    `folder` holds the output of `hone data prepare` (NAME/test.parquet or test.parquet), or the original
+    files of the data set, which are then prepared in a subfolder of `work_folder`. A prepared file is used
+    only if all of its rows belong to this benchmark.
     """
     benchmark = ALTERNATIVE_NAMES.get(name, ALIASES.get(name, name))
     if benchmark not in BENCHMARKS:
@@ -42,12 +42,16 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
     mismatch_message = ""
     for file in (folder / benchmark / "test.parquet", folder / "test.parquet"):
         sources = _data_sources(file) if file.is_file() else []
-        others = [name for name in sources if _normalize(benchmark) not in _normalize(name)]
-        if sources and not others:
+        other_sources = [
+            source
+            for source in sources
+            if _normalize_name(benchmark) not in _normalize_name(source)
+        ]
+        if sources and not other_sources:
             return file
-        if others:
+        if other_sources:
             mismatch_message = (
-                f"{file} holds rows of {', '.join(others[:3])}, not of {benchmark} alone"
+                f"{file} holds rows of {', '.join(other_sources[:3])}, not of {benchmark} alone"
             )
             if file.parent.name == benchmark:
                 raise DataError(
@@ -75,9 +79,9 @@ def _data_sources(file: Path) -> list[str]:
     return [str(source) for source in column.unique().to_pylist()]
 
 
-def _normalize(text: str) -> str:
-    """Normalizes a name: `aime_2024` becomes `aime24`, and `HuggingFaceH4/MATH-500` contains `math500`."""
-    return re.sub(r"20(?=\d\d)", "", re.sub(r"[^a-z0-9]", "", text.lower()))
+def _normalize_name(name: str) -> str:
+    """Keeps lower-case letters and digits, and shortens years: `AIME_2024` becomes `aime24`."""
+    return re.sub(r"20(?=\d\d)", "", re.sub(r"[^a-z0-9]", "", name.lower()))
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -86,5 +90,6 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     scoring_overrides: list[str] = []
     for override in overrides:
         block = override.lstrip("+~").partition("=")[0].partition(".")[0]
-        (generation_overrides if block in GENERATION_BLOCKS else scoring_overrides).append(override)
+        is_generation = block in GENERATION_BLOCKS
+        (generation_overrides if is_generation else scoring_overrides).append(override)
     return generation_overrides, scoring_overrides

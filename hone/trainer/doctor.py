@@ -1,6 +1,6 @@
 """`hone doctor` reports what is installed, what is missing, and whether one training step works.
 
-The program changes nothing. Each line of its report is about one part, which is fine, missing or broken; the
+The program changes nothing. Each line of its report says whether one part is fine, missing or broken. The
 line of a missing part names the feature that the part would enable.
 """
 
@@ -39,10 +39,12 @@ OPTIONAL_PACKAGES = {
     ),
     "datasets": (None, "`hone data prepare --hub` (pip install datasets)"),
 }
-"""Maps a package to the extra of hone-rl that installs it (None: no extra does), and to its feature."""
+"""{package: (the extra of hone-rl that installs the package, or None; the feature of the package)}."""
 
 
 class State(str, Enum):
+    """The state of a part; the value is its mark in the report."""
+
     FINE = "ok"
     MISSING = "--"
     BROKEN = "!!"
@@ -88,7 +90,7 @@ def report(
 
 
 def chat_template_findings(model: str) -> Iterator[Finding]:
-    """Yields findings on whether a model's chat template renders turns as the agent loops append them."""
+    """Yields findings about a chat template: do agent loops append the tokens that the template renders?"""
     from hone.agents.observations import Drift, drifts
     from hone.models.load import load_tokenizer
 
@@ -96,12 +98,11 @@ def chat_template_findings(model: str) -> Iterator[Finding]:
     if not tokenizer.chat_template:
         yield Finding("chat template", model, State.MISSING, "it has none; prompts are plain text")
         return
-    for drift_or_case in drifts(tokenizer, {}):
-        if isinstance(drift_or_case, Drift):
-            drift = drift_or_case
-            yield Finding("chat template", drift.case, State.MISSING, drift.problem)
-        else:
-            yield Finding("chat template", drift_or_case, State.FINE, "the same tokens")
+    for result in drifts(tokenizer, {}):
+        if isinstance(result, Drift):
+            yield Finding("chat template", result.case, State.MISSING, result.problem)
+        else:  # the name of a case without drift
+            yield Finding("chat template", result, State.FINE, "the same tokens")
 
 
 def _machine_findings() -> Iterator[Finding]:
@@ -172,7 +173,7 @@ def _sandbox_findings(self_test: bool) -> Iterator[Finding]:
 
 
 def _finding_of_action(section: str, name: str, action: Callable[[], str]) -> Finding:
-    """Runs an action, and returns a finding with the text that the action returned or with its error."""
+    """Returns a finding whose detail is the result of `action`, or its error."""
     try:
         return Finding(section, name, State.FINE, action())
     except Exception as error:  # reported as a finding
@@ -200,7 +201,7 @@ def run_training_step() -> str:
             "data.val_files=[]",
             "data.train_batch_size=4",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "actor_rollout_ref.actor.entropy_coeff=0.01",  # a gradient even if no answer is right
+            "actor_rollout_ref.actor.entropy_coeff=0.01",  # for a gradient if all answers are wrong
             "actor_rollout_ref.rollout.n=2",
             "trainer.total_training_steps=1",
             "trainer.test_freq=-1",

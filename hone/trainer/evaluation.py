@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import numpy as np
@@ -40,9 +40,9 @@ from hone.types import Function, JsonValue, Row
 TOTAL_NAME = "all"
 """The name of the total over several data sources."""
 RESPONSES_PER_CHUNK = 512
-"""Responses that are scored between two updates of the progress bar."""
+"""The number of responses that are scored between two updates of the progress bar."""
 EQUALITY_TOLERANCE = 1e-9
-"""Values that differ by less than this count as equal: the order of a sum changes its rounding."""
+"""Values that differ by less than this count as equal, because the order of a sum changes its rounding."""
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ANSWER_LINE = re.compile(r"####\s*([^\n]+)")
@@ -55,7 +55,7 @@ class EvaluationError(ValueError):
 
 @dataclass
 class Attempts:
-    """The scores of a row's responses, and the answers that they vote for; None is no vote."""
+    """The score of each response of a row, and the answer that it votes for (None: no vote)."""
 
     source: str
     scores: list[float] = field(default_factory=list)
@@ -111,17 +111,17 @@ class Evaluation:
 
 
 def evaluate(config: EvaluationConfig, compute_score: Function | None = None) -> Evaluation:
-    """Reads, scores and summarizes the responses; raises an error if none could be scored.
+    """Reads, scores and summarizes the responses; raises an error if no response could be scored.
 
-    `compute_score` runs in this process, which cannot stop it at its deadline; other scorers run in separate
-    processes.
+    `compute_score` replaces the configured scorer. It runs in this process, so that it cannot be stopped at
+    its deadline; the configured scorer runs in separate processes.
     """
     store = read_rows(config.data.path, BadRowPolicy("raise", policy_key=None), "data.path")
     rows = list(store.scan())
     if config.output.scores_path:
         # Raises an error now, before hours of scoring, for a column that parquet cannot store.
         as_table([{k: v for k, v in row.items() if k != "scores"} for row in rows])
-    groups = [_responses(row, store.where(index), config) for index, row in enumerate(rows)]
+    groups = [_scorer_inputs(row, store.where(index), config) for index, row in enumerate(rows)]
     scorer = compute_score or get_custom_reward_fn(config)
     if scorer is None:
         check_sources((group[0].data_source for group in groups), config.data.data_source_key)
@@ -152,8 +152,8 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
     return Evaluation(summarize(attempts, config.metrics, failures), rows, first_failures)
 
 
-def _responses(row: Row, location: str, config: EvaluationConfig) -> list[ScorerInput]:
-    """Returns the responses of a row in the form that a scorer reads."""
+def _scorer_inputs(row: Row, location: str, config: EvaluationConfig) -> list[ScorerInput]:
+    """Returns what the scorer reads for each response of a row; `location` names the row in errors."""
     data = config.data
     for key in ("response_key", "data_source_key", "reward_model_key"):
         if row.get(data[key]) is None:
@@ -195,7 +195,10 @@ def _score_responses(
     *,
     in_processes: bool,
 ) -> list[Scored | Failed]:
-    """Returns the outcome of each response: Failed also if a rule needs a ground truth and there is none."""
+    """Returns the outcome of each response, in order.
+
+    A response fails without being scored if its rule needs a ground truth and the row has none.
+    """
     manager: PrimeRewardManager | NaiveRewardManager
     policy = FailurePolicy("score", 0.0, config.timeout_s)
     if in_processes:
@@ -214,11 +217,11 @@ def _score_responses(
     missing_truth_failure = Failed(
         "no_ground_truth", f"{column} is null or empty, and the rule needs one"
     )
-    lacks_truth = [
-        manager.lacks_ground_truth(response.data_source, response.ground_truth)
+    is_scorable = [
+        not manager.lacks_ground_truth(response.data_source, response.ground_truth)
         for response in responses
     ]
-    scorable_responses = [r for r, lacks in zip(responses, lacks_truth, strict=True) if not lacks]
+    scorable_responses = list(compress(responses, is_scorable))
     outcomes: list[Scored | Failed] = []
     try:
         with progress("score", len(scorable_responses)) as bar:
@@ -229,14 +232,16 @@ def _score_responses(
     finally:
         if isinstance(manager, PrimeRewardManager):
             manager.close()
-    scorable_outcomes = iter(outcomes)
-    return [missing_truth_failure if lacks else next(scorable_outcomes) for lacks in lacks_truth]
+    remaining_outcomes = iter(outcomes)
+    return [
+        next(remaining_outcomes) if scorable else missing_truth_failure for scorable in is_scorable
+    ]
 
 
 def answer_votes(outcomes: Sequence[Scored], responses: Sequence[str]) -> list[str | None]:
     """Returns the answer that each response votes for: the scorer's `pred`, or else the answer in the text.
 
-    If no response has an answer, each response votes for its whole text. None is no vote.
+    If no response has an answer, each response votes for its whole text. A vote of None does not count.
     """
     answers = [
         vote_of(outcome.extras["pred"]) if "pred" in outcome.extras else extract_answer(text)
@@ -248,7 +253,7 @@ def answer_votes(outcomes: Sequence[Scored], responses: Sequence[str]) -> list[s
 
 
 def extract_answer(response: str) -> str | None:
-    r"""Extracts the answer of a response: its last <answer>, \boxed{}, #### line or number."""
+    r"""Returns the last <answer> of a response, or else its last \boxed{}, #### line or number."""
     if tagged_answers := _ANSWER_TAG.findall(response):
         return tagged_answers[-1].strip() or None
     boxed = boxed_answer(response)
@@ -267,7 +272,7 @@ def summarize(
 ) -> dict[str, SourceResult]:
     """Returns the result of each data source, and the total over all rows if there are several sources.
 
-    There is one `Attempts` per row; `failures` counts failures by data source and reason.
+    `attempts` has one item per row; `failures` counts failures by data source and reason.
     """
     rows = list(attempts)
     rows_by_source: dict[str, list[Attempts]] = {}
@@ -291,6 +296,7 @@ def summarize(
 def _source_result(
     rows: Sequence[Attempts], config: EvaluationMetricsConfig, failures: dict[str, int]
 ) -> SourceResult:
+    """Returns the metrics of these rows, with intervals; `failures` counts failures by reason."""
     min_responses = min(len(row.scores) for row in rows)
     ks = list(config.pass_at) if config.pass_at is not None else [1, *attempt_counts(min_responses)]
     if invalid_ks := [k for k in ks if not 1 <= k <= min_responses]:
@@ -301,9 +307,9 @@ def _source_result(
     values_by_metric: dict[str, list[float]] = {
         "mean": [float(np.mean(row.scores)) for row in rows]
     }
-    correct_values = [[float(s >= config.correct_from) for s in row.scores] for row in rows]
+    correctness = [[float(s >= config.correct_from) for s in row.scores] for row in rows]
     for k in dict.fromkeys(ks):
-        values_by_metric[f"pass@{k}"] = [best_at(values, k) for values in correct_values]
+        values_by_metric[f"pass@{k}"] = [best_at(values, k) for values in correctness]
         if k > 1:
             values_by_metric[f"best@{k}"] = [best_at(row.scores, k) for row in rows]
             values_by_metric[f"maj@{k}"] = [majority_at(row.scores, row.answers, k) for row in rows]
@@ -315,9 +321,9 @@ def _source_result(
 def bootstrap_estimates(
     values_by_metric: Mapping[str, Sequence[float]], config: EvaluationMetricsConfig
 ) -> dict[str, Estimate]:
-    """Returns means over rows with bootstrap percentile intervals; rows are resampled, not responses.
+    """Returns the mean of each metric over rows, with a bootstrap percentile interval over resampled rows.
 
-    If the value of every row is 0, or that of every row is 1, the interval is the exact binomial one
+    If all rows have the value 0, or all have 1, the interval is the exact binomial interval
     (Clopper-Pearson). If all rows have another common value, the interval is undefined.
     """
     names = list(values_by_metric)

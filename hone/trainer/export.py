@@ -52,7 +52,7 @@ class ExportError(ValueError):
 
 @contextmanager
 def local_target(out: str) -> Iterator[str]:
-    """Yields a local folder to export to, and uploads it if `out` is remote, with `config.json` last."""
+    """Yields a local folder to export to; if `out` is remote, uploads the folder, `config.json` last."""
     if not is_non_local(out):
         yield out
         return
@@ -63,7 +63,7 @@ def local_target(out: str) -> Iterator[str]:
         try:
             yield str(target)
         finally:
-            if target.is_dir():  # also after a push that failed
+            if target.is_dir():  # uploaded even if the push to the hub has failed
                 upload(target, out, last="config.json")
 
 
@@ -77,7 +77,7 @@ def export(
 ) -> Path:
     """Writes the model of a checkpoint to `out`, a new or empty folder.
 
-    Custom code is imported only if the arguments name it, never because the run's config.yaml does.
+    Only custom code in the arguments is imported; custom code in the run's config.yaml is not trusted.
     """
     source = find_model_folder(Path(copy_to_local(checkpoint)).expanduser())
     target = Path(out).expanduser()
@@ -179,9 +179,9 @@ def _gather_and_export(
 def _replace_custom_code(
     model: ModelConfig, external_lib: str | None, trust_remote_code: bool
 ) -> ModelConfig:
-    """Returns the run's model config with only the custom code that the command line allows.
+    """Returns the run's model config with the custom code of the command line in place of the run's.
 
-    Prints the flags for custom code of the run that is left out.
+    Prints the flags that would allow the custom code of the run.
     """
     missing_flags = []
     if model.external_lib and not external_lib:
@@ -221,12 +221,12 @@ def _model_config(source: Path) -> ModelConfig:
             ) from error
     raise ExportError(
         f"{source} has only sharded weights, and no parent folder has the config.yaml of the run, which "
-        "names their model; keep the checkpoint in its run folder"
+        "names the model; keep the checkpoint in its run folder"
     )
 
 
 def check_push(repo: str) -> None:
-    """Raises an error if the repository's name, the hub's availability or the token prevent a push."""
+    """Raises an error if the name is no repository's, the hub is offline, or there is no token."""
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -244,7 +244,7 @@ def check_push(repo: str) -> None:
 def push(folder: Path, repo: str, *, private: bool = False, out: str | None = None) -> str:
     """Uploads a folder to a model repository, which is created if needed, and returns the URL.
 
-    `out` is the remote folder, if any, that gets a copy of the temporary `folder`; an error message names it.
+    If `folder` is a temporary copy of a remote folder, `out` is the remote folder, for error messages.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HTTPError

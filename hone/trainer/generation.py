@@ -67,7 +67,7 @@ HASHED_ROLLOUT_KEYS = (
 )  # fmt: skip
 """Keys of the rollout block that affect the output."""
 UNHASHED_DATA_KEYS = ("path", "output_path", "overwrite", "batch_size", "max_samples")
-"""Keys of the data block that do not affect the output; the job hash covers the rows themselves."""
+"""Keys of the data block that do not affect the output; the hash of the job includes the rows themselves."""
 
 
 def build_engine(
@@ -137,8 +137,9 @@ async def respond(
 ) -> None:
     """Generates the responses to all prompts, at most `max_in_flight` prompts at a time.
 
-    The callbacks receive the index of a prompt: `on_finish` also its responses, and `prompt_name` returns the
-    prompt's name in error messages. After `should_stop` has returned True, no prompt is started.
+    The callbacks receive the index of a prompt. `get_sampling_params` returns one item per response,
+    `on_finish` also receives the responses, and `prompt_name` names the prompt in error messages. After
+    `should_stop` has returned True, no prompt is started.
     """
     slots = asyncio.Semaphore(max_in_flight)
 
@@ -201,7 +202,7 @@ class Generation:
     def run(self) -> Path:
         """Generates the missing rows, then writes the output in row order."""
         files = self.files
-        print_line = screen().line if self.ranks.is_first else lambda text: None
+        print_line = screen().line if self.ranks.is_first else lambda line: None
         if files.is_done(overwrite=self.config.data.overwrite):
             print_line(f"{self.output} is already complete; delete it to generate it again")
             return self.output
@@ -227,6 +228,7 @@ class Generation:
         return self.output
 
     def _generate_rows(self, indices: list[int], stop: GracefulStop) -> None:
+        """Generates the rows of these indices, and saves each row when it has finished."""
         config, is_only_rank = self.config, self.ranks.world_size == 1
         prompts = [self._prompt_ids(index) for index in indices]
 
@@ -234,10 +236,12 @@ class Generation:
             self._check_max_length(indices, prompts, max_positions(lm))
 
         engine = build_engine(config, self.tokenizer, self.ranks, check_model)
-        bar = progress("generate", self.num_rows if is_only_rank else len(indices))
+        # A single rank also shows the rows that an earlier run has finished.
+        num_bar_rows = self.num_rows if is_only_rank else len(indices)
+        bar = progress("generate", num_bar_rows)
         num_tokens, start = 0, time.perf_counter()
         with bar if self.ranks.is_first else nullcontext(Bar("generate")) as rank_bar:
-            rank_bar.update(self.num_rows - len(indices) if is_only_rank else 0)
+            rank_bar.update(num_bar_rows - len(indices))
 
             def on_finish(prompt_index: int, outputs: list[TokenOutput]) -> None:
                 nonlocal num_tokens
@@ -279,7 +283,7 @@ class Generation:
             self.tokenizer,
             retrieval_client(search.url, search.topk, search.timeout_s, search.retries),
             rollout.response_limit(len(ids)),
-            search.max_turns + 1,
+            search.max_turns + 1,  # the answer follows the last search
             search.max_obs_length,
         ).run(data, generate)
         tokens, reason = data.prompt_ids[len(ids) :], StopReason(data.stop_reason)
@@ -337,6 +341,7 @@ class Generation:
         )
 
     def _sampling_params(self, index: int, prompt_tokens: int) -> list[Sampling]:
+        """Returns the sampling parameters of each response to the prompt of a row."""
         rollout = self.config.rollout
         return sampling_params(
             default_sampling(rollout),
@@ -347,6 +352,7 @@ class Generation:
         )
 
     def _output_columns(self, outputs: Sequence[TokenOutput]) -> Row:
+        """Returns the columns that the responses add to a row."""
         columns: Row = {
             "responses": [
                 self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
@@ -381,9 +387,13 @@ class Generation:
 def _file_stats(path: str | None) -> tuple[str | None, list[tuple[str, int, int]]]:
     """Returns the path of a folder, and the name, size and modification time of each file in it.
 
-    A change of the content shows in these values; hashing the content would be slow.
+    These values stand for the content of the files, which would take minutes to hash.
     """
     if path is None or not Path(path).is_dir():
         return path, []
-    stats = [(file.name, file.stat()) for file in Path(path).iterdir() if file.is_file()]
-    return str(Path(path).resolve()), sorted((n, s.st_size, s.st_mtime_ns) for n, s in stats)
+    file_stats = []
+    for file in Path(path).iterdir():
+        if file.is_file():
+            stat = file.stat()
+            file_stats.append((file.name, stat.st_size, stat.st_mtime_ns))
+    return str(Path(path).resolve()), sorted(file_stats)

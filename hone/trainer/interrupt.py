@@ -28,7 +28,7 @@ class _ProcessState:
     """How this process was started, and what it prints when it stops."""
 
     describe_saved: Callable[[], str] | None = None
-    """Returns the sentence that a stopped program prints about what it has saved."""
+    """Returns a sentence about the saved state, which a stopped program prints."""
     was_launched: bool = False
     """Whether `launch` started this process."""
     num_programs: int = 0
@@ -44,7 +44,7 @@ def signal_exit_code(signal_number: int) -> int:
 
 
 def set_stop_message(describe_saved: Callable[[], str]) -> None:
-    """Sets the function whose sentence says what a stopped program has saved, and how to resume."""
+    """Sets the function that returns the last sentence of a stopped program: what is saved, how to resume."""
     _process.describe_saved = describe_saved
 
 
@@ -65,7 +65,7 @@ def is_rank() -> bool:
 
 
 def runs_command_line_program() -> bool:
-    """Returns whether this process runs a command-line program, as opposed to a user's Python program."""
+    """Returns whether this process runs a command-line program, and not a user's Python program."""
     return _process.num_programs > 0
 
 
@@ -96,7 +96,7 @@ class Terminated(SystemExit):
 
 
 class GracefulStop:
-    """While active, the first signal sets `requested`; the second stops the program at once."""
+    """Inside its block, the first signal sets `requested`, and the second stops the program at once."""
 
     def __init__(
         self, stop_notice: str = "stopping after this step; everything will be saved"
@@ -144,7 +144,7 @@ class GracefulStop:
 
 @contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Exits on the first signal, with clean-up; a `GracefulStop` inside the block takes over the signals."""
+    """Exits on the first signal, with clean-up; a `GracefulStop` inside the block replaces this handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -165,7 +165,7 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def _raise_exit(signal_number: int, restore_default: bool = True) -> None:
-    """Raises the exception of a signal: KeyboardInterrupt or Terminated."""
+    """Raises KeyboardInterrupt for SIGINT, and Terminated for SIGTERM."""
     if restore_default:
         signal.signal(signal_number, signal.SIG_DFL)  # a second signal exits without clean-up
     if signal_number == signal.SIGINT:

@@ -26,7 +26,7 @@ class GenerationError(ValueError):
 
 
 def join_results(row: Row, columns: Row) -> Row:
-    """Returns a row with new result columns, without the results of an earlier generation."""
+    """Returns a row with new result columns; the results of an earlier generation are removed."""
     has_results = "responses" in row
     return {k: v for k, v in row.items() if not (has_results and k in RESULT_COLUMNS)} | columns
 
@@ -35,16 +35,17 @@ class JobFiles:
     """The files of a job.
 
     While the job runs, the folder `OUTPUT.HASH.parts` has one file of finished rows per rank. `OUTPUT.job`
-    records the hashes of the job and its output, so that a job recognizes the output of another job.
+    records the hashes of the job and of its output: a job does not replace the output of another job.
     """
 
     def __init__(self, output: Path, job_hash: str, rank: int) -> None:
         self.output, self.job_hash = output, job_hash
         self.folder = output.with_name(f"{output.stem}.{job_hash}{PARTS_SUFFIX}")
-        self._part = self.folder / f"rank_{rank}.jsonl"
+        self._part_file = self.folder / f"rank_{rank}.jsonl"
         self._record = output.with_name(f"{output.name}.job")
 
     def warn_about_other_jobs(self) -> None:
+        """Logs a warning for each folder of finished rows that another job has left."""
         pattern = f"{glob.escape(self.output.stem)}.*{PARTS_SUFFIX}"
         for folder in sorted(self.folder.parent.glob(pattern)):
             if folder != self.folder:
@@ -70,7 +71,7 @@ class JobFiles:
         """Writes the generated columns of a finished row to the part of this rank."""
         line = json.dumps({"row": row_index, "columns": columns}) + "\n"
         self.folder.mkdir(parents=True, exist_ok=True)
-        with add_file_name_to_errors(self._part), self._part.open("ab+") as stream:
+        with add_file_name_to_errors(self._part_file), self._part_file.open("ab+") as stream:
             if stream.seek(0, 2):
                 stream.seek(-1, 2)
                 if stream.read(1) != b"\n":  # a killed process left an incomplete line

@@ -1,8 +1,8 @@
 """`python -m hone.trainer.main_eval_prm … key=value …` evaluates a process reward model.
 
-`--processbench FILE` tests whether the model finds the first wrong step, `--best-of-n FILE` how it selects
-among n responses, and `data.val_files` how it classifies labelled steps. `--baseline MODEL` evaluates
-another model for comparison.
+`--processbench FILE` tests whether the model finds the first wrong step, `--best-of-n FILE` how well the
+model selects among n responses, and `data.val_files` how well it classifies labelled steps.
+`--baseline MODEL` evaluates another model for comparison.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def evaluate_model(config: PRMConfig, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the results of one model on all files that the options and the config name."""
+    """Returns the results of one model on all files in the options and the config."""
     from hone.data.steps import unescape_newlines
     from hone.trainer.prm_evaluation import (
         StepScorer,
@@ -105,7 +105,7 @@ def check_single_rank(world_size: int, program: str) -> None:
 
 
 def write_json(results: dict[str, Any], out: str | None) -> None:
-    """Writes the results to the file `out`, if it is given."""
+    """Writes the results to the file `out`; does nothing if `out` is None."""
     if out:
         from hone.tracking import atomic_write_text
 
@@ -118,11 +118,12 @@ def print_table(results: dict[str, Any]) -> None:
 
     from hone.tracking.console import screen
 
-    metrics_by_model = {name: dict(_flatten_numbers(result)) for name, result in results.items()}
+    metrics_by_model = {model: dict(_flatten_numbers(result)) for model, result in results.items()}
     table = Table("metric", *metrics_by_model)
-    for name in dict.fromkeys(name for metrics in metrics_by_model.values() for name in metrics):
-        row = (metrics.get(name) for metrics in metrics_by_model.values())
-        table.add_row(name, *("–" if value is None else f"{value:.4g}" for value in row))
+    names = dict.fromkeys(name for metrics in metrics_by_model.values() for name in metrics)
+    for name in names:
+        values = (metrics.get(name) for metrics in metrics_by_model.values())
+        table.add_row(name, *("–" if value is None else f"{value:.4g}" for value in values))
     screen().print(table)
 
 

@@ -110,27 +110,29 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
     check_output_folder(str(run_folder), "trainer.default_local_dir")
     dataset = _read_pairs(config, config.data.train_files, config.data.train_max_samples)
     good_rows = [dataset.store[position] for position in dataset.positions]
-    row_turns = [dataset.pair(row).first_user_turn for row in good_rows]
-    first_turns = list(dict.fromkeys(row_turns))
-    if len(first_turns) < folds:
+    first_turns = [dataset.pair(row).first_user_turn for row in good_rows]
+    unique_turns = list(dict.fromkeys(first_turns))
+    if len(unique_turns) < folds:
         raise ConfigError(
-            f"--folds {folds}: the pairs have only {len(first_turns)} different first user turns"
+            f"--folds {folds}: the pairs have only {len(unique_turns)} different first user turns"
         )
-    random.Random(config.trainer.seed).shuffle(first_turns)
-    fold_of_turn = {turn: i % folds for i, turn in enumerate(first_turns)}
+    random.Random(config.trainer.seed).shuffle(unique_turns)
+    fold_of_turn = {turn: i % folds for i, turn in enumerate(unique_turns)}
     fold_results, total_correct = [], 0
     for fold in range(folds):
-        parts: dict[str, list[Row]] = {"train": [], "test": []}
-        for row, turn in zip(good_rows, row_turns, strict=True):
-            parts["test" if fold_of_turn[turn] == fold else "train"].append(row)
+        rows_by_split: dict[str, list[Row]] = {"train": [], "test": []}
+        for row, turn in zip(good_rows, first_turns, strict=True):
+            rows_by_split["test" if fold_of_turn[turn] == fold else "train"].append(row)
         folder = run_folder / f"fold_{fold}"
         overrides: dict[str, Any] = {
             "trainer.default_local_dir": str(folder),
             "trainer.default_hdfs_dir": None,
             "data.train_max_samples": -1,
         }
-        for part, key in (("train", "data.train_files"), ("test", "data.val_files")):
-            overrides[key] = (str(_write_jsonl(folder / f"{part}.jsonl", parts[part])),)
+        for split, key in (("train", "data.train_files"), ("test", "data.val_files")):
+            file = folder / f"{split}.jsonl"
+            _write_jsonl(file, rows_by_split[split])
+            overrides[key] = (str(file),)
         fold_config = config
         for key, value in overrides.items():
             fold_config = replace(fold_config, key, value)
@@ -148,7 +150,7 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
 
 
 def _read_pairs(config: RMConfig, files: Sequence[str], max_samples: int) -> PairDataset:
-    """Returns the encoded pairs of these files, without the bad pairs."""
+    """Reads and encodes the pairs of these files; bad pairs are left out, and counted."""
     from hone.data.pairs import PairDataset
     from hone.models.from_config import build_tokenizer
     from hone.trainer.sft.tasks import PairTask
@@ -164,14 +166,13 @@ def _read_pairs(config: RMConfig, files: Sequence[str], max_samples: int) -> Pai
     return pairs
 
 
-def _write_jsonl(path: Path, rows: Sequence[Row]) -> Path:
+def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
     from hone.data.rows import write_file
 
     with write_file(path) as temporary:
         temporary.write_text(
             "".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8"
         )
-    return path
 
 
 def _accuracy_result(

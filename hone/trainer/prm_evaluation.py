@@ -46,11 +46,11 @@ class StepScorer:
 
     def score(self, solutions: Sequence[Solution]) -> list[np.ndarray]:
         """Returns p(good) of every step of each solution."""
-        rows = [
+        rows = [  # the labels are not read
             {"prompt": s.prompt, "completions": s.steps, "labels": [1] * len(s.steps)}
             for s in solutions
         ]
-        # A step beyond data.max_length would have no score, so a row that is too long is an error.
+        # A step beyond data.max_length would have no score, so a longer row is an error.
         settings = dataclasses.replace(
             self.config.data,
             format="steps",
@@ -64,17 +64,18 @@ class StepScorer:
         dataset.encode_all()
         # Rows are sorted by length, so that micro-batches have similar numbers of rows.
         indices_by_length = sorted(range(len(dataset)), key=lambda i: len(dataset[i]["input_ids"]))
-        scores: dict[int, np.ndarray] = {}
-        with progress("score steps", len(indices_by_length)) as bar:
-            for start in range(0, len(indices_by_length), ROWS_PER_BATCH):
+        p_good_by_index: dict[int, np.ndarray] = {}
+        with progress("score steps", len(dataset)) as bar:
+            for start in range(0, len(dataset), ROWS_PER_BATCH):
                 indices = indices_by_length[start : start + ROWS_PER_BATCH]
                 pad_token_id = self.tokenizer.pad_token_id
                 batch = self._task.collate([dataset[i] for i in indices], pad_token_id)
                 p_good = self._engine.infer(batch)["scores"].double().sigmoid()
-                masks = batch.batch["response_mask"] == 1
-                scores |= {i: p[m].numpy() for i, p, m in zip(indices, p_good, masks, strict=True)}
+                is_step_end = batch.batch["response_mask"] == 1
+                for row, index in enumerate(indices):
+                    p_good_by_index[index] = p_good[row][is_step_end[row]].numpy()
                 bar.advance(len(indices))
-        return [scores[i] for i in range(len(indices_by_length))]
+        return [p_good_by_index[index] for index in range(len(dataset))]
 
     def read_solutions(self, files: Sequence[str], **changes: Any) -> list[Solution]:
         """Returns the labelled solutions in these files; `changes` override keys of the data config."""
@@ -84,7 +85,7 @@ class StepScorer:
 
 
 def process_bench(scorer: StepScorer, files: Sequence[str]) -> dict[str, Any]:
-    """Returns ProcessBench's results per file, with threshold 0.5 and with a threshold tuned on one file."""
+    """Returns the ProcessBench metrics of each file, with threshold 0.5 and with a tuned threshold."""
     subsets: dict[str, tuple[list[np.ndarray], np.ndarray]] = {}
     for file in files:
         solutions = scorer.read_solutions([file], format="processbench")
@@ -97,19 +98,19 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> dict[str, Any]:
     tuned_on = TUNING_SUBSET if TUNING_SUBSET in subsets else next(iter(subsets))
     threshold = metrics.best_threshold(*subsets[tuned_on])
     results: dict[str, dict[str, Any]] = {}
-    for name, (p_good, first_wrong_steps) in subsets.items():
+    for name, (p_good_by_solution, first_wrong_steps) in subsets.items():
         num_wrong = int((first_wrong_steps >= 0).sum())
         result: dict[str, Any] = {"wrong": num_wrong, "right": len(first_wrong_steps) - num_wrong}
         for suffix, step_threshold in (("", 0.5), ("_tuned", threshold)):
-            predictions = metrics.first_errors(p_good, step_threshold)
+            predictions = metrics.first_errors(p_good_by_solution, step_threshold)
             values = metrics.process_bench(predictions, first_wrong_steps)
             result |= {f"{key}{suffix}": value for key, value in values.items()}
             interval = metrics.bootstrap_f1(predictions, first_wrong_steps)
             result[f"f1{suffix}_interval"] = list(interval)
-        result["lenient_f1"] = metrics.lenient_f1(p_good, first_wrong_steps)
-        step_counts = np.array([len(p) for p in p_good])
+        result["lenient_f1"] = metrics.lenient_f1(p_good_by_solution, first_wrong_steps)
+        step_counts = np.array([len(p_good) for p_good in p_good_by_solution])
         result["chance_f1"] = metrics.chance_f1(step_counts, first_wrong_steps)
-        result["step_auc"] = _step_auc(p_good, first_wrong_steps)
+        result["step_auc"] = _step_auc(p_good_by_solution, first_wrong_steps)
         results[name] = result
     keys = ("f1", "f1_tuned", "lenient_f1", "chance_f1")
     mean = {key: float(np.mean([result[key] for result in results.values()])) for key in keys}
@@ -127,16 +128,15 @@ def _step_auc(
 ) -> float | None:
     """Returns the area under the ROC curve that separates right steps from first wrong steps.
 
-    Steps after the first wrong one do not count.
+    Steps after the first wrong step of a solution do not count.
     """
-    pairs = [
-        (p_good[i], i != first_wrong)
-        for p_good, first_wrong in zip(p_good_by_solution, first_wrong_steps, strict=True)
-        for i in range(len(p_good) if first_wrong < 0 else first_wrong + 1)
-    ]
-    return metrics.area_under_curve(
-        np.array([p for p, _ in pairs]), np.array([is_good for _, is_good in pairs])
-    )
+    probabilities: list[float] = []
+    is_good: list[bool] = []
+    for p_good, first_wrong in zip(p_good_by_solution, first_wrong_steps, strict=True):
+        num_steps = len(p_good) if first_wrong < 0 else first_wrong + 1
+        probabilities.extend(p_good[:num_steps])
+        is_good.extend(step != first_wrong for step in range(num_steps))
+    return metrics.area_under_curve(np.array(probabilities), np.array(is_good))
 
 
 def labelled_step_metrics(scorer: StepScorer) -> dict[str, Any]:
@@ -164,8 +164,8 @@ def labelled_step_metrics(scorer: StepScorer) -> dict[str, Any]:
 def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str) -> dict[str, Any]:
     """Returns the mean scores of best-of-n, majority vote, weighted vote and oracle, each for several k.
 
-    Rows have n ≥ k responses, of which the first k are used, and either `scores` or the columns that
-    `hone eval` needs.
+    A row has n ≥ k responses, of which the first k count. It also has their `scores`, or the columns from
+    which `hone eval` computes scores.
     """
     rows = list(read_rows([file], BadRowPolicy("raise", policy_key=None), "--best-of-n").scan())
     if not all("scores" in row for row in rows):
@@ -191,24 +191,20 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
         "mean@1": [float(np.mean(row["scores"])) for row in rows]
     }
     for k in attempt_counts(min_responses):
-        for name in ("oracle", "best_of_n", "majority", "weighted_majority"):
-            values_by_metric[f"{name}@{k}"] = []
         for row, model_scores in zip(rows, model_scores_by_row, strict=True):
             scores, model_scores = list(map(float, row["scores"][:k])), model_scores[:k]
             votes = [extract_answer(text) for text in row["responses"][:k]]
             weights = model_scores
-            if (
-                aggregate == "soft_min"
-            ):  # it is in −1 … 1, but a vote must not have a negative weight
+            if aggregate == "soft_min":  # −1 … 1, but a vote must not have a negative weight
                 weights = [(model_score + 1) / 2 for model_score in model_scores]
-            values_by_metric[f"oracle@{k}"].append(max(scores))
-            values_by_metric[f"best_of_n@{k}"].append(metrics.best_of_n_score(scores, model_scores))
-            values_by_metric[f"majority@{k}"].append(
-                metrics.weighted_vote(scores, votes, [1.0] * k)
-            )
-            values_by_metric[f"weighted_majority@{k}"].append(
-                metrics.weighted_vote(scores, votes, weights)
-            )
+            values = {
+                "oracle": max(scores),
+                "best_of_n": metrics.best_of_n_score(scores, model_scores),
+                "majority": metrics.weighted_vote(scores, votes, [1.0] * k),
+                "weighted_majority": metrics.weighted_vote(scores, votes, weights),
+            }
+            for name, value in values.items():
+                values_by_metric.setdefault(f"{name}@{k}", []).append(value)
     means = bootstrap_estimates(values_by_metric, load_config(config_name="evaluation").metrics)
     estimates = {name: vars(mean) for name, mean in means.items()}
     return {"rows": len(rows), "aggregate": aggregate, "metrics": estimates}

@@ -17,7 +17,7 @@ SOFT_MIN_TEMPERATURE = 0.1
 """PURE's temperature of the soft minimum over step scores."""
 
 MAX_THRESHOLDS = 500
-"""The number of thresholds that are tried; each needs a pass over all solutions."""
+"""The largest number of thresholds to try; each threshold needs a pass over all solutions."""
 BOOTSTRAP_SAMPLES = 1000
 
 Probabilities = np.ndarray
@@ -52,7 +52,7 @@ def harmonic_mean(first: float, second: float) -> float:
 
 
 def process_bench(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Returns the accuracy on wrong and on right solutions, and ProcessBench's F1, their harmonic mean.
+    """Returns the accuracy on wrong solutions, that on right solutions, and their harmonic mean (F1).
 
     A prediction or label is the index of the first wrong step, or -1 for a right solution.
     """
@@ -68,9 +68,9 @@ def process_bench(predictions: np.ndarray, labels: np.ndarray) -> dict[str, floa
 
 
 def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
-    """Returns the F1 of PURE's script, which predicts only whether a solution has an error, not where.
+    """Returns the F1 of PURE's script, which predicts whether a solution has an error, at any step.
 
-    A solution counts as wrong if the soft minimum of its step scores, 2·p(good) − 1, is 0 or less.
+    The prediction is an error if the soft minimum of the step scores, 2·p(good) − 1, is 0 or less.
     """
     predicted_wrong = np.array([soft_min(2 * p - 1) <= 0 for p in solutions])
     return process_bench(np.where(predicted_wrong, 0, -1), np.where(labels >= 0, 0, -1))["f1"]
@@ -106,14 +106,14 @@ def bootstrap_f1(predictions: np.ndarray, labels: np.ndarray) -> tuple[float, fl
 
 
 def wilson_estimate(successes: int, trials: int) -> Estimate:
-    """Returns the share of successes with its 95 % Wilson interval."""
+    """Returns the fraction of successes with its 95 % Wilson interval."""
     if not trials:
         return Estimate(0.0, None, None)
     z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
-    share, z2_over_n = successes / trials, z * z / trials
-    middle = (share + z2_over_n / 2) / (1 + z2_over_n)
-    half_width = z * ((share * (1 - share) + z2_over_n / 4) / trials) ** 0.5 / (1 + z2_over_n)
-    return Estimate(share, max(0.0, middle - half_width), min(1.0, middle + half_width))
+    p, z2_over_n = successes / trials, z * z / trials
+    middle = (p + z2_over_n / 2) / (1 + z2_over_n)
+    half_width = z * ((p * (1 - p) + z2_over_n / 4) / trials) ** 0.5 / (1 + z2_over_n)
+    return Estimate(p, max(0.0, middle - half_width), min(1.0, middle + half_width))
 
 
 def area_under_curve(scores: np.ndarray, is_good: np.ndarray) -> float | None:

@@ -27,8 +27,8 @@ from hone.trainer.interrupt import mark_as_rank, signal_exit_code, signal_handle
 
 LAUNCHER_PID_VARIABLE = "HONE_LAUNCHER_PID"
 GRACE_S = 3.0
-"""Time for the other ranks to exit after one has failed, before they are killed."""
-_PR_SET_PDEATHSIG = 1
+"""Seconds that the other ranks get to exit after a rank has failed; then they are killed."""
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
 class LaunchError(ValueError):
@@ -129,7 +129,10 @@ def launch(num_ranks: int, module: str, arguments: Sequence[str]) -> None:
 
 
 def run_python(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Runs Python with these arguments; returns its exit code, and whether this process got a stop signal."""
+    """Runs Python with these arguments, and forwards stop signals of this process.
+
+    Returns the exit code, and whether this process received Ctrl-C or SIGTERM.
+    """
     processes = _Processes()
     environment = dict(os.environ) | {LAUNCHER_PID_VARIABLE: str(os.getpid())}
     (exit_code,) = processes.run([sys.executable, *arguments], [environment]).values()
@@ -139,7 +142,7 @@ def run_python(arguments: Sequence[str]) -> tuple[int, bool]:
 
 
 def die_with_launcher() -> None:
-    """Makes the kernel kill this rank when its launcher exits; exits now if that has already happened.
+    """Makes the kernel kill this rank when its launcher exits; exits now if the launcher has exited.
 
     Does nothing in a process without a launcher.
     """
@@ -171,7 +174,10 @@ def _environment(rank: int, num_ranks: int, store_file: Path) -> dict[str, str]:
 
 
 class _Processes:
-    """The processes of one command, the rank that failed first, and the signal that was forwarded to them."""
+    """The processes of one command, one per rank.
+
+    `first_failed_rank` is the rank that failed first; `stop_signal` is the signal that was forwarded to all.
+    """
 
     def __init__(self) -> None:
         self.stop_signal: int | None = None
