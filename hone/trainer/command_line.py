@@ -100,9 +100,8 @@ def compose_arguments(
 ) -> ComposedConfig:
     """Composes the configuration of a command line, with the origin of each value.
 
-    `schema` names the tree of keys; a user's YAML that has no defaults list has the same tree.
-    `starting_values` returns values for keys that are not set; it is not called if --config-name selects
-    another YAML.
+    `schema` names the tree of keys, also for a user's YAML without a defaults list. `starting_values` returns
+    values for keys that are not set; it is called unless --config-name selects another YAML.
     """
     options = _parse(arguments, schema, program)
     composed = compose(
@@ -149,7 +148,7 @@ def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Name
     parser.add_argument(
         "--info", "-i", action="store_true", help="print the keys that are set, and where"
     )
-    # The programs remove these two options before they call `compose_arguments`.
+    # For --help only: the programs remove these two options before they call `compose_arguments`.
     if program in ("hone train", "main_ppo"):
         parser.add_argument(
             DRY_RUN, action="store_true", help="check the run, print what it would do, and stop"
@@ -199,7 +198,7 @@ def _saved_state_sentence(config: Block) -> str:
 
 
 def check_plan(config: Block, origins: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Returns the problems of the plan of a run, and notes on keys without effect."""
+    """Returns the problems that would stop a run, and notes on keys without effect."""
     from hone.trainer.ppo.plan import find_problems_and_notes
 
     return find_problems_and_notes(config, origins)
@@ -254,6 +253,7 @@ def check_output_file(path: str, key: str, inputs: Sequence[str] = ()) -> None:
 
 
 def _check_local(path: str, key: str) -> None:
+    """Raises an error if the path is in a remote store."""
     if is_non_local(path):
         hint = "; checkpoints are copied to trainer.default_hdfs_dir" if "dir" in key else ""
         raise ConfigError(f"{key}={path} is in a remote store; name a local path{hint}")
@@ -269,17 +269,24 @@ def _check_writable(folder: Path, setting: str) -> None:
 
 
 def path_override(key: str, path: str | Path) -> str:
-    """Returns `key='path'`, with quotes, and backslashes before a quote, escaped for Hydra's grammar."""
-    text = re.sub(r"(\\*)('|\Z)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), str(path))
+    """Returns the override `key='path'`, escaped for Hydra's grammar.
+
+    Quotes are escaped, and backslashes before a quote are doubled; other backslashes stay as they are.
+    """
+
+    def escape(match: re.Match[str]) -> str:
+        backslashes, quote = match.groups()
+        return backslashes * 2 + ("\\'" if quote else "")
+
+    text = re.sub(r"(\\*)('|\Z)", escape, str(path))
     return f"{key}='{text}'"
 
 
 def lock_run_folder(folder: str) -> AbstractContextManager[FolderLock | None]:
-    """Returns the lock of a run folder, or an empty context if the folder is invalid: a later check reports
-    that."""
+    """Returns the lock of a run folder, or an empty context if the folder cannot be written to."""
     try:
         check_output_folder(folder, "trainer.default_local_dir")
-    except ConfigError:
+    except ConfigError:  # a later check reports the problem
         return nullcontext()
     return lock_folder(folder)
 
@@ -331,8 +338,8 @@ def run_program(program: Callable[[], int | None]) -> int:
         if message is None:
             raise
         sys.stderr.write(f"{type(error).__name__}: {message}\n")
-        if (log := write_traceback(error)) is not None:
-            sys.stderr.write(f"the traceback is in {log}\n")
+        if (log_file := write_traceback(error)) is not None:
+            sys.stderr.write(f"the traceback is in {log_file}\n")
         return USER_ERROR_EXIT_CODE
 
 
@@ -349,15 +356,15 @@ def write_traceback(error: BaseException, folder: Path | None = None) -> Path | 
         return None
     lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n", *format_exception(error), "\n"]
     try:
-        with (folder / ERROR_LOG).open("a", encoding="utf-8", errors="backslashreplace") as log:
-            log.writelines(lines)
+        with (folder / ERROR_LOG).open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.writelines(lines)
     except OSError:  # the folder may not be writable
         return None
     return folder / ERROR_LOG
 
 
 def user_error_message(error: BaseException) -> str | None:
-    """Returns the message for an error that the user can mend; None for any other error."""
+    """Returns the message for an error that the user can correct; None for any other error."""
     if isinstance(error, _user_error_classes()):
         return _prefix_with_key(str(error), getattr(error, "path", None))
     if (message := storage_error_message(error)) is not None:
@@ -366,13 +373,13 @@ def user_error_message(error: BaseException) -> str | None:
         return f"{error.strerror}: {error.filename}"
     if isinstance(error, FileNotFoundError):
         return str(error)
-    if isinstance(error, OSError) and error.errno is None:  # transformers: no such model
+    if isinstance(error, OSError) and error.errno is None:  # transformers did not find a model
         return str(error).strip().partition("\n")[0]
     return None
 
 
 def _prefix_with_key(message: str, path: str | None) -> str:
-    """Returns `key=path: message` if some key has the value `path`, or else the message."""
+    """Returns `key=path: message` if the value of a key is `path`, or else the message."""
     composed = _last_composed
     if composed is None or not path:
         return message
@@ -385,6 +392,7 @@ def _prefix_with_key(message: str, path: str | None) -> str:
 
 
 def _user_error_classes() -> tuple[type[BaseException], ...]:
+    """Returns the classes of `_USER_ERRORS` whose modules are imported."""
     return tuple(
         getattr(sys.modules[module], name)
         for module, names in _USER_ERRORS.items()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -68,13 +67,17 @@ def _build_parser() -> argparse.ArgumentParser:
 def run(
     config: EvaluationConfig, title: str = "scores", compute_score: Function | None = None
 ) -> Evaluation:
-    """Scores responses as configured, or with `compute_score`; prints tables and writes the output files."""
+    """Scores responses as configured, prints tables and writes the output files.
+
+    `compute_score` replaces the configured scorer; `title` begins the heading of each table.
+    """
     from hone.data.rows import expand_files
     from hone.trainer.evaluation import evaluate
 
     output = config.output
     for name in ("json_path", "plot_path", "scores_path"):
         if path := output[name]:
+            # Only the scores may replace the responses, because they are written with all columns.
             inputs = [] if name == "scores_path" else expand_files(config.data.path, "data.path")
             check_output_file(path, f"output.{name}", inputs)
     if Path(output.scores_path or "").suffix not in ("", ".parquet"):
@@ -123,9 +126,8 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
             defaults = ["data.n_samples=1", "rollout.do_sample=false", "data.overwrite=true"]
             defaults += ["data.prompt_format=raw"] if bench in RAW_PROMPT_BENCHMARKS else []
             paths = {"data.path": file, "data.output_path": responses, "model.path": options.model}
-            generate(
-                [*defaults, *generation_overrides, *itertools.starmap(path_override, paths.items())]
-            )
+            path_overrides = [path_override(key, path) for key, path in paths.items()]
+            generate([*defaults, *generation_overrides, *path_overrides])
             settings = [
                 path_override("output.json_path", out / f"{bench}.json"),
                 path_override("output.plot_path", out / f"{bench}.png"),
@@ -147,11 +149,9 @@ def print_tables(result: Evaluation, config: EvaluationConfig, title: str) -> No
         print_line(heading)  # rich would wrap a table's title to the width of the table
         table = Table("metric", "value", f"{config.metrics.confidence:.0%} interval")
         for metric, estimate in source.metrics.items():
-            interval = (
-                NO_INTERVAL
-                if estimate.low is None
-                else f"{estimate.low:.4f} to {estimate.high:.4f}"
-            )
+            interval = NO_INTERVAL
+            if estimate.low is not None:
+                interval = f"{estimate.low:.4f} to {estimate.high:.4f}"
             table.add_row(metric, f"{estimate.value:.4f}", interval)
         screen().print(table)
         if any(estimate.low is None for estimate in source.metrics.values()):
@@ -163,7 +163,7 @@ def print_tables(result: Evaluation, config: EvaluationConfig, title: str) -> No
 
 
 def draw_chart(result: Evaluation, path: Path, title: str) -> None:
-    """Draws a bar per metric with its interval, in one panel per data source."""
+    """Draws one panel per data source, with a bar and an interval for each metric."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

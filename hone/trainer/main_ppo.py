@@ -63,10 +63,10 @@ def run(
     dry_run: bool = False,
     compute_score: Function | None = None,
 ) -> None:
-    """Trains as configured, in this process or on Ray; `origins` maps each key to the place that set it.
+    """Trains as configured, in this process or on Ray.
 
-    `dry_run` prints a preview and stops before models load. `compute_score` replaces the score function
-    of the configuration.
+    `origins` maps each key to the file or argument that set it. `dry_run` prints a preview and stops before
+    models load. `compute_score` replaces the configured score function.
     """
     restart_under_nsys(config.global_profiler)
     run_folder = config.trainer.default_local_dir
@@ -96,17 +96,17 @@ def run(
 def restart_under_nsys(config: GlobalProfilerConfig) -> None:
     """Replaces this process by the same program under nsys, if nsys is configured and installed.
 
-    Only a command-line program is restarted, never a Python program that calls `hone`.
+    Only a command-line program is restarted, not a user's Python program that calls `hone`.
     """
     if config.tool != "nsys" or not config.steps or NSYS_SESSION_VARIABLE in os.environ:
         return
-    reason = None
+    problem = None
     if shutil.which("nsys") is None:
-        reason = "nsys is not on PATH"
+        problem = "nsys is not on PATH"
     elif not runs_command_line_program():
-        reason = "start your Python program under nsys"
-    if reason is not None:
-        screen().line(f"global_profiler.tool=nsys: {reason}; nothing is recorded")
+        problem = "start your Python program under nsys"
+    if problem is not None:
+        screen().line(f"global_profiler.tool=nsys: {problem}; nothing is recorded")
         return
     os.makedirs(config.save_path, exist_ok=True)
     options = {"capture-range": "cudaProfilerApi", "capture-range-end": "repeat"}
@@ -116,7 +116,7 @@ def restart_under_nsys(config: GlobalProfilerConfig) -> None:
 
 
 def __getattr__(name: str) -> Function:
-    """Returns verl's functions, which this program does not need and therefore does not import."""
+    """Imports a name of verl on first use, because hone's own programs do not need these names."""
     if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from hone.trainer.ppo import verl_steps

@@ -39,7 +39,7 @@ def run(config: PRMConfig, origins: Mapping[str, str] | None = None) -> None:
 def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
     """Returns the config and the task of each stage that must run.
 
-    A stage with 0 epochs is left out, and so is the first if the run resumes from the second.
+    A stage with 0 epochs is left out. The first stage is left out if the run resumes from the second.
     """
     from hone.trainer.sft.tasks import StepTask
 
@@ -79,7 +79,7 @@ def stages(config: PRMConfig) -> list[tuple[SupervisedConfig, Task | None]]:
     if trainer.resume_mode == "resume_path" and trainer.total_epochs and head_stage.total_epochs:
         if _is_inside(trainer.resume_from_path or "", head_folder, remote_head_folder):
             full_config = replace(full_config, "trainer.resume_mode", "auto")
-        else:  # a checkpoint of the second stage, so the first has finished
+        else:  # the checkpoint is of the second stage, so the first stage has finished
             return [(full_config, StepTask())]
     head_task = StepTask("head")
     configs_and_tasks: list[tuple[SupervisedConfig, Task | None]] = []

@@ -36,7 +36,7 @@ def run(config: SFTConfig, origins: Mapping[str, str] | None = None) -> None:
 def run_stages(
     stages: Sequence[tuple[SupervisedConfig, Task | None]], origins: Mapping[str, str] | None = None
 ) -> None:
-    """Runs this rank's part of the stages in order; a stage that an earlier run finished does nothing."""
+    """Runs this rank's part of each stage, in order; a finished stage of a resumed run is skipped."""
     from hone.trainer.sft.order import check_divisible, data_parallel_slots
 
     ranks = Ranks.from_env()

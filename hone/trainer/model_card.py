@@ -58,6 +58,7 @@ def _card_lines(
     metric_rows: list[Row],
     has_curves: bool,
 ) -> Iterator[str]:
+    """Yields the lines of the card, in Markdown."""
     model = str(_get(config, "actor_rollout_ref.model.path") or _get(config, "model.path") or "")
     is_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
@@ -79,13 +80,7 @@ def _card_lines(
         )
     keys = [key for key in sorted(origins) if not _SECRET_KEY.search(key)]
     if keys:
-        yield from (
-            "",
-            "## Configuration",
-            "",
-            "The keys that were set; others are defaults.",
-            "",
-        )
+        yield from ("", "## Configuration", "", "The keys that were set; others are defaults.", "")
         yield "```yaml"
         yield from (f"{key}: {_without_folders(_get(config, key))}" for key in keys)
         yield "```"
@@ -97,8 +92,8 @@ def _card_lines(
     for key in metrics:
         steps, values = series(metric_rows, key)
         if steps:
-            cells = (f"{values[i]:.4g} (step {steps[i]})" for i in (0, -1))
-            yield f"| `{key}` | {' | '.join(cells)} |"
+            first, last = (f"{values[i]:.4g} (step {steps[i]})" for i in (0, -1))
+            yield f"| `{key}` | {first} | {last} |"
 
 
 def _get(config: JsonObject, key: str) -> JsonValue:

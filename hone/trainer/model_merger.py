@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class ModelMergerConfig:
     """verl's settings of a merge.
 
-    A checkpoint records its format and model, so an export ignores backend, hf_model_config_path,
-    tie_word_embedding and use_cpu_initialization.
+    backend, tie_word_embedding and use_cpu_initialization are ignored, because a checkpoint records its
+    format and its model; so is hf_model_config_path in `merge_and_save`.
     """
 
     operation: str
@@ -102,8 +102,8 @@ class BaseModelMerger:
             "ForConditionalGeneration": transformers.AutoModelForImageTextToText,
         }
         architecture = self.model_config.architectures[0]
-        for suffix, model_class in classes.items():
-            if suffix in architecture:
+        for task_name, model_class in classes.items():
+            if task_name in architecture:
                 return model_class
         raise NotImplementedError(f"{architecture} has none of {', '.join(classes)} in its name")
 
@@ -121,8 +121,8 @@ class BaseModelMerger:
     def save_lora_adapter(self, state_dict: dict[str, Tensor]) -> str | None:
         """Moves LoRA matrices from `state_dict` to `target_dir/lora_adapter`, and returns this folder.
 
-        The names of the other weights lose their adapter prefixes. Alpha is that of the checkpoint's adapter
-        config, or else the rank. Without LoRA matrices, nothing changes and the result is None.
+        Adapter prefixes are removed from the names of the other weights. Alpha is that of the checkpoint's
+        adapter config, or else the rank. Without LoRA matrices, nothing changes and the result is None.
         """
         from peft import LoraConfig
         from safetensors.torch import save_file

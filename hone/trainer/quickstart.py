@@ -54,6 +54,8 @@ NEXT_COMMANDS = (
 
 @dataclass(frozen=True)
 class Sum:
+    """The problem a + b."""
+
     a: int
     b: int
 
@@ -81,7 +83,7 @@ def split_problems(seed: int) -> tuple[list[Sum], list[Sum]]:
 def write_data(files: dict[str, Path], seed: int) -> None:
     """Writes the training and held-out RL rows as JSONL."""
     for (name, file), problems in zip(files.items(), split_problems(seed), strict=True):
-        lines = [json.dumps(p.row(i, name)) for i, p in enumerate(problems)]
+        lines = [json.dumps(problem.row(i, name)) for i, problem in enumerate(problems)]
         atomic_write_text(file, "\n".join(lines) + "\n")
 
 
@@ -105,7 +107,7 @@ def _sft_rows(
 
 
 def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
-    """Trains a new decoder of 0.5M parameters that knows the answer format but mostly adds wrongly."""
+    """Trains a new decoder of 0.5M parameters by SFT on answers that are mostly wrong."""
     import torch
 
     from hone.controller.threads import set_thread_count
@@ -206,9 +208,9 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
 
 def prepare_folder(folder: Path) -> None:
     """Creates an empty folder. An earlier result of quickstart is deleted; any other content is renamed."""
-    own_names = {MARKER_FILE, *DATA_FILES.values(), BASE_FOLDER, RUN_FOLDER, CURVE_FILE}
+    quickstart_names = {MARKER_FILE, *DATA_FILES.values(), BASE_FOLDER, RUN_FOLDER, CURVE_FILE}
     file_names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if MARKER_FILE in file_names and file_names <= own_names:
+    if MARKER_FILE in file_names and file_names <= quickstart_names:
         shutil.rmtree(folder)
     elif file_names or folder.is_file():
         candidates = (folder.with_name(f"{folder.name}.earlier-{n}") for n in count(1))
@@ -254,14 +256,20 @@ def next_commands(folder: Path) -> list[str]:
 
 
 def most_improved(run: Path, first_step: int, last_step: int) -> list[tuple[str, str, str]]:
-    """Returns the three held-out prompts whose scores rose most, each with its answers at two steps."""
+    """Returns the three held-out prompts whose scores rose most, with the answers at two steps.
+
+    A tuple has the prompt, the answer at the first step and the answer at the last step.
+    """
     import pyarrow.parquet as pq
 
     columns = ["prompt_text", "response_text", "score"]
-    before, after = (
+    first_rows, last_rows = (
         pq.read_table(run / "validation" / f"step_{step}.parquet", columns=columns).to_pylist()
         for step in (first_step, last_step)
     )
-    pairs = list(zip(before, after, strict=True))
+    pairs = list(zip(first_rows, last_rows, strict=True))
     pairs.sort(key=lambda pair: pair[0]["score"] - pair[1]["score"])  # most improved first
-    return [(b["prompt_text"], b["response_text"], a["response_text"]) for b, a in pairs[:3]]
+    return [
+        (first["prompt_text"], first["response_text"], last["response_text"])
+        for first, last in pairs[:3]
+    ]

@@ -1,4 +1,4 @@
-"""Chooses values for keys that `hone train` was not given, by the model's size, the data and the device.
+"""Chooses values for the keys that `hone train` was not given, from the model, the data and the device.
 
 `python -m hone.trainer.main_ppo` and a user's YAML (`--config-name`) keep verl's defaults.
 """
@@ -33,7 +33,7 @@ LEARNING_RATES = ((1e9, 1e-6), (2e8, 3e-6), (5e7, 1e-5), (5e6, 3e-5), (0, 2e-4))
 def starting_values(settings: Settings) -> list[Setting]:
     """Returns values for keys that the user did not set; `settings` has the user's values by dotted key."""
     device = "cuda" if uses_gpu(settings.get("trainer.device", "auto")) else "cpu"
-    facts = model_facts(settings.get("actor_rollout_ref.model.path"))
+    model = model_facts(settings.get("actor_rollout_ref.model.path"))
     values: dict[str, Any] = {"data.val_files": [], "algorithm.adv_estimator": "grpo"}
     # An estimator that does not compare groups needs only one response per prompt.
     if _is_group_relative(settings.get("algorithm.adv_estimator", "grpo")):
@@ -44,9 +44,9 @@ def starting_values(settings: Settings) -> list[Setting]:
     batch_size = 2 ** int(math.log2(max(1, min(PROMPTS_PER_STEP[device], num_rows))))
     values["data.train_batch_size"] = batch_size
     values[f"{ACTOR_KEY}.ppo_mini_batch_size"] = settings.get("data.train_batch_size", batch_size)
-    values |= _length_settings(settings, device, facts.max_position_embeddings)
-    if facts.parameters is not None:
-        num_parameters = facts.parameters
+    values |= _length_settings(settings, device, model.max_position_embeddings)
+    if model.parameters is not None:
+        num_parameters = model.parameters
         values[f"{ACTOR_KEY}.optim.lr"] = next(
             learning_rate
             for min_parameters, learning_rate in LEARNING_RATES
@@ -94,8 +94,8 @@ def _length_settings(settings: Settings, device: str, max_length: int | None) ->
     prompt_tokens = settings.get("data.max_prompt_length")
     response_tokens = MAX_RESPONSE_TOKENS[device]
     if max_length:
-        available_tokens = max_length - prompt_tokens if prompt_tokens else max_length // 2
-        response_tokens = min(response_tokens, available_tokens)
+        max_response_tokens = max_length - prompt_tokens if prompt_tokens else max_length // 2
+        response_tokens = min(response_tokens, max_response_tokens)
     lengths = {"data.max_response_length": max(1, response_tokens)}
     if max_length and prompt_tokens is None:
         reserved_tokens = settings.get("data.max_response_length", response_tokens)

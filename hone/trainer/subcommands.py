@@ -113,14 +113,15 @@ def _data_prepare(options: Options, extra_arguments: list[str]) -> None:
         options.own_parser.error(f"{extra_arguments[0]}: name the data set first")
     elif options.name is None:
         name_width = max(map(len, RECIPES))
-        print_text("\n".join(f"{name:<{name_width}}  {r.summary}" for name, r in RECIPES.items()))
+        for name, recipe in RECIPES.items():
+            print_text(f"{name:<{name_width}}  {recipe.summary}")
     else:
         program = f"hone data prepare {options.name}"
         print_text(str(prepare_from_arguments(options.name, extra_arguments, program)))
 
 
 def _tokenizer_and_config(options: Options) -> tuple[PreTrainedTokenizerBase | None, DataConfig]:
-    """Returns the tokenizer and the data settings that a subcommand's options name."""
+    """Returns the tokenizer (None without --tokenizer) and the data config of a subcommand's options."""
     from hone.config.data import DataConfig
 
     tokenizer = None
@@ -218,8 +219,8 @@ def shipped_folder() -> Path:
 def recipe_folders() -> dict[str, Path]:
     """Returns the folder of each recipe, and that of the examples, by name."""
     root = shipped_folder()
-    folders = {p.parent.name: p.parent for p in sorted((root / "recipes").glob("*/README.md"))}
-    return folders | {EXAMPLES: root / EXAMPLES}
+    readmes = sorted((root / "recipes").glob("*/README.md"))
+    return {readme.parent.name: readme.parent for readme in readmes} | {EXAMPLES: root / EXAMPLES}
 
 
 def recipe_lines() -> list[str]:

@@ -124,7 +124,7 @@ def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list
 
 
 def _swept_values(argument: str, override: Override) -> Sequence[str]:
-    """Returns the values of an override; raises an error for an interval or a glob, which list no values."""
+    """Returns the values of an override; raises an error for an interval or a glob, which has no list."""
     from hydra.errors import HydraException
 
     try:
@@ -141,8 +141,12 @@ def _swept_values(argument: str, override: Override) -> Sequence[str]:
 def _output_paths(
     shared_arguments: Sequence[str], overrides: Sequence[str], schema: str
 ) -> dict[str, str]:
-    """Composes the config of a run, which finds its errors, and returns the output paths by key."""
-    arguments = [a for a in (*shared_arguments, *overrides) if not a.startswith("--search=")]
+    """Returns the output paths of a run by key; raises an error if the config of the run is invalid."""
+    arguments = [
+        argument
+        for argument in (*shared_arguments, *overrides)
+        if not argument.startswith("--search=")
+    ]
     for flag, num_values in PROGRAM_FLAGS.items():
         if flag in arguments:
             position = arguments.index(flag)
@@ -157,14 +161,18 @@ def _output_paths(
 
 
 def _label(overrides: Sequence[str]) -> str:
-    """Returns the values of a run as a file name, with `_` for special characters."""
-    pairs = [argument.lstrip("+").partition("=")[::2] for argument in overrides]
-    names = [key.rpartition(".")[2] for key, _ in pairs]
-    keys = [
-        name if names.count(name) == 1 else key for (key, _), name in zip(pairs, names, strict=True)
-    ]
-    values = [re.sub(r"[^\w.-]", "_", value) for _, value in pairs]
-    return ",".join(f"{key}={value}" for key, value in zip(keys, values, strict=True))
+    """Returns `lr=1e-6,n=8` for a run: a file name, with `_` for special characters.
+
+    A key is shortened to its last part if no other key has the same last part.
+    """
+    items = [override.lstrip("+").partition("=")[::2] for override in overrides]
+    last_parts = [key.rpartition(".")[2] for key, _ in items]
+    labels = []
+    for (key, value), last_part in zip(items, last_parts, strict=True):
+        short_key = last_part if last_parts.count(last_part) == 1 else key
+        file_name_value = re.sub(r"[^\w.-]", "_", value)
+        labels.append(f"{short_key}={file_name_value}")
+    return ",".join(labels)
 
 
 def _path_of_run(path: str, label: str) -> str:
@@ -194,7 +202,7 @@ def _print_table(runs: Sequence[Run]) -> None:
 
 
 def _result_metrics(run: Run) -> dict[str, float]:
-    """Returns the last step of a run and its last validation metrics; without these, its score or loss."""
+    """Returns the last step of a run and its last validation metrics, or else its last score or loss."""
     from hone.tracking.metrics_file import MetricsFile
 
     folder = run.output_paths.get("trainer.default_local_dir")

@@ -26,10 +26,10 @@ def resolve_threads(
 ) -> tuple[Config, int]:
     """Returns the config with `trainer.num_threads` set, and the number of threads.
 
-    The number is the configured one, or else that of the resumed run. A new run has a number that depends on
-    the cores. `warn`: print a warning about a changed number, or about busy cores.
+    The number is that of the config, or else that of the resumed run, or else depends on the cores. With
+    `warn`, a warning is printed if a resumed run changes its number, or if other programs use the cores.
     """
-    trainer = config["trainer"]  # an index, because the configs with this block share no type
+    trainer = config["trainer"]  # the configs with this block have no common type
     resumed_threads = _threads_of_resumed_run(trainer)
     threads = trainer.num_threads or resumed_threads or thread_count(local_world_size)
     if warn and resumed_threads is not None and threads != resumed_threads:
@@ -44,7 +44,7 @@ def resolve_threads(
 
 
 def busy_warning(threads: int, device: str) -> str | None:
-    """Returns a warning if `threads` threads are slower than one because other programs use the cores."""
+    """Returns a warning if several threads are slower than one because other programs use the cores."""
     if threads == 1 or uses_gpu(device):
         return None
     ratio = slowdown(threads)
@@ -77,7 +77,7 @@ def _threads_of_resumed_run(trainer: Block) -> int | None:
 
 
 def uses_gpu(device: str) -> bool:
-    """Returns whether `device` (`trainer.device`) selects a GPU; `auto` does if one is available."""
+    """Returns whether `device` (`trainer.device`) selects a GPU; `auto` selects an available GPU."""
     if device != "auto":
         return device == "cuda"
     import torch

@@ -19,19 +19,17 @@ _UNCHANGING_FIELDS = {
     "batch_rows": "data.train_batch_size",
     "seed": "data.seed (or data.shuffle)",
 }
-"""Fields of the state that must not change when a run resumes, with their names in messages."""
+"""Fields of the state that must not change when a run resumes: {field: name in messages}."""
 
 
 def check_divisible(batch_rows: int, num_slots: int) -> None:
     """Raises an error unless every data-parallel slot gets the same number of rows of a batch."""
-    if batch_rows % num_slots:
-        lower, upper = (
-            batch_rows // num_slots * num_slots,
-            (batch_rows // num_slots + 1) * num_slots,
-        )
+    remainder = batch_rows % num_slots
+    if remainder:
+        lower = batch_rows - remainder
         raise ConfigError(
             f"data.train_batch_size={batch_rows} is not divisible by {num_slots} data-parallel ranks; "
-            f"use {lower or num_slots} or {upper}"
+            f"use {lower or num_slots} or {lower + num_slots}"
         )
 
 
@@ -53,7 +51,7 @@ def batches_per_epoch(num_rows: int, batch_rows: int) -> int:
 
 
 class RowOrder:
-    """The endless sequence of batches of row indices, and the position in it."""
+    """An endless sequence of batches of row indices, with a position that a checkpoint saves."""
 
     def __init__(self, num_rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
         self.batches_per_epoch = batches_per_epoch(num_rows, batch_rows)
@@ -92,7 +90,7 @@ class RowOrder:
         self._seek(state["epoch"], state["batch"])
 
     def _seek(self, epoch: int, batch_index: int) -> None:
-        """Moves to a batch of an epoch."""
+        """Sets the position to a batch of an epoch."""
         self._generator = random.Random(self._seed)
         for _ in range(epoch + 1):  # each permutation depends on the previous one
             self._order = self._next_order()

@@ -48,11 +48,13 @@ _DATA_KEYS = (
 )  # fmt: skip
 _MODEL_KEYS = ("override_config", "lora_alpha", "lora_dropout", "custom_chat_template")
 _RESUME_KEYS = (
-    *("optim", "engine.dtype", "trainer.seed"),
+    "optim",
+    "engine.dtype",
+    "trainer.seed",
     *(f"model.{name}" for name in _MODEL_KEYS),
     *(f"data.{name}" for name in _DATA_KEYS),
 )
-"""Keys and blocks that change what a row teaches; a resumed run prints which of them have changed."""
+"""Keys and blocks that affect the updates; a resumed run prints those that have changed."""
 
 
 class SFTRun:
@@ -100,7 +102,10 @@ class SFTRun:
     def _encode(
         self, description: str, files: tuple[str, ...], max_samples: int
     ) -> EncodedDataset | CustomRows:
-        """Returns the data set of the files; encodes all rows, to warn of bad rows before the first step."""
+        """Reads and encodes the rows of the files; bad rows are left out, with a warning.
+
+        The rows of a user's dataset class (`CustomRows`) are encoded when they are read.
+        """
         dataset = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(dataset, EncodedDataset):
             return CustomRows(dataset, self._task.columns)
@@ -116,6 +121,7 @@ class SFTRun:
         return dataset
 
     def _progress(self, description: str, total: int) -> AbstractContextManager[Bar]:
+        """Returns a progress bar, which only the first rank shows."""
         if not self.ranks.is_first:
             return nullcontext(Bar(description))
         return progress(description, total)
@@ -152,6 +158,7 @@ class SFTRun:
             checkpoint.print_result(self.folder, self.trainer.step_number)
 
     def _is_due(self, frequency: int | Literal["after_each_epoch"]) -> bool:
+        """Whether validation or a checkpoint is due after this step; both are due after the last step."""
         step = self.trainer.step_number
         interval = self.steps_per_epoch if frequency == "after_each_epoch" else frequency
         return step >= self.total_steps or (interval > 0 and step % interval == 0)
@@ -167,6 +174,7 @@ class SFTRun:
 
     @contextmanager
     def _tracking(self) -> Iterator[Tracking | None]:
+        """Yields the trackers of the run; None if this is not the first rank."""
         if not self.ranks.is_first:
             yield None
             return
@@ -206,7 +214,7 @@ class SFTRun:
 
     @contextmanager
     def _checkpoint_folder(self, step: int) -> Iterator[Path]:
-        """Yields the folder that all ranks write to; the first rank creates it, and renames it at the end."""
+        """Yields the temporary folder that all ranks write to; the first rank renames it at the end."""
         if self.ranks.is_first:
             with checkpoint.atomic_folder(self.folder, step) as folder:
                 self.ranks.barrier()
@@ -216,7 +224,10 @@ class SFTRun:
             yield checkpoint.temporary_folder(self.folder, step)
 
     def resume(self) -> None:
-        """Loads the newest valid checkpoint; a run that will train then discards later files."""
+        """Loads the checkpoint that `trainer.resume_mode` selects, if there is one.
+
+        If the run has steps left, later checkpoints and metrics are discarded.
+        """
         trainer, is_first_rank = self.config.trainer, self.ranks.is_first
         resume_arguments = (self.folder, trainer.resume_mode, trainer.resume_from_path)
         # The first rank downloads a newer checkpoint before the others read the folder.
@@ -230,6 +241,7 @@ class SFTRun:
             checkpoint.discard_after(self.folder, source)
 
     def _load(self, step: int, folder: Path) -> None:
+        """Loads the state of the run from the checkpoint of a step."""
         state = checkpoint.read_state(folder, "order")
         self.trainer.order.load_state_dict(state["order"])
         self._require_same_data(state, folder)
@@ -250,6 +262,7 @@ class SFTRun:
             )
 
     def _print_resumed(self, folder: Path, base_model: str) -> None:
+        """Prints the resumed step, and the settings that have changed since the checkpoint."""
         checkpoint.print_resumed(folder, self.trainer.step_number, self.total_steps)
         path = self.config.model.path
         if path != base_model:
@@ -274,7 +287,7 @@ def build_engine(
 
     def micro_batch_rule(micro_batch_rows: int) -> MicroBatchRule:
         sequences = data.sequences_per_micro_batch(micro_batch_rows)
-        # For heads other than a policy's, `collate_scored_tokens` appends a padding token to each sequence.
+        # Unless the head is a policy's, `collate_scored_tokens` appends a padding token to each sequence.
         padding_tokens = 0 if task.head == "policy" else task.sequences_per_row
         max_tokens = data.max_token_len_per_gpu + padding_tokens
         return MicroBatchRule(sequences, max_tokens, task.sequences_per_row)

@@ -23,13 +23,13 @@ from hone.tokenizer import Tokenizer
 from hone.workers.objectives import SupervisedObjective
 
 Sums = dict[str, tuple[float, float]]
-"""Validation metrics as sum and count, which add up over batches and ranks."""
+"""{metric: (sum, count)}; sums and counts add up over batches and ranks."""
 
 
 class CustomRows:
     """The rows of a user's dataset class (`data.custom_cls`), converted to lists without padding.
 
-    As in verl, the user's rows may hold tensors of equal length, with padding where `attention_mask` is 0.
+    As in verl, a user's row may hold tensors; `attention_mask` is then 0 for padding tokens.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ class CustomRows:
         return row
 
     def _problem(self, row: EncodedRow) -> str | None:
-        """Returns what is wrong with a row, or None."""
+        """Returns why a row cannot be used, or None."""
         if missing_columns := [name for name in self._columns if name not in row]:
             return f"has no {' and no '.join(missing_columns)}"
         num_tokens, mask = len(row["input_ids"]), row.get("loss_mask")
@@ -77,10 +77,12 @@ class Task(Protocol):
     """The data, the head, the objective and the validation metrics of a supervised run."""
 
     @property
-    def head(self) -> Literal["policy", "steps", "score"]: ...
+    def head(self) -> Literal["policy", "steps", "score"]:
+        """The head of the model: next token, p(good) of each step, or one score per sequence."""
 
     @property
-    def trained_part(self) -> Literal["all", "head"]: ...
+    def trained_part(self) -> Literal["all", "head"]:
+        """Whether all parameters are trained, or only those of the head."""
 
     @property
     def label_tokens(self) -> tuple[int, int] | None:
@@ -97,16 +99,17 @@ class Task(Protocol):
     @property
     def objective(self) -> Objective: ...
 
-    def dataset(
-        self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int
-    ) -> Dataset: ...
+    def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
+        """Returns the data set of the files; `config` is the data block, `max_samples` -1 means all rows."""
 
     def num_tokens(self, row: EncodedRow) -> int:
         """Returns the number of tokens of a row."""
 
-    def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto: ...
+    def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
+        """Builds a batch of encoded rows."""
 
-    def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums: ...
+    def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
+        """Computes the validation metrics of a batch from the outputs of the engine."""
 
 
 class SupervisedTask:
@@ -128,11 +131,11 @@ class SupervisedTask:
         return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
-        """Builds a batch; the response of a row starts at its first token with a loss, after token 0."""
+        """Builds a batch; the response begins with the first token after token 0 that has a loss."""
         outputs = []
         for row in rows:
             ids, mask = row["input_ids"], row["loss_mask"]
-            # A row of a user's dataset may have no such token, and then adds nothing to the loss.
+            # A row of a user's dataset may have no token with a loss.
             start = mask.index(1, 1) if 1 in mask[1:] else len(ids) - 1
             outputs.append(AgentLoopOutput(ids[:start], ids[start:], mask[start:]))
         return collate_outputs(outputs, pad_token_id=pad_token_id)
@@ -154,9 +157,10 @@ class ScoredTokens:
 
 
 def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto:
-    """Builds a batch in which response position t scores the token before response token t.
+    """Builds a batch with one padding token after each response.
 
-    The engine reads the hidden state before each response token, so one padding token is appended.
+    The score at response position t is that of the token before position t, because the engine reads the
+    hidden state before each response token.
     """
     return collate_outputs(
         [
@@ -172,7 +176,7 @@ def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> Da
 
 
 class StepTask:
-    """Trains a process reward model on labelled steps: only the head in PURE's first stage, then all."""
+    """Trains a process reward model on labelled steps: in PURE's first stage only the head, then all."""
 
     head: Literal["steps"] = "steps"
     columns = ("input_ids", "loss_mask", "labels", "prompt_tokens")

@@ -1,6 +1,6 @@
-"""Implements the SFT loop over shuffled, packed rows; the task defines the data and the loss.
+"""Implements the steps of SFT over shuffled, packed rows; the task defines the data and the loss.
 
-Each rank trains on its part of every batch. run.py has the run folder, checkpoints and trackers.
+Each rank trains on its part of every batch. run.py has the loop, the run folder, checkpoints and trackers.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class SFTTrainer:
     ) -> dict[str, float]:
         """Returns the task's validation metrics over all rows and ranks.
 
-        `on_batch` receives the number of rows of each batch, after it is computed.
+        After each batch, `on_batch` receives its number of rows.
         """
         mesh = self.engine.mesh
         rank, num_ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         totals: dict[str, list[float]] = {}
         for start in range(0, len(rows), batch_rows):
             indices = range(start, min(start + batch_rows, len(rows)))
-            # All ranks must join each collective, so a rank without rows computes a row that does not count.
+            # All ranks must join each collective, so a rank without rows computes a row that is not counted.
             rank_indices = list(indices[rank::num_ranks])
             batch = self._task.collate(
                 [rows[i] for i in rank_indices or [start]], self._pad_token_id
