@@ -117,12 +117,10 @@ def compose_arguments(
         from hone.config.document import as_yaml, format_with_origins
 
         package = "" if options.package in (None, "_global_") else options.package
-        text = (
-            as_yaml(composed, package)
-            if options.cfg
-            else format_with_origins(composed, only_set=True)
-        )
-        sys.stdout.write(text)
+        if options.cfg:
+            sys.stdout.write(as_yaml(composed, package))
+        else:
+            sys.stdout.write(format_with_origins(composed, only_set=True))
         raise SystemExit(0)
     global _last_composed
     _last_composed = composed
@@ -275,8 +273,7 @@ def path_override(key: str, path: str | Path) -> str:
     """
 
     def escape(match: re.Match[str]) -> str:
-        backslashes, quote = match.groups()
-        return backslashes * 2 + ("\\'" if quote else "")
+        return match[1] * 2 + ("\\'" if match[2] else "")
 
     text = re.sub(r"(\\*)('|\Z)", escape, str(path))
     return f"{key}='{text}'"
