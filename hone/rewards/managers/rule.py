@@ -155,14 +155,18 @@ class RuleRewardManager(AbstractRewardManager):
         self.num_skipped = 0
         self.has_warned_about_missing_truth = False
         self.is_first_batch = True
-        function = unwrap_function(self.compute_score)
+        function: Any = self.compute_score
+        bound_options: Fields = {}
+        while isinstance(function, functools.partial):
+            bound_options = {**function.keywords, **bound_options}
+            function = function.func
         self.uses_table = function is table.default_compute_score
         """Whether rows are scored by the table of data sources (not by a user's function)."""
+        if self.uses_table:
+            self.compute_score, options = function, {**bound_options, **options}
         self.is_async = is_async(self.compute_score)
-        self.is_symbolic = getattr(function, "__module__", None) in table.SYMBOLIC_MODULES
-        while self.uses_table and isinstance(self.compute_score, functools.partial):
-            options = {**self.compute_score.keywords, **options}
-            self.compute_score = self.compute_score.func
+        module = getattr(unwrap_function(function), "__module__", None)
+        self.is_symbolic = module in table.SYMBOLIC_MODULES
         if score_observations and self.uses_table:
             options["score_observations"] = True
         self.options = options
@@ -184,6 +188,8 @@ class RuleRewardManager(AbstractRewardManager):
             return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
         ids, is_policy = response_tokens(data)
         rows = self.read_rows(data, ids, is_policy)
+        if self.uses_table:
+            table.check_sources(row.data_source for row in rows)
         outcomes = self.score_checked_rows(rows)
         self._raise_if_all_failed(rows, outcomes)
         results = self._apply_policy(rows, outcomes)

@@ -152,7 +152,7 @@ def test_an_unknown_source_is_an_error_under_every_policy(
     tokenizer: Any, make_batch: MakeBatch
 ) -> None:
     manager = NaiveRewardManager(tokenizer, 0, policy=LENIENT)
-    with pytest.raises(UnknownSourceError, match="'mystery'"):
+    with pytest.raises(UnknownSourceError, match=r"'mystery' \(row 1\)"):
         manager(make_batch(["#### 1", "a"], ["openai/gsm8k", "mystery"], ["1", "1"]))
     with pytest.raises(UnknownSourceError, match="'mystery'"):
         manager.check_rows([{"data_source": "mystery"}])
@@ -405,6 +405,15 @@ def test_keywords_bound_to_the_table_are_options(tokenizer: Any, make_batch: Mak
     manager = NaiveRewardManager(tokenizer, 0, scorer, score=2.0)
     result: Any = manager(make_batch(["#### 1", "#### 2"], "gsm8k", ["1", "1"]), return_dict=True)
     assert result["reward_extra_info"] == {"score": [2.0, 0.1], "acc": [1.0, 0.0]}
+
+
+def test_a_wrapper_of_the_table_is_called(tokenizer: Any, make_batch: MakeBatch) -> None:
+    @functools.wraps(default_compute_score)
+    def doubled(*args: Any, **kwargs: Any) -> Any:
+        return 2.0 * default_compute_score(*args, **kwargs)
+
+    manager = NaiveRewardManager(tokenizer, 0, doubled)
+    assert manager(make_batch(["#### 1"], "gsm8k", ["1"])).sum().item() == 2.0
 
 
 def test_a_users_manager_need_not_call_our_init(tokenizer: Any, make_batch: MakeBatch) -> None:
