@@ -1,13 +1,12 @@
-"""Scores a response: the row that a scorer is called with, the call with a deadline, and the result.
+"""Scores a response: reads the scorer's arguments from the batch, calls the scorer, and checks the result.
 
 A response consists of the policy's text and observations (text of tools, searches and users):
 `extra_info["transcript_segments"]` is a list of `{"role": "policy" | "observation", "text": …}`.
-Built-in, user-defined and registered scorers have different signatures: a scorer gets the arguments
-that it accepts. Its exception becomes a `Failed`; the manager counts it and applies the failure policy.
+Each scorer gets the arguments that it accepts. Its exception becomes a `Failed`, which the manager counts.
 
-The deadline is soft, because Python cannot kill a running function. In the main thread, a timer
-signal interrupts the call. In other threads, the call runs in a helper thread, which is abandoned at
-the deadline. The prime manager's processes have a hard deadline.
+The deadline of a call is soft, because Python cannot kill a running function. In the main thread, a
+timer signal interrupts the call. In other threads, the call runs in a helper thread, which is abandoned
+at the deadline. The processes of the prime manager have a hard deadline.
 """
 
 from __future__ import annotations
@@ -48,13 +47,16 @@ ROW_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 """The arguments of the batch manager: lists with one item per response."""
 FORMAT_ARGUMENTS = (
-    *("format_score", "structure_format_score", "final_format_score", "retrieval_score"),
+    "format_score",
+    "structure_format_score",
+    "final_format_score",
+    "retrieval_score",
 )
 """Format rewards: config keys under `reward_model` that only some scorers accept."""
 OPTIONAL_ARGUMENTS = frozenset(
     {
-        *(*FORMAT_ARGUMENTS, "score_observations"),
-        *("sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"),
+        *FORMAT_ARGUMENTS,
+        *("score_observations", "sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"),
         *("reward_router_address", "reward_model_tokenizer"),
     }
 )
@@ -85,9 +87,10 @@ def read_rows(
     source_key: str,
     score_observations: bool = False,
 ) -> list[ScorerInput]:
-    """Returns one row per response; with `score_observations`, the text includes observations.
+    """Returns one row per response; with `score_observations`, `solution_str` includes observations.
 
     `ids` are the tokens of each response, and `is_policy` says which tokens the policy wrote.
+    `source_key` is the column of the data source.
     """
     if source_key not in columns:
         raise WrongSetting(
@@ -100,7 +103,7 @@ def read_rows(
         transcript = tokenizer.decode(token_ids, skip_special_tokens=True)
         segments = [{"role": POLICY, "text": transcript}]
         if not all(flags):
-            segments = _segments(token_ids, flags, tokenizer)
+            segments = _split_segments(token_ids, flags, tokenizer)
         reward_model = _dict_at(columns, "reward_model", index)
         extra = extra_info_of(columns, reward_model, index)
         rows.append(
@@ -114,11 +117,13 @@ def read_rows(
     return rows
 
 
-def _segments(ids: list[int], is_policy: list[bool], tokenizer: Tokenizer) -> list[dict[str, str]]:
-    """Splits a response into segments by author."""
+def _split_segments(
+    ids: list[int], is_policy: list[bool], tokenizer: Tokenizer
+) -> list[dict[str, str]]:
+    """Splits a response into runs of policy tokens and runs of observation tokens."""
     segments, start = [], 0
-    for is_policy_run, run in groupby(is_policy):
-        end = start + len(list(run))
+    for is_policy_run, flags in groupby(is_policy):
+        end = start + len(list(flags))
         text = tokenizer.decode(ids[start:end], skip_special_tokens=True)
         segments.append({"role": POLICY if is_policy_run else OBSERVATION, "text": text})
         start = end
@@ -129,23 +134,27 @@ def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Fiel
     """Returns `extra_info` of a row, with fields of `reward_model` and rollout statistics."""
     extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
-    turns, calls, scores = (
-        next((columns[name][index] for name in names if name in columns), None)
-        for names in (_NUM_TURNS_COLUMNS, ("tool_call_counts",), _ROLLOUT_SCORE_COLUMNS)
-    )
-    extra["num_turns"] = extra.get("num_turns") if turns is None else turns
-    extra["num_tool_calls"] = extra.get("num_tool_calls", 0) if calls is None else calls
+    num_turns = _first_value(columns, _NUM_TURNS_COLUMNS, index)
+    num_calls = _first_value(columns, ("tool_call_counts",), index)
+    scores = _first_value(columns, _ROLLOUT_SCORE_COLUMNS, index)
+    extra["num_turns"] = extra.get("num_turns") if num_turns is None else num_turns
+    extra["num_tool_calls"] = extra.get("num_tool_calls", 0) if num_calls is None else num_calls
     extra["rollout_reward_scores"] = {} if scores is None else scores
     return extra
 
 
 def _dict_at(columns: Settings, name: str, index: int) -> Fields:
-    value = columns[name][index] if name in columns else None
+    value = _first_value(columns, (name,), index)
     return {} if value is None else dict(value)
 
 
+def _first_value(columns: Settings, names: Sequence[str], index: int) -> Any:
+    """Returns the value of a row in the first of the columns that the batch has, or None."""
+    return next((columns[name][index] for name in names if name in columns), None)
+
+
 def policy_text(segments: Segments) -> str:
-    """Returns the policy's text, with a line break in place of each observation."""
+    """Returns the policy's text; a line break replaces each observation."""
     texts = [segment["text"] for segment in segments if segment["role"] == POLICY]
     return texts[0] if len(texts) == 1 else "\n".join(text for text in texts if text)
 
@@ -156,16 +165,16 @@ def policy_transcript_info(text: str) -> JsonObject:
 
 
 def last_answer(text: str) -> str | None:
-    """Returns the content of the last closed `<answer>…</answer>` (it may span lines), or None."""
+    """Returns the content of the last closed `<answer>…</answer>`, also over several lines, or None."""
     start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
     if start < 0:
         return None
-    # A closing tag that nothing opened may follow the answer.
+    # A closing tag without an opening tag may follow the answer.
     return text[start + len("<answer>") : text.index("</answer>", start)].strip()
 
 
 def all_answers(text: str, tag: str = "answer") -> list[str]:
-    """Returns every answer from left to right, each from an opening tag to the next closing tag."""
+    """Returns the content of every `<tag>…</tag>` in order; an element ends at the next closing tag."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     answers = []
     start = text.find(opening)
@@ -176,12 +185,12 @@ def all_answers(text: str, tag: str = "answer") -> list[str]:
 
 
 def vote_of(pred: JsonValue) -> str | None:
-    """Returns the vote of a response in maj@k, or None; `pred` is the answer that the scorer extracted."""
+    """Returns the answer that a scorer extracted, as a vote for maj@k, or None for an invalid answer."""
     return None if pred is None or str(pred).strip() in ("", INVALID_PREDICTION) else str(pred)
 
 
 def is_missing(value: JsonValue) -> bool:
-    """Returns whether a value (its `target`, or every item) is null, NaN, blank, `null` or `[INVALID]`."""
+    """Returns whether a value (its `target`, or every item) is None, NaN, blank, `null` or `[INVALID]`."""
     value = decode_json(to_python(value))
     if isinstance(value, Mapping):
         return not value or ("target" in value and is_missing(value["target"]))
@@ -189,7 +198,7 @@ def is_missing(value: JsonValue) -> bool:
         return all(is_missing(item) for item in value)
     if isinstance(value, str):
         return value.strip() in ("", "null", INVALID_PREDICTION)
-    return value is None or value != value
+    return value is None or value != value  # NaN is not equal to itself
 
 
 def decode_json(value: JsonValue) -> JsonValue:
@@ -225,7 +234,7 @@ def score_row(function: Function, row: ScorerInput, options: Settings) -> Scored
 
 
 def read_result(result: Any, mishaps: Mapping[str, int] | None = None) -> Scored | Failed:
-    """Converts a scorer's result: a number, a dict with `score`, a tuple (score, …), or Failed."""
+    """Converts the result of a scorer: a number, a dict with `score`, a tuple (score, …) or a Failed."""
     if isinstance(result, Failed):
         return result
     extras: JsonObject = {}
@@ -256,7 +265,7 @@ def read_result(result: Any, mishaps: Mapping[str, int] | None = None) -> Scored
 
 
 def failure_of(error: BaseException, function: Function) -> Failed:
-    """Returns the failure for a scorer's exception; raises a SetupError, and the exit of a scheduler."""
+    """Returns the failure for an exception; raises a SetupError and the SystemExit of a signal again."""
     if isinstance(error, SetupError) or (isinstance(error, SystemExit) and raised_by_signal(error)):
         raise error
     location = error_location(error, function)
@@ -274,13 +283,13 @@ class ScorerSignatureError(SetupError, TypeError):
 
 
 def call_scorer(function: Function, arguments: Settings, options: Settings) -> Any:
-    """Calls a scorer with the arguments that it accepts; a coroutine is run to its result."""
+    """Calls a scorer with the arguments that it accepts; runs the coroutine of an async scorer."""
     result = function(**accepted_arguments(function, arguments, options))
     return run_coroutine(result) if inspect.iscoroutine(result) else result
 
 
 def accepted_arguments(function: Function, arguments: Settings, options: Settings) -> Fields:
-    """Returns the arguments and options that the scorer accepts; an unknown option is an error."""
+    """Returns the arguments and options that the scorer accepts; raises an error for an unknown option."""
     names = accepted_names(function)
     if names is None:
         return {**arguments, **options}
@@ -295,7 +304,7 @@ def accepted_arguments(function: Function, arguments: Settings, options: Setting
 
 
 def accepted_names(function: Function) -> frozenset[str] | None:
-    """Returns the accepted keyword names; None if all are accepted or there is no signature."""
+    """Returns the keyword names that a function accepts; None if it accepts all or has no signature."""
     try:
         return _accepted_names(function)
     except TypeError:  # an object that is not hashable cannot be cached
@@ -316,7 +325,7 @@ def _accepted_names(function: Function) -> frozenset[str] | None:
 
 
 class counted_mishaps:
-    """Counts, by reason, the problems in a `with` block that do not stop a scorer; outer blocks add them."""
+    """A context manager that counts the mishaps in its block by reason; outer blocks count them too."""
 
     def __enter__(self) -> dict[str, int]:
         self._outer_counts, self._counts = _mishaps.get(), dict[str, int]()
@@ -330,20 +339,27 @@ class counted_mishaps:
 
 
 def count_mishap(reason: str, count: int = 1) -> None:
-    """Counts a problem that did not stop a scorer, such as a timeout of a symbolic comparison."""
+    """Counts a mishap: a problem that does not stop a scorer, such as a timeout of a symbolic comparison."""
     counts = _mishaps.get()
     if counts is not None:
         counts[reason] = counts.get(reason, 0) + count
 
 
 class DeadlineExceeded(BaseException):
-    """Raised at the deadline; a scorer's `except Exception` does not catch a BaseException."""
+    """Raised at the deadline; a BaseException, which `except Exception` in a scorer does not catch."""
 
 
-def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T:
-    """Returns `function()`, or raises DeadlineExceeded after `timeout_s` seconds."""
-    if threading.current_thread() is threading.main_thread():
-        return _call_with_timer(function, timeout_s)
+def call_with_deadline(function: Callable[[], T], timeout_s: float) -> T | Failed:
+    """Returns `function()`, or a failure after `timeout_s` seconds."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    call = _call_with_timer if is_main_thread else _call_in_thread
+    try:
+        return call(function, timeout_s)
+    except DeadlineExceeded:
+        return Failed("timeout", f"no score after {timeout_s:g} s")
+
+
+def _call_in_thread(function: Callable[[], T], timeout_s: float) -> T:
     future: Future[T] = Future()
 
     def run_function() -> None:

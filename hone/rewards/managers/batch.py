@@ -1,4 +1,4 @@
-"""The batch manager calls the scorer once for the whole batch, for scorers that score lists.
+"""The batch manager calls the scorer once with the lists of the whole batch.
 
 If the call fails, every row fails; an invalid value in the returned list fails only its row.
 """
@@ -14,6 +14,7 @@ from hone.rewards.scorer import (
     ROW_ARGUMENTS,
     ScorerInput,
     call_scorer,
+    call_with_deadline,
     counted_mishaps,
     failure_of,
     read_result,
@@ -30,15 +31,18 @@ class BatchRewardManager(RuleRewardManager):
         if not rows:
             return []
         self.precompute_comparisons(rows)  # fills a cache
-        outcomes = self.call_until_deadline(lambda: self._score_all(rows))
+        timeout_s = self.failure_policy.timeout_s
+        outcomes = call_with_deadline(lambda: self._score_all(rows), timeout_s)
         return [outcomes] * len(rows) if isinstance(outcomes, Failed) else outcomes
 
     def _score_all(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Returns the scorer's results; the built-in rules are called row by row."""
         if self.uses_table:
             return [score_row(self.scorer_of(row), row, self.options) for row in rows]
-        name_pairs = zip(BATCH_ARGUMENTS, ROW_ARGUMENTS, strict=True)
-        arguments = {plural: [getattr(row, name) for row in rows] for plural, name in name_pairs}
+        arguments = {
+            batch_name: [getattr(row, row_name) for row in rows]
+            for batch_name, row_name in zip(BATCH_ARGUMENTS, ROW_ARGUMENTS, strict=True)
+        }
         try:
             with counted_mishaps() as mishaps:
                 results = call_scorer(self.compute_score, arguments, self.options)
@@ -47,6 +51,7 @@ class BatchRewardManager(RuleRewardManager):
             return [failure_of(error, self.compute_score)] * len(rows)
         self.failures.update(mishaps)
         if scores is None or len(scores) != len(rows):
-            got = type(results).__name__ if scores is None else len(scores)
-            return [Failed("bad_return", f"{len(rows)} scores expected, got {got}")] * len(rows)
+            description = type(results).__name__ if scores is None else len(scores)
+            problem = f"{len(rows)} scores expected, got {description}"
+            return [Failed("bad_return", problem)] * len(rows)
         return [read_result(score) for score in scores]

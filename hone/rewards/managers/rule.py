@@ -1,6 +1,6 @@
-"""Reward managers by rule: their interface, the base class of the built-in ones, and the default, `naive`.
+"""The interface of reward managers, the base class of the built-in managers, and the `naive` manager.
 
-A user's manager implements `AbstractRewardManager.__call__`; a built-in one implements `score_rows`.
+A user's manager implements `AbstractRewardManager.__call__`; a built-in manager implements `score_rows`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, compress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,7 +25,6 @@ from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, Reward
 from hone.rewards.repetition import repeatness
 from hone.rewards.scorer import (
     ROW_ARGUMENTS,
-    DeadlineExceeded,
     ScorerInput,
     call_with_deadline,
     is_missing,
@@ -40,9 +39,8 @@ from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function, JsonValue, Settings
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 Extras = dict[str, Sequence[JsonValue]]
-"""The columns that scorers return besides the score: one value per row, None for a row without one."""
+"""The columns that scorers return besides the score, by name: one value per row, which may be None."""
 
 
 def response_attention(data: DataProto) -> torch.Tensor:
@@ -52,7 +50,7 @@ def response_attention(data: DataProto) -> torch.Tensor:
 
 
 def policy_mask(data: DataProto) -> torch.Tensor:
-    """Returns the mask of policy tokens, bool [B, T]: `response_mask`, or without it all tokens."""
+    """Returns the mask of policy tokens, bool [B, T]: `response_mask`, or all tokens if it is absent."""
     if "response_mask" in data.batch:
         return data.batch["response_mask"].bool()
     return response_attention(data)
@@ -60,11 +58,11 @@ def policy_mask(data: DataProto) -> torch.Tensor:
 
 def response_tokens(data: DataProto) -> tuple[list[list[int]], list[list[bool]]]:
     """Returns the token ids of each response without padding, and whether the policy wrote each token."""
-    attention = response_attention(data).tolist()
-    ids, is_policy = (
-        [list(compress(row, mask)) for row, mask in zip(values.tolist(), attention, strict=True)]
-        for values in (data.batch["responses"], policy_mask(data))
-    )
+    ids, is_policy = [], []
+    tensors = data.batch["responses"], policy_mask(data), response_attention(data)
+    for token_ids, flags, mask in zip(*(tensor.tolist() for tensor in tensors), strict=True):
+        ids.append(list(compress(token_ids, mask)))
+        is_policy.append(list(compress(flags, mask)))
     return ids, is_policy
 
 
@@ -78,7 +76,7 @@ def place_on_last_policy_token(data: DataProto, scores: Sequence[float]) -> torc
 
 
 def move_to_policy_tokens(data: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-    """Moves each reward [B, T] on an observation to the policy token before it, or else to the first one."""
+    """Moves each reward [B, T] on an observation to the previous (else the first) policy token."""
     mask = policy_mask(data)
     positions = torch.arange(mask.shape[1]).expand_as(mask)
     first_positions = mask.int().argmax(-1, keepdim=True)
@@ -122,7 +120,7 @@ class AbstractRewardManager(ABC):
 
 
 class RuleRewardManager(AbstractRewardManager):
-    """Reads rows, scores them by a rule, applies the failure policy and puts scores on tokens.
+    """Reads rows, calls the scorer, applies the failure policy and puts scores on tokens.
 
     Unknown keyword arguments are passed to the scorer.
     Responses that repeat themselves more than `repeat_threshold` (0 to 1) get the reward 0.
@@ -164,7 +162,6 @@ class RuleRewardManager(AbstractRewardManager):
         """Whether rows are scored by the table of data sources (not by a user's function)."""
         if self.uses_table:
             self.compute_score, options = function, {**bound_options, **options}
-        self.is_async = is_async(self.compute_score)
         module = getattr(unwrap_function(function), "__module__", None)
         self.is_symbolic = module in table.SYMBOLIC_MODULES
         if score_observations and self.uses_table:
@@ -182,10 +179,15 @@ class RuleRewardManager(AbstractRewardManager):
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
         if data.batch is None:
             raise ValueError("the batch has no tensors; a reward manager needs 'responses'")
+        extras: Extras = {}
         if "rm_scores" in data.batch and "reward_model" not in data.non_tensor_batch:
             # As in verl: without ground truths, the reward model's scores are the rewards.
             rewards = data.batch["rm_scores"]
-            return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+        else:
+            rewards, extras = self._score_batch(data)
+        return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
+
+    def _score_batch(self, data: DataProto) -> tuple[torch.Tensor, Extras]:
         ids, is_policy = response_tokens(data)
         rows = self.read_rows(data, ids, is_policy)
         if self.uses_table:
@@ -198,33 +200,29 @@ class RuleRewardManager(AbstractRewardManager):
         if self.repeat_threshold is not None:
             repeat_scores = repeatness([row.solution_str for row in rows])
             extras["repeat_score"] = repeat_scores
-            pairs = zip(scores, repeat_scores, strict=True)
-            scores = [0.0 if repeat > self.repeat_threshold else score for score, repeat in pairs]
-        if num_without_policy_token := sum(not any(flags) for flags in is_policy):
+            for index, repeat_score in enumerate(repeat_scores):
+                if repeat_score > self.repeat_threshold:
+                    scores[index] = 0.0
+        num_without_policy_token = sum(not any(flags) for flags in is_policy)
+        if num_without_policy_token:
             self.failures["no_policy_token"] += num_without_policy_token
         if self.num_examine:
             self._log_examples(rows, scores)
-        rewards = place_on_last_policy_token(data, scores)
-        extras = {**extra_columns(results), **extras}
-        return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
+        return place_on_last_policy_token(data, scores), {**extra_columns(results), **extras}
 
     def read_rows(
         self, data: DataProto, ids: list[list[int]], is_policy: list[list[bool]]
     ) -> list[ScorerInput]:
         """Returns the scorer's arguments for each response."""
-        columns, key, observations = (
-            data.non_tensor_batch,
-            self.reward_fn_key,
-            self.score_observations,
-        )
-        return read_rows(columns, ids, is_policy, self.tokenizer, key, observations)
+        columns, key = data.non_tensor_batch, self.reward_fn_key
+        return read_rows(columns, ids, is_policy, self.tokenizer, key, self.score_observations)
 
     def scorer_of(self, row: ScorerInput) -> Function:
         """Returns the user's score function, or the rule of the row's data source."""
         return table.scorer_of(row.data_source)[1] if self.uses_table else self.compute_score
 
     def precompute_comparisons(self, rows: Sequence[ScorerInput]) -> list[symbolic.Comparisons]:
-        """Makes the symbolic comparisons of the built-in rules together; caches and returns the results.
+        """Makes the symbolic comparisons of all rows together; returns the results per row, and caches them.
 
         A user's score function is not called, because it may have side effects.
         """
@@ -238,31 +236,25 @@ class RuleRewardManager(AbstractRewardManager):
             symbolic.compare_all(chain.from_iterable(pairs_by_row))
         return [symbolic.cached_results(pairs) if pairs else {} for pairs in pairs_by_row]
 
-    def call_until_deadline(self, function: Callable[[], T]) -> T | Failed:
-        """Returns `function()`, or a failure if `function` exceeds the time limit of the failure policy."""
-        timeout_s = self.failure_policy.timeout_s
-        try:
-            return call_with_deadline(function, timeout_s)
-        except DeadlineExceeded:
-            return Failed("timeout", f"no score after {timeout_s:g} s")
-
     def score_checked_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
-        """Scores rows; the scorer is not called for a row that lacks the ground truth that its rule needs."""
-        lacks_truth = [self.lacks_ground_truth(row.data_source, row.ground_truth) for row in rows]
-        rows_to_score = [row for row, lacks in zip(rows, lacks_truth, strict=True) if not lacks]
-        results = iter(self.score_rows(rows_to_score))
-        outcomes = [
+        """Scores rows; a row that lacks a required ground truth fails without a call of the scorer."""
+        failures = [
             Failed(NO_GROUND_TRUTH, f"reward_model.ground_truth is {row.ground_truth!r:.80}")
-            if lacks
-            else next(results)
-            for row, lacks in zip(rows, lacks_truth, strict=True)
+            if self.lacks_ground_truth(row.data_source, row.ground_truth)
+            else None
+            for row in rows
         ]
-        return self._skip_failures(rows, outcomes) if self.skips_rows_without_truth else outcomes
+        scored_rows = [row for row, failure in zip(rows, failures, strict=True) if failure is None]
+        results = iter(self.score_rows(scored_rows))
+        outcomes = [failure or next(results) for failure in failures]
+        if self.skips_rows_without_truth:
+            self._mark_rows_without_truth(rows, outcomes)
+        return outcomes
 
-    def _skip_failures(
+    def _mark_rows_without_truth(
         self, rows: Sequence[ScorerInput], outcomes: list[Scored | Failed]
-    ) -> list[Scored | Failed]:
-        """Marks failed rows without a ground truth: the user's function apparently needs one."""
+    ) -> None:
+        """Replaces the failure of rows without a ground truth, which a user's function may need."""
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
             if not isinstance(outcome, Failed) or not is_missing(row.ground_truth):
                 continue
@@ -273,14 +265,13 @@ class RuleRewardManager(AbstractRewardManager):
                     "the score function fails for a row without a ground truth "
                     f"({outcome.reason}: {outcome.detail}); only the reward model scores such rows"
                 )
-        return outcomes
 
     def lacks_ground_truth(self, data_source: str, ground_truth: JsonValue) -> bool:
         """Returns whether a built-in rule needs a ground truth and the row has none."""
         entry = table.find(data_source) if self.uses_table else None
         return entry is not None and entry.needs_ground_truth and is_missing(ground_truth)
 
-    def knows(self, data_source: str) -> bool:
+    def has_scorer_for(self, data_source: str) -> bool:
         """Returns whether rows of a data source have a score function."""
         return not self.uses_table or table.find(data_source) is not None
 
@@ -302,15 +293,19 @@ class RuleRewardManager(AbstractRewardManager):
         """Raises RewardError if every row of the first batch failed, because no row will succeed."""
         if not self.is_first_batch or self.failure_policy.on_failure == "raise":
             return
-        pairs = [pair for pair in zip(rows, outcomes, strict=True) if not self._is_skipped(pair[1])]
-        self.is_first_batch = not pairs
-        failures = [(row, outcome) for row, outcome in pairs if isinstance(outcome, Failed)]
-        if failures and len(failures) == len(pairs):
-            row, first = failures[0]
+        num_scored = sum(isinstance(outcome, Scored) for outcome in outcomes)
+        failures = [
+            (row, outcome)
+            for row, outcome in zip(rows, outcomes, strict=True)
+            if isinstance(outcome, Failed) and not self._is_skipped(outcome)
+        ]
+        self.is_first_batch = not num_scored and not failures
+        if failures and not num_scored:
+            row, failure = failures[0]
             raise RewardError(
-                f"none of the {len(pairs)} responses of the first batch could be scored, so there is "
-                f"nothing to learn from. The first failure (data_source {row.data_source!r}): "
-                f"{first.reason}: {first.detail}"
+                f"none of the {len(failures)} responses of the first batch could be scored, so there "
+                f"is nothing to learn from. The first failure (data_source {row.data_source!r}): "
+                f"{failure.reason}: {failure.detail}"
             )
 
     def _apply_policy(
@@ -324,7 +319,7 @@ class RuleRewardManager(AbstractRewardManager):
                 results.append(Scored(0.0, {"reward_failure": NO_GROUND_TRUTH}))
                 continue
             if isinstance(outcome, Failed):
-                outcome = self._score_of_failure(index, row, outcome)
+                outcome = self._handle_failure(index, row, outcome)
             self.failures.update(outcome.mishaps)
             extras = {"score": outcome.score, **outcome.extras}
             if self.uses_table and "acc" not in extras:
@@ -350,7 +345,7 @@ class RuleRewardManager(AbstractRewardManager):
             self.num_skipped = 0
         return metrics
 
-    def _score_of_failure(self, index: int, row: ScorerInput, failed: Failed) -> Scored:
+    def _handle_failure(self, index: int, row: ScorerInput, failed: Failed) -> Scored:
         """Counts and logs a failure; raises, or returns a score, as the failure policy requires."""
         self.failures[failed.reason] += 1
         where = f"row {index} (data_source {row.data_source!r})"
@@ -371,22 +366,26 @@ class RuleRewardManager(AbstractRewardManager):
         for row, score in zip(rows, scores, strict=True):
             counts[row.data_source] += 1
             if counts[row.data_source] <= self.num_examine:
-                values = row.data_source, score, row.ground_truth, printable(row.solution_str)
-                logger.info("[%s] score %s, ground truth %s, response:\n%s", *values)
+                response = printable(row.solution_str)
+                message = "[%s] score %s, ground truth %s, response:\n%s"
+                logger.info(message, row.data_source, score, row.ground_truth, response)
 
 
 class NaiveRewardManager(RuleRewardManager):
-    """Scores row by row in this process; an async scorer runs concurrently.
+    """Scores row by row in this process; an async scorer is called for all rows concurrently.
 
     The deadlines are soft (see `scorer.py`). Use `prime` for a scorer that may hang in C code.
     """
 
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
-        if self.is_async:
+        if is_async(self.compute_score):
             return run_coroutine(self._await_all(rows))
         self.precompute_comparisons(rows)  # fills a cache
-        calls = [functools.partial(score_row, self.scorer_of(r), r, self.options) for r in rows]
-        return [self.call_until_deadline(call) for call in calls]
+        outcomes = []
+        for row in rows:
+            call = functools.partial(score_row, self.scorer_of(row), row, self.options)
+            outcomes.append(call_with_deadline(call, self.failure_policy.timeout_s))
+        return outcomes
 
     async def _await_all(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Awaits all rows concurrently, each with its own deadline."""
@@ -396,6 +395,6 @@ class NaiveRewardManager(RuleRewardManager):
 
 
 def extra_columns(results: Sequence[Scored]) -> Extras:
-    """Returns one list per name in the extras, with None for rows without the name."""
+    """Returns one list per name in the extras; the value of a row without the name is None."""
     names = dict.fromkeys(name for result in results for name in result.extras)
     return {name: [result.extras.get(name) for result in results] for name in names}
