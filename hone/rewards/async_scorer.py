@@ -1,4 +1,4 @@
-"""Calls async scorers: a coroutine is awaited until a deadline, and many rows are scored at the same time."""
+"""Calls async scorers, each call with a deadline, so that many rows are scored concurrently."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hone.types import Function, Settings
 
 
 def is_async(function: Function) -> bool:
-    """Returns whether a call of the function or object returns a coroutine."""
+    """Returns whether a call of the function or callable object returns a coroutine."""
     unwrapped = unwrap_function(function)
     call = getattr(type(unwrapped), "__call__", None)  # noqa: B004
     return any(map(inspect.iscoroutinefunction, (function, unwrapped, call)))
@@ -29,8 +29,9 @@ def is_async(function: Function) -> bool:
 async def await_row(
     function: Function, row: ScorerInput, options: Settings, timeout_s: float | None
 ) -> Scored | Failed:
-    """Scores one row with an async scorer; a scorer with the attribute `has_own_deadline` gets no other."""
-    if any(getattr(f, "has_own_deadline", False) for f in (function, unwrap_function(function))):
+    """Scores one row with an async scorer; `timeout_s` does not apply to a scorer with `has_own_deadline`."""
+    unwrapped = unwrap_function(function)
+    if getattr(function, "has_own_deadline", getattr(unwrapped, "has_own_deadline", False)):
         timeout_s = None
     try:
         with counted_mishaps() as mishaps:

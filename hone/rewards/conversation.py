@@ -1,4 +1,4 @@
-"""Renders conversations for a reward model or a judge, with the control tokens of responses broken up."""
+"""Renders a prompt and a response as text for a reward model or a judge, and escapes control tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONTROL_TOKENS = (
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Returns a text prompt unchanged, or the joined texts of chat messages without images."""
+    """Returns a text prompt unchanged, or the texts of chat messages, joined by blank lines."""
     if isinstance(prompt, str):
         return prompt
     contents = (message.get("content") for message in prompt if isinstance(message, Mapping))
@@ -33,10 +33,10 @@ def has_template(tokenizer: Tokenizer | None) -> bool:
 
 
 def conversation_text(prompt: Prompt, response: str, tokenizer: Tokenizer) -> str:
-    """Renders prompt and response with the chat template.
+    """Renders chat messages and the response with the chat template.
 
-    Without a template, blank lines join the texts of the messages and the response. A text prompt
-    and the response are concatenated.
+    Without a template, blank lines join the messages and the response. A text prompt and the
+    response are concatenated.
     """
     if isinstance(prompt, str):
         return prompt + response
@@ -47,18 +47,14 @@ def conversation_text(prompt: Prompt, response: str, tokenizer: Tokenizer) -> st
 
 
 def escape_special_tokens(text: str, tokenizer: Tokenizer | None = None) -> str:
-    """Breaks up the control tokens in a text, so that tokenizers read them as plain text."""
+    """Inserts a zero-width space into each control token, so that tokenizers read the token as plain text."""
     special_tokens = () if tokenizer is None else getattr(tokenizer, "all_special_tokens", ())
-    return _control_token_pattern(tuple(special_tokens)).sub(
-        lambda m: m[0][0] + _ZERO_WIDTH_SPACE + m[0][1:], text
-    )
+    pattern = _control_token_pattern(tuple(special_tokens))
+    return pattern.sub(lambda token: token[0][0] + _ZERO_WIDTH_SPACE + token[0][1:], text)
 
 
 @functools.lru_cache(maxsize=16)
 def _control_token_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
-    tokens = sorted(
-        {token for token in (*_CONTROL_TOKENS, *special_tokens) if len(token) > 1},
-        key=len,
-        reverse=True,
-    )
-    return re.compile("|".join(map(re.escape, tokens)))
+    """Returns a pattern that matches the longest control token first."""
+    tokens = {token for token in (*_CONTROL_TOKENS, *special_tokens) if len(token) > 1}
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))

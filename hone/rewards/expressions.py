@@ -1,4 +1,4 @@
-"""Evaluates model-written arithmetic exactly and without `eval`: + - * /, minus, parentheses, integers."""
+"""Evaluates model-written arithmetic without `eval`: integers, + - * /, the sign, and parentheses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CHARS = 512
 MAX_DEPTH = 32
 MAX_DIGITS = 24
 MAX_COMPAT_EXPONENT = 64
-MAX_COMPAT_BITS = 4096
+MAX_COMPAT_BITS = 4096  # limit on the size of a power in `evaluate_compat`
 
 _EXACT_CHARS = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
 _COMPAT_CHARS = re.compile(r"[\d+\-*/().\s]+")
@@ -42,8 +42,8 @@ class Evaluation:
 
 
 def evaluate(text: str) -> Evaluation:
-    """Returns the value of `text`. Time is bounded by MAX_CHARS, MAX_DEPTH and MAX_DIGITS."""
-    if len(text) <= 4 * MAX_CHARS:
+    """Returns the exact value of an expression; MAX_CHARS, MAX_DEPTH and MAX_DIGITS limit the time."""
+    if len(text) <= 4 * MAX_CHARS:  # a longer text is refused without work
         text = " ".join(text.split())
     has_long_number = len(text) > MAX_DIGITS and _LONG_NUMBER.search(text[:MAX_CHARS])
     if has_long_number or len(text) > MAX_CHARS or not _EXACT_CHARS.fullmatch(text):
@@ -61,7 +61,7 @@ def evaluate(text: str) -> Evaluation:
 
 
 def evaluate_compat(text: str) -> float:
-    """Returns the value that TinyZero's `eval` gives; huge powers are refused."""
+    """Returns the value that TinyZero's `eval` gives; raises ExpressionError for a huge power."""
     text = text.strip()
     if len(text) > MAX_CHARS or not _COMPAT_CHARS.fullmatch(text):
         raise ExpressionError(
@@ -75,41 +75,40 @@ def evaluate_compat(text: str) -> float:
 def _evaluate(
     text: str, convert: Callable[..., Any], operators: dict[Any, Callable[..., Any]]
 ) -> Any:
-    """Returns the value of a short, shallow expression; `convert` is applied to each number."""
+    """Returns the value of an expression within the limits; `convert` is applied to each number."""
+    has_many_brackets = text.count("(") > MAX_DEPTH  # nesting_depth() is slower than count()
     is_deep = len(text) > MAX_DEPTH and (
-        _LONG_SIGN_RUN.search(text)
-        or (text.count("(") > MAX_DEPTH and nesting_depth(text) > MAX_DEPTH)
+        _LONG_SIGN_RUN.search(text) or (has_many_brackets and nesting_depth(text) > MAX_DEPTH)
     )
     if is_deep or len(text) > MAX_CHARS:
         raise ExpressionError(f"longer than {MAX_CHARS} characters, or deeper than {MAX_DEPTH}")
 
-    def value(node: ast.expr) -> Any:
+    def value_of(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return convert(node.value)
         if isinstance(node, ast.UnaryOp) and type(node.op) in operators:
-            return operators[type(node.op)](value(node.operand))
+            return operators[type(node.op)](value_of(node.operand))
         if isinstance(node, ast.BinOp) and type(node.op) in operators:
-            left = value(node.left)
-            return operators[type(node.op)](left, value(node.right))
+            return operators[type(node.op)](value_of(node.left), value_of(node.right))
         raise ExpressionError(f"{type(node).__name__} is not arithmetic")
 
     try:
-        return value(ast.parse(text, mode="eval").body)
+        return value_of(ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError) as error:
         raise ExpressionError(str(error)) from error
 
 
 def nesting_depth(text: str) -> int:
-    """Returns the nesting depth of brackets of any kind."""
-    depth = deepest = 0
+    """Returns the depth of nested brackets of any kind."""
+    depth = max_depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
+        max_depth = max(max_depth, depth)
+    return max_depth
 
 
 def _power(base: float, exponent: float) -> float:
-    bits = base.bit_length() if isinstance(base, int) else 64
+    bits = base.bit_length() if isinstance(base, int) else 64  # a float has 64 bits
     if abs(exponent) > MAX_COMPAT_EXPONENT or bits * abs(exponent) > MAX_COMPAT_BITS:
         raise ExpressionError("the power is too large")
     value = base**exponent

@@ -1,7 +1,4 @@
-"""The results of scoring a row, and the policy for rows that fail.
-
-Failures are counted by reason, a short word that becomes part of a metric name.
-"""
+"""The outcomes of scoring a row (`Scored` or `Failed`), and the policy for failed rows."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ if TYPE_CHECKING:
 
 POLICIES = ("raise", "score")
 NO_GROUND_TRUTH = "no_ground_truth"
-"""The reason of a row without the ground truth that its rule needs."""
+"""The failure reason of a row that lacks a required ground truth."""
 
 
 class SetupError(Exception):
-    """The setup is wrong (a scorer, an option, the sandbox); no failure policy suppresses this error."""
+    """The scorer, an option or the sandbox is unusable; every failure policy lets this error stop the run."""
 
 
 class WrongSetting(SetupError, ValueError):
@@ -32,7 +29,7 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """The policy for failed rows."""
+    """The policy for failed rows: `raise` stops the run, `score` gives the row `failure_score`."""
 
     on_failure: str
     failure_score: float
@@ -57,7 +54,7 @@ class FailurePolicy:
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of a row, the scorer's other values, and the problems that did not stop it."""
+    """The score of a row, the other values of the scorer, and the counts of mishaps by reason."""
 
     score: float
     extras: JsonObject = field(default_factory=dict)
@@ -66,9 +63,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Failed:
-    """A row without a score: `reason` names the counter, `detail` explains the failure in the log."""
+    """A row without a score: `reason` is a part of a metric name, `detail` is a text for the log."""
 
     reason: str
     detail: str
     error_classes: tuple[str, ...] = ()
-    """The class names of an exception and of its bases."""
+    """The names of the classes of an exception, from its own class to its last base."""

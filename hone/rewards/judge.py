@@ -1,6 +1,6 @@
 """A generative judge: a language model reads question and response, and writes a grade.
 
-The response is untrusted: its control tokens are broken up, and it stands between two lines with its hash.
+The response is untrusted, so its control tokens are escaped, and a line with its hash delimits each end.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ answer. Then write a grade from {lowest} (wrong) to {highest} (right) on the las
 form:
 {score_after} GRADE"""
 CLASSIFIER_SETTINGS = frozenset({"kind", "batch_size"})
-"""Server settings that only classifiers have."""
+"""Settings of `reward_model.server` that a judge does not have."""
 _PLACEHOLDER = re.compile(r"\{(question|response|ground_truth|lowest|highest|score_after)\}")
 _NUMBER = re.compile(r"[\s*_`\"'(\[{<$:=]{0,8}([-+0-9.,eE]{1,24})")
 _MAX_GRADE_POSITIONS = 64
-"""How many positions of the judge's text are tried for a grade, from the end of the text."""
+"""The number of positions at which a grade is searched, from the end of the judge's text."""
 
 
 class CompletionClient(Protocol):
     """A client of the language model that is the judge."""
 
-    async def complete(self, requests: Sequence[Request]) -> list[str | Failed]: ...
+    async def complete(self, requests: Sequence[Request]) -> list[str | Failed]:
+        """Returns the text or the failure of each request."""
 
     def pop_metrics(self) -> dict[str, float]: ...
 
@@ -98,7 +99,10 @@ def _message_content(answer: Fields) -> str:
 
 
 class Judge:
-    """Grades responses from 0 to 1, also as a score function; settings are keys of `reward_model.judge`."""
+    """Grades responses from 0 to 1, for a manager or as a score function.
+
+    The settings are the keys of `reward_model.judge` and `reward_model.server`.
+    """
 
     has_own_deadline = True
     """Each request has its own deadline; a deadline of the manager would include the wait for a slot."""
@@ -106,15 +110,17 @@ class Judge:
     def __init__(self, client: CompletionClient | None = None, **settings: Any) -> None:
         judge_names = {field.name for field in fields(JudgeConfig)}
         server_names = {field.name for field in fields(RewardServerConfig)} - CLASSIFIER_SETTINGS
-        for name in settings.keys() - judge_names - server_names:
-            hint = suggestion(name, judge_names | server_names)
-            raise WrongSetting(f"hone.Judge has no setting {name!r}.{hint}")
-        self.config = JudgeConfig(**{n: v for n, v in settings.items() if n in judge_names})
+        judge_settings, server_settings = {}, {}
+        for name, value in settings.items():
+            if name not in judge_names | server_names:
+                hint = suggestion(name, judge_names | server_names)
+                raise WrongSetting(f"hone.Judge has no setting {name!r}.{hint}")
+            (judge_settings if name in judge_names else server_settings)[name] = value
+        self.config = JudgeConfig(**judge_settings)
         if client is None:
             if not settings.get("url") or not settings.get("model"):
                 raise WrongSetting("a judge needs the url of its server and the model's name there")
-            server = {name: value for name, value in settings.items() if name in server_names}
-            client = ChatServer(RewardServerConfig(**server), self.config)
+            client = ChatServer(RewardServerConfig(**server_settings), self.config)
         self.client = client
         self._template = read_template(self.config.template)
         if not self.config.score_after.strip():
@@ -140,11 +146,12 @@ class Judge:
         return result if isinstance(result, Failed) else {"score": result.score, **result.extras}
 
     async def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
-        """Returns one result per row, in order; all votes of all rows are requested together."""
-        votes = self.config.votes
-        requests = [(self.prompt_for(row), vote) for row in rows for vote in range(votes)]
+        """Returns one outcome per row, in order; the votes of all rows are requested together."""
+        num_votes = self.config.votes
+        requests = [(self.prompt_for(row), vote) for row in rows for vote in range(num_votes)]
         texts = await self.client.complete(requests)
-        return [self._combine_votes(texts[i : i + votes]) for i in range(0, len(texts), votes)]
+        starts = range(0, len(texts), num_votes)
+        return [self._combine_votes(texts[start : start + num_votes]) for start in starts]
 
     def pop_metrics(self) -> dict[str, float]:
         return self.client.pop_metrics()
@@ -169,7 +176,7 @@ class Judge:
         return clean_text(_PLACEHOLDER.sub(lambda match: values[match[1]], self._template))
 
     def _combine_votes(self, texts: Sequence[str | Failed]) -> Scored | Failed:
-        """Returns the mean or the majority of the grades; votes without a grade are counted as mishaps."""
+        """Returns the mean or the most frequent grade of a row; a text without a grade is a mishap."""
         votes = [text if isinstance(text, Failed) else self._grade(text) for text in texts]
         failures = [vote for vote in votes if isinstance(vote, Failed)]
         grades = [vote for vote in votes if not isinstance(vote, Failed)]
@@ -184,7 +191,7 @@ class Judge:
         return Scored(score, {"judge": first_text, "judge_votes": len(grades)}, dict(mishaps))
 
     def _grade(self, text: str) -> float | Failed:
-        """Returns the grade in a text, scaled to 0…1, or a failure if it is missing or out of range."""
+        """Returns the grade in a text, scaled to 0…1, or a failure without a valid grade."""
         grade = _grade_in_json(text) if self.config.format == "json" else self._grade_in_text(text)
         lowest, highest = self.config.lowest, self.config.highest
         if grade is None or not lowest <= grade <= highest:
@@ -206,7 +213,7 @@ class Judge:
 
 
 def _grade_in_json(text: str) -> float | None:
-    """Returns `score` of the last JSON object with this key; of nested ones, the outermost counts."""
+    """Returns `score` of the last JSON object with this key; of nested objects, of the outermost."""
     decoder, start = json.JSONDecoder(), len(text)
     score, score_end = None, -1
     for _ in range(_MAX_GRADE_POSITIONS):
@@ -217,7 +224,7 @@ def _grade_in_json(text: str) -> float | None:
             value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
-        if "score" in value and end > score_end:  # the last object, or one that contains it
+        if "score" in value and end > score_end:  # the last object, or an object around it
             score, score_end = value["score"], end
     return None if isinstance(score, bool | list | dict) else _parse_number(score)
 
@@ -230,7 +237,7 @@ def _parse_number(value: Any) -> float | None:
 
 
 def delimit(text: str) -> str:
-    """Returns the text between two lines with its hash, which the text itself cannot contain."""
+    """Returns the text between two lines with its hash; the text cannot contain such a line."""
     digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
     return f"<response-{digest}>\n{text}\n</response-{digest}>"
 

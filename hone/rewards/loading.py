@@ -44,9 +44,9 @@ def load_reward_manager(
 ) -> AbstractRewardManager:
     """Returns the reward manager that the config selects.
 
-    `compute_score` replaces the configured score function. `reward_kwargs` override
-    keys of `reward_model.reward_kwargs`. Names that this block does not declare are arguments of the
-    manager, or if its `__init__` has no such argument, of the scorer that a rule manager calls.
+    `compute_score` replaces the configured score function. `reward_kwargs` override keys of
+    `reward_model.reward_kwargs`. A name that the config does not declare is an argument of the manager;
+    a rule manager passes unknown arguments to its scorer.
     """
     reward_model = config.reward_model
     for source, target in reward_model.scores.items():
@@ -87,7 +87,7 @@ def load_reward_manager(
 def _manager_settings(
     cls: type[AbstractRewardManager], config: PPOTrainerConfig, scorer: Function | None
 ) -> Fields:
-    """Returns the settings that a manager's class declares as arguments; null becomes a default."""
+    """Returns the settings that the class of a manager takes as arguments; a default replaces None."""
     reward_model, sandbox = config.reward_model, config.reward_model.sandbox_fusion
     kwargs = reward_model.reward_kwargs
     settings: Fields = {name: getattr(kwargs, name) for name in _KWARGS_FIELDS - {"extra"}}
@@ -95,7 +95,7 @@ def _manager_settings(
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length
     if settings["num_processes"] is None and sandbox.url:
-        # Scoring processes only wait for the service: its slots, not the cores, limit their number.
+        # The scoring processes only wait for the service, so its slots limit their number, not the cores.
         settings["num_processes"] = sandbox.max_concurrent
     if not issubclass(cls, RuleRewardManager):
         names = accepted_names(cls)
@@ -106,10 +106,11 @@ def _manager_settings(
                 f"reward manager {cls.__name__} takes no argument {', '.join(unknown)}; check "
                 "reward_model.reward_kwargs"
             )
-        return {**{n: v for n, v in settings.items() if n in names}, **kwargs.extra}
-    inits = [vars(ancestor)["__init__"] for ancestor in cls.__mro__ if "__init__" in vars(ancestor)]
+        settings = {name: value for name, value in settings.items() if name in names}
+        return {**settings, **kwargs.extra}
+    inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     names = frozenset(name for init in inits for name in inspect.signature(init).parameters)
-    settings = {name: settings[name] for name in settings if name in names}
+    settings = {name: value for name, value in settings.items() if name in names}
     # With type=prime, every row needs a ground truth: its reward model is trained on the rule's score.
     if reward_model.enable and reward_model.type != "prime":
         settings["skips_rows_without_truth"] = True
@@ -125,7 +126,7 @@ def _reward_loop_manager(
     tokenizer: Tokenizer,
     scorer: Function | None,
 ) -> RewardManagerBase:
-    """Returns a manager with verl's `run_single`; the score options are bound to its scorer."""
+    """Returns a manager with verl's `run_single`, whose scorer gets the score options."""
     options, url = _score_options(config, scorer), config.reward_model.server.url
     if scorer is None and config.reward_model.score_observations:
         options["score_observations"] = True
@@ -145,7 +146,7 @@ def load_model_manager(
     model_tokenizer: Tokenizer | None,
     client: CompletionClient | None = None,
 ) -> ModelRewardManager:
-    """Returns the manager of a served classifier, or of a judge: `client`, or the configured server."""
+    """Returns the manager of a served classifier or a judge; `client` replaces the judge's server."""
     reward_model = config.reward_model
     scorer: ModelScorer
     if reward_model.type == "judge":
@@ -173,7 +174,7 @@ def _warn_about_observations() -> None:
 
 
 def get_custom_reward_fn(config: PPOTrainerConfig | EvaluationConfig) -> Function | None:
-    """Returns the user's scorer with its `reward_kwargs` bound, or None if none is configured."""
+    """Returns the user's scorer with its `reward_kwargs`, or None if the config names no scorer."""
     custom = config.custom_reward_function
     if not custom.path:
         return None
@@ -186,7 +187,7 @@ def get_custom_reward_fn(config: PPOTrainerConfig | EvaluationConfig) -> Functio
 
 
 def compute_reward(data: DataProto, reward_fn: Function) -> tuple[torch.Tensor, Fields]:
-    """Returns rewards [B, T] and the extra columns, from any manager."""
+    """Returns the rewards [B, T] and the extra columns of a manager."""
     result = reward_fn(data, return_dict=True)
     return result["reward_tensor"], result.get("reward_extra_info", {})
 
@@ -222,12 +223,12 @@ def __getattr__(name: str) -> Any:
 
 
 def _router_address(url: str | tuple[str, ...]) -> str:
-    """Returns host and port of the reward model's server, an argument of verl's score functions."""
+    """Returns `host:port` of the reward model's server, an argument of verl's score functions."""
     return urlsplit(url if isinstance(url, str) else url[0]).netloc
 
 
 def _score_options(config: PPOTrainerConfig, scorer: Function | None) -> Fields:
-    """Returns the scorer's keyword arguments; a user's scorer gets those it names, and all `score_kwargs`."""
+    """Returns options for the scorer: those that a user's scorer declares, and all `score_kwargs`."""
     reward_model = config.reward_model
     options = {
         name: getattr(reward_model, name)

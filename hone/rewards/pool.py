@@ -1,6 +1,6 @@
-"""Scoring processes with hard deadlines: a process that exceeds one is killed and replaced.
+"""Scoring processes with hard deadlines: a process that exceeds a deadline is killed and replaced.
 
-Workers are new interpreters without torch, never forks of this process, which has threads.
+Workers are new interpreters without torch, because a fork of a process with threads is unsafe.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from hone.types import Settings
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
-"""Long, because a worker imports modules before its first job, slowly if the CPU is busy."""
-START_RETRIES = 2  # how many times in succession a worker that died during its start is replaced
+"""A worker imports modules before its first job, which takes long on a busy CPU."""
+START_RETRIES = 2  # number of new attempts after a worker that died during its start
 MESSAGE_TIMEOUT_S = 60.0
 """A worker that does not read or finish a message for this long counts as dead."""
-KILL_TIMEOUT_S = 10.0  # how long the end of a killed process is awaited
+KILL_TIMEOUT_S = 10.0  # limit on the wait for the end of a killed process
 
 T = TypeVar("T")
 
@@ -46,22 +46,22 @@ class _Worker:
     """A process and the socket to it."""
 
     def __init__(self, factory: str, keywords: Settings) -> None:
-        our_end, worker_end = socket.socketpair()
+        own_socket, worker_socket = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             seconds = struct.pack("ll", int(MESSAGE_TIMEOUT_S), 0)
-            our_end.setsockopt(socket.SOL_SOCKET, option, seconds)
+            own_socket.setsockopt(socket.SOL_SOCKET, option, seconds)
         # The new interpreter must find the same modules as this one.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with worker_end:
+        with worker_socket:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "hone.rewards.pool_worker", str(worker_end.fileno())],
-                pass_fds=[worker_end.fileno()],
+                [sys.executable, "-m", "hone.rewards.pool_worker", str(worker_socket.fileno())],
+                pass_fds=[worker_socket.fileno()],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
             )
-        self.connection = Connection(our_end.detach())
-        with contextlib.suppress(OSError):  # `_start` handles a process that has died already
+        self.connection = Connection(own_socket.detach())
+        with contextlib.suppress(OSError):  # the process has died; `_start` handles this
             self.connection.send_bytes(pickle.dumps((factory, dict(keywords))))
 
     def kill(self) -> None:
@@ -70,7 +70,7 @@ class _Worker:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a system call cannot be interrupted
             self.process.wait(KILL_TIMEOUT_S)
 
 
@@ -91,12 +91,12 @@ class DeadlinePool(Generic[T]):
         _open_pools.add(self)
 
     def run(self, jobs: Sequence[Settings], timeout_s: float) -> list[T | Failed]:
-        """Returns each job's value, or Failed with reason `timeout`, `crash` or `exception`."""
+        """Returns the answer to each job, or a Failed such as `timeout`, `crash` or `exception`."""
         with self._lock:
             if self._is_closed:
                 raise PoolError("the pool is closed; create a new one")
             if self._owner_pid != os.getpid():
-                # In a fork, the existing workers answer the parent process, so start new ones.
+                # In a fork, the existing workers answer the parent process; the fork starts its own.
                 self._workers, self._idle_workers, self._owner_pid = set(), [], os.getpid()
             self._is_stopping = False
             threads = ThreadPoolExecutor(self.size, thread_name_prefix="hone-score")
@@ -113,9 +113,9 @@ class DeadlinePool(Generic[T]):
     def _call(self, arguments: Settings, timeout_s: float) -> T | Failed:
         """Sends a job to an idle worker, or to a new one, and returns the answer."""
         try:
-            # Not `Connection.send`, which shares a tensor's memory only with children of multiprocessing.
+            # `Connection.send` would share the memory of tensors, which needs a child of multiprocessing.
             message = pickle.dumps((dict(arguments), timeout_s))
-        except Exception as error:  # an object of the user may fail to be pickled with any error
+        except Exception as error:  # pickling an object of the user may raise anything
             return Failed("bad_row", f"cannot be sent to another process: {error_text(error)}")
         while True:
             try:
@@ -126,7 +126,7 @@ class DeadlinePool(Generic[T]):
             try:
                 worker.connection.send_bytes(message)
                 break
-            except OSError:  # the worker died while idle (out of memory): another gets the job
+            except OSError:  # the worker died while idle: another worker gets the job
                 self._drop(worker)
         try:
             if not worker.connection.poll(timeout_s):
@@ -137,7 +137,7 @@ class DeadlinePool(Generic[T]):
             self._drop(worker)
             code = worker.process.returncode
             return Failed("crash", f"the scoring process ended with code {code}")
-        except Exception as error:  # an object of the user may fail with any error
+        except Exception as error:  # unpickling an object of the user may raise anything
             answer = Failed("bad_return", f"cannot be read in the parent: {error_text(error)}")
         self._idle_workers.append(worker)
         if isinstance(answer, BaseException):
@@ -145,7 +145,7 @@ class DeadlinePool(Generic[T]):
         return answer
 
     def _start(self) -> _Worker:
-        """Starts a worker and waits until it is ready; retries START_RETRIES times if it dies."""
+        """Starts a worker and waits until it is ready; replaces a worker that dies START_RETRIES times."""
         for _ in range(START_RETRIES + 1):
             try:
                 worker = _Worker(self.factory, self.keywords)

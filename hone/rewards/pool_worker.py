@@ -1,6 +1,6 @@
-"""The worker process of `pool.py`: creates the callable once, then runs jobs until the pool ends it.
+"""A worker process of `pool.py`: creates the scorer once, then answers jobs until the pool kills the process.
 
-Workers ignore SIGTERM, which a scheduler may send to every process: a trainer needs scores to end its step.
+A worker ignores SIGTERM, which a scheduler may send to every process: the trainer still needs scores then.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hone.text import error_text
 from hone.types import Function
 
 GRACE_S = 10.0
-"""How long a call that no thread can end may run beyond its deadline if the parent has died."""
+"""Time beyond the deadline after which SIGALRM ends a call, if the parent process has died."""
 
 
 def serve(connection: Connection) -> None:
-    """Answers each `(arguments, timeout_s)` message with the return value of the callable."""
+    """Answers each message `(arguments, timeout_s)` with the return value of the scorer."""
     factory, keywords = connection.recv()
     module, _, name = factory.partition(":")
     try:
@@ -38,7 +38,7 @@ def serve(connection: Connection) -> None:
             arguments, timeout_s = connection.recv()
         except (EOFError, OSError):
             raise  # the parent has ended
-        except Exception as error:  # an object of the user may fail with any error
+        except Exception as error:  # unpickling an object of the user may raise anything
             _send(connection, Failed("bad_row", f"cannot be read here: {error_text(error)}"))
             continue
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
@@ -55,16 +55,16 @@ def serve(connection: Connection) -> None:
 def _send(connection: Connection, answer: object) -> None:
     try:
         message = pickle.dumps(answer)
-    except Exception as error:  # an object of the user may fail to be pickled with any error
+    except Exception as error:  # pickling an object of the user may raise anything
         detail = f"cannot be sent between processes: {error_text(error)}"
         message = pickle.dumps(Failed("bad_return", detail))
     connection.send_bytes(message)
 
 
 def _end_with_parent(descriptor: int) -> None:
-    """Kills this process and its children when the parent has closed the other end of the socket."""
+    """Waits until the parent has closed its end of the socket, then kills this process and its children."""
     poll = select.poll()
-    poll.register(descriptor, 0)  # a hang-up is always reported
+    poll.register(descriptor, 0)  # poll() reports a hang-up without being asked
     poll.poll()
     os.killpg(0, signal.SIGKILL)
 

@@ -159,7 +159,11 @@ def try_scorers(
         reward_model = row.get("reward_model") or {}
         is_single_turn = (row.get("agent_name") or default_loop) == SINGLE_TURN_AGENT
         source, truth = str(row.get(key)), reward_model.get("ground_truth")
-        if is_single_turn and reward_model.get("style") != "model" and manager.has_scorer_for(source):
+        if (
+            is_single_turn
+            and reward_model.get("style") != "model"
+            and manager.has_scorer_for(source)
+        ):
             if manager.lacks_ground_truth(source, truth):
                 unscorable_positions.append(position)
             num_rows += 1
