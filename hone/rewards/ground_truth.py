@@ -11,6 +11,7 @@ class GroundTruthError(ValueError):
 
 
 def ground_truth_error(problem: str) -> GroundTruthError:
+    """Returns an error that names the config key of the ground truth."""
     return GroundTruthError(f"{problem}. Check reward_model.ground_truth of the data row.")
 
 
@@ -42,7 +43,7 @@ def as_mapping(value: JsonValue, *keys: str) -> JsonObject:
     decoded = decode_json(to_python(value))
     if isinstance(decoded, dict) and all(key in decoded for key in keys):
         return decoded
-    description = sorted(decoded) if isinstance(decoded, dict) else repr(value)[:80]
+    description = f"keys {sorted(decoded)}" if isinstance(decoded, dict) else repr(value)[:80]
     raise ground_truth_error(
         f"ground_truth must be a mapping with {', '.join(keys)}; got {description}"
     )

@@ -110,7 +110,8 @@ class Judge:
     def __init__(self, client: CompletionClient | None = None, **settings: Any) -> None:
         judge_names = {field.name for field in fields(JudgeConfig)}
         server_names = {field.name for field in fields(RewardServerConfig)} - CLASSIFIER_SETTINGS
-        judge_settings, server_settings = {}, {}
+        judge_settings: Fields = {}
+        server_settings: Fields = {}
         for name, value in settings.items():
             if name not in judge_names | server_names:
                 hint = suggestion(name, judge_names | server_names)

@@ -1,6 +1,6 @@
 """Tests model-written programs: extracts the code, reads the tests, runs each test in a box.
 
-The program cannot tamper with the result: its output is compared here, and assertions run in a second box.
+The program cannot tamper with the result: its output is compared here, and a second box runs assertions.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON_FENCE_NAMES = ("", "python", "py", "python3")
-_TOLERANCE = 1e-6  # relative to the expected value; absolute if that is below 1
+_TOLERANCE = 1e-6  # relative to the expected value; absolute for expected values below 1
 CODE_PLACEHOLDER = "__CODE__"
-"""A line in a test's source; the lines above it run before the program, and again before the tests."""
+"""This line in the source of a test separates the preamble, which also runs before the program."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,26 @@ class SourceTest:
     source: str
 
     def split(self) -> tuple[str, str]:
-        """Returns the preamble, which also runs before the program, and the tests."""
-        before, marker, after = self.source.partition(CODE_PLACEHOLDER)
-        if not marker:
+        """Returns the preamble and the tests."""
+        preamble, placeholder, tests = self.source.partition(CODE_PLACEHOLDER)
+        if not placeholder:
             return "", self.source
-        if before.rpartition("\n")[2].strip() or after.partition("\n")[0].strip():
+        if preamble.rpartition("\n")[2].strip() or tests.partition("\n")[0].strip():
             raise GroundTruthError(f"{CODE_PLACEHOLDER} must be on a line of its own")
-        return before, after
+        return preamble, tests
 
 
 Test = StdinTest | CallTest | SourceTest
 
 
 def extract_code(text: str) -> str:
-    """Returns the last fenced Python block (closed or not), or the whole text if there is none."""
+    """Returns the last fenced Python block, which may be unclosed, or the whole text without a block."""
     code = None
     position = 0
     while (fence := _FENCE.search(text, position)) is not None:
         end = text.find("```", fence.end())
-        end = len(text) if end < 0 else end
+        if end < 0:
+            end = len(text)
         if (fence.group(1) or "").lower() in _PYTHON_FENCE_NAMES:
             code = text[fence.end() : end]
         position = end + 3
@@ -160,13 +161,13 @@ def _parse_arguments(item: JsonValue) -> list[JsonValue]:
 
 
 def _expected_values(value: JsonValue) -> list[JsonValue]:
-    """Returns the values that a call may return; benchmarks write JSON, or put a value in a list."""
+    """Returns the right return values of a call; benchmarks write JSON, or put the value into a list."""
     if isinstance(value, str):
         try:
             return [json.loads(value)]
         except ValueError:
             return [value]
-    # A list of one item is the value itself, or contains it: verl accepts both.
+    # A list of one item is the return value, or contains the return value: verl accepts both.
     return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
 
 
@@ -207,7 +208,7 @@ _hone_call()
 
 
 def _assertions_hold(code: str, test: SourceTest, limits: Limits) -> bool:
-    """Returns whether the assertions hold, as decided by a judge in a second box."""
+    """Returns whether the assertions hold; a judge in a second box decides this."""
     from hone.sandbox.judging import judge
 
     preamble, tests = test.split()
@@ -224,7 +225,7 @@ def _assertions_hold(code: str, test: SourceTest, limits: Limits) -> bool:
 
 
 def _stdout_of(code: str, stdin: str, limits: Limits) -> str | None:
-    """Returns the standard output of a successful run, else None."""
+    """Returns the standard output of the program, or None if the run failed."""
     from hone.sandbox import run_python
 
     service = _sandbox_service(limits.url, limits.memory_limit_mb)
@@ -256,17 +257,18 @@ def count_passed(
     code: str, tests: Sequence[Test], limits: Limits, num_counted: int
 ) -> tuple[bool, int]:
     """Returns whether all tests pass, and how many of the first `num_counted` tests pass."""
-    first_failure = next((i for i, t in enumerate(tests) if not passes(code, t, limits)), None)
-    if first_failure is None:
-        return True, min(num_counted, len(tests))
-    if first_failure >= num_counted:
-        return False, num_counted
-    remaining_tests = tests[first_failure + 1 : num_counted]
-    return False, first_failure + sum(passes(code, test, limits) for test in remaining_tests)
+    num_passed, has_failed = 0, False
+    for index, test in enumerate(tests):
+        if has_failed and index >= num_counted:
+            break
+        is_passed = passes(code, test, limits)
+        has_failed |= not is_passed
+        num_passed += is_passed and index < num_counted
+    return not has_failed, num_passed
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Returns whether outputs have equal lines, or equal words with a tolerance for decimals."""
+    """Returns whether two outputs have equal lines, or equal words with a tolerance for decimals."""
     lines, expected_lines = (
         [line.strip() for line in text.strip().splitlines()] for text in (output, expected)
     )
@@ -280,7 +282,7 @@ def _is_same_word(word: str, expected: str) -> bool:
     if word == expected:
         return True
     if ("." not in expected and "e" not in expected.lower()) or "_" in word:
-        return False  # integers must match exactly, and float() would accept 1_000
+        return False  # integers must be equal, and float() would accept 1_000
     try:
         return _is_close(float(word), float(expected))
     except ValueError:
@@ -288,7 +290,7 @@ def _is_same_word(word: str, expected: str) -> bool:
 
 
 def is_equal_json(text: str, expected: JsonValue) -> bool:
-    """Returns whether the text is JSON of the expected value."""
+    """Returns whether the text is JSON that decodes to the expected value."""
     try:
         return _is_same_value(json.loads(text), expected)
     except (ValueError, RecursionError):
@@ -310,7 +312,7 @@ def _is_same_value(value: JsonValue, expected: JsonValue) -> bool:
 
 
 def _is_close(value: float, target: float) -> bool:
-    """Returns whether two numbers are equal within the tolerance; inf and NaN must be the same."""
+    """Returns whether two numbers are equal within the tolerance; infinity and NaN equal only themselves."""
     try:
         value = float(value)
     except OverflowError:

@@ -34,14 +34,14 @@ T = TypeVar("T")
 MAX_ANSWER_BYTES = 1 << 26
 MAX_CACHED_ANSWERS = 100_000
 """The size of the cache in memory; when it is full, the oldest answer is dropped."""
-FIRST_RETRY_PAUSE_S = 0.5
+FIRST_RETRY_PAUSE_S = 0.5  # the pause doubles after each attempt
 CONNECT_TIMEOUT_S = 5.0
 _CONFIG_KEY = "reward_model.server"
 _RETRY_CODES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RemoteError(RuntimeError):
-    """A request failed; `reason` is the name of the failure counter."""
+    """A request failed; `reason` is a part of the name of a failure metric."""
 
     def __init__(
         self,
@@ -74,10 +74,11 @@ class AnswerCache:
             return None
 
     def put(self, key: str, answer: JsonValue) -> None:
+        """Adds an answer; an answer that cannot be written to the folder is not cached."""
         if self._folder is not None:
             try:
                 atomic_write_text(self._file(key), json.dumps({"answer": answer}))
-            except OSError as error:  # the next request for the answer goes to the server
+            except OSError as error:
                 _warn_once(f"the cache {self._folder} cannot be written: {error.strerror}")
             return
         self._memory[key] = answer
@@ -90,7 +91,7 @@ class AnswerCache:
 
 
 class ScoringServer:
-    """Posts JSON to one server, or to several in turn, within the configured limits."""
+    """Posts JSON to one server or to several servers in turn, within the configured limits."""
 
     def __init__(self, config: RewardServerConfig, path: str) -> None:
         urls = config.url if isinstance(config.url, tuple) else (config.url,)
@@ -131,7 +132,7 @@ class ScoringServer:
                 url = self._urls[(url_index + attempt) % len(self._urls)]
                 value = await self._attempt(body, parse, url)
             except RemoteError as error:
-                # While the server is down, requests are not retried, so that their pauses do not add up.
+                # While the server is unreachable, no request is retried, because the pauses would add up.
                 max_attempts = self._config.retries + 1 if self._is_reachable else 1
                 attempt += 1
                 if error.is_retryable and attempt < max_attempts:
@@ -150,6 +151,7 @@ class ScoringServer:
             return value
 
     async def _attempt(self, body: JsonObject, parse: Callable[[Fields], T], url: str) -> T:
+        """Returns the parsed answer of one request, or raises RemoteError."""
         if self._bucket is not None:
             await self._bucket.acquire()
         loop, timeout_s = asyncio.get_running_loop(), self._config.timeout_s
@@ -180,13 +182,11 @@ class ScoringServer:
                 content: bytes = answer.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             body = ""
-            with (
-                contextlib.suppress(Exception),
-                error,
-            ):  # without a complete body, the status is enough
+            # The message has the status if the body cannot be read.
+            with contextlib.suppress(Exception), error:
                 body = self._redact(error.read(4096))
             retry_after_s = None
-            with contextlib.suppress(ValueError):  # a date is ignored
+            with contextlib.suppress(ValueError):  # the header may be a date, which is ignored
                 retry_after_s = max(0.0, float(error.headers.get("Retry-After", "")))
             raise RemoteError(
                 "busy" if error.code == 429 else "http_error",
@@ -195,9 +195,9 @@ class ScoringServer:
                 retry_after_s=retry_after_s,
             ) from None
         except Exception as error:  # a broken connection or protocol may raise anything
-            reason = getattr(error, "reason", error)
-            name = "timeout" if isinstance(reason, TimeoutError) else "unreachable"
-            raise RemoteError(name, f"{address}: {self._redact(str(reason).encode())}") from None
+            cause = getattr(error, "reason", error)
+            reason = "timeout" if isinstance(cause, TimeoutError) else "unreachable"
+            raise RemoteError(reason, f"{address}: {self._redact(str(cause).encode())}") from None
         if len(content) > MAX_ANSWER_BYTES:
             raise RemoteError(
                 "bad_answer", f"{address} sent more than {MAX_ANSWER_BYTES >> 20} MiB"
@@ -206,13 +206,14 @@ class ScoringServer:
 
     def _redact(self, content: bytes) -> str:
         """Returns the start of an answer as text, without the API key."""
-        redacted = clean_text(content[:4096].decode("utf-8", "replace"))
-        for secret in (self._api_key, repr(self._api_key)[1:-1]) if self._api_key else ():
-            redacted = redacted.replace(secret, "***")
-        return redacted[:200]
+        text = clean_text(content[:4096].decode("utf-8", "replace"))
+        if self._api_key:
+            for secret in (self._api_key, repr(self._api_key)[1:-1]):  # repr() for escaped text
+                text = text.replace(secret, "***")
+        return text[:200]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Returns the numbers of requests, retries and cache hits since the last call."""
+        """Returns the numbers of requests, retries and cache hits since the last call, as metrics."""
         metrics = {f"reward/server/{name}": float(n) for name, n in sorted(self.counts.items())}
         self.counts.clear()
         return metrics
@@ -224,7 +225,7 @@ def _warn_once(message: str) -> None:
 
 
 def cache_key(*parts: JsonValue) -> str:
-    """Returns a hash of everything that an answer depends on."""
+    """Returns a hash of the values that determine an answer."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

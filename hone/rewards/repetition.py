@@ -1,4 +1,4 @@
-"""PURE's measure of repetition: 0 for a text without repeats, close to 1 for a text that only repeats."""
+"""PURE's measure of repetition: from 0 for a text without repeats to almost 1 for one repeated character."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MAX_CHARS = 100_000  # of a longer text, only the end is measured, because loops occur there
+MAX_CHARS = 100_000  # only the end of a longer text is measured, because loops occur at the end
 PAIRWISE_CHARS = 512
 """Up to this length, all pairs of positions are compared, because sorting would be slower."""
-PAIRWISE_TEXTS = 128  # how many short texts are measured at once
+PAIRWISE_TEXTS = 128  # number of short texts that are measured together
 
 
 def repeatness(texts: Sequence[str]) -> list[float]:
-    """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)) of each text (0 if empty), n characters long."""
+    """Returns 2 · Σ LCP(adjacent suffixes) / (n · (n + 1)) for each text of n characters (0 if n = 0).
+
+    LCP is the length of the longest common prefix; suffixes are adjacent in alphabetical order.
+    """
     sorted_texts = sorted({text[-MAX_CHARS:] for text in texts}, key=len)
     short_texts = [text for text in sorted_texts if len(text) <= PAIRWISE_CHARS]
     lcp_sums: dict[str, int] = {}
@@ -27,21 +30,22 @@ def repeatness(texts: Sequence[str]) -> list[float]:
 
 
 def _codes(text: str) -> np.ndarray:
+    """Returns the code points of a text."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
 
 
 def _lcp_sums_pairwise(texts: Sequence[str]) -> list[int]:
     """Returns Σ LCP(adjacent suffixes) of each text, which equals Σ_i max_{j < i} LCP(suffix i, suffix j)."""
-    longest = max(map(len, texts))
-    codes = np.full((longest, len(texts)), np.nan, dtype=np.float32)  # NaN equals no character
+    max_length = max(map(len, texts))
+    codes = np.full((max_length, len(texts)), np.nan, dtype=np.float32)  # NaN equals no character
     for index, text in enumerate(texts):
         codes[: len(text), index] = _codes(text)
     lcp = np.zeros(codes.shape, dtype=np.int16)  # row j: LCP of suffixes i and j
-    total = np.zeros(len(texts), dtype=np.int64)
-    for i in range(longest - 1, 0, -1):
+    lcp_sums = np.zeros(len(texts), dtype=np.int64)
+    for i in range(max_length - 1, 0, -1):
         lcp[:i] = (lcp[1 : i + 1] + 1) * (codes[:i] == codes[i])
-        total += lcp[:i].max(0)
-    return [int(lcp_sum) for lcp_sum in total]
+        lcp_sums += lcp[:i].max(0)
+    return [int(lcp_sum) for lcp_sum in lcp_sums]
 
 
 def _lcp_sum_by_sorting(codes: np.ndarray) -> int:

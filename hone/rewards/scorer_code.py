@@ -1,4 +1,4 @@
-"""Describes a scorer for messages: its name, and the lines of its code."""
+"""Describes a scorer in messages: the name of the scorer, and the line of an error in its file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purel
 
 def unwrap_function(function: Function) -> Function:
     """Returns the function inside `partial` and `functools.wraps`."""
-    while isinstance(function, partial) or hasattr(function, "__wrapped__"):
-        function = function.func if isinstance(function, partial) else function.__wrapped__
-    return function
+    while True:
+        if isinstance(function, partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
 
 
 def describe(function: Function) -> str:
@@ -33,7 +37,7 @@ def describe(function: Function) -> str:
 
 
 def definition_location(function: Function) -> str | None:
-    """Returns `file:line` of a function's definition, or None if the function is not written in Python."""
+    """Returns `file:line` of the definition of a function, or None for a function in C."""
     code = _code_of(function)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -45,7 +49,8 @@ def error_location(error: BaseException, function: Function) -> str | None:
     if code is None or code.co_filename.startswith(_PACKAGE_FOLDER):
         # `function` is hone's own, but may have called a registered rule in the user's file.
         foreign_folders = (_PACKAGE_FOLDER, *_LIBRARY_FOLDERS)
-        user_frames = [f for f in frames if not f.filename.startswith(foreign_folders)] or frames
+        user_frames = [frame for frame in frames if not frame.filename.startswith(foreign_folders)]
+        user_frames = user_frames or frames
     else:
         user_frames = [frame for frame in frames if frame.filename == code.co_filename]
     if not user_frames:

@@ -1,6 +1,6 @@
-"""The manager of a reward model outside of the run's workers: a judge, or a served classifier.
+"""The manager of reward models behind a server (judges and classifiers), and the client of classifiers.
 
-Classifiers are served by vLLM's `/classify`, `/pooling` and `/score`, or by an endpoint of `texts`:
+Classifiers are served by vLLM's `/classify`, `/pooling` and `/score`, or by an endpoint that reads `texts`:
 
 | kind | request | answer |
 |---|---|---|
@@ -41,14 +41,14 @@ _RAW_OUTPUT = {"use_activation": False, "activation": False}
 
 
 class ModelScorer(Protocol):
-    """A reward model that scores rows; `extra_info["prompt"]` is the row's prompt."""
+    """A reward model that scores rows; `extra_info["prompt"]` of a row is its prompt."""
 
     async def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]: ...
 
     def pop_metrics(self) -> dict[str, float]: ...
 
     def connection_error(self) -> str | None:
-        """Returns why the model's server cannot be reached, or None."""
+        """Returns the reason why the server of the model cannot be reached, or None."""
 
 
 class ModelRewardManager(RuleRewardManager):
@@ -61,7 +61,7 @@ class ModelRewardManager(RuleRewardManager):
     def read_rows(
         self, data: DataProto, ids: list[list[int]], is_policy: list[list[bool]]
     ) -> list[ScorerInput]:
-        """Adds the prompt to each row."""
+        """Returns rows whose `extra_info` has the prompt."""
         rows = super().read_rows(data, ids, is_policy)
         for row, prompt in zip(rows, data.non_tensor_batch["raw_prompt"], strict=True):
             row.extra_info["prompt"] = prompt
@@ -95,24 +95,24 @@ class ServedClassifier:
         self._has_special_tokens = is_chat and has_template(tokenizer)
 
     async def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
-        """Returns one result per row, in order."""
+        """Returns one outcome per row, in order."""
         texts = [self._request_texts(row.extra_info["prompt"], row.solution_str) for row in rows]
         scores = await self.scores(texts)
         return [score if isinstance(score, Failed) else read_result(score) for score in scores]
 
     def _request_texts(self, prompt: Any, response: str) -> tuple[str, ...]:
+        """Returns (prompt, response) for `kind` score, else (conversation,)."""
         response = escape_special_tokens(response, self._tokenizer)
         if self.kind == "score":
             return prompt_text(prompt), response
         if self._tokenizer is None:
-            return (
-                f"{prompt_text(prompt)}\n\n{response}" if self._is_chat else f"{prompt}{response}",
-            )
+            text = f"{prompt_text(prompt)}\n\n" if self._is_chat else str(prompt)
+            return (text + response,)
         conversation = as_messages(prompt) if self._is_chat else prompt
         return (conversation_text(conversation, response, self._tokenizer),)
 
     async def scores(self, texts: Sequence[tuple[str, ...]]) -> list[float | Failed]:
-        """Returns the score or failure of each conversation, or (`kind` score) prompt and response."""
+        """Returns the score or the failure for each result of `_request_texts`."""
         cache = self.server.cache
         name = self.model or self.server.address
         keys = {text: cache_key(self.kind, name, list(text)) for text in texts}
@@ -122,8 +122,8 @@ class ServedClassifier:
                 scores[text] = cached
         self.server.counts["cache_hits"] += len(scores)
         uncached = [text for text in keys if text not in scores]
-        size = self._batch_size
-        batches = [uncached[i : i + size] for i in range(0, len(uncached), size)]
+        starts = range(0, len(uncached), self._batch_size)
+        batches = [uncached[start : start + self._batch_size] for start in starts]
         answers = await asyncio.gather(*map(self._request_scores, batches))
         for text, score in zip(uncached, chain.from_iterable(answers), strict=True):
             scores[text] = score
@@ -145,7 +145,7 @@ class ServedClassifier:
         return [scores] * len(texts) if isinstance(scores, Failed) else scores
 
     def _parse(self, answer: Fields, count: int) -> list[float]:
-        """Returns the `count` scores of an answer; any other content raises an error."""
+        """Returns the `count` scores of an answer; raises an error for any other content."""
         if self.kind == "texts":
             values = list(answer["scores"])
         else:
@@ -161,7 +161,7 @@ class ServedClassifier:
 
 
 def _last_value(value: JsonValue) -> JsonValue:
-    """Returns the only value of a row, or the last one if the row has a value per token."""
+    """Returns the only value of a row, or the last value of a row with a value per token."""
     while isinstance(value, list):
         if len(value) > 1 and not isinstance(value[-1], list):
             raise ValueError(f"a reward model has one label, this one has {len(value)}")

@@ -1,4 +1,4 @@
-"""Checks a scorer's signature before training; the message shows the signature that is expected."""
+"""Checks the signature of a scorer before training; the error message shows the expected signature."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # a builtin has no signature, so errors appear only in the first batch
+        return  # a builtin may have no signature; a wrong one fails in the first batch
     try:
         signature.bind(**call_arguments)
         if names is None or not names.isdisjoint(arguments):
@@ -55,7 +55,7 @@ def check_signature(function: Function, arguments: Sequence[str], options: Setti
 
 
 def _signature_hint(names: set[str], arguments: Sequence[str]) -> str:
-    """Returns a hint about a common mistake in the signature, for the end of a message."""
+    """Returns a hint about a common mistake in a signature; the hint ends an error message."""
     if names & {"completion", "completions", "prompt", "prompts"}:
         return f". This looks like a TRL reward function: a completion is in {arguments[1]} here"
     if names & set(BATCH_ARGUMENTS) and tuple(arguments) != BATCH_ARGUMENTS:

@@ -16,29 +16,28 @@ from hone.types import Fields, Function, Settings
 
 
 def import_path_of(function: str | Function) -> str | Function:
-    """Returns the import path of a function; returns any other object, or a path, unchanged."""
+    """Returns the import path of a function; returns a path or any other object unchanged."""
     name = getattr(function, "__qualname__", None)
     if name is None or isinstance(function, str):
         return function
     if "<" in name:
         raise TypeError(
-            f"scorer {describe(function)} is local to another function, so a scoring "
-            "process cannot import it. Define it at the top level of a file, or use the naive "
-            "manager."
+            f"scorer {describe(function)} is local to another function, so a scoring process "
+            "cannot import it. Define it at the top level of a file, or use the naive manager."
         )
     if function.__module__ == "__main__" or function.__module__.startswith("hone_extern_"):
         file = getattr(sys.modules.get(function.__module__), "__file__", None)
         if file is None:
             raise TypeError(
-                f"scorer {describe(function)} is defined in an interactive session; write "
-                "it to a file and set custom_reward_function.path, or use the naive manager."
+                f"scorer {describe(function)} is defined in an interactive session; write it to "
+                "a file and set custom_reward_function.path, or use the naive manager."
             )
         return f"{file}:{name}"
     return f"{function.__module__}:{name}"
 
 
 def row_scorer_keywords(compute_score: Function, options: Settings) -> Fields:
-    """Returns the arguments with which `make_row_scorer` builds the scorer in another process."""
+    """Returns the arguments of `make_row_scorer`, which another process calls."""
     bound_kwargs: Fields = {}
     function = compute_score
     while isinstance(function, functools.partial):
@@ -68,7 +67,7 @@ def make_row_scorer(
     options: Settings,
     registered_entries: Mapping[str, Mapping[str, table.Entry]],
 ) -> Callable[..., Scored | Failed]:
-    """Returns a function that scores a row; it is built in the scoring process."""
+    """Returns the function that scores rows in a scoring process."""
     table.restore_scores(registered_entries)
     function = load_object(scorer) if isinstance(scorer, str) else scorer
     if bound_kwargs:

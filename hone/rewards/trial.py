@@ -1,6 +1,6 @@
 """Tries a scorer before training, on rows of the data with responses that contain the ground truth.
 
-A scorer is refused if every response fails with the same error, and the error cannot depend on the response.
+A scorer is refused if all responses fail with one error that does not depend on the response.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ RESPONSE_FORMATS = (
     "{prompt}\n{truth}",
     "",
 )
-"""Formats of responses, simplest first. One repeats the prompt, which often has an example answer."""
+"""Formats of responses, simplest first. A prompt in a response often contains an example answer."""
 TEXT_ERRORS = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
-"""Errors (with their subclasses) that a scorer may raise for a text that it cannot parse."""
+"""Errors that a scorer may raise for a text that the scorer cannot parse; subclasses are included."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,13 @@ class TrialRow:
         )
 
     def responses(self) -> list[ScorerInput]:
-        source, truth, extra = self.data_source, self.ground_truth, self.extra_info
-        values = {"truth": _text_of(truth), "prompt": self.prompt}
-        return [
-            ScorerInput(source, text, truth, extra | policy_transcript_info(text))
-            for text in (response_format.format(**values) for response_format in RESPONSE_FORMATS)
-        ]
+        """Returns a response in each format."""
+        inputs = []
+        for response_format in RESPONSE_FORMATS:
+            text = response_format.format(truth=_text_of(self.ground_truth), prompt=self.prompt)
+            info = self.extra_info | policy_transcript_info(text)
+            inputs.append(ScorerInput(self.data_source, text, self.ground_truth, info))
+        return inputs
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Verdict:
 
 
 def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
-    """Calls the scorer as the run will, until one row has a score; `rows` have one data source."""
+    """Calls the scorer like the run does, until a response has a score; `rows` have one data source."""
     failures: list[Failed] = []
     for row in rows:
         for response in row.responses():
@@ -79,9 +80,9 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
                 return Verdict()
             failures.append(outcome)
             if outcome.reason in ("no_ground_truth", "timeout"):
-                break  # another text cannot help, or would take the whole time limit too
-    first = failures[0]
-    detail = first.detail
+                break  # other texts would fail too, or take the whole time limit
+    first_failure = failures[0]
+    detail = first_failure.detail
     location = None if manager.uses_table else definition_location(manager.compute_score)
     if location is not None and location.rpartition(":")[0] not in detail:
         detail = f"the score function of {location}: {detail}"
@@ -89,9 +90,9 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
     source = f"{rows[0].location} (data_source {rows[0].data_source!r})"
     # A function without a final `return` returns None for a text that it does not recognize.
     may_depend_on_response = (
-        bool(TEXT_ERRORS & set(first.error_classes))
-        or first.reason not in ("exception", "no_ground_truth", "nan", "inf", "bad_return")
-        or (first.reason == "bad_return" and first.detail.startswith("None "))
+        bool(TEXT_ERRORS & set(first_failure.error_classes))
+        or first_failure.reason not in ("exception", "no_ground_truth", "nan", "inf", "bad_return")
+        or (first_failure.reason == "bad_return" and first_failure.detail.startswith("None "))
     )
     if is_same_error and not may_depend_on_response:
         return Verdict(problem=f"{source} cannot be scored, whatever the response: {detail}")
@@ -108,7 +109,7 @@ def try_scorer(manager: RuleRewardManager, rows: Sequence[TrialRow]) -> Verdict:
 
 
 def _text_of(value: JsonValue) -> str:
-    """Returns a value as text: of a list, the last item; of a dict, `content` or the first value."""
+    """Returns a value as text: the last item of a list, and `content` or the first value of a dict."""
     if isinstance(value, Mapping):
         return _text_of(value.get("content") or next(iter(value.values()), ""))
     if isinstance(value, (list, tuple)):
@@ -119,7 +120,7 @@ def _text_of(value: JsonValue) -> str:
 def ground_truth_scorer(
     target: str, source_key: str, prompt_key: str
 ) -> Callable[[Settings], float | str]:
-    """Returns a function that maps a row to the score of its ground truth, or to the failure."""
+    """Returns a function that returns the score of a row's ground truth as a response, or why it failed."""
     path, _, name = target.rpartition(":")  # file.py:name, or file.py
     name = (path and name) or CustomRewardFunctionConfig.name
     function = load_extern_object(path or target, name)
