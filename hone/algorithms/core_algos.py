@@ -69,7 +69,7 @@ def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor, *args: Any, config: Settings | None = None, **kwargs: Any
 ) -> Estimate:
     """Returns the estimate of GDPO; without a config, the rewards are its only reward part."""
-    if config is None and len(args) < 5:
+    if config is None and len(args) < 5:  # verl's sixth argument is the config
         config = {"gdpo_reward_keys": ["all"], "gdpo_reward_weights": None}
         kwargs["reward/all"] = token_level_rewards
     if config is not None:

@@ -36,6 +36,7 @@ Metrics = dict[str, Tensor]
 _SECTION = "algorithm.rollout_correction"
 _PREFIX = "rollout_corr/"
 EXPONENT_BOUND = 20.0
+"""Exponents are bounded to ± this number, so that their exponentials are finite."""
 
 
 def correct(
@@ -137,6 +138,7 @@ def catastrophic_tokens(log_ratio: Tensor, mask: Tensor, threshold: float) -> Te
 def _apply_option(
     option: str, log_ratio: Tensor, mask: Tensor, low: float, high: float
 ) -> RejectionResult:
+    """Returns the result of a rejection option, whose name is a level and an estimator (`seq_mean_k1`)."""
     level, estimator = option.rsplit("_", 1)
     match estimator:
         case "k1":
@@ -187,7 +189,8 @@ def agreement_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics
 def weight_metrics(
     weights: Tensor, log_ratio: Tensor, mask: Tensor, level: str, bounds: tuple[float, ...]
 ) -> Metrics:
-    """Returns metrics of the weights; fractions, and extremes of sequences, are of untruncated ratios."""
+    """Returns metrics of the weights; the fractions, and the extremes of sequence weights, are those of the
+    ratios before truncation."""
     low, high = (1 / bounds[0], bounds[0]) if len(bounds) == 1 else bounds
     row_mask = mask.any(-1)
     squares = masked_mean(weights**2, mask)

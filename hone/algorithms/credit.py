@@ -44,8 +44,9 @@ def assign_credit(
 ) -> Tensor:
     """Returns the step rewards [B, T] from which returns are computed; 0 where no step ends.
 
-    A temperature τ > 0 weights each step's reward r by softmax(−r/τ) over the steps of its trajectory, so
-    that the sum tends to the minimum as τ → 0. `trajectory` [B] has the index of each row's trajectory.
+    If `credit_assignment` is a temperature τ > 0, each step's reward r is weighted by softmax(−r/τ) over the
+    steps of its trajectory, so that the sum tends to the minimum as τ → 0. The named forms do not change the
+    rewards. `trajectory` [B] has the index of each row's trajectory; None: each row is a trajectory.
     """
     mask = step_mask.bool()
     rewards = zero_outside_mask(process_rewards, mask)
@@ -64,13 +65,13 @@ def assign_credit(
     if trajectory is None:
         weights = torch.softmax(logits, dim=-1)
     else:
-        row_sums = torch.logsumexp(logits, dim=-1)
-        maxima = torch.full_like(row_sums, -torch.inf).scatter_reduce(
-            0, trajectory, row_sums, "amax"
-        )[trajectory]
-        row_shares = (row_sums - maxima).exp()
-        shares = torch.zeros_like(row_sums).index_add(0, trajectory, row_shares)[trajectory]
-        weights = (logits - (maxima + shares.log()).unsqueeze(-1)).exp()
+        # The log-sum-exp of a trajectory, from the log-sum-exp of each of its rows.
+        row_lse = torch.logsumexp(logits, dim=-1)
+        minus_inf = torch.full_like(row_lse, -torch.inf)
+        maxima = minus_inf.scatter_reduce(0, trajectory, row_lse, "amax")[trajectory]
+        row_sums = (row_lse - maxima).exp()
+        sums = torch.zeros_like(row_lse).index_add(0, trajectory, row_sums)[trajectory]
+        weights = (logits - (maxima + sums.log()).unsqueeze(-1)).exp()
     return zero_outside_mask(weights * rewards, mask)
 
 
@@ -148,18 +149,24 @@ def outcome_losses(
 
 
 def rival_logits(logit: Tensor, outcome: Tensor, index: Labels) -> Tensor:
-    """Returns [B] the mean logit of each response's rivals, or 0 without rivals: responses of the same
-    group with a lower outcome, or with a higher outcome if the response's own outcome is 0."""
+    """Returns [B] the mean logit of each response's rivals, or 0 without rivals.
+
+    Rivals are the responses of the same group with a lower outcome, or with a higher outcome if the
+    response's own outcome is 0.
+    """
     ids = Groups.of(index).ids.to(logit.device)
-    is_lower = outcome[None] < outcome[:, None]
+    is_lower = outcome[None] < outcome[:, None]  # [B, B]: response, possible rival
     is_rival = torch.where((outcome > 0)[:, None], is_lower, outcome[None] > outcome[:, None])
     is_rival = is_rival & (ids[None] == ids[:, None])
     return (is_rival * logit[None]).sum(-1) / is_rival.sum(-1).clamp(min=1)
 
 
 def ranking_accuracy(logit: Tensor, outcome: Tensor, index: Labels) -> tuple[float, float]:
-    """Returns the share of pairs in a group that the logits order as the outcomes do, weighted by the
-    difference of outcomes (0.5 without pairs), and the share of logits whose sign fits the outcome."""
+    """Returns the accuracy of pairs in a group, and the share of logits whose sign fits the outcome.
+
+    A pair is right if its logits have the order of its outcomes, and its weight is the difference of its
+    outcomes. Without pairs, the accuracy is 0.5.
+    """
     ids = Groups.of(index).ids
     weights = (outcome[:, None] - outcome[None]).clamp(min=0) * (ids[:, None] == ids[None])
     total_weight = float(weights.sum())

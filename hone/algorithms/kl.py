@@ -16,10 +16,10 @@ from hone.plugins import PluginError, Table
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """Takes log π and log π_ref and returns an estimate per token."""
 
-_NAMES_BY_FUNCTION = {"k1": "k1 kl", "absolute": "abs", "k2": "k2 mse", "k3": "k3 low_var_kl"}
+_FUNCTIONS = {"k1": "k1", "kl": "k1", "abs": "absolute", "k2": "k2", "mse": "k2"}
+_FUNCTIONS |= {"k3": "k3", "low_var_kl": "k3"}
 TABLE: Table[KLEstimator] = Table(
-    "KL estimator",
-    {name: f"{__name__}:{f}" for f, names in _NAMES_BY_FUNCTION.items() for name in names.split()},
+    "KL estimator", {name: f"{__name__}:{function}" for name, function in _FUNCTIONS.items()}
 )
 _EXPONENT_BOUND = 20.0
 _K3_BOUND = 10.0
@@ -87,7 +87,7 @@ def apply_kl_penalty(
     kl_coef: float,
     estimator_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Returns rewards = scores − kl_coef·KL, 0 outside the mask, and the mean KL of the rows' means."""
+    """Returns rewards = scores − kl_coef·KL, 0 outside the mask, and the mean over rows of their mean KL."""
     kl = zero_outside_mask(kl_penalty(old_log_probs, ref_log_prob, estimator_name), response_mask)
     rewards = zero_outside_mask(token_level_scores, response_mask) - kl_coef * kl
     current_kl = masked_mean(masked_mean(kl, response_mask, -1), response_mask.bool().any(-1))

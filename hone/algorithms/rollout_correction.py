@@ -142,7 +142,8 @@ def compute_rollout_rejection_mask(
 def compute_offpolicy_metrics(
     old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> dict[str, float]:
-    """Returns metrics of the gap of rollout and trainer log-probs, or the perplexity of the trainer alone."""
+    """Returns metrics of the gap between rollout and trainer log-probs; without rollout log-probs, returns
+    only the perplexity of the trainer."""
     mask = response_mask.bool()
     trainer = zero_outside_mask(old_log_prob.detach(), mask)
     rollout = (

@@ -55,8 +55,11 @@ def _scores_and_groups(scores: Labels, index: Labels) -> tuple[Tensor, Groups]:
 
 
 def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float) -> Tensor:
-    """Returns [B] the sampling weight of each row (PF-PPO, 2409.06957): |score|^p (pow), 1 for the best and
-    the worst (max_min), or 0.4 for the best and 0.1 for the others (max_random)."""
+    """Returns [B] the sampling weight of each row (PF-PPO, 2409.06957).
+
+    pow: |score|^p. max_min: 1 for the best and the worst, 0 for the others. max_random: 0.4 for the best, 0.1
+    for the others.
+    """
     if reweight_method == "pow":
         weights = scores.abs() ** weight_pow
     elif reweight_method == "max_min":

@@ -7,6 +7,7 @@ declared in hone.columns; this module does not depend on Ray.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -291,9 +292,9 @@ class DataProto:
         if len(self) % chunks and not self.is_padding_enabled():
             raise ProtocolError(
                 f"a batch of {len(self)} rows does not divide into {chunks} equal chunks; pad it with "
-                f"pad_dataproto_to_divisor, or build it with auto_padding=True"
+                "pad_dataproto_to_divisor, or build it with auto_padding=True"
             )
-        length = -(-len(self) // chunks)
+        length = math.ceil(len(self) / chunks)
         return [self.slice(i * length, (i + 1) * length) for i in range(chunks)]
 
     def split(self, split_size: int) -> list[DataProto]:
@@ -330,9 +331,8 @@ class DataProto:
     # -- serialization ----------------------------------------------------------------------
 
     def __getstate__(self) -> Fields:
-        batch = encode_tensordict(self.batch)
         return {
-            "batch": batch,
+            "batch": encode_tensordict(self.batch),
             "non_tensor_batch": self.non_tensor_batch,
             "meta_info": self.meta_info,
         }

@@ -29,7 +29,7 @@ def resolve_handles(handles: Sequence[Value]) -> list[Value]:
     values = []
     for handle in handles:
         wait = getattr(handle, "get", None) or getattr(handle, "result", None)
-        is_value = isinstance(handle, dict | TensorDict)
+        is_value = isinstance(handle, dict | TensorDict)  # their `get` looks up a key
         values.append(wait() if callable(wait) and not is_value else handle)
     return values
 
@@ -101,8 +101,9 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | No
     without_tensors = cls(None, data.non_tensor_batch, data.meta_info)
     tensors = {} if data.batch is None else dict(data.batch.items())
     shapes = {name: tuple(tensor.shape[1:]) for name, tensor in tensors.items()}
-    states = [(without_tensors, len(data), shapes)] * world_size
-    dist.all_gather_object(states, states[0], group=process_group)
+    state = (without_tensors, len(data), shapes)
+    states = [state] * world_size  # all_gather_object replaces the entries
+    dist.all_gather_object(states, state, group=process_group)
     all_shapes = [rank_shapes for _, _, rank_shapes in states]
     if any(rank_shapes != shapes for rank_shapes in all_shapes):
         raise ProtocolError(f"ranks have different tensor columns: {all_shapes}")

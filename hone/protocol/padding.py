@@ -6,6 +6,7 @@ The column `padded_row` marks the added rows, so that a worker can exclude them 
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -106,7 +107,7 @@ def split_padded(data: DataProto, parts: int) -> list[DataProto]:
     num_rows = len(data)
     if num_rows % parts == 0:
         return data.chunk(parts) if num_rows else [data.select() for _ in range(parts)]
-    row_number = torch.arange(-(-num_rows // parts))  # within a part
+    row_number = torch.arange(math.ceil(num_rows / parts))  # within a part
     batches = []
     for rows in torch.arange(num_rows).tensor_split(parts):
         # A part without real rows repeats the first row of the batch.
@@ -160,7 +161,8 @@ def drop_padded_rows(result: DataProto, inputs: Sequence[DataProto]) -> DataProt
                 f"{len(result)}, so the padded rows are unknown; copy the column {PADDED_ROW!r} of one "
                 "batch to the result, or drop padded rows first with hone.protocol.without_padding"
             )
-    if padded_inputs and not torch.stack([real_row_mask(v).any() for v in padded_inputs]).any():
+    if padded_inputs and not any(real_row_mask(batch).any() for batch in padded_inputs):
+        # The metrics are those of padding alone.
         real_rows = real_rows.select()
-        real_rows.meta_info.pop("metrics", None)  # every input row is padding
+        real_rows.meta_info.pop("metrics", None)
     return real_rows

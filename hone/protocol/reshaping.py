@@ -108,13 +108,14 @@ def _reshape_batch_dims(data: DataProto, num_dims: int, size: tuple[int, ...]) -
     """Reshapes the first `num_dims` dimensions of every column to `size`; (-1,) flattens them."""
 
     def reshape(value: Column) -> Column:
-        if size == (-1,):
+        if size == (-1,):  # reshape(-1, …) is ambiguous without rows
             num_rows = int(np.prod(value.shape[:num_dims], dtype=np.int64))
             return value.reshape(num_rows, *value.shape[num_dims:])
         return value.reshape(*size, *value.shape[num_dims:])
 
     batch = data.batch
     if batch is not None:
+        # A tensor on the meta device has a shape but no data.
         batch_size = reshape(torch.empty(tuple(batch.batch_size), device="meta")).shape
         batch = TensorDict({k: reshape(v) for k, v in batch.items()}, batch_size=batch_size)
     arrays = {name: reshape(array) for name, array in data.non_tensor_batch.items()}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Column = TypeVar("Column", torch.Tensor, np.ndarray)
 Names: TypeAlias = Sequence[str] | None
+"""Names of columns or of entries of meta_info."""
 Index: TypeAlias = slice | Sequence[int] | np.ndarray | torch.Tensor
 """Row indices or a boolean mask."""
 _NON_TENSORS = (NonTensorData, NonTensorStack)
@@ -77,9 +78,12 @@ def take_rows(value: Column, index: Index) -> Column:
     """Returns the rows at `index` of a tensor, a TensorDict or an array; a slice gives a view."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         rows, ragged_idx = list(value.unbind()), getattr(value, "_ragged_idx", None)
+        if not rows:
+            return value
         selected_rows = rows[index] if isinstance(index, slice) else [rows[int(i)] for i in index]
-        if selected_rows or not rows:
-            return build_jagged_tensor(selected_rows, ragged_idx) if rows else value
+        if selected_rows:
+            return build_jagged_tensor(selected_rows, ragged_idx)
+        # A jagged tensor without rows has the dtype and the other dimensions of the first row.
         first_row = build_jagged_tensor(rows[:1], ragged_idx)
         ragged_idx = first_row._ragged_idx  # type: ignore[attr-defined]
         return torch.nested.nested_tensor_from_jagged(
@@ -195,8 +199,11 @@ def join_meta_info(infos: list[Fields]) -> Fields:
                     f"batch and {value!r} in batch {number}; put values that differ under 'metrics'"
                 )
     if metrics:
-        names = dict.fromkeys(name for entry in metrics for name in entry)
-        merged["metrics"] = {n: [entry[n] for entry in metrics if n in entry] for n in names}
+        values_by_name: Fields = {}
+        for entry in metrics:
+            for name, value in entry.items():
+                values_by_name.setdefault(name, []).append(value)
+        merged["metrics"] = values_by_name
     return merged
 
 
@@ -307,8 +314,8 @@ def deeply_equal(a: Any, b: Any, _outer_pairs: frozenset[tuple[int, int]] = froz
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.shape == b.shape and object in (a.dtype, b.dtype):
             return all(map(are_equal, a.ravel(), b.ravel()))
-        has_nan = a.dtype.kind == b.dtype.kind and a.dtype.kind in "fcmM"
-        return bool(np.array_equal(a, b, equal_nan=has_nan))
+        may_have_nan = a.dtype.kind == b.dtype.kind and a.dtype.kind in "fcmM"
+        return bool(np.array_equal(a, b, equal_nan=may_have_nan))
     if any(isinstance(x, torch.Tensor | np.ndarray) or is_tensor_collection(x) for x in (a, b)):
         return False
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -162,11 +162,15 @@ def concat_tensordict(data: Sequence[TensorDict]) -> TensorDict:
 
 def _split_metadata(batch: TensorDict) -> tuple[Fields, dict[str, NonTensorData]]:
     """Returns the columns and the metadata of a batch."""
-    entries = {key: batch.get(key) for key in batch.keys()}  # noqa: SIM118
-    metadata = {
-        k: NonTensorData(v.data) for k, v in entries.items() if isinstance(v, NonTensorData)
-    }
-    return {k: v for k, v in entries.items() if k not in metadata}, metadata
+    columns: Fields = {}
+    metadata: dict[str, NonTensorData] = {}
+    for key in batch.keys():  # noqa: SIM118
+        value = batch.get(key)
+        if isinstance(value, NonTensorData):
+            metadata[key] = NonTensorData(value.data)
+        else:
+            columns[key] = value
+    return columns, metadata
 
 
 def concat_tensordict_with_none_bsz(data: Sequence[TensorDict]) -> TensorDict:
@@ -215,16 +219,17 @@ class BatchData:
         """Splits one batch into equal parts."""
         if not self.is_chunkable():
             raise ProtocolError(f"a {type(self._data).__name__} cannot be split into chunks")
-        is_tensordict = isinstance(self._data, TensorDict)
-        return chunk_tensordict(self._data, chunks) if is_tensordict else self._data.chunk(chunks)
+        if isinstance(self._data, TensorDict):
+            return chunk_tensordict(self._data, chunks)
+        return self._data.chunk(chunks)
 
     def concat(self) -> Chunkable | TensorDict:
         """Concatenates a list of batches."""
         if not self.is_concatable():
             raise ProtocolError("concat needs a list of at least one DataProto or TensorDict")
-        batch_type = type(self._data[0])
-        is_tensordict = issubclass(batch_type, TensorDict)
-        return (concat_tensordict if is_tensordict else batch_type.concat)(self._data)
+        if isinstance(self._data[0], TensorDict):
+            return concat_tensordict(self._data)
+        return type(self._data[0]).concat(self._data)
 
 
 def make_iterator(
@@ -268,8 +273,10 @@ def unpad(data: TensorDict, pad_size: int) -> TensorDict:
 
 def contiguous(data: TensorDict) -> TensorDict:
     """Returns a new TensorDict with contiguous tensors."""
-    columns = {key: data.get(key) for key in data.keys()}  # noqa: SIM118
-    columns = {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in columns.items()}
+    columns: Fields = {}
+    for key in data.keys():  # noqa: SIM118
+        value = data.get(key)
+        columns[key] = value.contiguous() if isinstance(value, Tensor) else value
     return TensorDict(columns, batch_size=data.batch_size)
 
 

@@ -23,7 +23,7 @@ from hone.types import Fields, Function, JsonValue
 
 T = TypeVar("T")
 EncodedValue: TypeAlias = tuple[str, Any, Any]
-"""Kind, payload, and further data that depends on the kind."""
+"""The kind of a column, its payload, and further data that depends on the kind."""
 PackedTensor = tuple[str, tuple[int, ...], np.ndarray]
 """verl's format of a tensor: dtype name, shape, and the bytes as a numpy array."""
 PackedColumn = PackedTensor | tuple[str, list[PackedTensor]]
@@ -103,7 +103,9 @@ def decode_verl_tensors(state: bytes | PackedTensorDict | None) -> TensorDict | 
 
 def split_tensordict(source: TensorDict) -> tuple[Fields, dict[str, np.ndarray], Fields]:
     """Returns the tensors, object columns and metadata of a TensorDict."""
-    tensors, arrays, metadata = Fields(), dict[str, np.ndarray](), Fields()
+    tensors: Fields = {}
+    arrays: dict[str, np.ndarray] = {}
+    metadata: Fields = {}
     for key in source.keys():  # noqa: SIM118
         value = source.get(key)
         if isinstance(value, NonTensorStack):
@@ -120,16 +122,16 @@ def join_tensordict(
 ) -> TensorDict:
     """Inverts `split_tensordict`; without tensors, the batch has `num_rows` rows."""
     tensors = {} if batch is None else dict(batch.items())
-    names = Counter([*tensors, *arrays, *metadata])
-    if duplicates := sorted(name for name, count in names.items() if count > 1):
+    name_counts = Counter([*tensors, *arrays, *metadata])
+    if duplicates := sorted(name for name, count in name_counts.items() if count > 1):
         raise ProtocolError(
             f"{duplicates} name more than one tensor column, object column or meta_info entry; "
             "rename one"
         )
     size = batch.batch_size if batch is not None else [num_rows]
     stacks = {key: NonTensorStack(*map(NonTensorData, array)) for key, array in arrays.items()}
-    facts = {key: NonTensorData(value, batch_size=size) for key, value in metadata.items()}
-    return TensorDict(tensors | stacks | facts, batch_size=size)
+    entries = {key: NonTensorData(value, batch_size=size) for key, value in metadata.items()}
+    return TensorDict(tensors | stacks | entries, batch_size=size)
 
 
 def _object_column(values: list[JsonValue | np.ndarray]) -> np.ndarray:
@@ -225,12 +227,12 @@ class _RestrictedUnpickler(pickle._Unpickler):
             module = "hone.protocol.data_proto"
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return _load_storage
-        allowed = name in _ALLOWED_NAMES.get(module, "").split() or module == "numpy.dtypes"
+        is_allowed = name in _ALLOWED_NAMES.get(module, "").split() or module == "numpy.dtypes"
         if module == "numpy":
             value = getattr(np, name, None)
             is_scalar_type = isinstance(value, type) and issubclass(value, np.generic)
-            allowed = name in ("ndarray", "dtype") or is_scalar_type
-        if not allowed or "." in name:
+            is_allowed = name in ("ndarray", "dtype") or is_scalar_type
+        if not is_allowed or "." in name:
             raise UnsafeObject(f"{module}.{name}")
         return super().find_class(module, name)
 
@@ -243,9 +245,10 @@ def _set_checked_state(unpickler: Any) -> None:
     dtype = unpickler.stack[-1]
     if isinstance(dtype, np.dtype):
         # A state can declare object pointers as plain bytes, and numpy would follow the pointers.
-        plain = np.dtype(dtype.str)
-        facts, plain_facts = ((d, d.num, d.itemsize, d.alignment, d.flags) for d in (dtype, plain))
-        if facts != plain_facts:
+        attributes, plain_attributes = (
+            (d, d.num, d.itemsize, d.alignment, d.flags) for d in (dtype, np.dtype(dtype.str))
+        )
+        if attributes != plain_attributes:
             raise UnsafeObject("structured or malformed numpy dtype")
 
 

@@ -1,6 +1,6 @@
-"""Advantage estimators by name; `advantages` and `returns` are [B, T] and 0 outside response_mask.
+"""Advantage estimators by name; each returns (advantages, returns), both [B, T] and 0 outside response_mask.
 
-An entry is an `Estimator` in verl's form, a user's `Estimator` class, or a user's function
+An entry of TABLE is an `EstimatorFunction` (verl's form), a user's `Estimator` class, or a user's function
 `fn(token_level_rewards, response_mask, index, config, **columns)`.
 """
 
@@ -37,8 +37,11 @@ TABLE: Table[Function] = Table(
 
 
 def get_estimator(name: str, config: Settings | None = None, **options: JsonValue) -> Estimator:
-    """Returns the estimator of a name or of "pkg.mod:object", with the options of `config` (`algorithm`) and
-    those of `options` that it declares; the latter come from other parts of the configuration."""
+    """Returns the estimator of a name or of "pkg.mod:object".
+
+    `config` is the block `algorithm`; `options` come from other blocks, and the estimator gets those that it
+    declares.
+    """
     from hone.algorithms.advantages.estimator import create_estimator
 
     return create_estimator(TABLE.get(name), config, **options)

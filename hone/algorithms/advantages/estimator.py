@@ -1,8 +1,9 @@
-"""The base classes of advantage estimators, frozen dataclasses that declare which columns they read; GRPO.
+"""The base classes of advantage estimators, and GRPO.
 
-Their fields are their options, read from `algorithm` by name. A trajectory is usually one row. If several
-rows have the same `trajectory_id`, their rewards and lengths are summed, statistics count the trajectory
-once, and each of its rows gets the trajectory's advantage.
+An estimator is a frozen dataclass. Its fields are its options, which are read from `algorithm` by name.
+
+A trajectory is usually one row. If several rows have the same `trajectory_id`, their rewards and lengths are
+summed, statistics count the trajectory once, and each of its rows gets the trajectory's advantage.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _ARGUMENTS = ("token_level_rewards", "response_mask", "index", "config")
 """The arguments of every estimator; other arguments are options or columns."""
 _POSITIONAL = Parameter.POSITIONAL_OR_KEYWORD
 _BLOCK_ROWS = 256
-CALL_ONLY = {"read from": "the call alone"}
+"""Rows that are processed together; their tensors fit into the CPU cache."""
+CALL_ONLY = {"source": "call"}
 """Metadata of an option that has the name of a key of `algorithm` but is set only by the caller."""
 
 
@@ -64,7 +66,7 @@ class Trajectories:
         return self.columns.get(TRAJECTORY_COLUMN)
 
     def outcomes(self, name: str, rewards: Tensor) -> Outcomes:
-        """Returns the outcomes of the trajectories for these rewards; `name` is the estimator's."""
+        """Returns the outcomes of the trajectories for these rewards; errors name the estimator `name`."""
         return outcomes(name, rewards, self.mask, self.uid, self.trajectory_id)
 
     def column(self, name: str) -> Tensor:
@@ -111,8 +113,11 @@ class Estimator:
 
 @dataclass(frozen=True)
 class FunctionEstimator(Estimator):
-    """A user's function `fn(token_level_rewards, response_mask, index, config, **columns)`; its attribute
-    `needs` lists the columns that it requires. It gets only arguments that it accepts."""
+    """A user's function `fn(token_level_rewards, response_mask, index, config, **columns)`.
+
+    The function's attribute `needs` lists the columns that it requires. Arguments that the function does not
+    accept are not passed.
+    """
 
     function: Function
     config: Settings | None
@@ -147,6 +152,7 @@ class EstimatorFunction:
     """An estimator as a function with verl's arguments in verl's order; options and columns are keywords.
 
     Every estimator accepts the columns of all estimators, and the arguments of verl that it does not use.
+    `arguments` are the names of verl's arguments; those after `response_mask` are optional.
     """
 
     def __init__(
@@ -168,11 +174,11 @@ class EstimatorFunction:
         values = self.__signature__.bind(*args, **kwargs).arguments
         keywords = values.pop("columns", {})
         # Every estimator accepts all columns, and the whole batch as verl passes it.
-        known = {*COLUMNS, *_ARGUMENTS, *self._options, "non_tensor_batch", "batch"}
+        accepted_names = {*COLUMNS, *_ARGUMENTS, *self._options, "non_tensor_batch", "batch"}
         for name in keywords:
-            if name not in known and not name.startswith(REWARD_PREFIX):
-                names = (*_ARGUMENTS, *self._options, TRAJECTORY_COLUMN, *self.estimator.uses)
-                raise unknown_argument(self.__name__, name, names)
+            if name not in accepted_names and not name.startswith(REWARD_PREFIX):
+                used_names = (*_ARGUMENTS, *self._options, TRAJECTORY_COLUMN, *self.estimator.uses)
+                raise unknown_argument(self.__name__, name, used_names)
         columns = values | keywords
         rewards, mask, index, config = (columns.pop(name, None) for name in _ARGUMENTS)
         options = {name: columns.pop(name) for name in self._options if name in columns}
@@ -287,7 +293,7 @@ def outcomes(
 
 
 def checked_labels(name: str, index: Labels | None, num_rows: int) -> Labels:
-    """Returns `index`; raises unless `index` has one label per row. `name` is the estimator's."""
+    """Returns `index`; raises an error with the estimator's `name` unless `index` has one label per row."""
     if index is None:
         raise ValueError(
             f"{name} compares the responses of one prompt and got index=None; "

@@ -59,8 +59,10 @@ class GPG(OutcomeEstimator):
 
 @dataclass(frozen=True)
 class PassK(OutcomeEstimator):
-    """Pass@k: A_best = (R_best − R_second) / (std_g + ε), others 0. A group of one gets 0; a batch of
-    only such groups is an error."""
+    """Pass@k: A = (R_best − R_second) / (std_g + ε) for the best response, 0 for the others.
+
+    A group of one gets 0; a batch of only such groups is an error.
+    """
 
     norm_adv_by_std_in_grpo: bool
     epsilon: float = EPS
@@ -157,8 +159,12 @@ class GDPO(Estimator):
         for name, weight in zip(self.requires, weights, strict=True):
             part = _reward_part(name, batch.columns).to(total.device)
             per_row = row_sums(part, outcome.mask) if part.dim() == 2 else part.double()
-            scores, by_std = outcome.sum_rows(per_row), self.norm_adv_by_std_in_grpo
-            total += weight * group_relative_scores(outcome.groups, scores, by_std, self.epsilon)
+            total += weight * group_relative_scores(
+                outcome.groups,
+                outcome.sum_rows(per_row),
+                self.norm_adv_by_std_in_grpo,
+                self.epsilon,
+            )
         advantages = outcome.broadcast(outcome.whiten(total))
         return advantages, advantages
 

@@ -29,8 +29,8 @@ EPS = 1e-8
 class OptimalTokenBaseline(Estimator):
     """B_t = Σ G·W / (Σ W + ε) over the group, W_t = Σ_{s≤t} (1 − 2π_s + Σπ²)·ρ_s²;  A = G − B.
 
-    G is the return, π the probability of a token under the policy, ρ the rollout importance weight. A token
-    without others at its position has no baseline; with `handle_zero_tail=False`, the tail of the longest
+    G is the return, π the probability of a token under the policy, ρ the rollout importance weight. The only
+    token of a group at its position has no baseline; with `handle_zero_tail=False`, the tail of the longest
     response has its own return as baseline.
     """
 

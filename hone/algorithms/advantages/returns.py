@@ -55,8 +55,9 @@ class RowOrder:
         return cls(*(torch.from_numpy(x).to(like.device) for x in arrays))
 
     def backwards(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (rows, the rows that continue them or -1), starting with the last rows of trajectories."""
-        for number in range(int(self.row_number.max()) if len(self.row_number) else -1, -1, -1):
+        """Yields rows with equal row number, highest number first, and the next row of each (-1 if none)."""
+        max_rows = int(self.row_number.max()) + 1 if len(self.row_number) else 0
+        for number in reversed(range(max_rows)):
             rows = (self.row_number == number).nonzero().squeeze(1)
             yield rows, self.next_row[rows]
 
@@ -84,7 +85,7 @@ def rewards_to_go(
         if row_order is not None:
             returns = returns + row_order.sum_of_later_rows(rewards.sum(-1)).unsqueeze(-1)
         return zero_outside_mask(returns, response_mask)
-    # The return is the advantage over values of 0.
+    # With λ = 1 and values of 0, the advantage of GAE is the return.
     return gae_advantages(
         rewards, torch.zeros_like(rewards), response_mask.bool(), gamma, 1.0, row_order
     )
@@ -93,7 +94,10 @@ def rewards_to_go(
 def backward_scan(
     row_order: RowOrder | None, state: Tensor
 ) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Yields (rows, the state after their last token); a row's continuation comes before the row."""
+    """Yields rows and the state after their last token; the next row of a trajectory comes before a row.
+
+    `state` has the state at each row's first token; the caller sets it for the rows of each iteration.
+    """
     if row_order is None:
         yield slice(None), torch.zeros_like(state)
         return

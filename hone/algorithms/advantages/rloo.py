@@ -44,8 +44,10 @@ class RLOOToken(Estimator):
     def __call__(self, batch: Trajectories) -> Estimate:
         row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, batch.rewards)
         if self.credit_assignment == STRICT_MIN:
-            steps = (batch.column("reward/process"), batch.column("step_mask"))
-            returns = total_min_form_returns(batch.rewards, *steps, batch.mask, row_order)
+            process_rewards, step_mask = batch.column("reward/process"), batch.column("step_mask")
+            returns = total_min_form_returns(
+                batch.rewards, process_rewards, step_mask, batch.mask, row_order
+            )
         else:
             returns = rewards_to_go(batch.rewards, batch.mask, self.gamma, row_order)
         if self.process_baseline != "return":
@@ -75,7 +77,7 @@ class RLOOToken(Estimator):
 
 
 def _leave_one_out(outcome: Outcomes, values: Tensor, weights: Tensor) -> Tensor:
-    """Returns [B, 1] Σ_{j≠i} values / Σ_{j≠i} weights over the rest of the group; 0 for a group of one."""
+    """Returns [B, 1] Σ_{j≠i} values / Σ_{j≠i} weights over the other trajectories of the group, or 0."""
     groups = outcome.groups
     value_sum, weight_sum = (groups.sum(x)[groups.ids] - x for x in (values, weights))
     ratio = value_sum / weight_sum.clamp(min=1)

@@ -56,7 +56,8 @@ def bypass_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
 
 
 def _settings(tokens: Tokens) -> Settings | None:
-    """Returns the settings of the keyword argument or of the config; raises if both are set and differ."""
+    """Returns `algorithm.rollout_correction`, from the keyword argument or from `config.policy_loss`, where
+    verl's trainer puts it; raises if both are set and differ."""
     from_keyword = tokens.extras.get(_KEYWORD)
     from_config = config_value(tokens.config, f"policy_loss.{_KEYWORD}")
     if from_keyword is not None and from_config is not None and from_keyword != from_config:

@@ -29,8 +29,6 @@ NamedTensors = dict[str, Tensor]
 """Tensors [B, T], or scalar means of them, by name."""
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Old log-probs, log-probs, advantages and the response mask."""
-
-
 LOSS_AGG_MODES = (
     "token-mean",
     "token-sum",
@@ -150,7 +148,7 @@ class Tokens:
     mask: Tensor  # bool
     config: Settings | None
     weights: Tensor | None = None  # rollout importance weights
-    prepared: NamedTensors = field(default_factory=dict)  # result of `prepare` for these rows
+    prepared: NamedTensors = field(default_factory=dict)  # these rows of the result of `prepare`
     extras: Mapping[str, Settings] = field(default_factory=dict)  # further keyword arguments
 
     @property
@@ -337,29 +335,33 @@ def call_custom_loss(
 ) -> tuple[Tensor, NamedTensors]:
     """Calls a user's loss by verl's argument names, or by position if its arguments have other names.
 
-    Arguments that it does not have are left out, except importance weights: it would train something else.
+    The loss gets only the arguments that it has. A loss without an argument for importance weights would
+    train something else, so they raise an error.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    arguments = dict(zip(_ARGUMENTS, (*inputs, config.loss_agg_mode, config, weights), strict=True))
+    keywords = dict(zip(_ARGUMENTS, (*inputs, config.loss_agg_mode, config, weights), strict=True))
     parameters = inspect.signature(function).parameters
-    own = [parameter for name, parameter in parameters.items() if name not in extras]
-    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in own)
-    positional = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    own_parameters = [p for p in parameters.values() if p.name not in extras]
+    takes_any_name = any(p.kind is p.VAR_KEYWORD for p in own_parameters)
+    takes_any_position = any(p.kind is p.VAR_POSITIONAL for p in own_parameters)
+    positional = [
+        p for p in own_parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     required = {p.name for p in positional if p.default is p.empty}
-    takes_any_position = any(p.kind is p.VAR_POSITIONAL for p in own)
     if required <= set(_ARGUMENTS) and (takes_any_name or (required and not takes_any_position)):
-        count = 0
+        num_positional = 0
     else:
-        count = len(_ARGUMENTS) if takes_any_position else len(positional)
-    values = tuple(arguments.pop(argument) for argument in _ARGUMENTS[:count])
+        num_positional = len(_ARGUMENTS) if takes_any_position else len(positional)
+    values = tuple(keywords.pop(argument) for argument in _ARGUMENTS[:num_positional])
     if not takes_any_name:
-        arguments = {n: value for n, value in arguments.items() if n in parameters}
-    if weights is not None and count < len(_ARGUMENTS) and "rollout_is_weights" not in arguments:
+        keywords = {keyword: v for keyword, v in keywords.items() if keyword in parameters}
+    takes_weights = num_positional >= len(_ARGUMENTS) or "rollout_is_weights" in keywords
+    if weights is not None and not takes_weights:
         raise PluginError(
             f"the policy loss {name} has no argument rollout_is_weights, but "
             "algorithm.rollout_correction.rollout_is sets importance weights; add it, or set rollout_is=null"
         )
-    result = function(*values, **arguments, **extras)
+    result = function(*values, **keywords, **extras)
     if isinstance(result, tuple) and len(result) == 1 + len(_OLD_METRICS):
         result = (result[0], dict(zip(_OLD_METRICS, result[1:], strict=True)))
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)
