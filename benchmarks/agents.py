@@ -100,7 +100,7 @@ def seconds(runner: LoopRunner, sleeps: list[list[float]]) -> float:
     runner.submit(rows(sleeps))
     runner.run_until(lambda: False)
     spent = time.perf_counter() - started
-    for group in runner.finished():
+    for group in runner.pop_finished():
         assert group.outputs[0].extra_fields["tool_call_counts"] == TURNS - 1
     return spent
 

@@ -292,7 +292,7 @@ def played(answers: list[str], *overrides: str) -> tuple[str, str]:
     rows.meta_info["sampling_params"] = {"temperature": 1.0}
     runner.submit(rows)
     runner.run_until(lambda: False)  # until no loop runs
-    ((output,),) = (group.outputs for group in runner.finished())
+    ((output,),) = (group.outputs for group in runner.pop_finished())
     written = [
         t
         for t, by_policy in zip(output.response_ids, output.response_mask, strict=True)

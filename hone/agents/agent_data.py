@@ -56,7 +56,7 @@ class AgentData:
     num_preempted: int = 0
     stop_reason: str | None = None
     routed_experts: Tensor | None = None
-    """[tokens, layers, k]: the experts of every token up to the last turn for which experts were recorded."""
+    """[tokens, layers, k]: the experts of the tokens up to the last turn with recorded experts."""
     later_turn_tokens: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "cached": 0})
     """Prompt tokens of the turns after the first, and how many of them were prefix-cache hits."""
 

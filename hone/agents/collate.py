@@ -1,7 +1,7 @@
 """Collates trajectories into one batch: prompts padded on the left, responses on the right.
 
-Each rank collates its own rows; `join_ranks` concatenates the batches of the ranks. Each output
-that a loop returns in a list is one row, and the rows of a trajectory are adjacent until dispatch.
+A loop that returns a list of outputs makes one row per output; the rows of a trajectory are adjacent
+until dispatch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
@@ -26,21 +25,18 @@ from hone.text import short_repr
 from hone.types import Fields, Row, Settings
 
 LOOP_SCORE_COLUMN = reward_column("agent")
-"""The column of the score that a loop returned, on the last policy token."""
-
+"""The column with the score that a loop returned, on the last policy token."""
 LOOP_METRICS = ("generate_sequences", "tool_calls", "num_preempted")
 """Metrics that any loop may return; missing ones are 0."""
 NOT_RECORDED = -1  # the value of `routed_experts` for tokens that the rollout did not compute
 TRAJECTORY_ROW = "trajectory_row"
 """The column of each row's index in its trajectory (None means 0); absent if every trajectory has one row."""
-
-
 RESERVED_COLUMNS = (
     *("prompts", "responses", "response_mask", "attention_mask", "input_ids", "position_ids"),
     *("rollout_log_probs", "rm_scores", LOOP_SCORE_COLUMN, "num_turns", "stop_reason", "versions"),
     TRAJECTORY_ROW,
 )
-"""Columns that are built from the other fields of an output, so `extra_fields` may not set them."""
+"""Columns that are built from other fields of an output; `extra_fields` may not contain them."""
 
 
 class BadTrajectory(ValueError):
@@ -53,22 +49,23 @@ def metric_values(metrics: AgentLoopMetrics | Settings) -> dict[str, float]:
     return {name: values.get(name, 0.0) for name in LOOP_METRICS}
 
 
-def loop_metrics(loops: Sequence[AgentLoopMetrics | Settings]) -> dict[str, float]:
-    """Returns min, max and mean of the metrics of `loops` under verl's names."""
+def loop_metrics(metrics: Sequence[AgentLoopMetrics | Settings]) -> dict[str, float]:
+    """Returns min, max and mean of the metrics of several trajectories, under verl's names."""
     summary: dict[str, float] = {}
     for name in LOOP_METRICS:
-        values = [float(metric_values(loop)[name]) for loop in loops]
+        values = [float(metric_values(entry)[name]) for entry in metrics]
         for statistic, compute in (("min", min), ("max", max), ("mean", fmean)):
             summary[f"timing_s/agent_loop/{name}/{statistic}"] = compute(values)
-    metrics = [loop for loop in loops if isinstance(loop, AgentLoopMetrics)]
-    if prompt_tokens := sum(m.later_prompt_tokens for m in metrics):
-        cached_tokens = sum(m.later_cached_tokens for m in metrics)
+    own_metrics = [entry for entry in metrics if isinstance(entry, AgentLoopMetrics)]
+    prompt_tokens = sum(entry.later_prompt_tokens for entry in own_metrics)
+    if prompt_tokens:
+        cached_tokens = sum(entry.later_cached_tokens for entry in own_metrics)
         summary["rollout/prefix_cache_hit/later_turns"] = cached_tokens / prompt_tokens
     return summary
 
 
 def check_output(output: Any, loop_name: str, *, row: Row, vocab_size: int | None) -> None:
-    """Raises BadTrajectory on an invalid output."""
+    """Raises BadTrajectory if the output of a loop is invalid."""
     if not isinstance(output, AgentLoopOutput):
         raise BadTrajectory(
             f"agent loop {loop_name!r} returned {short_repr(output)}; return an AgentLoopOutput, or a "
@@ -104,17 +101,19 @@ def _problems(output: AgentLoopOutput, row: Row, vocab_size: int | None) -> Iter
     numbers: Fields = {"num_turns": output.num_turns}
     if output.reward_score is not None:
         numbers["reward_score"] = output.reward_score
-    numbers |= {f"metrics[{k!r}]": v for k, v in metric_values(output.metrics).items()}
+    for name, value in metric_values(output.metrics).items():
+        numbers[f"metrics[{name!r}]"] = value
     for name, value in numbers.items():
         if not _is_finite(value):
             yield f"{name}={short_repr(value)}; give a finite number, or leave it out"
     for field, value in output.extra_fields.items():
-        if origin := _origin_of_column(field, value, row):
+        origin = _origin_of_column(field, value, row)
+        if origin:
             yield f"extra_fields[{field!r}], but the column {field!r} is {origin}; rename it"
 
 
 def _origin_of_column(name: str, value: Any, row: Row) -> str:
-    """Returns where a column comes from if an agent loop may not write this value to it, else ""."""
+    """Returns the origin of a column, or "" if an agent loop may write this value to the column."""
     if name in row:
         return "" if deeply_equal(row[name], value) else "a column of the data row"
     if name in RESERVED_COLUMNS:
@@ -133,20 +132,22 @@ def _is_finite(value: Any) -> bool:
 
 def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) -> DataProto:
     """Pads the trajectories to the longest prompt and the longest response, and stacks them."""
-    prompt_lengths = np.array([[len(o.prompt_ids)] for o in outputs])  # [N, 1]
-    response_lengths = np.array([[len(o.response_ids)] for o in outputs])  # [N, 1]
+    prompt_lengths = np.array([[len(output.prompt_ids)] for output in outputs])  # [N, 1]
+    response_lengths = np.array([[len(output.response_ids)] for output in outputs])  # [N, 1]
     prompt_len, response_len = int(prompt_lengths.max()), int(response_lengths.max())
     is_prompt_token = np.arange(-prompt_len, 0) >= -prompt_lengths  # [N, P]
     is_response_token = np.arange(response_len) < response_lengths  # [N, T]
 
     def pad(is_token: np.ndarray, field: str, pad_value: int, dtype: type = np.int64) -> Tensor:
         """Returns [N, P] or [N, T] with the field's values at the tokens, and `pad_value` elsewhere."""
-        rows = [getattr(output, field) for output in outputs]
-        for row, (values, length) in enumerate(zip(rows, is_token.sum(1), strict=True)):
+        values_per_row = [getattr(output, field) for output in outputs]
+        pairs = zip(values_per_row, is_token.sum(1), strict=True)
+        for row, (values, length) in enumerate(pairs):
             if len(values) != length:
                 raise BadTrajectory(f"row {row} has {len(values)} values for {length} tokens")
         array: np.ndarray = np.full(is_token.shape, pad_value, dtype)
-        array[is_token] = np.fromiter(chain.from_iterable(rows), dtype, count=is_token.sum())
+        all_values = chain.from_iterable(values_per_row)
+        array[is_token] = np.fromiter(all_values, dtype, count=is_token.sum())
         return torch.from_numpy(array)
 
     response_mask = pad(is_response_token, "response_mask", 0)
@@ -157,23 +158,23 @@ def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) ->
         "response_mask": response_mask,
         "attention_mask": torch.from_numpy(attention_mask).long(),
     }
-    if all(o.response_logprobs is not None for o in outputs):
+    if all(output.response_logprobs is not None for output in outputs):
         log_probs = pad(is_response_token, "response_logprobs", 0, np.float32)
         tensors["rollout_log_probs"] = _zero_outside_mask(log_probs, response_mask)
-    if any(o.routed_experts is not None for o in outputs):
+    if any(output.routed_experts is not None for output in outputs):
         tensors["routed_experts"] = _routed_experts(outputs, prompt_len, response_len)
-    num_scored = sum(o.reward_score is not None for o in outputs)
-    _check_all_or_none(num_scored, len(outputs))
+    num_scored = sum(output.reward_score is not None for output in outputs)
+    check_all_or_none(num_scored, len(outputs))
     if num_scored:
-        scores = [float(o.reward_score or 0.0) for o in outputs]
+        scores = [float(output.reward_score or 0.0) for output in outputs]
         tensors[LOOP_SCORE_COLUMN] = _put_on_last_policy_token(scores, response_mask)
     columns: dict[str, list[Any]] = {
-        "num_turns": [o.num_turns for o in outputs],
-        "stop_reason": [o.stop_reason for o in outputs],
-        "versions": [list(o.versions) if o.versions is not None else None for o in outputs],
+        "num_turns": [output.num_turns for output in outputs],
+        "stop_reason": [output.stop_reason for output in outputs],
+        "versions": [None if o.versions is None else list(o.versions) for o in outputs],
     }
-    for name in sorted({key for o in outputs for key in o.extra_fields}):
-        columns[name] = [o.extra_fields.get(name) for o in outputs]
+    for name in sorted({key for output in outputs for key in output.extra_fields}):
+        columns[name] = [output.extra_fields.get(name) for output in outputs]
     arrays = {name: object_array(values) for name, values in columns.items()}
     return DataProto.from_dict(tensors=tensors, non_tensors=arrays)
 
@@ -190,7 +191,7 @@ def position_ids(batch: DataProto) -> Tensor:
 
 
 DERIVED_COLUMNS = {"input_ids": input_ids, "position_ids": position_ids}
-"""Columns that are computed from others where they are read, and never sent."""
+"""Columns that are computed where they are read, and never sent to another process."""
 
 
 def add_verl_columns(batch: DataProto) -> DataProto:
@@ -202,50 +203,30 @@ def add_verl_columns(batch: DataProto) -> DataProto:
     return batch
 
 
-def join_ranks(worker_group: object, results: Sequence[DataProto]) -> DataProto:
-    """Concatenates the batches that the ranks of a worker group collated.
-
-    A column that only some ranks have is filled with None, `routed_experts` with NOT_RECORDED;
-    `rollout_log_probs` is dropped.
-    """
-    batches = fill_object_columns(results)
-    _check_all_or_none(sum(b.has_column(LOOP_SCORE_COLUMN) for b in batches), len(batches))
-    if not all(b.has_column("rollout_log_probs") for b in batches):
-        for batch in batches:
-            batch.batch.pop("rollout_log_probs", None)
-    recorded_experts = [
-        b.batch["routed_experts"] for b in batches if b.has_column("routed_experts")
-    ]
-    for batch in batches if recorded_experts else ():
-        if not batch.has_column("routed_experts"):
-            shape = (*batch.batch["attention_mask"].shape, *recorded_experts[0].shape[2:])
-            batch.batch["routed_experts"] = recorded_experts[0].new_full(shape, NOT_RECORDED)
-    return DataProto.concat(pad_to_equal_widths(batches))
-
-
 def _routed_experts(
     outputs: Sequence[AgentLoopOutput], prompt_len: int, response_len: int
 ) -> Tensor:
     """Returns [B, P+T, layers, k]: the experts that the rollout recorded."""
-    recorded_experts = [o.routed_experts for o in outputs]
+    recorded_experts = [output.routed_experts for output in outputs]
     shape = next(experts.shape[1:] for experts in recorded_experts if experts is not None)
     column = torch.full(
         (len(outputs), prompt_len + response_len, *shape), NOT_RECORDED, dtype=torch.int16
     )
     for row, (output, experts) in enumerate(zip(outputs, recorded_experts, strict=True)):
         if experts is not None:
-            # A loop may have truncated its response.
+            # A truncated response has fewer tokens than recorded experts.
             start, end = prompt_len - len(output.prompt_ids), prompt_len + len(output.response_ids)
             column[row, start:end][: len(experts)] = experts[: end - start]
     return column
 
 
-def _check_all_or_none(num_scored: int, total: int) -> None:
+def check_all_or_none(num_scored: int, total: int) -> None:
+    """Raises BadTrajectory if some but not all of `total` trajectories have a score."""
     # The message has no counts, because it must not depend on the number of ranks.
     if 0 < num_scored < total:
         raise BadTrajectory(
-            "only some trajectories have a reward_score; the others would count as 0: "
-            "either every agent loop of a batch scores its trajectories, or none does"
+            "only some trajectories have a reward_score, and the others would count as 0; let every "
+            "agent loop of a batch score its trajectories, or none"
         )
 
 
@@ -264,98 +245,53 @@ def _zero_outside_mask(log_probs: Tensor, mask: Tensor) -> Tensor:
 def _put_on_last_policy_token(values: Sequence[float], mask: Tensor) -> Tensor:
     """Returns [B, T]: each row's value on its last policy token, 0 elsewhere."""
     column = torch.zeros(mask.shape, dtype=torch.float32)
-    column[torch.arange(len(values)), last_true_index(mask).clamp(min=0)] = torch.tensor(values)
+    last_tokens = last_true_index(mask).clamp(min=0)
+    column[torch.arange(len(values)), last_tokens] = torch.tensor(values)
     return column
 
 
 def turn_rewards(batch: DataProto, name: str) -> Tensor:
     """Returns [B, T]: the rewards of tool or interaction `name`, each on the last token of its turn."""
     token_rewards = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
-    for row, rewards in enumerate(batch.non_tensor_batch.get("turn_rewards", ())):
-        for entry in rewards or ():
+    for row, entries in enumerate(batch.non_tensor_batch.get("turn_rewards", ())):
+        for entry in entries or ():
             if entry["name"] == name and entry["token"] < token_rewards.shape[1]:
                 token_rewards[row, entry["token"]] += entry["reward"]
     return token_rewards
 
 
 def trajectory_rewards(batch: DataProto, name: str) -> Tensor:
-    """Returns [B, T]: a tool's or interaction's final score, on the last policy token."""
+    """Returns [B, T]: the final score of tool or interaction `name`, on the last policy token."""
     scores_by_name = batch.non_tensor_batch.get("reward_scores", [None] * len(batch))
     scores = [float((row_scores or {}).get(name, 0.0)) for row_scores in scores_by_name]
     return _put_on_last_policy_token(scores, batch.batch["response_mask"])
 
 
-def pad_and_concat(batches: Sequence[DataProto]) -> DataProto:
-    """Pads batches to the largest width and concatenates them; the masks are 0 at padding.
-
-    A column that some batches lack is filled with None if an agent loop wrote it, and dropped if a
-    reward function wrote it.
-    """
-    reward_columns = {name for b in batches for name in b.meta_info.get("reward_extra_names", [])}
-    padded_batches = fill_object_columns(pad_to_equal_widths(batches), skip_columns=reward_columns)
-    common_columns = set.intersection(*(set(b.column_names()) for b in padded_batches))
-    selected_batches = [
-        b.select(
-            batch_keys=[n for n in b.batch.keys() if n in common_columns],  # noqa: SIM118
-            non_tensor_batch_keys=[n for n in b.non_tensor_batch if n in common_columns],
-            meta_info_keys=[],
-        )
-        for b in padded_batches
-    ]
-    joined_batch = DataProto.concat(selected_batches)
-    joined_batch.meta_info = dict(batches[-1].meta_info)
-    extra_names = joined_batch.meta_info.get("reward_extra_names", [])
-    joined_batch.meta_info["reward_extra_names"] = [
-        name for name in extra_names if name in common_columns
-    ]
-    loop_columns = {name for b in batches for name in b.meta_info.get("loop_columns", [])}
-    joined_batch.meta_info["loop_columns"] = sorted(loop_columns & common_columns)
-    return joined_batch
-
-
-def pad_to_equal_widths(batches: Sequence[DataProto]) -> list[DataProto]:
-    """Pads the prompts and responses of each batch to the largest widths."""
-    prompt_width = max(b.batch["prompts"].shape[1] for b in batches)
-    response_width = max(b.batch["responses"].shape[1] for b in batches)
-    return [_pad(b, prompt_width, response_width) for b in batches]
-
-
-def _pad(batch: DataProto, prompt_width: int, response_width: int) -> DataProto:
-    left = prompt_width - batch.batch["prompts"].shape[1]
-    right = response_width - batch.batch["responses"].shape[1]
-    if left == 0 and right == 0:
-        return batch
-    tensors: dict[str, Tensor] = {}
-    for name, values in batch.batch.items():
-        if values.dim() < 2:
-            tensors[name] = values
-        elif name == "routed_experts":  # [B, P+T, layers, k]
-            tensors[name] = F.pad(values, (0, 0, 0, 0, left, right), value=NOT_RECORDED)
-        else:
-            is_prompt, is_response = name == "prompts", name not in ("prompts", "attention_mask")
-            tensors[name] = F.pad(values, (0 if is_response else left, 0 if is_prompt else right))
-    return DataProto.from_dict(tensors, batch.non_tensor_batch, dict(batch.meta_info))
-
-
 def fill_object_columns(
-    data: Sequence[DataProto], skip_columns: Collection[str] = ()
+    batches: Sequence[DataProto], skip_columns: Collection[str] = ()
 ) -> list[DataProto]:
-    """Fills with None the object columns that a batch lacks, except the columns in `skip_columns`."""
-    names = dict.fromkeys(name for batch in data for name in batch.non_tensor_batch)
-    result = []
-    for batch in data:
-        missing = [n for n in names if n not in batch.non_tensor_batch and n not in skip_columns]
-        arrays = {name: np.full(len(batch), None, dtype=object) for name in missing}
-        result.append(type(batch)(batch.batch, batch.non_tensor_batch | arrays, batch.meta_info))
-    return result
+    """Adds the object columns that only other batches have, filled with None, except `skip_columns`."""
+    names = dict.fromkeys(name for batch in batches for name in batch.non_tensor_batch)
+    filled_batches = []
+    for batch in batches:
+        missing_names = names.keys() - batch.non_tensor_batch.keys() - set(skip_columns)
+        arrays = {
+            name: np.full(len(batch), None, dtype=object) for name in names if name in missing_names
+        }
+        columns = batch.non_tensor_batch | arrays
+        filled_batches.append(type(batch)(batch.batch, columns, batch.meta_info))
+    return filled_batches
 
 
-def repeat_rows_per_output(rows: DataProto, output_rows: Sequence[int]) -> DataProto:
-    """Repeats each row of a group once per output of its loop.; `output_rows` has their row indices."""
-    if len(output_rows) == len(rows):
+def repeat_rows_per_output(rows: DataProto, row_indices: Sequence[int]) -> DataProto:
+    """Repeats each row of a group once per output of its loop.
+
+    `row_indices` has the row index of each output, in a batch in which the group's rows are adjacent.
+    """
+    if len(row_indices) == len(rows):
         return rows
-    trajectory_rows = [output_rows[:i].count(row) for i, row in enumerate(output_rows)]
-    repeated_rows = rows.select_idxs([row - output_rows[0] for row in output_rows])
+    trajectory_rows = [row_indices[:i].count(row) for i, row in enumerate(row_indices)]
+    repeated_rows = rows.select_idxs([row - row_indices[0] for row in row_indices])
     write(repeated_rows, TRAJECTORY_ROW, object_array(trajectory_rows))
     return repeated_rows
 

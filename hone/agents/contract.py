@@ -50,9 +50,9 @@ _TEACHER_COLUMNS = ("teacher_ids", "teacher_logprobs")
 class AgentLoopMetrics:
     """Seconds and counts of one trajectory."""
 
-    generate_sequences: float = 0.0
-    tool_calls: float = 0.0
-    compute_score: float = 0.0
+    generate_sequences: float = 0.0  # seconds
+    tool_calls: float = 0.0  # seconds
+    compute_score: float = 0.0  # seconds
     num_preempted: int = 0
     later_prompt_tokens: int = 0
     """Prompt tokens of the turns after the first, if the engine counts prefix-cache hits."""
@@ -81,13 +81,15 @@ class AgentLoopOutput:
 
     def __post_init__(self) -> None:
         for name in _TOKEN_FIELDS:
-            if hasattr(value := getattr(self, name), "tolist"):  # a tensor or an array
-                setattr(self, name, value.tolist())
+            values = getattr(self, name)
+            if hasattr(values, "tolist"):  # a tensor or an array
+                setattr(self, name, values.tolist())
 
     def truncate(self, max_tokens: int) -> None:
         """Truncates the response to `max_tokens`."""
-        for name in _TOKEN_FIELDS[1:]:
-            if (values := getattr(self, name)) is not None:
+        for name in _TOKEN_FIELDS[1:]:  # all fields but `prompt_ids`
+            values = getattr(self, name)
+            if values is not None:
                 setattr(self, name, values[:max_tokens])
 
     def as_dict(self) -> Row:
@@ -105,8 +107,10 @@ class AgentLoopOutput:
             scores[-1:] = fields.pop("reward_score")  # an empty response has no last token
             columns["rm_scores"] = scores
         extra_fields = dict(fields.pop("extra_fields"))
-        teacher = {k: extra_fields.pop(k) for k in _TEACHER_COLUMNS if k in extra_fields}
-        return {**columns, **teacher, **fields, "extra_fields": extra_fields}
+        for name in _TEACHER_COLUMNS:
+            if name in extra_fields:
+                columns[name] = extra_fields.pop(name)
+        return {**columns, **fields, "extra_fields": extra_fields}
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ class ServerManager:
         max_tokens = self._max_tokens
         if self._max_model_len is not None:
             max_tokens = min(max_tokens, self._max_model_len - len(prompt_ids))
-            if max_tokens < 1:  # earlier turns fill the context
+            if max_tokens < 1:  # the prompt fills the context
                 return TokenOutput([], stop_reason=StopReason.LENGTH)
         sampling = Sampling.from_mapping(sampling_params, max_tokens=max_tokens, seed=self._seed)
         media = {"image": image_data, "video": video_data, "audio": audio_data}
@@ -175,7 +179,7 @@ class ServerManager:
             sampling,
             request_id or uuid4().hex,
             on_tokens=on_tokens,
-            multi_modal_data={k: v for k, v in media.items() if v} or None,
+            multi_modal_data={kind: data for kind, data in media.items() if data} or None,
         )
 
 
@@ -237,7 +241,7 @@ class AgentLoopBase(ABC):
         processor: Callable[..., Fields] | None,
         **kwargs: JsonValue,
     ) -> None:
-        """Called for every instance; to run once per class, an override can test `_class_initialized`."""
+        """Called for every instance; verl's overrides test `_class_initialized` to run only once."""
         cls._class_initialized = True
 
     @cached_property
@@ -255,7 +259,7 @@ class AgentLoopBase(ABC):
         return self.rollout_config.response_limit(prompt_tokens)
 
     def prompt_ids(self, row: Row, tools: Sequence[Settings] | None = None) -> list[int]:
-        """Returns the prompt's token ids: those of the dataset, or with `tools` a new rendering."""
+        """Returns the prompt's token ids: the row's `prompt_ids`, or with `tools` a new rendering."""
         ids = row.get("prompt_ids")
         if ids is not None and not tools:
             return list(ids)
@@ -287,7 +291,8 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """Returns the token ids of the messages with the generation prompt.
 
-        `remove_system_prompt` drops the template's own system prompt; use it to append messages.
+        `remove_system_prompt` drops the system prompt that the template adds, for messages that are
+        appended to a prompt.
         """
         if images or videos or audios:
             raise PromptError("images, videos and audio are not supported; give text only")
@@ -345,7 +350,7 @@ class AgentLoopBase(ABC):
         return merged, [*response_mask, *[1] * count], log_probs
 
     def problems(self) -> Iterable[str]:
-        """Returns the problems that would make this loop fail; called once before training."""
+        """Returns messages about problems that would make this loop fail; called once before training."""
         return ()
 
     @abstractmethod
@@ -363,7 +368,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: Fields, **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = self.prompt_ids(kwargs)
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         output = await self.server_manager.generate(
             kwargs["trajectory_id"], prompt_ids=prompt_ids, sampling_params=sampling_params
         )
@@ -374,7 +379,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
             response_logprobs=output.log_probs,
             num_turns=2,  # the prompt and the completion
             metrics=AgentLoopMetrics(
-                time.perf_counter() - started, num_preempted=output.num_preempted or 0
+                time.perf_counter() - start_time, num_preempted=output.num_preempted or 0
             ),
             versions=output.versions,
             stop_reason=output.stop_reason.value,

@@ -72,9 +72,10 @@ class LoopNames:
         if name not in self._factories:
             if name in self._factory_loaders:
                 self._factories[name] = self._factory_loaders[name]()
+            elif name == self.default:  # the configuration may also give an import path
+                self._factories[name] = LOOPS.get(name)
             else:
-                find = LOOPS.get if name == self.default else LOOPS.get_registered
-                self._factories[name] = find(name)
+                self._factories[name] = LOOPS.get_registered(name)
         return self._factories[name]
 
     def _names(self) -> list[str]:
@@ -100,7 +101,10 @@ def _read_factory_loaders(path: str) -> dict[str, Callable[[], LoopFactory]]:
 
 
 def _load_factory(target: str, arguments: Fields) -> LoopFactory:
-    """Returns a factory that adds the arguments of a list entry; a `_target_` is made per trajectory."""
+    """Returns a factory that passes the arguments of a list entry to the loop `target`.
+
+    An argument that is a mapping with `_target_` is instantiated anew for each trajectory.
+    """
     cls = load_object(target)
     if not any(isinstance(value, dict | list) for value in arguments.values()):
         return partial(cls, **arguments)

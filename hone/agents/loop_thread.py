@@ -1,7 +1,7 @@
 """Runs coroutines that await an engine, such as agent loops, while the engine decodes.
 
-A `DrivenEngine` decodes in the caller's thread. After each completion it waits for the coroutines'
-next requests, so that batches depend on thread timing only if a coroutine awaits an external service.
+A `DrivenEngine` decodes in the caller's thread. After each completion, the engine waits for the next
+requests of the coroutines. Batches then depend on timing only if a coroutine awaits an external service.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ LOOPS_GRACE_S = 30.0
 """Seconds that agent loops get to end after decoding stops, and again after cancellation."""
 
 
-def run_with_engine(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
-    """Runs `work` and returns its result; a `DrivenEngine` decodes in this thread meanwhile."""
+def run_with_engine(engine: RolloutEngine, coroutine: Coroutine[None, None, T]) -> T:
+    """Runs a coroutine and returns its result; a `DrivenEngine` decodes in this thread meanwhile."""
     if not isinstance(engine, DrivenEngine):
-        return run_coroutine(work)
-    loop_thread = LoopThread(work, engine.notify)
+        return run_coroutine(coroutine)
+    loop_thread = LoopThread(coroutine, engine.notify)
     loop_thread.start()
 
     def should_stop() -> bool:
@@ -33,7 +33,7 @@ def run_with_engine(engine: RolloutEngine, work: Coroutine[None, None, T]) -> T:
         engine.drive(should_stop)
         if not loop_thread.wait(LOOPS_GRACE_S):
             raise RolloutError("decoding has stopped, but the agent loops did not end")
-    except BaseException:  # also Ctrl-C: end the loops first, so that tools are released
+    except BaseException:  # for example Ctrl-C: the loops must release their tools
         loop_thread.cancel()
         loop_thread.wait(LOOPS_GRACE_S)
         raise

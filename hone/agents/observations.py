@@ -75,8 +75,8 @@ def _render_after_assistant(
     """Returns the template's text from the end of an assistant turn (usually `end_token`) on."""
     turn: Message = {"role": "assistant", "content": _PLACEHOLDER}
 
-    def render_text(turns: Sequence[Message], generate: bool) -> str:
-        options = {**kwargs, "add_generation_prompt": generate}
+    def render_text(turns: Sequence[Message], add_generation_prompt: bool) -> str:
+        options = {**kwargs, "add_generation_prompt": add_generation_prompt}
         return str(apply_template([_QUESTION, *turns], tokenizer, tokenize=False, **options))
 
     try:
@@ -85,13 +85,11 @@ def _render_after_assistant(
         except BrokenTemplate:
             raise
         except Exception:  # the template may require the tool call before its answer
-            arguments = {"arguments": {"a": 2}}
-            calls = [
-                _CALL
-                | {"id": message.get("tool_call_id", _CALL["id"])}
-                | {"function": {"name": message.get("name", "add"), **arguments}}
-                for message in messages
-            ]
+            calls = []
+            for message in messages:
+                function = {"name": message.get("name", "add"), "arguments": {"a": 2}}
+                call_id = message.get("tool_call_id", _CALL["id"])
+                calls.append({"id": call_id, "type": "function", "function": function})
             call_turn = {"role": "assistant", "content": "", "tool_calls": calls}
             answers = [{"tool_call_id": _CALL["id"], **message} for message in messages]
             call_text = render_text([call_turn], False)
@@ -143,7 +141,7 @@ class Drift(NamedTuple):
 def drifts(
     tokenizer: Tokenizer, template_kwargs: Settings, roles: Sequence[str] = tuple(_REPLIES)
 ) -> Iterator[Drift | str]:
-    """Compares appended turns with the template's rendering; yields each case or its `Drift`."""
+    """Compares appended turns with the template's rendering; yields each case, or a `Drift` instead."""
     for role in roles:
         for name, text in _ASSISTANT_TURNS.items():
             case = f"a {role} answers {name}"
@@ -194,7 +192,7 @@ def render_with_observation(
     max_tokens: int,
     side: str,
 ) -> tuple[list[int], str]:
-    """Returns the ids of a prompt that ends with an observation, and its text, truncated to fit."""
+    """Returns (ids of the prompt with the observation at its end, observation truncated to fit)."""
     text = truncate_text(observation, MAX_CHARACTERS_PER_TOKEN * max_tokens, side)
     ids = _render_ending_with(text, prompt, render)
     tokens: list[int] = []
@@ -202,6 +200,7 @@ def render_with_observation(
         if len(ids) <= max_tokens:
             return ids, text
         tokens = tokens or tokenise(text, tokenizer)
+        # The last attempt removes the whole text.
         surplus = len(ids) - max_tokens if num_attempts_left else len(tokens)
         tokens = truncate(tokens, max(len(tokens) - surplus, 0), side)
         text = clean_text(tokenizer.decode(tokens, skip_special_tokens=True)) if tokens else ""
@@ -224,7 +223,7 @@ def _render_ending_with(
 
 
 def truncate_text(text: str, max_chars: int, side: str) -> str:
-    """Truncates to `max_chars` plus a marker; drops the `side` part (`left`, `right`, `middle`)."""
+    """Drops the `left`, `right` or `middle` part of a text longer than `max_chars`; adds a marker."""
     if len(text) <= max_chars:
         return text
     if side == "right":
@@ -236,7 +235,7 @@ def truncate_text(text: str, max_chars: int, side: str) -> str:
 
 
 def truncate_tokens(text: str, tokenizer: Tokenizer, max_tokens: int | None, side: str) -> str:
-    """Truncates to `max_tokens`, before tags are added around the text, so that tags stay whole."""
+    """Drops the `side` part of a text longer than `max_tokens`; None is no limit."""
     if max_tokens is None:
         return text
     ids = tokenizer.encode(clean_text(text), add_special_tokens=False)

@@ -37,7 +37,7 @@ class FinishedGroup:
 
     uid: str
     submission: int  # the number that `submit` returned
-    rows: tuple[int, ...]  # per output, the index of its row in the submitted batch
+    row_indices: tuple[int, ...]  # per output, the index of its row in the submitted batch
     outputs: tuple[AgentLoopOutput, ...]  # at least one output per row, in row order
 
 
@@ -51,12 +51,12 @@ class _Group:
     """The data rows by their index in the submitted batch."""
     outputs: dict[int, Sequence[AgentLoopOutput]] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # used in the event loop only
-    aborted: bool = False
+    is_aborted: bool = False
 
     def to_finished_group(self) -> FinishedGroup:
-        pairs = [(row, output) for row in self.rows for output in self.outputs[row]]
-        rows, outputs = zip(*pairs, strict=True)
-        return FinishedGroup(self.uid, self.submission, rows, outputs)
+        pairs = [(index, output) for index in self.rows for output in self.outputs[index]]
+        row_indices, outputs = zip(*pairs, strict=True)
+        return FinishedGroup(self.uid, self.submission, row_indices, outputs)
 
 
 class LoopRunner:
@@ -69,11 +69,11 @@ class LoopRunner:
         tokenizer: Tokenizer,
         *,
         run_seed: int,
-        vocabulary: int | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """`vocabulary` is the number of token ids; without it, only negative ids are errors."""
+        """Without `vocab_size`, outputs may contain any token id that is not negative."""
         self._engine, self._rollout = engine, config.actor_rollout_ref.rollout
-        self._run_seed, self._vocab_size = run_seed, vocabulary
+        self._run_seed, self._vocab_size = run_seed, vocab_size
         self._loop_names = LoopNames(self._rollout)
         self._loop_arguments = loop_arguments(config, tokenizer)
         self._factories: dict[object, tuple[str, LoopFactory]] = {}
@@ -93,7 +93,7 @@ class LoopRunner:
         self._failure: Exception | None = None
         self._decode_thread: threading.Thread | None = None
         self._is_waiting_for_requests = False
-        self._closed = False
+        self._is_closed = False
 
     def submit(self, rows: DataProto) -> int:
         """Starts a loop for each row, groups the rows by uid, and returns the submission's number.
@@ -104,7 +104,7 @@ class LoopRunner:
         for agent_name in columns.get("agent_name", ()):
             self._factory_of(agent_name)  # raises on an unknown name
         with self._condition:
-            if self._closed:
+            if self._is_closed:
                 raise AgentLoopFailed("the loop runner is closed; create a new one")
             self._raise_failure()
             self._num_submissions += 1
@@ -121,10 +121,10 @@ class LoopRunner:
             self._loop_thread.call_soon(self._start_submission, list(groups.values()), sampling)
             return self._num_submissions
 
-    def finished(self, n_groups: int | None = None, wait_s: float = 0.0) -> list[FinishedGroup]:
-        """Returns finished groups in finish order, each of them once.
+    def pop_finished(self, n_groups: int | None = None, wait_s: float = 0.0) -> list[FinishedGroup]:
+        """Removes and returns up to `n_groups` finished groups (None: all), in finish order.
 
-        Waits up to `wait_s` seconds for `n_groups` groups (None: all); returns at most that many.
+        Waits up to `wait_s` seconds until `n_groups` groups have finished.
         """
         with self._condition:
             self._condition.wait_for(
@@ -138,12 +138,12 @@ class LoopRunner:
             self._groups = [group for group in self._groups if group not in returned_groups]
             return [group.to_finished_group() for group in groups]
 
-    def ready(self) -> int:
-        """Returns the number of groups that `finished` would return without waiting."""
+    def num_ready(self) -> int:
+        """Returns the number of groups that `pop_finished` would return without waiting."""
         with self._condition:
             return len(self._ready_groups)
 
-    def pending(self) -> list[str]:
+    def pending_uids(self) -> list[str]:
         """Returns the uids that were submitted and not yet returned, in submission order."""
         with self._condition:
             return [group.uid for group in self._groups]
@@ -169,7 +169,7 @@ class LoopRunner:
             else:
                 with self._condition:
                     self._condition.wait_for(is_over)
-        except BaseException:  # e.g. Ctrl-C: end the loops first, so that tools are released
+        except BaseException:  # for example Ctrl-C: the loops must release their tools
             self.abort()
             self._wait_for_loops()
             self._failure = None
@@ -182,14 +182,14 @@ class LoopRunner:
             self._raise_failure()
 
     def start(self) -> None:
-        """Starts a thread that decodes, so that `submit` and `finished` need no `run_until`."""
+        """Starts a thread that decodes, so that `submit` and `pop_finished` need no `run_until`."""
         engine = self._engine
         if self._decode_thread is not None or not isinstance(engine, DrivenEngine):
             return
 
         def should_stop() -> bool:
             self._wait_for_requests()
-            return self._closed
+            return self._is_closed
 
         self._decode_thread = threading.Thread(
             target=engine.drive, args=(should_stop,), name="hone-decode", daemon=True
@@ -197,13 +197,13 @@ class LoopRunner:
         self._decode_thread.start()
 
     def abort(self, uids: Collection[str] | None = None) -> None:
-        """Cancels the loops of these groups (None: all); `finished` never returns them."""
+        """Cancels the loops of these groups (None: all); `pop_finished` never returns them."""
         with self._condition:
-            aborted_groups = [g for g in self._groups if uids is None or g.uid in uids]
+            aborted_groups = [group for group in self._groups if uids is None or group.uid in uids]
             for group in aborted_groups:
-                group.aborted = True
-            self._groups = [g for g in self._groups if not g.aborted]
-            self._ready_groups = [g for g in self._ready_groups if not g.aborted]
+                group.is_aborted = True
+            self._groups = [group for group in self._groups if not group.is_aborted]
+            self._ready_groups = [group for group in self._ready_groups if not group.is_aborted]
             if self._loop_thread is not None:
                 self._loop_thread.call_soon(_cancel, aborted_groups)
         self._notify()
@@ -211,7 +211,7 @@ class LoopRunner:
     def close(self) -> None:
         """Aborts all groups and ends the threads; does not close the engine."""
         with self._condition:
-            self._closed = True
+            self._is_closed = True
         self.abort()
         self._wait_for_loops()
         if self._decode_thread is not None:
@@ -258,7 +258,7 @@ class LoopRunner:
             self._engine.notify()
 
     def _end_loops(self) -> None:
-        """Waits for the loops after decoding has stopped, then cancels loops that did not end."""
+        """Waits for the loops after decoding has stopped, and cancels loops that do not end."""
         if self._wait_for_loops():
             return
         with self._condition:
@@ -300,7 +300,9 @@ class LoopRunner:
     async def _run_loops(self, groups: list[_Group], sampling: Fields, limit_s: float) -> None:
         """Runs the loops; raises the first failure, or AgentLoopFailed after `limit_s`."""
         tasks: dict[asyncio.Task[None], str] = {}  # task -> uid
-        group_by_index = {i: group for group in groups if not group.aborted for i in group.rows}
+        group_by_index = {
+            index: group for group in groups if not group.is_aborted for index in group.rows
+        }
         for index in sorted(group_by_index):
             group = group_by_index[index]
             task = asyncio.create_task(self._run_trajectory(group, index, sampling))
@@ -309,8 +311,9 @@ class LoopRunner:
         if not tasks:
             return
         try:
-            first_error = asyncio.FIRST_EXCEPTION
-            done, _ = await asyncio.wait(tasks, timeout=limit_s, return_when=first_error)
+            done, _ = await asyncio.wait(
+                tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
+            )
         finally:
             _cancel(groups)
             # A cancelled task ends within its grace period.
@@ -329,7 +332,7 @@ class LoopRunner:
     async def _run_trajectory(self, group: _Group, index: int, sampling: Fields) -> None:
         group.outputs[index] = await self._make_trajectory(group.rows[index], dict(sampling))
         with self._condition:
-            is_complete = len(group.outputs) == len(group.rows) and not group.aborted
+            is_complete = len(group.outputs) == len(group.rows) and not group.is_aborted
             if is_complete:
                 self._ready_groups.append(group)
         if is_complete:
@@ -356,7 +359,7 @@ class LoopRunner:
             return outputs
 
         try:
-            # A cancelled loop gets the time of one tool call to release its tools.
+            # A cancelled loop has the time limit of one tool call to release its tools.
             grace_s = self._rollout.multi_turn.tool_timeout_s
             outputs = await run_with_deadline(run_loop(), None, grace_s=grace_s)
         except Exception as error:

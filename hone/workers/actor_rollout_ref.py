@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from hone.agents.collate import add_verl_columns, collate_outputs, join_ranks, loop_metrics
+from hone.agents.collate import add_verl_columns, collate_outputs, loop_metrics
 from hone.agents.contract import default_sampling, validation_sampling
+from hone.agents.joining import join_ranks
 from hone.config.block import Block
 from hone.controller import Dispatch, Worker, register
 from hone.controller.contract import DEFAULT_MESH, ArgumentsPerRank, Batch, WorkerGroupLike
@@ -148,7 +149,11 @@ class ActorRolloutRefWorker(Worker):
         result = self.rollout.finished(None, 0.0)
         if not self.rollout.is_leader:
             return DataProto()
-        pairs = [p for g in result.groups for p in zip(g.rows, g.outputs, strict=True)]
+        pairs = [
+            pair
+            for group in result.groups
+            for pair in zip(group.row_indices, group.outputs, strict=True)
+        ]
         if len(pairs) > len(rows):
             raise ValueError(
                 "an agent loop returned several rows for a trajectory, and generate_sequences returns "

@@ -114,7 +114,7 @@ class RolloutWorker(Worker):
             self.engine,
             tokenizer,
             run_seed=run_config.sampling_seed,
-            vocabulary=self.facts.vocabulary,
+            vocab_size=self.facts.vocabulary,
         )
         if self.actor is None:
             self.runner.start()
@@ -158,7 +158,7 @@ class RolloutWorker(Worker):
         call waits up to `wait_s` seconds.
         """
         if self.actor is None:
-            return FinishedGroups(self.runner.finished(n_groups, wait_s))
+            return FinishedGroups(self.runner.pop_finished(n_groups, wait_s))
         if self._tensor_parallel_size == 1:
             return self._decode(n_groups)
         from hone.rollout.native.leader import LeaderRollout
@@ -181,9 +181,9 @@ class RolloutWorker(Worker):
             if lease_address_version != self._lease_address_version:
                 run_coroutine(self.engine.wake_up())
                 self._lease_address_version = lease_address_version
-            runner.run_until(lambda: n_groups is not None and runner.ready() >= n_groups)
-        groups = runner.finished(n_groups)
-        if rollout.free_cache_engine and not runner.pending():
+            runner.run_until(lambda: n_groups is not None and runner.num_ready() >= n_groups)
+        groups = runner.pop_finished(n_groups)
+        if rollout.free_cache_engine and not runner.pending_uids():
             run_coroutine(self.engine.sleep())
             self._lease_address_version = None
         outputs = [output for group in groups for output in group.outputs]

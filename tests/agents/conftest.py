@@ -68,7 +68,7 @@ class CollatingRunner(LoopRunner):
         self.submit(rows)
         self.run_until(lambda: False)  # until no loop runs
         output_of_row = {
-            i: o for g in self.finished() for i, o in zip(g.rows, g.outputs, strict=True)
+            i: o for g in self.pop_finished() for i, o in zip(g.row_indices, g.outputs, strict=True)
         }
         outputs = [output_of_row[i] for i in sorted(output_of_row)]
         batch = collate_outputs(outputs, pad_token_id=TOKENIZER.pad_token_id)

@@ -13,11 +13,10 @@ from hone.agents.collate import (
     add_verl_columns,
     collate_outputs,
     input_ids,
-    join_ranks,
-    pad_and_concat,
     position_ids,
 )
 from hone.agents.contract import AgentLoopOutput
+from hone.agents.joining import join_ranks, pad_and_concat
 from hone.protocol import DataProto
 from hone.protocol.rows import deeply_equal, object_array
 

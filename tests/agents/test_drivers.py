@@ -104,7 +104,7 @@ def wait_for_groups(runner: LoopRunner, groups: int) -> list[FinishedGroup]:
     finished: list[FinishedGroup] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(finished) < groups and time.monotonic() < deadline:
-        finished += runner.finished(1, 5.0)
+        finished += runner.pop_finished(1, 5.0)
     return finished
 
 
@@ -114,8 +114,8 @@ def test_both_drivers_give_the_same_bits(
 ) -> None:
     with running() as caller_driven:
         caller_driven.submit(submission(turns))
-        caller_driven.run_until(lambda: caller_driven.ready() == len(PROMPTS))
-        expected = bits(caller_driven.finished())
+        caller_driven.run_until(lambda: caller_driven.num_ready() == len(PROMPTS))
+        expected = bits(caller_driven.pop_finished())
     with running() as thread_driven:
         thread_driven.start()
         thread_driven.submit(submission(turns))
@@ -132,12 +132,12 @@ def test_submissions_that_overlap_give_what_they_give_one_by_one(
         for turns in (1, 2, 5):
             one_by_one.submit(submission(turns))
             one_by_one.run_until(lambda: False)  # until no loop runs
-            expected |= bits(one_by_one.finished())
+            expected |= bits(one_by_one.pop_finished())
     with running() as caller_driven:
         for turns in (5, 1, 2):
             caller_driven.submit(submission(turns))
         caller_driven.run_until(lambda: False)
-        assert bits(caller_driven.finished()) == expected
+        assert bits(caller_driven.pop_finished()) == expected
     with running() as thread_driven:
         thread_driven.start()
         for turns in (2, 5, 1):
@@ -151,11 +151,11 @@ def test_the_rest_goes_on_after_some_groups_were_taken(
     with running() as runner:
         runner.submit(submission(2))
         runner.run_until(lambda: False)
-        expected = bits(runner.finished())
+        expected = bits(runner.pop_finished())
     with running() as runner:
         runner.submit(submission(2))
         finished: list[FinishedGroup] = []
-        while runner.pending():
-            runner.run_until(lambda: runner.ready() >= 1)
-            finished += runner.finished(1)
+        while runner.pending_uids():
+            runner.run_until(lambda: runner.num_ready() >= 1)
+            finished += runner.pop_finished(1)
     assert bits(finished) == expected

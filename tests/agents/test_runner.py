@@ -124,7 +124,7 @@ def test_rows_without_sampling_parameters_are_refused_and_leave_nothing_pending(
     loops = runner(echo)
     with pytest.raises(KeyError, match="sampling_params"):
         loops.submit(data)
-    assert loops.pending() == []
+    assert loops.pending_uids() == []
 
 
 def test_each_row_goes_through_the_loop_it_names(
@@ -410,7 +410,7 @@ def test_token_ids_beyond_the_models_vocabulary_name_the_loop(
 ) -> None:
     output = {"response_ids": [5, 11], "response_mask": [1, 1]}
     data = rows(["a"], agent_name=[register_loop("BadLoop")], output=[output])
-    runner_with_vocab = LoopRunner(config(), echo, tokenizer, run_seed=1, vocabulary=11)
+    runner_with_vocab = LoopRunner(config(), echo, tokenizer, run_seed=1, vocab_size=11)
     runner_with_vocab.submit(data)
     with pytest.raises(AgentLoopFailed, match=r"BadLoop.* from 5 to 11; the model knows 0 to 10"):
         runner_with_vocab.run_until(lambda: False)

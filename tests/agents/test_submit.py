@@ -75,19 +75,19 @@ def test_groups_come_as_they_end_and_each_once(
     slow, loops = threading.Event(), runner(engine)
     first = loops.submit(gated(["a", "b", "a"], [slow, opened(), slow]))
     second = loops.submit(gated(["c"], [opened()]))
-    assert loops.pending() == ["a", "b", "c"]
-    groups = [group for _ in range(2) for group in loops.finished(1, 60.0)]
-    assert {(g.uid, g.submission, g.rows) for g in groups} == {
+    assert loops.pending_uids() == ["a", "b", "c"]
+    groups = [group for _ in range(2) for group in loops.pop_finished(1, 60.0)]
+    assert {(g.uid, g.submission, g.row_indices) for g in groups} == {
         ("b", first, (1,)),
         ("c", second, (0,)),
     }
-    assert loops.pending() == ["a"]
-    assert loops.finished(1, 0.0) == []
+    assert loops.pending_uids() == ["a"]
+    assert loops.pop_finished(1, 0.0) == []
     slow.set()
-    (last,) = loops.finished(None, 60.0)
-    assert (last.uid, last.rows, len(last.outputs)) == ("a", (0, 2), 2)
-    assert loops.pending() == []
-    assert loops.finished(None, 60.0) == []
+    (last,) = loops.pop_finished(None, 60.0)
+    assert (last.uid, last.row_indices, len(last.outputs)) == ("a", (0, 2), 2)
+    assert loops.pending_uids() == []
+    assert loops.pop_finished(None, 60.0) == []
 
 
 def test_an_aborted_group_is_released_and_never_comes(
@@ -95,14 +95,14 @@ def test_an_aborted_group_is_released_and_never_comes(
 ) -> None:
     never, loops = threading.Event(), runner(engine)
     loops.submit(gated(["a", "b", "c"], [never, opened(), never]))
-    (group,) = loops.finished(1, 60.0)
+    (group,) = loops.pop_finished(1, 60.0)
     loops.abort(["a"])
-    assert (group.uid, loops.pending()) == ("b", ["c"])
+    assert (group.uid, loops.pending_uids()) == ("b", ["c"])
     loops.abort()
-    assert loops.finished(None, 60.0) == []
+    assert loops.pop_finished(None, 60.0) == []
     assert sorted(GatedLoop.ended) == ["a", "b", "c"]
     loops.submit(gated(["d"], [opened()]))
-    assert [g.uid for g in loops.finished(None, 60.0)] == ["d"]
+    assert [g.uid for g in loops.pop_finished(None, 60.0)] == ["d"]
 
 
 def test_a_failure_ends_the_loops_of_every_submission_with_one_cause(
@@ -114,9 +114,9 @@ def test_a_failure_ends_the_loops_of_every_submission_with_one_cause(
     with pytest.raises(AgentLoopFailed, match=r"uid=d sample 0: KeyError: 'no such tool'"):
         loops.run_until(lambda: False)
     assert sorted(GatedLoop.ended) == ["a", "b", "c", "d"]
-    assert loops.pending() == []
+    assert loops.pending_uids() == []
     loops.submit(gated(["e"], [opened()]))
-    assert [g.uid for g in loops.finished(None, 60.0)] == ["e"]
+    assert [g.uid for g in loops.pop_finished(None, 60.0)] == ["e"]
 
 
 def test_a_failure_that_comes_between_two_calls_is_told_at_the_next(
@@ -136,14 +136,14 @@ def test_an_interrupt_of_the_waiting_caller_releases_the_loops_first(
     loops.submit(gated(["a", "b"], [threading.Event(), opened()]))
 
     def interrupted() -> bool:
-        if loops.ready():
+        if loops.num_ready():
             raise KeyboardInterrupt
         return False
 
     with pytest.raises(KeyboardInterrupt):
         loops.run_until(interrupted)
     assert sorted(GatedLoop.ended) == ["a", "b"]
-    assert loops.pending() == []
+    assert loops.pending_uids() == []
 
 
 def test_closing_releases_the_loops_and_refuses_more(
@@ -163,7 +163,7 @@ def test_a_late_submission_is_named_and_ends_the_others(
     loops = runner(engine, "trainer.phase_deadline_floor_s=2")
     loops.submit(gated(["a"], [threading.Event()]))
     with pytest.raises(AgentLoopFailed, match=r"1 of 1 agent loops .* uid=a"):
-        loops.finished(None, 60.0)
+        loops.pop_finished(None, 60.0)
 
 
 class StuckEngine(ScriptedRollout):

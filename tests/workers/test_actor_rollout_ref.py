@@ -7,8 +7,8 @@ import torch
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
-from hone.agents.collate import join_ranks
 from hone.agents.contract import AgentLoopBase, AgentLoopOutput
+from hone.agents.joining import join_ranks
 from hone.agents.runner import AgentLoopFailed
 from hone.controller.contract import GroupView, Mesh
 from hone.controller.decorator import method_spec

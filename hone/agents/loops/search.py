@@ -68,13 +68,13 @@ class SearchCounts:
     valid_actions: int = 0
     valid_searches: int = 0
     retrieval_failures: int = 0
-    answered: bool = False
+    has_answer: bool = False
 
     def columns(self, turns: int) -> Row:
         """Returns the values of the `env/*` columns after this number of turns."""
         return {
             "env/number_of_actions": turns,
-            "env/finish_ratio": float(self.answered),
+            "env/finish_ratio": float(self.has_answer),
             "env/number_of_valid_action": self.valid_actions,
             "env/ratio_of_valid_action": self.valid_actions / turns,
             "env/number_of_valid_search": self.valid_searches,
@@ -96,18 +96,18 @@ class SearchConversation:
         """Generates turns with `generate(prompt_ids, max_tokens)` until an answer or a limit."""
         counts = SearchCounts()
         while True:
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             max_tokens = self.response_length - len(agent_data.response_mask)
             output = await generate(list(agent_data.prompt_ids), max_tokens)
-            agent_data.seconds["model"] += time.perf_counter() - started
+            agent_data.seconds["model"] += time.perf_counter() - start_time
             agent_data.add_turn(output)
             text = self.tokenizer.decode(output.token_ids, skip_special_tokens=False)
             action = read_action(text)
             counts.valid_actions += action is not None
             counts.valid_searches += action is not None and action.kind == "search"
-            counts.answered = action is not None and action.kind == "answer"
+            counts.has_answer = action is not None and action.kind == "answer"
             is_last_turn = not output.token_ids or agent_data.assistant_turns == self.max_turns
-            if counts.answered or is_last_turn:
+            if counts.has_answer or is_last_turn:
                 return counts
             ids = await self._observation_ids(action, agent_data, counts)
             if len(agent_data.response_mask) + len(ids) >= self.response_length:
@@ -117,30 +117,30 @@ class SearchConversation:
     async def _observation_ids(
         self, action: Action | None, agent_data: AgentData, counts: SearchCounts
     ) -> list[int]:
-        """Returns the ids of a search's passages, or of a hint to the model if its turn has no action."""
+        """Returns the ids of the retrieved passages, or of a hint if the model's turn has no action."""
         encode = partial(tokenise, tokenizer=self.tokenizer)
         if action is None:
             return encode(INVALID_ACTION_TEXT)
         agent_data.turn_spans[-1]["calls"] = 1
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         passages = await asyncio.wrap_future(self.client.submit(action.content))
-        agent_data.seconds["tools"] += time.perf_counter() - started
+        agent_data.seconds["tools"] += time.perf_counter() - start_time
         counts.retrieval_failures += passages is None
         text = clean_text(format_passages(passages or ()).strip())
         ids = encode(INFORMATION_START + text + INFORMATION_END)
         max_tokens = self.max_observation_tokens
         if max_tokens is None or len(ids) <= max_tokens:
             return ids
-        closing = encode(INFORMATION_END)
-        passage_tokens = max(max_tokens - len(closing), 0)
-        return [*encode(INFORMATION_START + text)[:passage_tokens], *closing]
+        end_ids = encode(INFORMATION_END)
+        max_passage_tokens = max(max_tokens - len(end_ids), 0)
+        return [*encode(INFORMATION_START + text)[:max_passage_tokens], *end_ids]
 
 
 class SearchAgentLoop(AgentLoopBase):
     """The loop `search_agent`, which searches with the service of the config `retriever`."""
 
     def problems(self) -> Iterator[str]:
-        """Yields a problem for a token limit below that of the tags, and if the service does not answer."""
+        """Yields a problem if the token limit leaves no room for passages, or the service is down."""
         limit = self.rollout_config.multi_turn.max_observation_tokens
         tags = tokenise(INFORMATION_START + INFORMATION_END, self.tokenizer)
         if limit is not None and limit <= len(tags):

@@ -156,7 +156,10 @@ class ToolAgentLoop(AgentLoopBase):
     def whole_prompt(
         self, prompt: str | list[Message], tool_config: Settings | None = None
     ) -> tuple[str | list[Message], list[Settings]]:
-        """Returns the prompt, with the parser's instructions if any, and the template's tool schemas."""
+        """Returns (prompt, tool schemas for the chat template).
+
+        If the parser rather than the template describes the tools, the prompt has its instructions.
+        """
         tools, _, parser = self.settings_of_row(tool_config)
         schemas = [tool.tool_schema for tool in tools.values()]
         if schemas and not parser.template_renders_tools:
@@ -201,6 +204,7 @@ class ToolAgentLoop(AgentLoopBase):
         deadline: float,
         sampling_params: Settings,
     ) -> None:
+        """Alternates model turns with tool answers or the interaction's replies, until a limit."""
         while True:
             text, ids = await self._generate_turn(agent_data, sampling_params)
             is_last_turn = (
@@ -215,10 +219,10 @@ class ToolAgentLoop(AgentLoopBase):
             calls = await self._parse_calls(text, ids)
             if calls:
                 agent_data.turn_spans[-1]["calls"] = len(calls)
-                started = time.perf_counter()
+                start_time = time.perf_counter()
                 answers = await tool_session.run_calls(calls)
-                agent_data.seconds["tools"] += time.perf_counter() - started
-                new_messages = [_tool_message(*pair) for pair in zip(calls, answers, strict=True)]
+                agent_data.seconds["tools"] += time.perf_counter() - start_time
+                new_messages = list(map(_tool_message, calls, answers))
             elif interaction is not None:
                 num_scores = len(interaction.turn_scores)
                 reply = await interaction.reply(agent_data.messages, deadline - time.monotonic())
@@ -255,11 +259,11 @@ class ToolAgentLoop(AgentLoopBase):
     async def _generate_turn(
         self, agent_data: AgentData, sampling_params: Settings
     ) -> tuple[str, list[int]]:
-        """Generates one model turn; returns its text for the parser and its token ids."""
+        """Generates one model turn; returns (text for the parser, token ids)."""
         max_tokens = self._remaining_tokens(agent_data)
         if sampling_params.get("max_tokens") is not None:
             max_tokens = min(sampling_params["max_tokens"], max_tokens)
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         output = await self.server_manager.generate(
             agent_data.request_id,
             prompt_ids=list(agent_data.prompt_ids),
@@ -273,7 +277,7 @@ class ToolAgentLoop(AgentLoopBase):
                 ),
             },
         )
-        agent_data.seconds["model"] += time.perf_counter() - started
+        agent_data.seconds["model"] += time.perf_counter() - start_time
         agent_data.add_turn(output)
         content = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
         agent_data.messages.append({"role": "assistant", "content": content})
@@ -287,7 +291,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self.response_limit(prompt_tokens) - response_tokens
 
     def _observation_ids(self, messages: list[Message], text: str, last_id: int) -> Sequence[int]:
-        """Returns the ids of tool or user messages; `text` and `last_id` are from the turn before."""
+        """Returns the ids of tool or user messages after the model turn `text` with last id `last_id`."""
         if messages[0]["role"] == "tool" and not self.parser.template_renders_tools:
             observation = self.parser.observation(text, [m["content"] for m in messages])
             # If the last token is no special token, the model's turn goes on after the observation.
@@ -303,6 +307,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     def _tool_session(self, agent_data: AgentData) -> ToolSession:
+        """Returns a session that runs the calls of this trajectory within the configured limits."""
         limits = self.multi_turn
         side = limits.tool_response_truncate_side
 
@@ -340,7 +345,7 @@ class ReactAgentLoop(ToolAgentLoop):
 
 
 def _add_instructions(prompt: str | list[Message], text: str) -> str | list[Message]:
-    """Returns the prompt with instructions in its system message or before its first message."""
+    """Returns the prompt with the text `text` in its system message, or before its first message."""
     if isinstance(prompt, str):
         return f"{text}\n\n{prompt}"
     messages = [dict(message) for message in as_messages(prompt)]
@@ -353,9 +358,13 @@ def _add_instructions(prompt: str | list[Message], text: str) -> str | list[Mess
 
 
 def _tool_message(call: ToolCall, answer: str) -> Message:
-    optional = {"name": call.name, "tool_call_id": call.tool_call_id}
-    present = {key: value for key, value in optional.items() if value}
-    return {"role": "tool", "content": answer, **present}
+    """Returns the message with a tool's answer; a malformed call may have no name and no id."""
+    message: Message = {"role": "tool", "content": answer}
+    if call.name:
+        message["name"] = call.name
+    if call.tool_call_id:
+        message["tool_call_id"] = call.tool_call_id
+    return message
 
 
 @functools.cache

@@ -36,11 +36,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Answer:
+    """The answer to a call: the tool's answer, or an error message."""
+
     text: str
     reward: float | None = None
     metrics: Settings = field(default_factory=dict)
-    failed: bool = False
-    timed_out: bool = False
+    is_error: bool = False
+    has_timed_out: bool = False
 
 
 @dataclass
@@ -52,7 +54,7 @@ class ToolSession:
     max_calls_per_turn: int
     max_calls: int | None
     timeout_s: float  # time limit of each call
-    truncate: Callable[[str], str]  # truncates an answer to the length limit
+    truncate: Callable[[str], str]  # truncates the text of an answer to the length limit
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """One entry per call: `name`, `arguments`, `text`, `reward` and `metrics`."""
     timeouts: list[str] = field(default_factory=list)  # the names of the tools that timed out
@@ -91,7 +93,7 @@ class ToolSession:
         return [answer.text for answer in answers]
 
     def _refusal(self, index: int, call: ToolCall) -> _Answer | None:
-        """Returns the answer to a call that is refused, else None; counts a call within the limits."""
+        """Returns an error answer if the call is refused, else None; counts calls within the limits."""
         if index >= self.max_calls_per_turn:
             return self._error(f"not run: at most {self.max_calls_per_turn} tool calls per turn")
         if self.max_calls is not None and self._num_calls >= self.max_calls:
@@ -148,21 +150,21 @@ class ToolSession:
             raise ToolError("images and video are not supported; return text only")
         return _Answer(self.truncate(response_text(response)), reward, metrics)
 
-    async def _attempt(self, name: str, work: Coroutine[None, None, T]) -> T | _Answer:
+    async def _attempt(self, name: str, coroutine: Coroutine[None, None, T]) -> T | _Answer:
         """Returns the result of a tool's method, or an error answer after an error or a timeout."""
-        timed_out = False
+        has_timed_out = False
         try:
-            return await run_with_deadline(work, self.timeout_s)
+            return await run_with_deadline(coroutine, self.timeout_s)
         except DeadlineExceeded:
-            message, timed_out = f"{name} took longer than {self.timeout_s:g} s", True
+            message, has_timed_out = f"{name} took longer than {self.timeout_s:g} s", True
         except Exception as error:  # a tool is user code: any exception becomes an answer
             message = f"{name} failed: {error_text(error)}"
         logger.warning("tool %s", message)
-        return self._error(message, timed_out)
+        return self._error(message, has_timed_out)
 
-    def _error(self, text: str, timed_out: bool = False) -> _Answer:
-        text = self.truncate(clean_text(f"Error: {text}"))
-        return _Answer(text, failed=True, timed_out=timed_out)
+    def _error(self, message: str, has_timed_out: bool = False) -> _Answer:
+        text = self.truncate(clean_text(f"Error: {message}"))
+        return _Answer(text, is_error=True, has_timed_out=has_timed_out)
 
     def _kwargs_of(self, name: str, key: str) -> Settings:
         return (self.agent_data.tools_kwargs.get(name) or {}).get(key) or {}
@@ -191,14 +193,15 @@ class ToolSession:
 
         while self._instances:
             name, (tool, instance_id) = self._instances.popitem()
-            self._count_failure(
-                name, await self._attempt(name, release_tool(tool, name, instance_id))
-            )
+            result = await self._attempt(name, release_tool(tool, name, instance_id))
+            self._count_failure(name, result)
 
     def _count_failure(self, name: str, result: _Answer | float | None) -> None:
+        """Counts the result of a tool's method if the result is an error answer."""
         if isinstance(result, _Answer):
-            self.failures += result.failed
-            self.timeouts += [name] * result.timed_out
+            self.failures += result.is_error
+            if result.has_timed_out:
+                self.timeouts.append(name)
 
 
 def _accepts(function: Function, name: str) -> bool:

@@ -10,12 +10,8 @@ from itertools import takewhile
 import numpy as np
 import torch
 
-from hone.agents.collate import (
-    last_row_values,
-    pad_and_concat,
-    trajectory_indices,
-    trajectory_totals,
-)
+from hone.agents.collate import last_row_values, trajectory_indices, trajectory_totals
+from hone.agents.joining import pad_and_concat
 from hone.algorithms.row_selection import (
     interquartile,
     keep_informative,

@@ -157,7 +157,7 @@ class TrajectorySource:
             for rank, result in enumerate(rank_results):
                 for group in result.groups:
                     submitted_group = self._running_groups.pop((rank, group.submission, group.uid))
-                    rows = repeat_rows_per_output(submitted_group.rows, group.rows)
+                    rows = repeat_rows_per_output(submitted_group.rows, group.row_indices)
                     number = submitted_group.number
                     self._finished_groups.append(_Group(number, rows, group.outputs))
                 if result.metrics:

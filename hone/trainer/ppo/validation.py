@@ -10,7 +10,8 @@ from typing import SupportsFloat
 import numpy as np
 import torch
 
-from hone.agents.collate import last_row_values, pad_and_concat, trajectory_totals
+from hone.agents.collate import last_row_values, trajectory_totals
+from hone.agents.joining import pad_and_concat
 from hone.ops import at_n
 from hone.protocol import DataProto
 from hone.rewards.scorer import vote_of
