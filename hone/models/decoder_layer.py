@@ -48,22 +48,22 @@ if TYPE_CHECKING:
 
 _FIXED_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
 """Values of `rope_type` whose rotary table does not depend on the length of the sequence."""
-L = TypeVar("L")
-N = TypeVar("N")
+LinearT = TypeVar("LinearT")
+NormT = TypeVar("NormT")
 
 
 @dataclass(frozen=True)
-class DecoderLayer(Generic[L, N]):
-    """The linear layers (type L), norms (type N) and attention options of one decoder layer."""
+class DecoderLayer(Generic[LinearT, NormT]):
+    """The linear layers, norms and attention options of one decoder layer."""
 
-    qkv: L
-    out: L
-    gate_up: L
-    down: L
-    norm_in: N
-    norm_mlp: N
-    q_norm: N | None
-    k_norm: N | None
+    qkv: LinearT
+    out: LinearT
+    gate_up: LinearT
+    down: LinearT
+    norm_in: NormT
+    norm_mlp: NormT
+    q_norm: NormT | None
+    k_norm: NormT | None
     attention: AttentionOptions
     heads: int
     kv_heads: int
@@ -73,9 +73,9 @@ class DecoderLayer(Generic[L, N]):
 def read_layer(
     layer: LlamaDecoderLayer,
     *,
-    join: Callable[[Sequence[nn.Linear]], L],
-    norm: Callable[[LlamaRMSNorm], N],
-) -> DecoderLayer[L, N]:
+    join: Callable[[Sequence[nn.Linear]], LinearT],
+    norm: Callable[[LlamaRMSNorm], NormT],
+) -> DecoderLayer[LinearT, NormT]:
     """Returns the parameters of a layer.
 
     `join` merges linear modules that share an input; `norm` converts a norm module.
@@ -104,8 +104,11 @@ def attention_options(attention: LlamaAttention) -> AttentionOptions:
 
 def linear_modules(layer: LlamaDecoderLayer) -> tuple[nn.Linear, ...]:
     """Returns the linear modules of a layer: q, k, v, o, gate, up, down."""
-    a, m = layer.self_attn, layer.mlp
-    return (a.q_proj, a.k_proj, a.v_proj, a.o_proj, m.gate_proj, m.up_proj, m.down_proj)
+    attention, mlp = layer.self_attn, layer.mlp
+    return (
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, mlp.up_proj, mlp.down_proj),
+    )
 
 
 def fits_decoder_layer(policy: PolicyModel) -> bool:

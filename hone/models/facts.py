@@ -17,7 +17,7 @@ _WEIGHT_FILE_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class FolderFacts:
     """Facts about a model folder; a missing fact is None."""
 
     family: str | None = None
@@ -26,19 +26,19 @@ class ModelFacts:
     parameters: int | None = None
 
 
-def model_facts(path: str | None) -> ModelFacts:
+def model_facts(path: str | None) -> FolderFacts:
     """Returns the facts of a local folder; every fact is None for a hub name or a missing folder."""
     try:
         folder = Path(resolve_model_path(str(path)))
         config = json.loads((folder / "config.json").read_text()) if folder.is_dir() else {}
     except (ModelNotFound, OSError, ValueError):
-        return ModelFacts()
+        return FolderFacts()
     config = config if isinstance(config, dict) else {}
     text_config = config.get("text_config")
-    max_length = (text_config if isinstance(text_config, dict) else config).get(
-        "max_position_embeddings"
-    )
-    return ModelFacts(
+    if not isinstance(text_config, dict):
+        text_config = config
+    max_length = text_config.get("max_position_embeddings")
+    return FolderFacts(
         str(config["model_type"]) if config.get("model_type") else None,
         max_length if isinstance(max_length, int) and max_length > 1 else None,
         _parameter_count(folder),

@@ -44,7 +44,7 @@ DECODER_LAYER_FAMILIES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
 }
-"""Families whose layers decoder_layer.py describes, and the prefix of the names of their classes.
+"""The families of decoder_layer.py, each with the prefix of its class names in transformers.
 
 Their modules have the attributes of Llama's; Qwen3's attention also has `q_norm` and `k_norm`.
 """
@@ -57,7 +57,7 @@ SHARDED_FAMILIES = frozenset(
     seed_oss smollm3 vaultgemma
     """.split()  # noqa: SIM905
 )
-"""Families whose sharded logits, in the native engine, are tested against those of the whole model."""
+"""Families that the native engine shards over ranks: tests compare their logits with those of one rank."""
 FAMILIES_WITHOUT_TP_PLAN = frozenset(
     """
     biogpt bitnet ctrl falcon gpt-sw3 gpt2 gpt_bigcode gpt_oss hunyuan_v1_dense jetmoe minimax_m3_vl_text opt
@@ -66,6 +66,7 @@ FAMILIES_WITHOUT_TP_PLAN = frozenset(
 )
 """Families without a tensor-parallel plan in transformers, which tensor-parallel training needs."""
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Families that `strategy=megatron` supports."""
 FAMILIES_DROPPING_KEYWORDS = frozenset({"falcon", "nemotron", "stablelm"})
 """Families whose layers do not pass keyword arguments to the attention."""
 FAMILIES_WITHOUT_REPLAY = frozenset({"jetmoe"})
@@ -102,6 +103,7 @@ _UNSUPPORTED_FAMILIES = {
         phi4_multimodal
         """,
 }
+"""Refused families, by the reason."""
 _REASON_BY_FAMILY = {
     family: reason for reason, names in _UNSUPPORTED_FAMILIES.items() for family in names.split()
 }

@@ -121,7 +121,7 @@ _GGML_TYPES = {
     3: ("Q4_1", 20, _q4_1),
     8: ("Q8_0", 34, _q8_0),
 }
-"""Maps the ggml type to its name, bytes per block, and the function that dequantizes it."""
+"""Maps a ggml type to its name, its bytes per block, and the function that dequantizes it."""
 
 
 class Source(NamedTuple):
@@ -204,9 +204,8 @@ def llama_from_gguf(gguf: GGUF) -> PreTrainedModel:
         raise FetchError(
             f"the file contains a {metadata['general.architecture']} model; only llama is supported"
         )
-    heads, kv_heads = (
-        metadata[f"llama.attention.{name}"] for name in ("head_count", "head_count_kv")
-    )
+    heads = metadata["llama.attention.head_count"]
+    kv_heads = metadata["llama.attention.head_count_kv"]
     config = LlamaConfig(
         vocab_size=len(metadata["tokenizer.ggml.tokens"]),
         hidden_size=metadata["llama.embedding_length"],

@@ -59,11 +59,12 @@ class ModelNotFound(ValueError):
 
 @contextmanager
 def translate_load_errors(path: str, folder: str) -> Iterator[None]:
-    """Converts errors of transformers (wrong values, missing packages, OSError without errno) into hone's."""
+    """Converts errors of transformers (wrong values, missing packages, missing files) into hone's."""
     from huggingface_hub.errors import HFValidationError, StrictDataclassError
     from safetensors import SafetensorError
 
-    report_log = logging.getLogger("transformers.modeling_utils")  # callers check what it reports
+    # Callers check the loading report, so transformers need not log it.
+    report_log = logging.getLogger("transformers.modeling_utils")
     level = report_log.level
     report_log.setLevel(logging.ERROR)
     try:
@@ -77,7 +78,7 @@ def translate_load_errors(path: str, folder: str) -> Iterator[None]:
         ) from error
     except (OSError, ValueError, ImportError, StrictDataclassError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise
+            raise  # an error of the file system, not of transformers
         first_line, _, _ = str(error).strip().partition("\n")
         if isinstance(error, (OSError, HFValidationError)) and not Path(folder).exists():
             raise ModelNotFound(
@@ -150,12 +151,14 @@ def _exports(folder: Path) -> Iterator[Path]:
     Of the exports of a run, the latest step's comes first.
     """
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
-    subfolders = (path for path in folder.glob("**/*") if path.is_dir())
-    matches = ((path, _STEP_FOLDER.search(path.name)) for path in subfolders)
-    sort_keys = {path: (-len(path.parts), int(match[1])) for path, match in matches if match}
-    for step_folder in sorted(sort_keys, key=lambda path: sort_keys[path], reverse=True):
+    step_folders = []
+    for path in folder.glob("**/*"):
+        match = _STEP_FOLDER.search(path.name)
+        if match and path.is_dir():
+            step_folders.append((-len(path.parts), int(match[1]), path))
+    for _, _, step_folder in sorted(step_folders, reverse=True):
         candidates += [step_folder / "actor" / EXPORT_FOLDER, step_folder / EXPORT_FOLDER]
-    return (c for c in candidates if (c / "config.json").is_file())
+    return (path for path in candidates if (path / "config.json").is_file())
 
 
 def _checkpoint_damage(export: Path) -> str | None:
@@ -197,10 +200,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
 
 
 def _has_generic_tokenizer(folder: Path) -> bool:
-    """Whether tokenizer.json is the complete tokenizer.
-
-    AutoTokenizer would silently replace such a tokenizer's rules by those of the model's family.
-    """
+    """Whether tokenizer.json is complete; AutoTokenizer would silently use the rules of its family."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())
         class_name = config.get("tokenizer_class")
@@ -228,7 +228,7 @@ def load_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel
     from transformers import AutoModelForCausalLM
 
     config = _model_config(path, options)
-    return _load_pretrained(AutoModelForCausalLM, path, config, options["dtype"], new_head=False)
+    return _load_pretrained(AutoModelForCausalLM, path, config, options["dtype"], is_head_new=False)
 
 
 def empty_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel:
@@ -266,8 +266,9 @@ def _parameters_on_meta() -> Iterator[None]:
 def load_classifier(
     path: str, labels: Sequence[str], *, seed: int = 0, **options: Unpack[LoadOptions]
 ) -> PreTrainedModel:
-    """Loads a decoder with a linear head per token: a token classifier for several labels, a sequence
-    classifier for one. A missing head is initialized from the seed.
+    """Loads a decoder with a linear head per token, which is initialized from the seed if it is missing.
+
+    The model is a token classifier for several labels, and a sequence classifier for one label.
     """
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -283,15 +284,16 @@ def load_classifier(
             f"{path} is a {architecture} with {config.num_labels} labels, but a {task} model with "
             f"{len(labels)} ({', '.join(labels)}) is needed; name such a classifier, or a language model"
         )
-    new_head = "Classification" not in architecture
-    if new_head:
+    is_head_new = "Classification" not in architecture
+    if is_head_new:
         log.warning(
             "%s (%s) has no classification head; a new one is initialized", path, architecture
         )
-    config.id2label, config.label2id = dict(enumerate(labels)), {x: i for i, x in enumerate(labels)}
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: index for index, label in enumerate(labels)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        lm = _load_pretrained(auto_class, path, config, options["dtype"], new_head=new_head)
+        lm = _load_pretrained(auto_class, path, config, options["dtype"], is_head_new=is_head_new)
     if not isinstance(getattr(lm, "score", None), torch.nn.Linear):
         raise UnsupportedModel(f"{path}: a {type(lm).__name__} has no linear head `score`")
     return lm
@@ -300,7 +302,7 @@ def load_classifier(
 def load_step_classifier(
     path: str, token_ids: tuple[int, int], **options: Unpack[LoadOptions]
 ) -> PreTrainedModel:
-    """Loads a causal language model; a head `score`, the LM head's rows of two tokens, replaces that head."""
+    """Loads a causal language model and replaces its LM head by `score`: the LM head's rows of two tokens."""
     lm = load_causal_lm(path, **options)
     head = lm.get_output_embeddings()
     if logit_softcap_and_scale(lm.config) != (None, 1.0):
@@ -308,12 +310,12 @@ def load_step_classifier(
             f"{path} caps or scales its logits, which is not supported for a process reward model; use "
             "another model"
         )
-    rows, hidden_size = list(token_ids), head.weight.shape[1]
+    ids, hidden_size = list(token_ids), head.weight.shape[1]
     lm.score = torch.nn.Linear(hidden_size, 2, bias=head.bias is not None, dtype=head.weight.dtype)
     with torch.no_grad():
-        lm.score.weight.copy_(head.weight[rows])
+        lm.score.weight.copy_(head.weight[ids])
         if head.bias is not None:
-            lm.score.bias.copy_(head.bias[rows])
+            lm.score.bias.copy_(head.bias[ids])
     lm.set_output_embeddings(None)
     return lm
 
@@ -334,7 +336,7 @@ def _load_pretrained(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     *,
-    new_head: bool,
+    is_head_new: bool,
 ) -> PreTrainedModel:
     """Loads a model; raises if the weights lack a parameter that is not part of a new head."""
     from transformers.utils import logging as transformers_logging
@@ -356,7 +358,7 @@ def _load_pretrained(
         )
     # transformers initializes missing parameters at random and only logs them.
     missing = sorted(report["missing_keys"])
-    if new_head:
+    if is_head_new:
         missing = [name for name in missing if name.startswith(f"{lm.base_model_prefix}.")]
     problems = [f"its weights lack {name}" for name in missing] + [
         f"{name} has shape {[*shape]}, but its config asks for {[*expected_shape]}"
@@ -387,9 +389,9 @@ def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedC
 def eos_ids(
     model_config: PreTrainedConfig,
     generation_config: GenerationConfig | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> tuple[int, ...]:
-    """Returns all end-of-text ids of the generation config, the model and the tokenizer."""
+    """Returns all end-of-text ids of the generation config, the model's config and the tokenizer."""
     ids: list[int] = []
     for source in (generation_config, model_config, tokenizer):
         value = getattr(source, "eos_token_id", None)

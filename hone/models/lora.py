@@ -1,7 +1,7 @@
 """LoRA adapters on a frozen base model, and merged weights by Hugging Face name.
 
-PEFT wraps the model. Merging creates new tensors, because adding to the base in place and subtracting
-again would not restore the same bits.
+PEFT wraps the model. Merging creates new tensors: if adapters were added to the base in place, subtracting
+them would not restore the same bits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 ADAPTER_FOLDER = "lora_adapter"
 _PEFT_PREFIX = "base_model.model."
 _SCORE_PATTERN = r"(?:.*\.)?score"
-_HEAD_NAMES = (".score.weight", ".score.bias")
+_HEAD_SUFFIXES = (".score.weight", ".score.bias")
 _UNSUPPORTED_FIELDS = (
     *("use_dora", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
     *("kasa_config", "monteclora_config", "layer_replication", "trainable_token_indices"),
 )
-"""Fields of PEFT's config with which an adapter is more than low-rank matrices that are added to the base."""
+"""Fields of PEFT's config whose adapters `merged_weights` cannot add to the base as low-rank matrices."""
 
 
 class LoraError(ValueError):
@@ -143,7 +143,7 @@ def _load_adapter(lm: PeftModel, path: str) -> None:
     weights = load_peft_weights(path, device="cpu")
     initial = get_peft_model_state_dict(lm, save_embedding_layers=False)
     # The adapter of a language model lacks the head of a classifier, which stays as it is.
-    head = {name: weight for name, weight in initial.items() if name.endswith(_HEAD_NAMES)}
+    head = {name: weight for name, weight in initial.items() if name.endswith(_HEAD_SUFFIXES)}
     result = set_peft_model_state_dict(lm, head | weights, lm.active_adapter)
     missing = [name for name in result.missing_keys if ".lora_" in name]
     if missing or result.unexpected_keys:
@@ -170,8 +170,8 @@ def merged_weights(lm: PeftModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _delta(layer: LoraLayer, parameter_name: str, adapter: str) -> Tensor | None:
-    """Returns what a layer's adapter adds to a parameter of its base layer, or None for nothing."""
-    # PEFT's layers of experts adapt one parameter, which they name; other layers adapt `weight`.
+    """Returns the tensor that a layer's adapter adds to a parameter of its base layer, or None."""
+    # PEFT's layers of experts adapt the parameter `parameter_name`; other layers adapt `weight`.
     if parameter_name == getattr(layer, "parameter_name", "weight"):
         return layer.get_delta_weight(adapter)
     if parameter_name == "bias" and layer.lora_bias[adapter]:

@@ -1,8 +1,8 @@
 """Expert routing of mixture-of-experts models: records and replays the experts of each token.
 
-Rollout and trainer compute the same token with different kernels, so near a tie their routers choose
-different experts. A replay uses the recorded experts, with gates from the router logits
-of the replaying forward.
+Rollout and trainer compute the same token with different kernels, so their routers may choose different
+experts if scores are nearly equal. A replay uses the recorded experts, with gates from the router logits of
+its own forward pass.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ ExpertRecorder = Callable[[int, Tensor], None]
 def routing_shape(config: PreTrainedConfig) -> tuple[int, int] | None:
     """Returns the number of experts and top-k; None for a model without experts."""
     text_config = config.get_text_config()
-    experts, top_k = (
-        next(
-            (value for name in names if isinstance(value := config_field(text_config, name), int)),
-            0,
-        )
-        for names in (_EXPERT_FIELDS, _TOP_K_FIELDS)
-    )
-    return (experts, top_k) if experts > 1 and top_k else None
+
+    def first_integer(names: tuple[str, ...]) -> int:
+        values = (config_field(text_config, name) for name in names)
+        return next((value for value in values if isinstance(value, int)), 0)
+
+    num_experts, top_k = first_integer(_EXPERT_FIELDS), first_integer(_TOP_K_FIELDS)
+    return (num_experts, top_k) if num_experts > 1 and top_k else None
 
 
 class Routing:
-    """The routers of one decoder; `record` and `replay` apply to every forward until they are reset."""
+    """The routers of one decoder; `record` and `replay` apply to every forward pass until they are reset."""
 
     def __init__(self, decoder: PreTrainedModel) -> None:
         shape = routing_shape(decoder.config)
@@ -62,17 +61,18 @@ class Routing:
         self.num_experts, self.top_k = shape
         self.layers = len(blocks)
         self.record: ExpertRecorder | None = None
+        """Called by each MoE layer; None if experts are not recorded."""
         self.replay: Tensor | None = None
-        """The experts [N, layers, k] of the tokens of the next forward."""
+        """The experts [N, layers, k] that the next forward pass uses; None if the routers choose."""
         self._agreement: dict[int, Tensor] = {}
         for layer, block in enumerate(blocks):
             block.forward = partial(self._forward, block.forward, layer)
 
     def start(self, replay: Tensor | None, *, record: bool) -> dict[int, Tensor]:
-        """Prepares a trainer forward; returns a dict that the forward fills with experts [N, k] by layer.
+        """Prepares a forward pass of the trainer and returns a dict, which is empty unless `record` is set.
 
-        `replay` stays set until the engine resets it, because checkpointed layers are computed again in
-        the backward pass.
+        The forward pass writes the experts [N, k] of each layer to the dict. `replay` stays set until the
+        engine resets it, because the backward pass computes checkpointed layers again.
         """
         self.replay, self._agreement = replay, {}
         experts_by_layer: dict[int, Tensor] = {}
@@ -80,7 +80,7 @@ class Routing:
         return experts_by_layer
 
     def outputs(self, packed: PackedRows, experts_by_layer: dict[int, Tensor]) -> dict[str, Tensor]:
-        """Returns the outputs of a forward.
+        """Returns the outputs of a forward pass.
 
         A replay gives `routing_agreement` [B, T], the share of replayed experts that the router would have
         chosen; a recording gives `routed_experts` [B, P+T, layers, k].
@@ -114,7 +114,7 @@ class Routing:
         return output
 
     def route(self, layer: int, experts: Tensor) -> Tensor:
-        """Returns the experts [N, k] that the layer uses, given the router's choice; records them."""
+        """Returns and records the experts [N, k] of a layer; `experts` is the choice of its router."""
         if self.replay is not None:
             experts, self._agreement[layer] = replay_experts(experts, self.replay[:, layer])
         if self.record is not None:
@@ -123,7 +123,10 @@ class Routing:
 
 
 def replay_experts(choice: Tensor, recorded: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the experts [N, k] to use, and the share [N] of them that are in `choice`."""
+    """Returns the recorded experts [N, k], and the share [N] of them that the router chose.
+
+    `choice` has the router's experts, which are used where no expert was recorded.
+    """
     recorded = recorded.to(choice.dtype)
     experts = torch.where(recorded >= 0, recorded, choice)
     return experts, (choice[:, :, None] == experts[:, None]).any(1).float().mean(1)

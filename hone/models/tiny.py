@@ -54,10 +54,12 @@ def character_tokenizer(
     )
     # For some families (qwen2) AutoTokenizer reads only the vocabulary and the added tokens and splits
     # text into bytes, where spaces and line ends are encoded differently. A word that starts with an earlier
-    # word is not added: this tokenizer takes the first match, added tokens take the longest match.
-    added_tokens = [
-        w for i, w in enumerate(words) if not any(w.startswith(b) for b in words[:i] if b)
-    ]
+    # word is not added: this tokenizer matches the first word of `words`, added tokens the longest one.
+    added_tokens: list[str] = []
+    for index, word in enumerate(words):
+        earlier_words = tuple(earlier for earlier in words[:index] if earlier)
+        if not word.startswith(earlier_words):
+            added_tokens.append(word)
     added_tokens += [c for c in dict.fromkeys(characters) if c.isspace()]
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False, special=False) for token in added_tokens]

@@ -128,10 +128,10 @@ def _empty_state(
     tensors: Mapping[str, Tensor],
     device: str,
 ) -> State:
-    """Returns a state of uninitialized tensors for `tensors`, which have Hugging Face names."""
+    """Returns uninitialized state for `tensors` (by Hugging Face name), into which a checkpoint is loaded."""
 
-    def empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.empty(like.shape, dtype=dtype, device=device)
+    def empty(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty(tensor.shape, dtype=dtype, device=device)
 
     state: State = {}
     if "model" in sections:
@@ -142,7 +142,7 @@ def _empty_state(
     if "moments" in sections:
         element_keys, scalars = optimizer.state_schema()
         moments = {
-            _optimizer_key(name): {**{k: empty(x, torch.float32) for k in element_keys}, **scalars}
+            _optimizer_key(name): {key: empty(x, torch.float32) for key in element_keys} | scalars
             for name, x in tensors.items()
         }
         state["moments"] = {"state": moments}
@@ -199,6 +199,6 @@ def _optimizer_key(name: str) -> str:
 def _aliases(stage: StageTensors, name: str) -> list[str]:
     """Returns all names of a parameter in the module's state; a tied embedding has two."""
     aliases = [_module_name(name)]
-    if stage.tied and name == "model.embed_tokens.weight":
+    if stage.is_tied and name == "model.embed_tokens.weight":
         aliases.append("lm.lm_head.weight")
     return aliases

@@ -1,7 +1,7 @@
-"""The training engine of `strategy=megatron`: megatron-core's schedules over packed micro-batches.
+"""The training engine of `strategy=megatron`: megatron-core's pipeline schedules over packed micro-batches.
 
-The ranks of a data-parallel slot run the same micro-batches: tensor-parallel ranks hold shards of each
-matrix, pipeline stages hold some of the layers. The objective runs on the last stage, which broadcasts its
+The ranks of a data-parallel slot run the same micro-batches. Tensor-parallel ranks hold shards of each
+matrix; pipeline stages hold some of the layers. The last stage runs the objective and broadcasts the
 results.
 """
 
@@ -107,7 +107,8 @@ class MegatronEngine(Engine):
                 )
                 return objective_output.loss
 
-            micro_batches = [part for _, part in self._micro_batches(batch, self._train_rule)]
+            parts = self._micro_batches(batch, self._train_rule)
+            micro_batches = [micro_batch for _, micro_batch in parts]
             with batch_counts(counts):
                 self._run_pipeline(micro_batches, compute_loss, forward_only=False)
             results = self._broadcast_from_last_stage(
@@ -121,15 +122,19 @@ class MegatronEngine(Engine):
         def compute_outputs(
             hidden: Tensor, packed: PackedRows, params: MicroBatchParams, micro_batch: DataProto
         ) -> dict[str, Tensor]:
-            out = self._compute_outputs(hidden, packed, params, options)
-            return {n: (x.float() if x.is_floating_point() else x).cpu() for n, x in out.items()}
+            outputs = self._compute_outputs(hidden, packed, params, options)
+            return {
+                name: (values.float() if values.is_floating_point() else values).cpu()
+                for name, values in outputs.items()
+            }
 
         parts = self._micro_batches(batch, self._infer_rule)
         results = self._run_pipeline(
             [micro_batch for _, micro_batch in parts], compute_outputs, forward_only=True
         )
         results = self._broadcast_from_last_stage(results)
-        yield from ((rows, out) for (rows, _), out in zip(parts, results, strict=True))
+        for (indices, _), outputs in zip(parts, results, strict=True):
+            yield indices, outputs
 
     def _run_pipeline(
         self, micro_batches: list[DataProto], postprocess: Postprocess, *, forward_only: bool
@@ -196,7 +201,7 @@ class MegatronEngine(Engine):
         return values.chunk(self.mesh.tensor_size)[self.mesh.tensor_rank]
 
     def _gather_tokens(self, values: Tensor) -> Tensor:
-        """Joins the ranks' parts to values [N, …] of all tokens."""
+        """Returns the values [N, …] of all tokens, joined from the ranks' parts."""
         if not self._stage.config.sequence_parallel:
             return values
         gathered: Tensor = gather_from_sequence_parallel_region(values)
@@ -235,7 +240,7 @@ class MegatronEngine(Engine):
     ) -> dict[str, Tensor]:
         weight, start = self._head_shard()
         group = self._stage_tensors.groups.tensor
-        is_split = group.size() > 1
+        is_vocabulary_sharded = group.size() > 1
         logit_options: LogitOptions = {
             "temperature": temperature,
             "bias": None,
@@ -243,7 +248,7 @@ class MegatronEngine(Engine):
             "logit_scale": 1.0,
         }
         inputs = (hidden, weight, packed.target)
-        if is_split:
+        if is_vocabulary_sharded:
             log_probs, entropy = vocab_parallel_log_probs(
                 *inputs, start=start, group=group, with_entropy=with_entropy, **logit_options
             )
@@ -255,7 +260,7 @@ class MegatronEngine(Engine):
         if with_entropy:
             out["entropy"] = packed.unpack(entropy)
         if with_sum_pi_squared:
-            if is_split:
+            if is_vocabulary_sharded:
                 sum_pi_squared = vocab_parallel_sum_pi_squared(
                     hidden, weight, group=group, **logit_options
                 )
@@ -267,8 +272,8 @@ class MegatronEngine(Engine):
     def _head_shard(self) -> tuple[Tensor, int]:
         """Returns this rank's rows of the LM head, without padding, and the token id of the first row."""
         stage = self._stage
-        tied = stage.share_embeddings_and_output_weights
-        weight = stage.shared_embedding_or_output_weight() if tied else stage.output_layer.weight
+        is_tied = stage.share_embeddings_and_output_weights
+        weight = stage.shared_embedding_or_output_weight() if is_tied else stage.output_layer.weight
         start = self.mesh.tensor_rank * len(weight)
         return weight[: max(0, self.facts.vocabulary - start)], start
 
@@ -328,8 +333,8 @@ def build(spec: EngineSpec) -> MegatronEngine:
     mesh = join_mesh(spec)
     # Every rank reads the whole model on the host and keeps its part.
     module = load_module(replace(spec, device=torch.device("cpu"), optim=None))
-    stage, tied = _build_stage(spec, module)
-    stage_tensors = StageTensors(stage, module, process_groups(), tied=tied)
+    stage, is_tied = _build_stage(spec, module)
+    stage_tensors = StageTensors(stage, module, process_groups(), is_tied=is_tied)
     optimizer = None
     if spec.optim is None:
         stage.requires_grad_(False)
@@ -378,7 +383,7 @@ def _check_supported(spec: EngineSpec) -> None:
 def _build_stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:
     """Returns this rank's stage with uninitialized weights, and whether the embeddings are tied."""
     hf_config, rotary = module.lm.config, module.decoder.rotary_emb
-    tied = isinstance(module, PolicyModel) and bool(hf_config.tie_word_embeddings)
+    is_tied = isinstance(module, PolicyModel) and bool(hf_config.tie_word_embeddings)
     config = transformer_config(
         hf_config,
         spec.dtype,
@@ -387,8 +392,8 @@ def _build_stage(spec: EngineSpec, module: Model) -> tuple[Stage, bool]:
         gradient_checkpointing=spec.gradient_checkpointing,
         megatron=spec.megatron,
     )
-    stage = build_stage(hf_config, config, rotary.inv_freq, tied=tied)
+    stage = build_stage(hf_config, config, rotary.inv_freq, is_tied=is_tied)
     if not isinstance(module, PolicyModel) and stage.post_process:
         del stage.output_layer
         stage.value_head = nn.Linear(hf_config.hidden_size, 1, dtype=spec.dtype)
-    return stage.to(spec.device), tied
+    return stage.to(spec.device), is_tied

@@ -1,7 +1,7 @@
 """The experts and routers of a megatron-core MoE layer, with the results of the Hugging Face model.
 
-megatron-core dispatches tokens to the ranks of their experts. The router here routes as transformers does,
-and can replay recorded experts; the experts are packed as in a Hugging Face checkpoint.
+megatron-core dispatches tokens to the ranks of their experts. `Router` chooses experts as transformers does
+and can replay recorded experts. `PackedExperts` has the layout of a Hugging Face checkpoint.
 """
 
 from __future__ import annotations

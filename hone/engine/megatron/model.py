@@ -172,7 +172,7 @@ def build_stage(
     config: TransformerConfig,
     inverse_frequencies: Tensor,
     *,
-    tied: bool,
+    is_tied: bool,
 ) -> Stage:
     """Builds the layers of this rank's pipeline stage, with uninitialized weights."""
     dense, sparse = _layer_spec(config), _layer_spec(config)
@@ -192,7 +192,7 @@ def build_stage(
         max_sequence_length=hf_config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=tied,
+        share_embeddings_and_output_weights=is_tied,
         position_embedding_type="rope",
         parallel_output=True,
     )

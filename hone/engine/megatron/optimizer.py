@@ -116,22 +116,28 @@ class ShardedOptimizer(Optimizer):
         return metrics
 
     def state_schema(self, device: torch.device | str = "cpu") -> tuple[list[str], Fields]:
-        """Returns the names of the state per element (moments), and the initial other state (step count)."""
+        """Returns the names of the elementwise state (moments), and the initial other state (step counts)."""
         probe = nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
         optimizer = build_optimizer([probe], self._config)
         optimizer.step()
         state = optimizer.state[probe]
         element_keys = [
-            k for k, x in state.items() if isinstance(x, Tensor) and x.shape == probe.shape
+            key
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.shape == probe.shape
         ]
-        return element_keys, {key: x for key, x in state.items() if key not in element_keys}
+        return element_keys, {key: state[key] for key in state if key not in element_keys}
 
     def total_norm(self, grads: list[Tensor]) -> Tensor:
         """Returns the norm over all ranks; a parameter that several ranks hold is counted once."""
         squares = torch.zeros((), dtype=torch.float32, device=grads[0].device)
         for shard in self.shards:
-            pieces = [piece for p, piece, _ in shard.pieces(shard.gradients) if self._is_counted(p)]
+            pieces = [
+                piece
+                for parameter, piece, _ in shard.pieces(shard.gradients)
+                if self._is_counted(parameter)
+            ]
             if pieces:
                 squares += torch.stack(torch._foreach_norm(pieces)).square().sum()
         dist.all_reduce(squares)

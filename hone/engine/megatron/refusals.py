@@ -116,7 +116,8 @@ def is_allowed(name: str, value: JsonValue) -> bool:
 
 def _non_null_overrides(megatron: MegatronConfig) -> dict[str, JsonValue]:
     """Returns the overrides that are not null."""
-    return {n: x for n, x in megatron.override_transformer_config.items() if x is not None}
+    overrides = megatron.override_transformer_config
+    return {name: value for name, value in overrides.items() if value is not None}
 
 
 def passed_overrides(megatron: MegatronConfig) -> dict[str, JsonValue]:
@@ -138,7 +139,7 @@ def overrides_without_effect(megatron: MegatronConfig) -> list[str]:
     ignored_names = sorted(IGNORED_FIELDS & overrides.keys())
     if isinstance(modules := overrides.get("recompute_modules"), list | tuple):
         ignored_names += [
-            f"{x} in recompute_modules" for x in modules if x not in _RECOMPUTE_MODULES
+            f"{name} in recompute_modules" for name in modules if name not in _RECOMPUTE_MODULES
         ]
     if ignored_names:
         return [

@@ -2,7 +2,7 @@
 
 A megatron-core matrix contains several Hugging Face tensors, and a tensor-parallel rank holds a shard of it:
 `to_local` returns the shard of one rank, `to_full` joins the shards of all ranks. `StageTensors` applies
-both to a stage, with the collectives.
+both to a stage and runs the collectives.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ _LAYER_ENTRIES: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
 )
 
 
-def stage_entries(stage: Stage, *, tied: bool) -> list[Entry]:
+def stage_entries(stage: Stage, *, is_tied: bool) -> list[Entry]:
     """Returns one entry per parameter of a stage; raises for an unknown parameter."""
     names = {name for name, _ in stage.named_parameters()}
-    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    head = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
     outside_layers: tuple[tuple[Kind, str, str], ...] = (
         ("vocabulary", "embedding.word_embeddings.weight", "model.embed_tokens.weight"),
         ("same", "decoder.final_layernorm.weight", "model.norm.weight"),
@@ -182,20 +182,22 @@ class MegatronGroups:
 class StageTensors:
     """The parameters of a stage, and those of the whole model by Hugging Face name."""
 
-    def __init__(self, stage: Stage, module: Model, groups: MegatronGroups, *, tied: bool) -> None:
+    def __init__(
+        self, stage: Stage, module: Model, groups: MegatronGroups, *, is_tied: bool
+    ) -> None:
         """Copies this rank's weights from `module`, the whole model on the host, and frees the module."""
         self.groups = groups
         self.parameters = dict(stage.named_parameters())
         config = module.lm.config
         self._sizes = ModelSizes(config.vocab_size, *key_shape(config), groups.expert_parallel_size)
-        self.entries = stage_entries(stage, tied=tied)
+        self.entries = stage_entries(stage, is_tied=is_tied)
         for entry in self.entries:  # megatron-core marks only parameters that it initializes itself
             self.parameters[entry.stage_name].tensor_model_parallel = entry.kind != "same"
         self.load(parameters_by_hf_name(module))
-        self.tied = tied
+        self.is_tied = is_tied
         self.meta_model = module.to("meta")
         """The whole model on the meta device: names, shapes and configs."""
-        if tied:
+        if is_tied:
             self.meta_model.lm.tie_weights()
         self._meta_parameters = parameters_by_hf_name(self.meta_model)
         self._entries_of_stages = self._gather_entries()
@@ -233,10 +235,9 @@ class StageTensors:
                     x.contiguous() for x in self._gather(entry, self.parameters.__getitem__)
                 ]
             else:
-                like = next(iter(self.parameters.values()))
-                shapes = [self._meta_parameters[name].shape for name in entry.hf_names]
+                example = next(iter(self.parameters.values()))
                 full_tensors = [
-                    torch.empty(x, dtype=like.dtype, device=like.device) for x in shapes
+                    example.new_empty(self._meta_parameters[name].shape) for name in entry.hf_names
                 ]
             for name, tensor in zip(entry.hf_names, full_tensors, strict=True):
                 if group.size() > 1:

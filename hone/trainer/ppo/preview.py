@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hone.config import PPOTrainerConfig
-from hone.models.facts import ModelFacts
+from hone.models.facts import FolderFacts
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.row_checks import PromptLengths
 from hone.trainer.ppo.trainer import PPOTrainer
@@ -20,7 +20,7 @@ BYTES_16_BIT, BYTES_32_BIT = 2, 4
 class ResourceEstimate:
     """Estimates the memory and disk space that a run needs from the number of parameters."""
 
-    def __init__(self, config: PPOTrainerConfig, plan: Plan, facts: ModelFacts) -> None:
+    def __init__(self, config: PPOTrainerConfig, plan: Plan, facts: FolderFacts) -> None:
         self.config, self.plan, self.facts = config, plan, facts
         self.parameters = facts.parameters or 0
         folder = Path(config.trainer.default_local_dir).expanduser().absolute()

@@ -20,7 +20,7 @@ from tests.engine.megatron.test_optimizer import make_optimizer
 def test_names_are_those_of_the_checkpoints_of_fsdp2():
     assert _optimizer_key("model.norm.weight") == "lm/model/norm/weight"
     assert _optimizer_key("value_head.bias") == "value_head/bias"
-    tied, untied = SimpleNamespace(tied=True), SimpleNamespace(tied=False)
+    tied, untied = SimpleNamespace(is_tied=True), SimpleNamespace(is_tied=False)
     embedding = "model.embed_tokens.weight"
     assert _aliases(tied, embedding) == ["lm.model.embed_tokens.weight", "lm.lm_head.weight"]
     assert _aliases(untied, embedding) == ["lm.model.embed_tokens.weight"]
@@ -76,7 +76,7 @@ def test_every_rank_writes_the_checksums_of_its_shards(one_rank, tmp_path):
         groups=SimpleNamespace(data=one_rank, tensor=one_rank),
         parameters={"norm": torch.ones(3)},
         gather_stage=lambda tensor_of: [("model.norm.weight", tensor_of("norm"))],
-        tied=False,
+        is_tied=False,
     )
     save_stage(tmp_path, tensors, None, ("model",))
     (sums,) = tmp_path.glob("*0.json")
