@@ -63,9 +63,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    corpus, real = open_index(
-        IndexOptions(options.corpus, folder=options.world / "index"), lambda *_: None
-    )
+    corpus, real = open_index(IndexOptions(options.corpus, folder=options.world / "index"))
     index: Index = real
     if options.kind == "oracle":
         index = OracleIndex(real, options.world / "oracle.jsonl")

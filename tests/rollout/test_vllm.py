@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from hone.rollout.contract import (
     TokenDelta,
     TokenOutput,
 )
-from hone.rollout.requests import RequestRules
+from hone.rollout.requests import Request, RequestRules
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_process import EngineProcess, LaunchArguments
 
@@ -83,24 +84,29 @@ def test_only_clauses_that_look_into_the_engine_are_left_out() -> None:
 # -- broken engines over vLLM ------------------------------------------------------------------
 
 
-class SeedIgnored(SharedVLLM):
-    def _sampling_params(self, sampling: Sampling) -> Any:
-        return super()._sampling_params(sampling) | {"extra_args": {"hone_seed": 0}}
+class _Altered(SharedVLLM):
+    """Sends vLLM other settings than the request has."""
+
+    changes: ClassVar[Mapping[str, float]]
+
+    def _backend_stream(self, request: Request, sampling: Sampling) -> Any:
+        return super()._backend_stream(request, replace(sampling, **self.changes))
 
 
-class TopKIgnored(SharedVLLM):
-    def _sampling_params(self, sampling: Sampling) -> Any:
-        return super()._sampling_params(sampling) | {"top_k": -1}
+class SeedIgnored(_Altered):
+    changes: ClassVar = {"seed": 0}
 
 
-class MinPIgnored(SharedVLLM):
-    def _sampling_params(self, sampling: Sampling) -> Any:
-        return super()._sampling_params(sampling) | {"min_p": 0.0}
+class TopKIgnored(_Altered):
+    changes: ClassVar = {"top_k": -1}
 
 
-class TemperatureIgnored(SharedVLLM):
-    def _sampling_params(self, sampling: Sampling) -> Any:
-        return super()._sampling_params(sampling) | {"temperature": 1.0}
+class MinPIgnored(_Altered):
+    changes: ClassVar = {"min_p": 0.0}
+
+
+class TemperatureIgnored(_Altered):
+    changes: ClassVar = {"temperature": 1.0}
 
 
 class PauseOfThisSideOnly(SharedVLLM):
@@ -136,9 +142,9 @@ class OldWeightsStay(SharedVLLM):
 
 
 class UnknownTensorsAreSkipped(SharedVLLM):
-    async def _load(self, weights: Any) -> None:
+    async def load(self, weights: Any) -> None:
         known = [(n, t) for n, t in weights if n in self._parameters]
-        await super()._load([(n, t) for n, t in known if t.shape == self._parameters[n].shape])
+        await super().load([(n, t) for n, t in known if t.shape == self._parameters[n].shape])
         self._loaded_names = set(self._parameters)
 
 
