@@ -72,7 +72,7 @@ def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
     for name in ("input_ids", "prompts"):
         if rows.has_column(name) and rows.has_column("attention_mask"):
             pairs = zip(rows.batch[name], rows.batch["attention_mask"].bool(), strict=True)
-            return [ids[is_token[: len(ids)]].tolist() for ids, is_token in pairs]
+            return [ids[: len(mask)][mask[: len(ids)]].tolist() for ids, mask in pairs]
     return None
 
 

@@ -14,6 +14,7 @@ from hone.controller.contract import GroupView, Mesh
 from hone.controller.decorator import method_spec
 from hone.controller.worker import Placement, free_port
 from hone.engine import offload
+from hone.protocol import DataProto
 from hone.workers import actor_rollout_ref
 from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.workers.ranks import TWO_RANK_RUNS, metrics_of, run_rank, run_steps, weights
@@ -98,6 +99,15 @@ def test_a_loop_that_returns_several_rows_is_refused(make_worker):
     )
     with pytest.raises(ValueError, match="one row per prompt row"):
         worker.generate_sequences(prompts())
+
+
+@pytest.mark.parametrize("mask_width", [3, 4, 6])
+def test_prompt_tokens_are_those_of_a_narrower_or_wider_attention_mask(mask_width):
+    mask = torch.ones(1, mask_width, dtype=torch.int64)
+    mask[0, 0] = 0
+    batch = DataProto.from_dict({"input_ids": torch.arange(4)[None], "attention_mask": mask})
+    rows = actor_rollout_ref.with_row_ids(batch)
+    assert list(rows.non_tensor_batch["prompt_ids"][0]) == list(range(1, min(mask_width, 4)))
 
 
 def test_the_batches_of_leading_ranks_are_joined(monkeypatch):

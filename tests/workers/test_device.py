@@ -10,7 +10,7 @@ import torch
 
 from hone.config.engine import FSDPConfig
 from hone.engine import sharding
-from hone.workers import train
+from hone.workers import actor, critic, train_worker
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 from .tasks import config_of, write_model
@@ -56,12 +56,14 @@ def test_several_ranks_join_with_the_configured_timeout(joined):
     assert joined == [77.0]
 
 
-@pytest.mark.parametrize("name", ["ActorWorker", "ReferenceWorker", "CriticWorker"])
-def test_every_role_takes_its_timeout_from_nccl_timeout(name, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "worker_class", [actor.ActorWorker, actor.ReferenceWorker, critic.CriticWorker]
+)
+def test_every_role_takes_its_timeout_from_nccl_timeout(worker_class, monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(train, "prepare_process", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(train_worker, "prepare_process", lambda *arguments: calls.append(arguments))
     config = config_of(write_model(tmp_path), "actor_rollout_ref.nccl_timeout=77")
-    getattr(train, name)(config).init_model()
+    worker_class(config).init_model()
     assert [(device, ranks, timeout) for device, ranks, timeout, _ in calls] == [(CPU, 1, 77)]
 
 

@@ -243,12 +243,12 @@ def test_an_unknown_data_source_stops_before_the_first_step(
 def test_a_gradient_that_is_not_finite_skips_the_update_and_says_so(
     train: Callable[..., Run], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.workers import objectives
+    from hone.workers import actor
 
     def broken(log_prob: torch.Tensor, **_: Any) -> tuple[torch.Tensor, dict[str, float]]:
         return log_prob.sum() * float("nan"), {}
 
-    monkeypatch.setattr(objectives.TABLE, "get", lambda name: broken)
+    monkeypatch.setattr(actor.TABLE, "get", lambda name: broken)
     with caplog.at_level(logging.WARNING):
         run = train("actor_rollout_ref.actor.ppo_mini_batch_size=2")
     assert run.series("actor/skipped_updates") == [2.0, 4.0]
