@@ -1,4 +1,4 @@
-"""Reward managers, which convert a batch to token rewards; `register("name")` adds a user's class."""
+"""Reward managers, which convert a batch to rewards per token; `register("name")` adds a user's class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blank manager: every reward is 0, and only process rewards are used for training."""
+"""The blank manager gives every response the reward 0, for training with process rewards only."""
 
 from __future__ import annotations
 

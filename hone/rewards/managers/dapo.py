@@ -1,4 +1,4 @@
-"""The dapo manager: naive scores with a soft penalty for responses close to the length limit.
+"""The dapo manager adds a soft penalty for responses close to the length limit to the naive scores.
 
 The reward includes the penalty; `acc` and `score` do not.
 """
@@ -16,7 +16,7 @@ from hone.types import Function, JsonValue, Settings
 
 
 def overlong_penalty(length: int, max_resp_len: int, buffer_len: int, factor: float) -> float:
-    """Returns the penalty: 0 before the buffer, -factor at `max_resp_len` tokens, linear in the length."""
+    """Returns the penalty: 0 before the buffer, then linear in `length`, -factor at `max_resp_len`."""
     excess = length - (max_resp_len - buffer_len)
     return min(-excess / buffer_len * factor, 0.0)
 
@@ -52,11 +52,10 @@ class DAPORewardManager(NaiveRewardManager):
         buffer, max_resp_len = self.buffer, self.max_resp_len
         if not buffer.enable or max_resp_len is None:
             return scores, {}
-        penalties = [
-            overlong_penalty(length, max_resp_len, buffer.len, buffer.penalty_factor)
-            for length in lengths
-        ]
+        limits = max_resp_len, buffer.len, buffer.penalty_factor
+        penalties = [overlong_penalty(length, *limits) for length in lengths]
         rewards = [score + penalty for score, penalty in zip(scores, penalties, strict=True)]
         if not buffer.log:
             return rewards, {}
-        return rewards, {"overlong_reward": penalties, "overlong": [p < 0 for p in penalties]}
+        is_overlong = [penalty < 0 for penalty in penalties]
+        return rewards, {"overlong_reward": penalties, "overlong": is_overlong}

@@ -1,4 +1,4 @@
-"""The prime manager scores rows in parallel processes, and replaces a process whose scorer hangs."""
+"""The prime manager scores rows in parallel processes, and replaces a process that exceeds the deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hone.rewards.transport import row_scorer_keywords
 
 
 class PrimeRewardManager(RuleRewardManager):
-    """Keeps `num_processes` scoring processes across batches, by default one per core."""
+    """Scores batches with `num_processes` processes, by default one per core."""
 
     def __init__(self, *args: Any, num_processes: int | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -24,7 +24,7 @@ class PrimeRewardManager(RuleRewardManager):
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         keywords = row_scorer_keywords(self.compute_score, self.options)
         if self.pool is not None and self.pool.keywords != keywords:
-            self.close()  # another scorer was registered after the processes started
+            self.close()  # a scorer was registered after the processes started
         if self.pool is None:
             factory = "hone.rewards.transport:make_row_scorer"
             self.pool = DeadlinePool(factory, keywords, self.num_processes)

@@ -1,4 +1,4 @@
-"""The table of reward managers by name; users register their own class, or name it as `pkg.mod:Class`."""
+"""The table of reward managers by name; a user registers a class, or names it as `pkg.mod:Class`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ MANAGERS: Table[type[AbstractRewardManager]] = Table(
 )
 
 register = MANAGERS.register
-"""Class decorator: `@register("mine")` makes a class available as `reward_manager.name=mine`."""
+"""A class decorator: `@register("mine")` makes the class available as `reward_manager.name=mine`."""
 get_reward_manager_cls = MANAGERS.get
-"""Returns the class of a name or of "pkg.mod:Class"; an unknown name is an error."""
+"""Returns the class of a name or of "pkg.mod:Class"; raises an error for an unknown name."""

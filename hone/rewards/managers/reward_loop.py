@@ -1,4 +1,4 @@
-"""Reward managers with the interface of verl's reward loop: concurrent calls of `run_single`."""
+"""Reward managers with the interface of verl's reward loop: `run_single` scores one trajectory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEFAULT_TIMEOUT_S = 300.0
 
 
 class RewardManagerBase(AbstractRewardManager, ABC):
-    """Base of managers that score one trajectory per call of `run_single`."""
+    """The base class; it calls `run_single` concurrently for all trajectories of a batch."""
 
     _class_initialized = False
 
@@ -63,7 +63,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 
     @classmethod
     def init_class(cls, config: Settings, tokenizer: Tokenizer) -> None:
-        """Every instance calls this; an override prepares the class only if `_class_initialized` is False."""
+        """Prepares the class; every instance calls this, so an override checks `_class_initialized`."""
         cls._class_initialized = True
 
     @abstractmethod
@@ -78,7 +78,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
         results = run_coroutine(self._run_all(data))
         rewards = self.assemble_rm_scores(data, [result["reward_score"] for result in results])
-        extras = extra_columns([Scored(0.0, r.get("reward_extra_info") or {}) for r in results])
+        extras = extra_columns([result.get("reward_extra_info") or {} for result in results])
         return {"reward_tensor": rewards, "reward_extra_info": extras} if return_dict else rewards
 
     async def _run_all(self, data: DataProto) -> list[Fields]:
@@ -87,7 +87,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         return list(await asyncio.gather(*calls))
 
     async def _run_one(self, data: DataProto) -> Fields:
-        """Calls `run_single` under the failure policy of `reward_kwargs`, if there is one."""
+        """Calls `run_single`, and applies the failure policy of `reward_kwargs`, by default `raise`."""
         policy = _reward_kwargs(self.config)
         try:
             result = await self.run_single(data)
@@ -105,20 +105,20 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         return _result_dict(policy["failure_score"], {"reward_failure": outcome.reason})
 
     def _count_failure(self, failed: Failed) -> None:
-        """Counts a failure, and logs the first of each reason."""
+        """Counts a failure, and logs the first failure of each reason."""
         self.failures[failed.reason] += 1
         if self.failures[failed.reason] == 1:
             detail = printable(failed.detail)
             logger.warning("a response could not be scored: %s: %s", failed.reason, detail)
 
     async def _score(self, data: DataProto) -> tuple[float, Fields, int]:
-        """Returns the score, extra information and token count of the batch's last trajectory."""
+        """Returns the score, the extra information and the number of tokens of the last trajectory."""
         data = data[len(data) - 1 : len(data)]
         ids, is_policy = response_tokens(data)
         columns, tokenizer = data.non_tensor_batch, self.tokenizer
         source_key = (self.config.get("data") or {}).get("reward_fn_key") or "data_source"
-        observations = bool(_reward_block(self.config).get("score_observations"))
-        (row,) = read_rows(columns, ids, is_policy, tokenizer, source_key, observations)
+        score_observations = bool(_reward_block(self.config).get("score_observations"))
+        (row,) = read_rows(columns, ids, is_policy, tokenizer, source_key, score_observations)
         options: Fields = {}
         if self.reward_router_address is not None:
             options["reward_router_address"] = self.reward_router_address
@@ -161,7 +161,7 @@ class DAPORewardManager(RewardManagerBase):
 
 
 class AsyncTokenBucket:
-    """Limits tokens per second; the bucket starts full and holds `max_tokens`."""
+    """Limits tokens to `rate_limit` per second; the bucket starts full and holds `max_tokens`."""
 
     def __init__(self, rate_limit: float, max_tokens: float | None = None) -> None:
         self.rate_limit = rate_limit
@@ -170,7 +170,7 @@ class AsyncTokenBucket:
         self.last_update: float | None = None
 
     async def acquire(self, num_tokens: float = 1.0) -> None:
-        """Takes tokens, and waits until missing ones are refilled; calls proceed in order."""
+        """Takes tokens, and waits until missing tokens are refilled; calls proceed in order."""
         self._refill()
         num_missing = num_tokens - self.tokens
         self.tokens -= num_tokens
@@ -186,7 +186,7 @@ class AsyncTokenBucket:
 
 
 class CallLimits:
-    """Limits concurrent calls, and calls and tokens per minute; the counts outlive an event loop."""
+    """Limits concurrent calls, and calls and tokens per minute, also of several event loops in turn."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class CallLimits:
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Waits until a call is within all limits; the block makes the call."""
+        """Waits until the limits allow a call; the caller makes the call in the `with` block."""
         if self.requests is not None:
             await self.requests.acquire(1.0)
         if self.tokens is not None:
@@ -221,7 +221,7 @@ class CallLimits:
 
 @functools.cache
 def shared_limits(cls: type, **settings: float) -> CallLimits:
-    """Returns the limits of all managers of a class with these settings."""
+    """Returns the limits that all managers of a class with equal settings share."""
     return CallLimits(**settings)  # type: ignore[arg-type]
 
 
@@ -237,10 +237,11 @@ class RateLimitedRewardManager(RewardManagerBase):
     def __init__(self, config: Settings, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         extra = _reward_kwargs(config).get("extra") or {}
-        for name in extra if type(self) is RateLimitedRewardManager else ():
-            if name not in (*_LIMITS, "timeout"):
-                hint = suggestion(name, (*_LIMITS, "timeout"))
-                raise WrongSetting(f"rate_limited has no setting reward_kwargs.{name}.{hint}")
+        known_names = (*_LIMITS, "timeout")
+        unknown_names = [name for name in extra if name not in known_names]
+        if unknown_names and type(self) is RateLimitedRewardManager:  # a subclass may have others
+            name, hint = unknown_names[0], suggestion(unknown_names[0], known_names)
+            raise WrongSetting(f"rate_limited has no setting reward_kwargs.{name}.{hint}")
         settings = {**_reward_block(config), **extra}
         limits = {name: settings[name] for name in _LIMITS if settings.get(name) is not None}
         self.limits = shared_limits(type(self), **limits)
@@ -269,7 +270,7 @@ def _result_dict(score: float, extra: Fields) -> Fields:
 
 
 def _reward_block(config: Settings) -> Settings:
-    """Returns the reward settings: the block `reward`, or `reward_model` before verl 0.9."""
+    """Returns the reward settings: the config block `reward`, or `reward_model` as before verl 0.9."""
     block: Settings = config.get("reward") or config.get("reward_model") or {}
     return block
 
@@ -279,7 +280,7 @@ def _reward_kwargs(config: Settings) -> Settings:
 
 
 def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """Returns a manager class by name; the names of this file come before the registry's."""
+    """Returns a manager class by name; the classes of this file replace those of the registry."""
     managers: dict[str, type[AbstractRewardManager]] = {
         "naive": NaiveRewardManager,
         "dapo": DAPORewardManager,

@@ -206,9 +206,9 @@ class RuleRewardManager(AbstractRewardManager):
         num_without_policy_token = sum(not any(flags) for flags in is_policy)
         if num_without_policy_token:
             self.failures["no_policy_token"] += num_without_policy_token
-        if self.num_examine:
-            self._log_examples(rows, scores)
-        return place_on_last_policy_token(data, scores), {**extra_columns(results), **extras}
+        self._log_examples(rows, scores)
+        columns = extra_columns([result.extras for result in results])
+        return place_on_last_policy_token(data, scores), {**columns, **extras}
 
     def read_rows(
         self, data: DataProto, ids: list[list[int]], is_policy: list[list[bool]]
@@ -394,7 +394,7 @@ class NaiveRewardManager(RuleRewardManager):
         return list(await asyncio.gather(*calls))
 
 
-def extra_columns(results: Sequence[Scored]) -> Extras:
-    """Returns one list per name in the extras; the value of a row without the name is None."""
-    names = dict.fromkeys(name for result in results for name in result.extras)
-    return {name: [result.extras.get(name) for result in results] for name in names}
+def extra_columns(rows: Sequence[Fields]) -> Extras:
+    """Returns a list of the rows' values for each name; the value of a row without the name is None."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}

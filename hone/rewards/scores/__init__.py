@@ -1,4 +1,4 @@
-"""Rule-based scores: one file per rule, loaded on first use; `table.py` selects the rule of a data source."""
+"""Rule-based scores: a file per rule, loaded on first use; `table.py` selects the rule of a data source."""
 
 from __future__ import annotations
 

@@ -15,11 +15,12 @@ _INTEGER = re.compile(r"[+-]?(?:\d{1,64}|\d{1,3}(?:,\d{3}){1,20})", re.ASCII)
 
 
 def extract_solution(solution_str: str, *, compat: bool = False) -> int | None:
-    """Returns the integer that the model answered, or None."""
+    """Returns the integer in the last answer, or None."""
     if compat:
         _, marker, text = solution_str.partition("Assistant:")
         lines = text.split("\n") if marker else []
-        answer = next((a for line in reversed(lines) for a in reversed(all_answers(line))), None)
+        answers = [answer for line in lines for answer in all_answers(line)]  # of single lines
+        answer = answers[-1] if answers else None
     else:
         answer = last_answer(solution_str)
     if answer is None or not _INTEGER.fullmatch(answer) or (compat and "," in answer):

@@ -22,16 +22,17 @@ def compute_score(
 ) -> float:
     """Returns 1.0 if every assertion holds, else 0.0."""
     limits = Limits(timeout_s, memory_limit_mb, sandbox_fusion_url)
-    tests = to_python(ground_truth) or _benchmark_assertions(to_python(extra_info or {}))
-    tests = read_tests(tests, extra_info)
+    assertions = to_python(ground_truth) or _benchmark_assertions(to_python(extra_info or {}))
+    tests = read_tests(assertions, extra_info)
     sources = [test.source for test in tests if isinstance(test, SourceTest)]
+    # One run for all sources is faster than a run per source.
     combined_tests = [SourceTest("\n".join(sources))] if len(sources) > 1 else tests
     code = extract_code(solution_str)
     return float(all(passes(code, test, limits) for test in combined_tests))
 
 
 def _benchmark_assertions(info: Fields) -> list[JsonValue]:
-    """Returns the assertions from the fields of MBPP and HumanEval."""
+    """Returns the assertions in the fields of MBPP and HumanEval."""
     if info.get("test") and info.get("entry_point"):
         return [humaneval_tests(info)]
     if not info.get("test_list"):

@@ -24,18 +24,23 @@ def extract_solution(
     last_line_only: bool = False,
     assistant_marker: bool | None = None,
 ) -> str | None:
-    """Returns the model's expression, or None. `assistant_marker` defaults to `compat`."""
+    """Returns the expression in the last answer, or None.
+
+    With `assistant_marker` (by default `compat`), an answer needs a marker before it.
+    """
     text = solution_str
-    if compat if assistant_marker is None else assistant_marker:
-        marker = next((m for m in _ASSISTANT_MARKERS if m in text), None)
-        if marker is None:
+    needs_marker = compat if assistant_marker is None else assistant_marker
+    if needs_marker:
+        markers = [marker for marker in _ASSISTANT_MARKERS if marker in text]
+        if not markers:
             return None
-        text = text.split(marker, 1)[1]
+        text = text.split(markers[0], 1)[1]
     if compat or last_line_only:
         text = text.split("\n")[-1]
     if not compat:
         return last_answer(text)
-    return next(reversed(all_answers(text)), None)
+    answers = all_answers(text)
+    return answers[-1] if answers else None
 
 
 def compute_score(
@@ -50,7 +55,7 @@ def compute_score(
     assistant_marker: bool | None = None,
     require_all: bool = True,
 ) -> float:
-    """Returns `score` for a right answer, `format_score` for another one, 0 without an answer."""
+    """Returns `score` for a right answer, `format_score` for a wrong answer, 0 without an answer."""
     problem = as_mapping(ground_truth, "target", "numbers")
     target = as_integer(problem["target"], "target")
     numbers = as_integers(problem["numbers"], "numbers")
@@ -68,7 +73,8 @@ def compute_score(
             is_right = abs(evaluate_compat(answer) - target) < _COMPAT_TOLERANCE
         else:
             result = evaluate(answer)
-            used_numbers, is_right = list(result.numbers), result.value == target
+            used_numbers = list(result.numbers)
+            is_right = result.value == target
     except ExpressionError:
         return format_score
     if require_all:

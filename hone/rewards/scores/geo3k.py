@@ -12,8 +12,8 @@ def format_reward(solution_str: str) -> float:
     if not solution_str.startswith("<think>"):
         return 0.0
     think_end = solution_str.find("</think>")
-    boxed = solution_str.find("\\boxed{", think_end) if think_end >= 0 else -1
-    return float(boxed >= 0 and solution_str.find("}", boxed) >= 0)
+    box_start = solution_str.find("\\boxed{", think_end) if think_end >= 0 else -1
+    return float(box_start >= 0 and solution_str.find("}", box_start) >= 0)
 
 
 def acc_reward(solution_str: str, ground_truth: JsonValue, use_boxed: bool = True) -> float:
@@ -27,9 +27,9 @@ def score_details(
 ) -> dict[str, float]:
     """Returns the score and its parts, accuracy and format."""
     accuracy = acc_reward(solution_str, ground_truth, use_boxed)
-    format_valid = format_reward(solution_str)
-    score = (1.0 - format_score) * accuracy + format_score * format_valid
-    return {"score": score, "acc": accuracy, "format": format_valid}
+    format_accuracy = format_reward(solution_str)
+    score = (1.0 - format_score) * accuracy + format_score * format_accuracy
+    return {"score": score, "acc": accuracy, "format": format_accuracy}
 
 
 def compute_score(

@@ -12,7 +12,7 @@ from decimal import Decimal, InvalidOperation
 from hone.types import JsonValue
 
 TAIL_CHARS = 300
-"""Only the end of a response is read: the answer is there, and this bounds the regex time."""
+"""Only the end of a response is read, which has the answer; this limits the time of the regexes."""
 
 _STRICT_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|-?[0-9]*\.?[0-9]+")
@@ -20,15 +20,15 @@ _GROUPED_NUMBER = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?")
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
-    """Returns the answer's text without commas, or None."""
+    """Returns the number that the response answers, as text without thousands separators, or None."""
     tail = solution_str[-TAIL_CHARS:]
     if method == "strict":
-        matches = [text for text in _STRICT_ANSWER.findall(tail) if any(map(str.isdigit, text))]
-        return _remove_commas(matches[-1]) if matches else None
-    if method == "flexible":
-        matches = _NUMBER.findall(tail)
-        return _remove_commas(matches[-1]) if matches else None
-    raise ValueError(f"gsm8k method={method!r} is not known; use 'strict' or 'flexible'")
+        numbers = [text for text in _STRICT_ANSWER.findall(tail) if any(map(str.isdigit, text))]
+    elif method == "flexible":
+        numbers = _NUMBER.findall(tail)
+    else:
+        raise ValueError(f"gsm8k method={method!r} is not known; use 'strict' or 'flexible'")
+    return _remove_commas(numbers[-1]) if numbers else None
 
 
 def compute_score(
@@ -45,13 +45,13 @@ def compute_score(
     expected = _remove_commas(str(ground_truth).strip())
     if answer == expected:
         return score
-    with contextlib.suppress(InvalidOperation):
+    with contextlib.suppress(InvalidOperation):  # the ground truth may be no number
         if method == "flexible" and Decimal(answer) == Decimal(expected):
             return score
     return format_score
 
 
 def _remove_commas(number: str) -> str:
-    """Removes thousands separators; `42,43` is not one number and stays unchanged."""
+    """Removes thousands separators; returns `42,43`, which is not one number, unchanged."""
     number = number.rstrip(",")
     return number.replace(",", "") if _GROUPED_NUMBER.fullmatch(number) else number

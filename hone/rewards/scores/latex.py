@@ -1,4 +1,4 @@
-r"""Mathematical answers as text: finds `\boxed{…}` and normalizes equal answers to one spelling.
+r"""Finds mathematical answers in `\boxed{…}`, and normalizes answers, so that equal answers are equal text.
 
 The normal form follows the MATH benchmark (Hendrycks et al. 2021).
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-MAX_CHARS = 2000  # longer answers are not normalized, because no real answer is that long
+MAX_CHARS = 2000  # longer answers are not normalized
 _BRACE = re.compile(r"[{}]")
 
 
@@ -50,7 +50,7 @@ _NOT_A_UNIT = re.compile(
     r"|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)\b",
     re.IGNORECASE,
 )
-"""Words that change the number before them; any other word is a unit."""
+"""Words that change the meaning of the number before them; every other word is a unit."""
 _TEXT_PATTERN = r"\\(?:text|mbox|textbf|textit|textrm|mathrm|mathbf)\s*\{([^{}]*)\}"
 _TEXT_COMMAND = re.compile(_TEXT_PATTERN)
 _TRAILING_TEXT = re.compile(
@@ -81,14 +81,14 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\. ?$", ""),
     )
 )
-# `x=` or `f =` before the answer
+# `x=` or `f =` at the start of an answer
 _SHORT_NAME = re.compile(r"[^=\d\s][^=\s]? ?=(?!=)")
 _GROUPED_NUMBER = re.compile(r"[+-]? ?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?")
 _MIXED_NUMBER = re.compile(
     r"(?<![\w.^}\\])(\d{1,64})"
     r"(?: (\d{1,64})/(\d{1,64})| ?\\frac\{(\d{1,64})\}\{(\d{1,64})\})(?![\w.])"
 )
-# `4'2` is not a number, but parsers read 42 or 4
+# `4'2` is not a number, but a parser reads 42 or 4
 _PRIMED_NUMBER = re.compile(r"\d\s*'+\s*\d")
 # a space that is not between two numbers
 _LOOSE_SPACE = re.compile(r"(?<![\d.]) | (?![\d.])")
@@ -100,8 +100,8 @@ _FRACTION = re.compile(r"([+-]?)\\frac\{(-?\d{1,64})\}\{(-?\d{1,64})\}", re.ASCI
 def strip_string(string: str) -> str:
     """Returns the normal form of an answer, without units, spacing, `x=` and spelling variants.
 
-    A percent sign is a unit. A mixed number (`1 1/2`) becomes one fraction. Two numbers that are
-    separated only by a space stay two: `4 2` is not `42`.
+    A percent sign is a unit. A mixed number (`1 1/2`) becomes one fraction. A space between two numbers
+    is not removed: `4 2` is not `42`.
     """
     text = string.strip()
     if len(text) > MAX_CHARS:
@@ -126,7 +126,7 @@ def remove_unit(text: str) -> str:
 
 
 def is_unambiguous(string: str) -> bool:
-    r"""Returns whether a parser reads all of the text, and not only a part, as of `4 2` or `4'2`."""
+    r"""Returns whether a parser reads the whole answer; of `4 2` or `4'2`, a parser reads only a part."""
     words = [text.strip() for text in _TEXT_COMMAND.findall(remove_unit(string.strip()))]
     if any(_NOT_A_UNIT.search(text) and text not in ("or", "and") for text in words):
         return False
@@ -134,6 +134,7 @@ def is_unambiguous(string: str) -> bool:
 
 
 def _to_improper_fraction(match: re.Match[str]) -> str:
+    """Converts a match of `_MIXED_NUMBER`; `1 3/2` is not a mixed number and stays unchanged."""
     whole, numerator, denominator = (group for group in match.groups() if group)
     if int(numerator) >= int(denominator):
         return match.group()
@@ -158,14 +159,14 @@ def num_decimals(normal_form: str) -> int | None:
 
 
 def collection_kind(normal_form: str) -> str | None:
-    """Returns the kind of an answer with commas (set, tuple, interval, list), or None."""
-    depth, first_close, has_outer_comma = 0, None, False
+    """Returns the kind of an answer with commas: `set`, `tuple`, `interval`, `list`, or None."""
+    depth, first_end, has_outer_comma = 0, None, False
     for index, character in enumerate(normal_form):
         depth += (character in "([{") - (character in ")]}")
-        if depth == 0 and character in ")]}" and first_close is None:
-            first_close = index
+        if depth == 0 and character in ")]}" and first_end is None:
+            first_end = index  # of the first outer pair of brackets
         has_outer_comma |= depth == 0 and character == ","
-    if normal_form.startswith(("(", "[", "\\{")) and first_close == len(normal_form) - 1:
+    if normal_form.startswith(("(", "[", "\\{")) and first_end == len(normal_form) - 1:
         if normal_form.startswith("\\{"):
             return "set"
         kind = "tuple" if normal_form[0] == "(" and normal_form[-1] == ")" else "interval"

@@ -8,8 +8,8 @@ from hone.rewards.scorer import INVALID_PREDICTION
 from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
 from hone.types import JsonObject, JsonValue
 
-TAIL_CHARS = 300
-BOX_TAIL_CHARS = 100
+TAIL_CHARS = 300  # only the end of a response is searched, as in verl
+BOX_TAIL_CHARS = 100  # the same for `strict_box_verify`
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _DIGIT = re.compile(r"\d")
@@ -19,27 +19,26 @@ _UNIT_WORDS = re.compile(
     r"|edges?|students?|people)(?![A-Za-z])",
     re.IGNORECASE,
 )
-_ARTICLE = re.compile(
-    r"(?<![A-Za-z\\])(?:an?|the|The)\s+(?=[A-Za-z0-9$\\])"
-)  # `A` alone is an answer
+# `A` may be an answer, so only lower-case `a` is an article.
+_ARTICLE = re.compile(r"(?<![A-Za-z\\])(?:an?|the|The)\s+(?=[A-Za-z0-9$\\])")
 
 
 def normalize_final_answer(final_answer: str) -> str:
-    """Returns an answer without markup, units and separators; of `x = 5`, only the right side."""
+    """Returns an answer without markup, units and separators, and only the right side of `x = 5`."""
     text = final_answer.split("=")[-1]
     boxed = boxed_answer(text)
     if boxed is not None:
         text = boxed
     elif text.count("$") >= 2:
         start, end = text.index("$"), text.rindex("$")
-        if not _DIGIT.search(text[:start] + " " + text[end + 1 :]):  # keep `43 or $42$` whole
+        if not _DIGIT.search(text[:start] + " " + text[end + 1 :]):  # not `43 or $42$`
             text = text[start + 1 : end]
     text = _UNIT_WORDS.sub(" ", _ARTICLE.sub(" ", text.replace("**", " ")))
     return strip_string(text)
 
 
 def verify(solution_str: str, answer: str, strict_box_verify: bool = False) -> tuple[bool, str]:
-    """Returns (whether the answer in the response equals `answer`, the answer in the response)."""
+    """Returns whether the answer in the response equals `answer`, and the answer in the response."""
     if strict_box_verify:
         boxed = boxed_answer(solution_str[-BOX_TAIL_CHARS:])
         pred = INVALID_PREDICTION if boxed is None else boxed
@@ -57,8 +56,8 @@ def compute_score(
     solution_str: str, ground_truth: JsonValue, strict_box_verify: bool = False
 ) -> JsonObject:
     """Returns `{"score": ±1.0, "acc": bool, "pred": text}`."""
-    correct, pred = verify(solution_str, str(ground_truth), strict_box_verify)
-    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
+    is_correct, pred = verify(solution_str, str(ground_truth), strict_box_verify)
+    return {"score": 1.0 if is_correct else -1.0, "acc": is_correct, "pred": pred}
 
 
 def _is_equal(left: str, right: str) -> bool:

@@ -27,7 +27,7 @@ __all__ = [
     "strip_string",
 ]
 
-_COMPARED_KINDS = {"list": "set"}  # a list equals a set
+_COMPARED_KINDS = {"list": "set"}  # a list may equal a set
 _BASE_SUBSCRIPT = re.compile(r"\d_")
 _PERCENT = re.compile(r"\\?%")
 

@@ -1,6 +1,6 @@
-"""Programming contests: checks the program's output on the tests, in the sandbox.
+"""Programming contests: runs a program on tests in the sandbox, and checks its output.
 
-The score is 1 if all tests pass, else 0, or with `continuous` the share of the first ten tests that pass.
+If a test fails, the score is 0, or with `continuous` the share of passed tests among the first ten.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from threading import Semaphore
 from hone.rewards.programs import Limits, count_passed, extract_code, read_tests
 from hone.types import Fields, JsonValue, Settings
 
-MAX_COUNTED_TESTS = 10  # how many tests count with `continuous`
+MAX_COUNTED_TESTS = 10  # number of tests that count with `continuous`
 TEST_TIMEOUT_S = 10.0
 
 
@@ -31,9 +31,9 @@ def score_details(
     code = extract_code(solution_str)
     with concurrent_semaphore or contextlib.nullcontext():
         num_counted = MAX_COUNTED_TESTS if continuous else 0
-        all_passed, num_passed = count_passed(code, tests, limits, num_counted)
+        has_passed_all, num_passed = count_passed(code, tests, limits, num_counted)
     share = num_passed / min(MAX_COUNTED_TESTS, len(tests)) if continuous else 0.0
-    return {"score": 1.0 if all_passed else share, "acc": float(all_passed)}
+    return {"score": 1.0 if has_passed_all else share, "acc": float(has_passed_all)}
 
 
 def compute_score(
@@ -44,10 +44,14 @@ def compute_score(
     memory_limit_mb: int | None = None,
     timeout_s: float = TEST_TIMEOUT_S,
 ) -> tuple[float, Fields]:
-    """Returns verl's (score, metadata); `continuous` gives the share of the first ten tests."""
-    url, memory_mb = sandbox_fusion_url, memory_limit_mb
+    """Returns the score and metadata, as verl does."""
     result = score_details(
-        completion, test_cases, None, url, None, memory_mb, continuous, timeout_s
+        completion,
+        test_cases,
+        sandbox_fusion_url=sandbox_fusion_url,
+        memory_limit_mb=memory_limit_mb,
+        continuous=continuous,
+        timeout_s=timeout_s,
     )
-    tests = len(read_tests(test_cases, None))
-    return result["score"], {"all_passed": result["acc"] == 1.0, "tests": tests}
+    num_tests = len(read_tests(test_cases, None))
+    return result["score"], {"all_passed": result["acc"] == 1.0, "tests": num_tests}

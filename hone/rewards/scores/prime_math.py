@@ -13,7 +13,7 @@ from hone.rewards.scores.math_reward import is_equiv
 from hone.types import JsonValue
 
 RELATIVE_TOLERANCE = Fraction(1, 10_000)
-TAIL_CHARS = 2000
+TAIL_CHARS = 2000  # only the end of a text without a box is searched
 
 _ANSWER_PHRASE = re.compile(r"answers?\s*(?::|(?:is|are)\b:?)", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\\end\{([a-zA-Z]{1,20}\*?)\}[\s$.\\\])]*$")
@@ -21,7 +21,7 @@ _CONNECTIVES = re.compile(r"^.*(?:\b(?:be|is|are|get|gives?)\b|=|:\s)", re.DOTAL
 
 
 def extract_answer(text: str) -> tuple[str, bool]:
-    """Returns the answer's text, and whether the answer was marked (boxed, or after key words)."""
+    """Returns the text of the answer, and whether a box or key words mark the answer."""
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed.strip(), True
@@ -40,7 +40,7 @@ def extract_answer(text: str) -> tuple[str, bool]:
 
 
 def grade_answer(answer: str, truth: str) -> bool:
-    """Returns whether the answers are equal as text, number or mathematics, or one is the other rounded.
+    """Returns whether the answers are equal as text, numbers or expressions, or one is a rounded number.
 
     A rounded number must agree in all its decimals, and in at least four digits. An integer
     never counts as rounded.
@@ -59,6 +59,6 @@ def grade_answer(answer: str, truth: str) -> bool:
 
 
 def compute_score(solution_str: str, ground_truth: JsonValue) -> tuple[bool, bool, str]:
-    """Returns `(correct, well formed, extracted answer)`."""
+    """Returns whether the answer is right, whether the answer is marked, and the answer."""
     answer, is_marked = extract_answer(solution_str)
     return bool(answer) and grade_answer(answer, str(ground_truth)), is_marked, answer

@@ -13,7 +13,7 @@ from hone.rewards.ground_truth import ground_truth_error
 from hone.rewards.scorer import all_answers, decode_json, last_answer, to_python
 from hone.types import JsonValue, Settings
 
-MAX_TAGS = 10  # a response with more opening or closing answer tags gets a quarter of its score
+MAX_TAGS = 10  # a response with more opening or closing answer tags gets a quarter of the score
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -39,7 +39,7 @@ def golden_answers(ground_truth: JsonValue) -> list[str]:
 
 
 def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
-    """Returns whether normalized texts are equal; a text of only articles is not normalized."""
+    """Returns whether the prediction equals a reference answer; a text of articles only is not normalized."""
     normalized = normalize_answer(prediction)
     for answer in [golden] if isinstance(golden, str) else golden:
         if normalized and normalized == normalize_answer(answer):
@@ -58,19 +58,19 @@ def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
 
 def remove_information(text: str) -> str:
     """Removes closed `<information>…</information>` blocks from the text."""
-    parts: list[str] = []
+    outer_texts: list[str] = []
     position = 0
     while (start := text.find("<information>", position)) >= 0:
         end = text.find("</information>", start)
         if end < 0:
             break
-        parts.append(text[position:start])
+        outer_texts.append(text[position:start])
         position = end + len("</information>")
-    return "".join([*parts, text[position:]])
+    return "".join([*outer_texts, text[position:]])
 
 
 def extract_solution(solution_str: str, *, compat: bool = False) -> str | None:
-    """Returns the last answer; with `compat`, the first answer is the prompt's example and is ignored."""
+    """Returns the last answer; `compat` ignores the first answer, the example in the prompt."""
     if compat:
         answers = all_answers(solution_str)
         return answers[-1] if len(answers) > 1 else None
@@ -126,7 +126,7 @@ def compute_score_subem(
     format_score: float = 0.0,
     score: float = 1.0,
 ) -> float:
-    """Like `compute_score`, but the prediction only needs to contain a reference answer."""
+    """Scores like `compute_score`; the prediction only needs to contain a reference answer."""
     return _grade_answer(solution_str, ground_truth, subem_check, format_score, score)["score"]
 
 

@@ -1,7 +1,7 @@
 """Search-R1's score with format rewards for a well-formed trajectory and a useful retrieval.
 
-A well-formed trajectory is think, any number of (search, information, think), and answer. Only searches may
-write information.
+A well-formed trajectory has the blocks think, any number of times (search, information, think), and
+answer. Information blocks are observations, not text of the policy.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
 _OPEN, _CLOSE = "<information>", "</information>"
 _ASSISTANT_MARKER = "<|im_start|>assistant"
 _TRAILING_SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>$")
+_MAX_TOKEN_CHARS = 44  # 40 characters between `<|` and `|>`
 _NEXT_BLOCKS = {
     "start": ("think",),
     "think": ("search", "answer"),
@@ -27,7 +28,7 @@ _NEXT_BLOCKS = {
 
 
 def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
-    """Returns whether a transcript is well formed, and why not; `compat` accepts only what Search-R1 does."""
+    """Returns whether a transcript is well formed, and why not; `compat` requires an assistant marker."""
     if _ASSISTANT_MARKER in text:
         text = text.split(_ASSISTANT_MARKER, 1)[1]
     elif compat:
@@ -36,33 +37,35 @@ def is_valid_sequence(text: str, *, compat: bool = False) -> tuple[bool, str]:
 
 
 def is_valid_conversation(segments: Segments) -> tuple[bool, str]:
-    """Returns the same as `is_valid_sequence`, for the segments of a response."""
-    parts = []
+    """Returns whether the segments of a response are well formed, and why not."""
+    texts = []
     for segment in segments:
         text = segment["text"]
         if segment["role"] == POLICY:
             if _OPEN in text or _CLOSE in text:
                 return False, "<information> written by the policy"
-            parts.append(text)
+            texts.append(text)
         elif _passage(text) is not None:
-            parts.append(_OPEN + _CLOSE)  # tags inside a passage are ignored
+            texts.append(_OPEN + _CLOSE)  # a passage may contain tags
         elif text.strip():
             return False, "an observation without <information>"
-    return _check_blocks(_strip_special_tokens("".join(parts)))
+    return _check_blocks(_strip_special_tokens("".join(texts)))
 
 
 def _strip_special_tokens(text: str) -> str:
+    """Removes special tokens and white space at the end, in linear time."""
     end = len(text)
     while True:
         while end and text[end - 1].isspace():
             end -= 1
-        token = _TRAILING_SPECIAL_TOKEN.search(text, max(0, end - 44), end)
+        token = _TRAILING_SPECIAL_TOKEN.search(text, max(0, end - _MAX_TOKEN_CHARS), end)
         if token is None:
             return text[:end]
         end = token.start()
 
 
 def _check_blocks(text: str) -> tuple[bool, str]:
+    """Returns whether the text consists of blocks in a valid order, and why not."""
     for tag in _TAGS:
         if text.count(f"<{tag}>") != text.count(f"</{tag}>"):
             return False, f"unbalanced <{tag}>"
@@ -103,34 +106,33 @@ def score_details(
 ) -> dict[str, float]:
     """Returns the score and its parts.
 
-    `extra_info["transcript_segments"]` separates retrieved passages from the policy's text; with
-    `score_observations`, only the text is read, as in Search-R1.
+    The passages are the observations in `extra_info["transcript_segments"]`; with `score_observations`,
+    they are the information blocks in the text, as in Search-R1.
     """
     golden = golden_answers(ground_truth)
     if score_observations:
-        format_valid, _ = is_valid_sequence(solution_str)
+        is_well_formed, _ = is_valid_sequence(solution_str)
         passages = all_answers(solution_str, "information")
     else:
-        # The text of a row without segments is the policy's.
-        own_segment = {"role": POLICY, "text": solution_str}
-        segments = (extra_info or {}).get("transcript_segments") or [own_segment]
-        format_valid, _ = is_valid_conversation(segments)
-        observations = [_passage(s["text"]) for s in segments if s["role"] != POLICY]
-        passages = [passage for passage in observations if passage is not None]
+        default_segments = [{"role": POLICY, "text": solution_str}]
+        segments = (extra_info or {}).get("transcript_segments") or default_segments
+        is_well_formed, _ = is_valid_conversation(segments)
+        observations = (segment["text"] for segment in segments if segment["role"] != POLICY)
+        passages = [passage for passage in map(_passage, observations) if passage is not None]
     answer = extract_solution(solution_str)
     is_correct = answer is not None and em_check(answer, golden)
-    retrieval_hit = format_valid and any(subem_check(passage, golden) for passage in passages)
+    has_hit = is_well_formed and any(subem_check(passage, golden) for passage in passages)
     if is_correct:
-        value = score if format_valid else score - structure_format_score
-    elif format_valid:
-        value = structure_format_score + (retrieval_score if retrieval_hit else 0.0)
+        value = score if is_well_formed else score - structure_format_score
+    elif is_well_formed:
+        value = structure_format_score + (retrieval_score if has_hit else 0.0)
     else:
         value = final_format_score if answer is not None else 0.0
     return {
         "score": value,
         "acc": float(is_correct),
-        "format_valid": float(format_valid),
-        "retrieval_hit": float(retrieval_hit),
+        "format_valid": float(is_well_formed),
+        "retrieval_hit": float(has_hit),
     }
 
 

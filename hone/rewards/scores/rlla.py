@@ -1,6 +1,7 @@
-"""RLLA (tool use): the format scores 0 or 1, the tool calls score -3 to 3 by names, parameters and values.
+"""RLLA (tool use): 0 or 1 for the format, plus -3 to 3 for the names, parameters and values of tool calls.
 
-The reference is a response of think, tool_call and response; its tool_call block has one JSON call per line.
+The reference is a response with the blocks think, tool_call and response. A tool_call block has one JSON
+call per line.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TypeAlias
 from hone.text import BadText, read_json
 from hone.types import JsonObject, Settings
 
-Call: TypeAlias = tuple[str, JsonObject]
+Call: TypeAlias = tuple[str, JsonObject]  # the name of a tool, and its parameters
 FORMAT_REWARD = 1.0
 MAX_CALLS_REWARD = 3.0
 _BLOCKS = ("tool_call", "response")
@@ -42,15 +43,16 @@ def _has_format(response: str, reference: str) -> bool:
     """Returns whether a response has a think block, then each block of the reference once."""
     names = [name for name in _BLOCKS if f"<{name}>" in reference]
     bodies = {"tool_call": r"\n.*?\n", "response": ".*?"}
-    parts = [rf"\n<{name}>{bodies[name]}</{name}>" for name in names]
+    blocks = [rf"\n<{name}>{bodies[name]}</{name}>" for name in names]
     tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
-    pattern = rf"<think>.*?</think>{''.join(parts)}"
+    pattern = rf"<think>.*?</think>{''.join(blocks)}"
     return all(response.count(tag) == 1 for tag in tags) and bool(
         re.fullmatch(pattern, response, re.DOTALL)
     )
 
 
 def _calls_reward(response: str, reference: str) -> float:
+    """Returns the similarity of the calls, scaled to -3…3; 0 if the reference has no calls."""
     if "<tool_call>" not in reference:
         return 0.0
     expected, calls = _parse_calls(reference), _parse_calls(response)
@@ -74,7 +76,7 @@ def _calls_reward(response: str, reference: str) -> float:
 
 
 def _parse_calls(text: str) -> list[Call] | None:
-    """Returns the calls of the first block, one per line; None if one cannot be parsed."""
+    """Returns the calls of the first tool_call block, or None if a call cannot be parsed."""
     _, opening, after = text.partition("<tool_call>")
     body, closing, _ = after.partition("</tool_call>")
     if not opening or not closing:
@@ -90,7 +92,7 @@ def _parse_calls(text: str) -> list[Call] | None:
 
 
 def _similarity(call: Call, other: Call) -> float:
-    """Returns 0 for another tool, else the overlap of parameter names plus the number of equal values."""
+    """Returns the overlap of the parameter names plus the number of equal values; 0 for different tools."""
     (name, parameters), (other_name, other_parameters) = call, other
     if name != other_name:
         return 0.0
@@ -102,8 +104,8 @@ def _similarity(call: Call, other: Call) -> float:
 
 
 def _overlap(left: Sequence[str], right: Sequence[str]) -> float:
-    """Returns the Jaccard index of two lists, with multiplicity."""
+    """Returns the Jaccard index of two lists as multisets."""
     if not left or not right:
         return float(left == right)
-    shared = (Counter(left) & Counter(right)).total()
-    return shared / (len(left) + len(right) - shared)
+    num_shared = (Counter(left) & Counter(right)).total()
+    return num_shared / (len(left) + len(right) - num_shared)

@@ -24,5 +24,7 @@ def compute_score(
     tests = read_tests(test_cases, None)[: MAX_COUNTED_TESTS if continuous else None]
     with concurrent_semaphore or contextlib.nullcontext():
         results = [passes(code, test, limits) for test in tests]
-    metadata: list[Fields] = [{"test": i, "passed": passed} for i, passed in enumerate(results)]
+    metadata: list[Fields] = [
+        {"test": index, "passed": has_passed} for index, has_passed in enumerate(results)
+    ]
     return sum(results) / len(results), metadata

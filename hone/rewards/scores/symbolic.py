@@ -1,7 +1,8 @@
 """Compares two LaTeX answers symbolically with math-verify, in processes that can be killed.
 
-Only math-verify's LaTeX parser is used, because its plain-expression parser calls Python's `eval`. An
-expression that is too large and a comparison that exceeds its limits count as not equal, and as failures.
+Only the LaTeX parser of math-verify is used, because the parser for plain expressions calls Python's
+`eval`. Expressions that are too large, and comparisons that exceed their limits, are not equal and are
+counted as mishaps.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from hone.rewards.scorer import count_mishap
 logger = logging.getLogger(__name__)
 
 Pair = tuple[str, str]  # an answer and the ground truth
-Comparisons = dict[Pair, bool | Failed]  # the results of comparisons
+Comparisons = dict[Pair, bool | Failed]  # whether the pair is equal, or why this is unknown
 
 SHORT_CPU_S = 0.1
-"""CPU time per comparison in the first round, which includes every comparison of a batch."""
+"""CPU time per comparison in the first round, which makes every comparison of a batch."""
 LONG_CPU_S = 0.5
-"""CPU time per comparison in the second round, for comparisons that timed out in the first round."""
+"""CPU time per comparison in the second round, which repeats the comparisons that timed out."""
 MAX_LONG_COMPARISONS = 32  # limit on comparisons per batch in the second round
-MAX_CRASHES = 8  # the rest of a round is skipped after this many crashed processes
+MAX_CRASHES = 8  # number of crashed processes after which a round ends
 WALL_LIMIT_S = 60.0  # wall-clock limit of a comparison, for a process that uses no CPU time
 MAX_PROCESSES = 8
 MAX_CHARS = 1000
@@ -41,7 +42,7 @@ MAX_EXPONENT = 9_999
 MAX_EXPONENT_PRODUCT = 1_000_000
 """Limit on the product of all exponents of at least 100: a power of a power multiplies exponents."""
 MAX_COUNTING_NUMBER = 999
-"""Largest number in a factorial, binomial, sum, product, integral or limit."""
+"""Limit on the numbers in an expression with a factorial, binomial, sum, product, integral or limit."""
 MAX_DIGITS = 64
 MAX_DEPTH = 40
 
@@ -52,8 +53,8 @@ _COUNTING_OPERATOR = re.compile(
     r"!|\\(?:binom|[dt]binom|sum|prod|int|lim|factorial|Gamma|zeta)(?![a-zA-Z])"
 )
 
-_SKIPPED = Failed("skipped", "the budget is spent")
-"""The result of a comparison that was not made; the next batch makes it."""
+_SKIPPED = Failed("skipped", "too many comparisons of the batch crashed")
+"""The result of a comparison that was not made; the next batch with this pair makes the comparison."""
 _lock = threading.Lock()
 _pool: DeadlinePool[bool | None] | None = None
 num_processes: int | None = None  # the number of comparison processes; None is one per core
@@ -62,7 +63,7 @@ _recorded_pairs: ContextVar[list[Pair] | None] = ContextVar("recorded_pairs", de
 
 
 def symbolically_equal(answer: str, truth: str) -> bool:
-    """Returns whether math-verify finds both equal; False if it is not installed or times out."""
+    """Returns whether math-verify finds both equal; False without math-verify or on a timeout."""
     if not is_available() or max(len(answer), len(truth)) > MAX_CHARS:
         return False
     pair = (answer, truth)
@@ -81,7 +82,7 @@ def symbolically_equal(answer: str, truth: str) -> bool:
 
 @lru_cache(maxsize=1)
 def is_available() -> bool:
-    """Returns whether math-verify is installed; logs one warning if it is not."""
+    """Returns whether math-verify is installed; logs a warning once otherwise."""
     if importlib.util.find_spec("math_verify") is not None:
         return True
     logger.warning(
@@ -93,7 +94,7 @@ def is_available() -> bool:
 
 @contextmanager
 def recording_pairs(pairs: list[Pair]) -> Iterator[None]:
-    """Adds the pairs that are compared inside the block to `pairs`; each comparison returns False."""
+    """Adds the pairs that the block compares to `pairs`; every comparison in the block returns False."""
     token = _recorded_pairs.set(pairs)
     try:
         yield
@@ -102,17 +103,20 @@ def recording_pairs(pairs: list[Pair]) -> Iterator[None]:
 
 
 def compare_all(pairs: Iterable[Pair]) -> None:
-    """Runs the uncached comparisons in parallel; those that time out get a second, longer run."""
+    """Makes the uncached comparisons in parallel; repeats comparisons that time out with a longer limit."""
     uncached = [pair for pair in dict.fromkeys(pairs) if _cache.get(pair, _SKIPPED) == _SKIPPED]
     size_problems = {pair: size_problem(pair[0]) or size_problem(pair[1]) for pair in uncached}
-    items = size_problems.items()
-    add_to_cache({pair: Failed("refused", problem) for pair, problem in items if problem})
+    pairs_and_problems = size_problems.items()
+    add_to_cache({pair: Failed("refused", text) for pair, text in pairs_and_problems if text})
     pending = [pair for pair in uncached if not size_problems[pair]]
     if len(pending) > 1:
-        results = _compare_within_budget(pending, SHORT_CPU_S)
-        outcomes = zip(pending, results, strict=True)
-        pending = [pair for pair, r in outcomes if isinstance(r, Failed) and r.reason == "timeout"]
+        results = zip(pending, _compare_within_budget(pending, SHORT_CPU_S), strict=True)
+        pending = [pair for pair, result in results if _has_reason(result, "timeout")]
     _compare_within_budget(pending[:MAX_LONG_COMPARISONS], LONG_CPU_S)
+
+
+def _has_reason(result: bool | Failed, reason: str) -> bool:
+    return isinstance(result, Failed) and result.reason == reason
 
 
 def size_problem(text: str) -> str | None:
@@ -149,11 +153,11 @@ def add_to_cache(comparisons: Comparisons) -> None:
 
 
 def _compare_within_budget(pairs: Sequence[Pair], cpu_s: float) -> list[bool | Failed]:
-    """Compares in chunks, so that a batch that crashes many processes ends early."""
+    """Compares pairs and caches the results; skips the remaining pairs after MAX_CRASHES crashes."""
     results: list[bool | Failed] = []
     for start in range(0, len(pairs), 2 * MAX_PROCESSES):
         chunk = pairs[start : start + 2 * MAX_PROCESSES]
-        if sum(isinstance(r, Failed) and r.reason == "crash" for r in results) >= MAX_CRASHES:
+        if sum(_has_reason(result, "crash") for result in results) >= MAX_CRASHES:
             results += [_SKIPPED] * len(chunk)
         else:
             results += _compare_in_pool(chunk, cpu_s)

@@ -1,4 +1,4 @@
-"""The process that compares expressions: math-verify under memory and CPU time limits."""
+"""The process that compares expressions with math-verify, within limits on memory and CPU time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sympy import Basic
 
 MEMORY_LIMIT_MB = 2048
-GRACE_CPU_S = 0.5  # CPU time between the interrupt and the kernel's kill
+GRACE_CPU_S = 0.5  # CPU time between the interrupt and SIGVTALRM, which kills the process
 _WARM_UP_PAIRS = (
     (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt 3}"),
     (r"\{2,1\}", r"\{1,2\}"),
@@ -24,7 +24,7 @@ _WARM_UP_PAIRS = (
     (r"x=2\text{ or }x=3", "2,3"),
     (r"\sin(\pi/3)+e^{2}", r"\log_2 8"),
 )
-"""Compared once at startup, because the first comparison of a kind is many times slower."""
+"""Pairs that are compared at startup, because the first comparison of each kind is slow."""
 
 
 class _CpuTimeExceeded(BaseException):
@@ -36,7 +36,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def make_verifier() -> Callable[..., bool | None]:
-    """Returns a function that compares two answers, and returns None if it exceeds its CPU time."""
+    """Returns a function that compares two answers; the function returns None if the CPU time is used up."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     limit = MEMORY_LIMIT_MB << 20
@@ -52,7 +52,7 @@ def make_verifier() -> Callable[..., bool | None]:
 
     def is_equal(answer: str, truth: str, cpu_s: float) -> bool | None:
         try:
-            # The timer repeats, because a bare `except` may catch the first signal.
+            # The timer repeats, because a bare `except` may catch the first exception.
             signal.setitimer(signal.ITIMER_PROF, cpu_s, cpu_s)
             signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s + GRACE_CPU_S)
             try:

@@ -1,6 +1,6 @@
-"""The table from `data_source` to scorer, and `default_compute_score`, which reads the table.
+"""The table of scorers by `data_source`, and `default_compute_score`, which calls the scorer of a row.
 
-Scorers of `register_score` come first, then exact names, prefixes and substrings, as in verl.
+Registered scorers take precedence. Exact names precede prefixes and substrings, as in verl.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Entry:
     target: str | Function
     """`"module:function"`, or the function itself."""
     full_mark: float = 1.0
-    """The score that counts as correct (`acc` = 1) when the scorer returns a plain number."""
+    """The lowest score of a right answer (`acc` = 1), for a scorer that returns only a number."""
     needs_ground_truth: bool = True
-    """Whether a row needs a ground truth; some scorers find tests in `extra_info` instead."""
+    """Whether a row needs a ground truth; some scorers read tests in `extra_info` instead."""
 
 
 def _entries(
@@ -90,8 +90,8 @@ def register_score(
 ) -> None:
     """Sets the scorer of `source`: a function, `"pkg.mod:name"` or `"file.py:name"`.
 
-    The function takes any of data_source, solution_str, ground_truth, extra_info by name. It
-    replaces a built-in entry. `match` may be exact, prefix or substring.
+    The function gets those of data_source, solution_str, ground_truth and extra_info that it accepts.
+    The entry replaces a built-in entry. `match` may be exact, prefix or substring.
     """
     if match not in _MATCH_KINDS:
         raise ValueError(f"match={match!r} is not known; use one of {', '.join(_MATCH_KINDS)}")
@@ -103,7 +103,7 @@ def register_score(
 
 
 def registered_scores() -> dict[str, dict[str, Entry]]:
-    """Returns the entries that `register_score` added, for a scoring process."""
+    """Returns the entries of `register_score` by kind of match, to restore them in another process."""
     return {match: dict(entries) for match, entries in _registered.items()}
 
 
@@ -123,7 +123,7 @@ def find(data_source: str) -> Entry | None:
             return table["exact"][data_source]
         entries = [
             *(entry for prefix, entry in table["prefix"].items() if data_source.startswith(prefix)),
-            *(entry for part, entry in table["substring"].items() if part in data_source),
+            *(entry for text, entry in table["substring"].items() if text in data_source),
         ]
         if entries:
             return entries[0]
@@ -147,7 +147,7 @@ def default_compute_score(
     extra_info: Settings | None = None,
     **options: Any,
 ) -> float | Fields:
-    """Scores a response by the rule of its data source; returns a number, or a dict where verl does."""
+    """Scores a response by the rule of its data source; returns a number, or a dict as verl's rule does."""
     entry, scorer = scorer_of(data_source)
     if entry.needs_ground_truth and is_missing(ground_truth):
         raise ground_truth_error(
@@ -178,8 +178,8 @@ def check_sources(
 ) -> None:
     """Raises UnknownSourceError for the first row without a scorer.
 
-    A row is given as its data source or as the data row; rows of style "model" need no rule.
-    `where(index)` is the row's location for the message.
+    A row is a data source, or a row of the data, which needs no scorer if its style is "model".
+    `where(index)` returns the location of the row for the message.
     """
     checked_sources: set[str] = set()
     for index, row in enumerate(rows):
@@ -201,7 +201,7 @@ def check_sources(
 
 def _unknown_source_message(source: str, where: str) -> str:
     names = known_sources()
-    num_others = sum(map(len, names.values())) - 4
+    num_others = sum(map(len, names.values())) - 4  # the message names four
     hint = suggestion(source, names["exact"])
     return (
         f"no scorer for data_source {source!r} ({where}).{hint} Known are openai/gsm8k, "
