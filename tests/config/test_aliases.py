@@ -386,7 +386,7 @@ def test_a_misspelt_manager_setting_is_still_an_error() -> None:
         load({"reward_model.reward_kwargs.max_respo_len": 3})
 
 
-def test_the_later_of_an_old_and_a_new_name_wins() -> None:
+def test_the_later_of_an_old_and_a_new_name_applies() -> None:
     one = compose([f"{ROLLOUT}.n=2", "algorithm.group_size=4"])
     two = compose(["algorithm.group_size=4", f"{ROLLOUT}.n=2"])
     assert one.config.actor_rollout_ref.rollout.n == 4
@@ -464,7 +464,7 @@ def test_masked_weights_of_verl_0_6_0_name_the_rejection() -> None:
         load({"algorithm.rollout_is": True, "algorithm.rollout_is_mode": "mask"})
 
 
-def test_a_zero_is_no_word_for_nothing() -> None:
+def test_zero_is_not_read_as_null() -> None:
     config = load_config(["max_turns=0", "retriever.url=http://localhost:8000/retrieve"])
     assert get(config, f"{ROLLOUT}.multi_turn.max_assistant_turns") == 1
     with pytest.raises(ConfigError, match="use_token_level_loss"):

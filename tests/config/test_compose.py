@@ -41,7 +41,7 @@ def test_overrides_take_numbers_lists_nulls_strings_and_plus_signs() -> None:
     assert config.trainer.experiment_name == "2024"
 
 
-def test_one_value_stands_for_a_list_of_one() -> None:
+def test_one_value_is_read_as_a_list_of_one() -> None:
     config = load_config(["trainer.logger=console", "data.train_files=/data/train.parquet"])
     assert config.trainer.logger == ("console",)
     assert config.data.train_files == ("/data/train.parquet",)
@@ -84,7 +84,7 @@ def test_a_key_like_nothing_else_is_still_an_error() -> None:
         ),
     ],
 )
-def test_a_wrong_type_says_what_came_and_what_was_expected(override: str, sentence: str) -> None:
+def test_a_wrong_type_is_reported_with_the_expected_type(override: str, sentence: str) -> None:
     assert error([override]) == sentence
 
 
@@ -107,7 +107,7 @@ def test_defects_of_every_kind_are_reported_together() -> None:
         ["actor_rollout_ref.rollout.nn=4", "algorithm.adv_estimator=rloo"],
     ],
 )
-def test_a_defect_that_only_follows_from_another_is_not_told_beside_it(
+def test_a_problem_that_follows_from_another_is_not_reported(
     overrides: list[str],
 ) -> None:
     assert "\n" not in error(overrides)
@@ -244,7 +244,7 @@ def test_a_key_without_effect_is_noted() -> None:
     )
 
 
-def test_a_refused_key_says_what_to_use() -> None:
+def test_the_message_of_a_refused_key_names_an_alternative() -> None:
     assert error(["actor_rollout_ref.model.hf_config_path=other"]) == (
         "actor_rollout_ref.model.hf_config_path=other is refused: the model's own config.json is "
         "read; use override_config (command line)"
@@ -392,7 +392,9 @@ def test_get_reads_a_dotted_key() -> None:
     assert get(load_config(), "trainer.seed") == 1
 
 
-def test_a_users_config_lies_between_schema_and_command_line(tmp_path: Path) -> None:
+def test_a_users_config_overrides_the_schema_and_the_command_line_overrides_both(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mine.yaml").write_text(
         "defaults:\n  - ppo_trainer\n  - _self_\n"
         "trainer:\n  seed: 5\n  total_epochs: 2\n"

@@ -7,7 +7,7 @@ import pytest
 from hone.config.algorithm import RolloutCorrectionConfig as Correction
 
 
-def test_a_preset_sets_what_its_name_says() -> None:
+def test_a_preset_has_the_settings_of_its_name() -> None:
     preset = Correction.decoupled_k3_rs_seq_tis(is_threshold=3.0)
     assert (preset.rollout_is, preset.rollout_is_threshold) == ("sequence", 3.0)
     assert (preset.rollout_rs, preset.rollout_rs_threshold) == ("seq_mean_k3", 0.01)

@@ -19,7 +19,7 @@ from hone.trainer.command_line import check_plan
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 
-def test_the_page_is_what_the_schema_says() -> None:
+def test_the_page_is_generated_from_the_schema() -> None:
     assert PAGE.read_text(encoding="utf-8") == document(), (
         "run: python -m hone.config.document > docs/config.md"
     )
@@ -42,7 +42,7 @@ def test_the_appendix_holds_every_neutral_and_refused_key() -> None:
     )
 
 
-def test_every_key_has_its_row() -> None:
+def test_every_key_has_a_row() -> None:
     page = document()
     for tree in TREES.values():
         for info in leaves(tree.root).values():
@@ -83,7 +83,7 @@ def test_show_can_leave_defaults_out() -> None:
     assert text == f"trainer:\n{'  seed: 3':<52}  # command line\n"
 
 
-def test_show_lists_what_has_no_effect() -> None:
+def test_show_lists_keys_without_effect() -> None:
     text = show(["actor_rollout_ref.rollout.load_format=safetensors"])
     assert (
         "# set, but without effect here:\n#   actor_rollout_ref.rollout.load_format=safetensors: "
@@ -91,14 +91,14 @@ def test_show_lists_what_has_no_effect() -> None:
     )
 
 
-def test_show_quotes_what_yaml_would_read_otherwise() -> None:
+def test_show_quotes_strings_that_yaml_would_read_as_another_type() -> None:
     overrides = ["trainer.experiment_name='null'", "trainer.project_name='a: b'"]
     loaded = OmegaConf.create(show(overrides))
     assert loaded.trainer.experiment_name == "null"
     assert loaded.trainer.project_name == "a: b"
 
 
-def test_explain_tells_all_about_a_key() -> None:
+def test_explain_describes_a_key_completely() -> None:
     assert explain("actor_rollout_ref.rollout.n") == (
         "actor_rollout_ref.rollout.n\n"
         "  Responses per prompt (group size).\n"
@@ -134,11 +134,11 @@ def test_explain_tells_all_about_a_key() -> None:
         ("model.partial_pretrain", "is another name: model.path"),
     ],
 )
-def test_explain_knows_blocks_old_names_and_absent_keys(key: str, piece: str) -> None:
+def test_explain_describes_blocks_old_names_and_keys_without_field(key: str, piece: str) -> None:
     assert piece in explain(key)
 
 
-def test_explain_tells_every_tree_that_has_the_key_with_its_default_there() -> None:
+def test_explain_lists_every_tree_of_a_key_with_its_default() -> None:
     text = explain("data.prompt_key")
     assert lines_with(text, "default") == [
         *("default  prompt", "default  question"),
@@ -170,7 +170,7 @@ def test_a_block_is_explained_in_each_tree_too() -> None:
         ("algorithm.gamma", "sft_trainer", r"no key 'algorithm\.gamma' in sft_trainer"),
     ],
 )
-def test_a_partial_key_proposes_the_keys_that_hold_its_parts(
+def test_a_partial_key_suggests_the_keys_with_its_parts(
     key: str, tree: str | None, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
@@ -208,7 +208,7 @@ def test_check_accepts_a_good_file_and_lists_its_notes(tmp_path: Path) -> None:
         ("generation", ["data.n_samples=3"], 0),
     ],
 )
-def test_check_says_nothing_of_the_defaults_that_a_saved_config_writes_out(
+def test_check_has_no_note_about_the_defaults_in_a_saved_config(
     tmp_path: Path, tree: str, changed: list[str], notes: int
 ) -> None:
     file = tmp_path / "config.yaml"
@@ -242,5 +242,5 @@ def test_check_recognises_the_tree_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "notes.txt"])
-def test_check_says_when_there_is_nothing_to_check(tmp_path: Path, name: str) -> None:
+def test_check_reports_a_missing_file_and_another_format(tmp_path: Path, name: str) -> None:
     assert check(tmp_path / name)[0] == 1

@@ -58,7 +58,7 @@ def test_the_budget_of_a_supervised_run_follows_its_longest_row() -> None:
     assert "its part of the longest pair, so it is 100" in composed.notes[0]
 
 
-def test_a_supervised_run_says_that_fsdp2_takes_the_place_of_megatron() -> None:
+def test_a_supervised_run_notes_that_fsdp2_replaces_megatron() -> None:
     composed = compose(["engine.strategy=megatron"], config_name="sft_trainer")
     assert composed.notes == ("engine.strategy=megatron: models are sharded with FSDP2",)
     assert composed.config.engine.strategy == "fsdp2"

@@ -170,7 +170,7 @@ def test_a_users_command_loads(name: str) -> None:
     load_config(COMMANDS[name])
 
 
-def test_the_small_gpu_command_means_what_it_says() -> None:
+def test_the_small_gpu_command_has_the_documented_values() -> None:
     composed = compose(COMMANDS["one small gpu"])
     config = composed.config
     assert config.actor_rollout_ref.actor.sequences_per_micro_batch(1, "ppo_") == 4

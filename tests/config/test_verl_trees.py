@@ -140,7 +140,7 @@ def test_references_of_a_file_cross_renames_and_keys_without_a_field(tmp_path: P
     assert policy.rollout.name == "native"
 
 
-def test_null_in_a_file_stands_for_the_default_and_hides_no_value(tmp_path: Path) -> None:
+def test_null_in_a_file_is_the_default_and_replaces_no_value(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "reward: {reward_model: {model_path: judge}}\n"
         "reward_model: {model: {path: null}, enable: null}\n"

@@ -87,7 +87,7 @@ class TestMaking:
         joined = DataProto.concat([even, odd]).column("x")
         assert joined.tolist() == [[1, 2], [3, 4], [5], [6, 7]]
 
-    def test_none_stands_for_no_columns_and_no_facts(self) -> None:
+    def test_none_is_read_as_no_columns_and_no_metadata(self) -> None:
         data = DataProto(non_tensor_batch=None, meta_info=None)  # type: ignore[arg-type]
         assert (data.non_tensor_batch, data.meta_info, len(data)) == ({}, {}, 0)
 
@@ -594,7 +594,7 @@ class TestDisk:
         with pytest.raises(ValueError, match=r"contains a posix\.system"):
             DataProto.load_from_disk(tmp_path / "batch")
         with pytest.raises(ValueError, match=r"contains a posix\.system"):
-            data.save_to_disk(tmp_path / "again")  # told when it is written, not when it is needed
+            data.save_to_disk(tmp_path / "again")  # refused when it is written, not when it is read
         assert [file.name for file in tmp_path.iterdir()] == ["batch"]
 
     def test_plain_values_arrays_and_tensors_come_back(self, tmp_path: Path) -> None:

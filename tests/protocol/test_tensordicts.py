@@ -113,7 +113,7 @@ def test_mini_batches_come_in_an_order_that_the_seed_decides() -> None:
     assert one == other
 
 
-def test_unequal_batches_are_told_apart() -> None:
+def test_unequal_batches_differ() -> None:
     data = batch()
     for change in (
         lambda other: other["x"].add_(1),

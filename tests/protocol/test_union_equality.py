@@ -51,7 +51,7 @@ def test_a_copy_is_the_same(value: Any) -> None:
         (TensorDict({}, batch_size=[1]), TensorDict({}, batch_size=[2])),
     ],
 )
-def test_what_differs_is_not_the_same(first: Any, second: Any) -> None:
+def test_different_values_are_not_equal(first: Any, second: Any) -> None:
     assert not deeply_equal(first, second)
     assert not deeply_equal(second, first)
     assert deeply_equal(first, first)

@@ -188,7 +188,7 @@ def test_an_invalid_lock_file_is_stale_after_a_while(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_process_killed_during_a_takeover_blocks_nobody(tmp_path: Path) -> None:
+def test_a_process_killed_during_a_takeover_blocks_no_process(tmp_path: Path) -> None:
     dead = dead_local_holder()
     file = write_lock(tmp_path, dead)
     rival = replace(dead_local_holder(), token="c0ffee")

@@ -52,7 +52,10 @@ def test_a_validation_of_an_earlier_checkpoint_hides_no_later_step(tmp_path: Pat
     assert [e.step for e in scalars] == [1, 2, 3]
 
 
-def test_a_run_that_starts_anew_in_a_folder_hides_the_earlier_run(tmp_path: Path) -> None:
+def test_a_run_that_starts_anew_in_a_folder_hides_the_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_DIR", "")  # an empty variable names no folder
     for value in (1, 2):
         with Tracking("p", "e", "tensorboard", {}, tmp_path) as tracking:
             tracking.log({"a": value}, value)

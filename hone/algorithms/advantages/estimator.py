@@ -339,7 +339,7 @@ class DrGRPO(OutcomeEstimator):
     groups = "compared"  # a group of one keeps its raw score
 
     def advantages(self, outcome: Outcomes) -> Tensor:
-        return group_relative_scores(outcome.groups, outcome.scores, divide_by_std=False)
+        return outcome.scores - outcome.baseline()
 
 
 def group_relative_scores(

@@ -15,6 +15,7 @@ from hone.algorithms.policy_losses.policy_loss import (
     Tokens,
     bounded_log_ratio,
     standard_metrics,
+    surrogate_losses,
 )
 from hone.ops.rows import masked_mean
 
@@ -23,22 +24,15 @@ _SELECTED_COLUMN = "high_covariance"
 
 def _covariance(tokens: Tokens) -> Tensor:
     """Returns [B, T] (A − mean A)·(log π − mean log π)."""
-    advantages, log_prob = tokens.advantages, tokens.log_prob
-    return (advantages - masked_mean(advantages, tokens.mask)) * (
-        log_prob - masked_mean(log_prob, tokens.mask)
+    advantages, log_prob = (
+        x - masked_mean(x, tokens.mask) for x in (tokens.advantages, tokens.log_prob)
     )
-
-
-def _surrogates(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Returns PPO's loss without and with the clipped ratio."""
-    low, high = tokens.clip_bounds()
-    ratio = bounded_log_ratio(tokens).exp()
-    return -tokens.advantages * ratio, -tokens.advantages * ratio.clamp(1 - low, 1 + high)
+    return advantages * log_prob
 
 
 def select_to_clip(tokens: Tokens) -> NamedTensors:
     """Samples a few tokens of high covariance that PPO does not already clip."""
-    unclipped, clipped = _surrogates(tokens)
+    unclipped, clipped = surrogate_losses(tokens, bounded_log_ratio(tokens).exp())
     covariance = _covariance(tokens)
     lower = tokens.setting("policy_loss.clip_cov_lb")
     upper = tokens.setting("policy_loss.clip_cov_ub")
@@ -80,7 +74,8 @@ def _position_hash(mask: Tensor) -> Tensor:
 def clip_cov_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """max(−A·r, −A·clip(r)) with r = π/π_old; 0 for the selected tokens."""
     is_selected = tokens.prepared[_SELECTED_COLUMN]
-    loss = torch.where(is_selected, 0.0, torch.maximum(*_surrogates(tokens)))
+    unclipped, clipped = surrogate_losses(tokens, bounded_log_ratio(tokens).exp())
+    loss = torch.where(is_selected, 0.0, torch.maximum(unclipped, clipped))
     return loss, standard_metrics(tokens, is_selected)
 
 

@@ -278,6 +278,12 @@ def bounded_log_ratio(tokens: Tokens) -> Tensor:
     return tokens.log_ratio.clamp(-RATIO_EXPONENT_BOUND, RATIO_EXPONENT_BOUND)
 
 
+def surrogate_losses(tokens: Tokens, ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns −A·r and −A·clip(r) for the ratio r [B, T]."""
+    low, high = tokens.clip_bounds()
+    return -tokens.advantages * ratio, -tokens.advantages * ratio.clamp(1 - low, 1 + high)
+
+
 def standard_metrics(
     tokens: Tokens,
     clipped: Tensor | None = None,
@@ -298,21 +304,17 @@ def standard_metrics(
 
 def ppo_clip(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """PPO (1707.06347): max(−A·r, −A·clip(r)), r = π/π_old; at most −A·clip_ratio_c if A < 0 (1912.09729)."""
-    low, high = tokens.clip_bounds()
     max_ratio = tokens.setting("clip_ratio_c")
     if max_ratio <= 1:
         raise ValueError(
             f"clip_ratio_c={max_ratio} must be above 1: "
             "it bounds the ratio where the advantage is negative"
         )
-    advantages = tokens.advantages
     log_ratio = bounded_log_ratio(tokens)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    unclipped, clipped = surrogate_losses(tokens, log_ratio.exp())
     ppo_loss = torch.maximum(unclipped, clipped)
-    max_loss = -advantages * max_ratio
-    is_negative = advantages < 0
+    max_loss = -tokens.advantages * max_ratio
+    is_negative = tokens.advantages < 0
     loss = torch.where(is_negative, torch.minimum(max_loss, ppo_loss), ppo_loss)
     is_dual_clipped = (ppo_loss > max_loss) & is_negative
     return loss, standard_metrics(tokens, clipped > unclipped, is_dual_clipped, log_ratio)

@@ -13,6 +13,7 @@ from hone.algorithms.policy_losses.policy_loss import (
     Tokens,
     bounded_log_ratio,
     standard_metrics,
+    surrogate_losses,
 )
 from hone.ops.rows import masked_mean
 
@@ -96,12 +97,10 @@ def dppo_kl_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
 
 def sequence_clip_loss(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
     """max(−A·s, −A·clip(s)), s = exp(mean log-ratio); the gradient at a token is that of its own log π."""
-    low, high = tokens.clip_bounds()
     mean_log_ratio = masked_mean(tokens.log_ratio, tokens.mask, -1).unsqueeze(-1).detach()
     log_ratio = tokens.log_prob - tokens.log_prob.detach() + mean_log_ratio
     ratio = log_ratio.clamp(max=_EXPONENT_CEILING).exp()
-    unclipped = -tokens.advantages * ratio
-    clipped = -tokens.advantages * ratio.clamp(1 - low, 1 + high)
+    unclipped, clipped = surrogate_losses(tokens, ratio)
     return torch.maximum(unclipped, clipped), standard_metrics(tokens, clipped > unclipped)
 
 

@@ -195,7 +195,7 @@ def test_float32_in_gives_float32_out(name):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", [(0, 3), (0, 0), (2, 0)])
-def test_batches_without_rows_or_without_columns_give_nothing(name, shape):
+def test_batches_without_rows_or_without_tokens_give_empty_results(name, shape):
     b = batch(np.ones(shape), np.ones(shape), ["a"] * shape[0])
     for tensor in run(name, b):
         assert tensor.shape == shape

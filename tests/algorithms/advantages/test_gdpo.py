@@ -46,7 +46,7 @@ def test_a_part_on_a_scale_a_thousand_times_larger_counts_the_same():
     assert small[3] > small[0] > small[2]
 
 
-def test_a_part_may_be_one_number_a_row_or_one_a_token():
+def test_a_part_may_have_one_number_per_row_or_per_token():
     per_row, _ = gdpo(ZERO, MASK, ["p"] * 4, config=config(["acc"]), **parts(acc=[1.0, 0, 0, 1]))
     per_token, _ = gdpo(
         ZERO, MASK, ["p"] * 4, config=config(["acc"]), **parts(acc=[[1.0], [0], [0], [1]])
@@ -65,12 +65,12 @@ def test_weights_default_to_one_and_must_fit_the_keys():
         gdpo(ZERO, MASK, ["p"] * 4, config=config(["acc", "style"], [1, 1, 1]), **columns)
 
 
-def test_a_missing_part_is_named_with_those_there_are():
+def test_the_error_of_a_missing_part_lists_the_existing_parts():
     with pytest.raises(ValueError, match=r"'reward/format'; it has reward/acc"):
         gdpo(ZERO, MASK, ["p"] * 4, config=config(["format"]), **parts(acc=[1.0, 0, 0, 1]))
 
 
-def test_parts_may_come_as_verl_hands_them_over():
+def test_parts_may_be_columns_of_verls_non_tensor_batch():
     acc, style = [1.0, 0, 0, 1], [0.0, 1, 0, 1]
     names = config(["acc", "style"], [1.0, 0.5])
     columns, _ = gdpo(ZERO, MASK, ["p"] * 4, config=names, **parts(acc=acc, style=style))

@@ -32,7 +32,7 @@ def test_passk_rewards_only_the_best_by_its_margin():
     np.testing.assert_allclose(advantages[1, 0], 1.5 / (1.5 + 1e-6))
 
 
-def test_passk_is_normalised_by_default_and_a_tie_for_the_best_gives_nothing():
+def test_passk_is_normalised_by_default_and_a_tie_for_the_best_gives_0():
     advantages, _ = estimate("grpo_passk", [[3.0], [3], [1]], index=["p"] * 3)
     assert (advantages == 0).all()
     advantages, _ = estimate("grpo_passk", [[1.0], [0]], index=["p"] * 2)
@@ -74,7 +74,7 @@ def test_maxrl_divides_by_the_success_rate():
     np.testing.assert_allclose(advantages[1, 0], -0.25 / (0.25 + 1e-6), rtol=1e-12)
 
 
-def test_maxrl_refuses_negative_scores_and_says_what_to_do():
+def test_maxrl_refuses_negative_scores_with_advice():
     with pytest.raises(ValueError, match="use_kl_loss"):
         estimate("maxrl", [[1.0], [-0.5]], index=["p"] * 2)
     advantages, _ = estimate("maxrl", [[0.0], [0.0]], index=["p"] * 2)

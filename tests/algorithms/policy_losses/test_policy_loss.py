@@ -215,7 +215,7 @@ def test_the_defaults_come_from_hone_config(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("shape", [(0, 3), (0, 0), (2, 0)])
-def test_batches_without_rows_or_without_columns_give_nothing(name, mode, shape):
+def test_batches_without_rows_or_without_tokens_give_empty_results(name, mode, shape):
     old, adv, mask = torch.zeros(shape), torch.zeros(shape), torch.ones(shape)
     new = torch.zeros(shape, requires_grad=True)
     config = {**CFG, "loss_scale_factor": None}
