@@ -63,7 +63,7 @@ def call_soon_in_loop(
 def run_coroutine(coroutine: Coroutine[None, None, T]) -> T:
     """Runs the coroutine in a new event loop and returns its result.
 
-    The loop runs in this thread, or in another if this thread's event loop is running (a notebook's).
+    If this thread already runs an event loop, as in a notebook, the new loop runs in another thread.
     """
     run = EventLoopRun(coroutine)
     try:
@@ -205,9 +205,9 @@ DAEMON_THREADS = DaemonThreadExecutor()
 
 
 def as_exception(error: BaseException) -> Exception:
-    """Returns the error, or a RuntimeError if the error cannot pass through a future or its `str` fails.
+    """Returns the error, or a RuntimeError if the error would affect an event loop or its `str` fails.
 
-    A SystemExit would stop the event loop, and a CancelledError of a thread pool would cancel the task.
+    A SystemExit would stop the event loop, and the CancelledError of a thread pool would cancel the task.
     """
     try:
         text = str(error)
@@ -219,12 +219,13 @@ def as_exception(error: BaseException) -> Exception:
 
 
 def raised_by_signal(error: BaseException) -> bool:
-    """Whether a handler of SIGINT, SIGTERM or a timer, and not the interrupted code, raised the error."""
+    """Whether a handler of SIGINT, SIGTERM or a timer raised the error, and not the interrupted code."""
     if threading.current_thread() is not threading.main_thread():
         return False  # Python runs signal handlers in the main thread
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
+    last_traceback = error.__traceback__
+    while last_traceback is not None and last_traceback.tb_next is not None:
+        last_traceback = last_traceback.tb_next
+    frame = None if last_traceback is None else last_traceback.tb_frame
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         handler = signal.getsignal(signal_number)
         if handler is signal.default_int_handler:
@@ -234,7 +235,7 @@ def raised_by_signal(error: BaseException) -> bool:
         while isinstance(handler, functools.partial):
             handler = handler.func
         code = getattr(getattr(handler, "__func__", handler), "__code__", None)
-        if innermost is not None and code is not None and innermost.tb_frame.f_code is code:
+        if frame is not None and code is not None and frame.f_code is code:
             return True
     return False
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Plugin = TypeVar("Plugin", covariant=True)
 """The type of a table's plug-ins: a class, or a function signature."""
 UNSUPPORTED = "__unsupported__"
-"""The attribute of a placeholder for an unsupported name of verl; it holds the error message."""
+"""The attribute with the error message of a placeholder, which stands for an unsupported name of verl."""
 
 
 class PluginError(ValueError):
@@ -61,11 +61,11 @@ class Table(Generic[Plugin]):
         return plain_name(name) in self.entries
 
     def is_built_in(self, name: str) -> bool:
-        """Whether the name's entry is an import path, as hone's own entries are, not a registered object."""
+        """Whether the entry of a name is an import path; the entry of a user's name is an object."""
         return isinstance(self.entries.get(plain_name(name)), str)
 
     def get(self, name: str) -> Plugin:
-        """Returns the object that a config names by its name in the table or by its import path."""
+        """Returns the object of a name in the table, or of an import path."""
         name = plain_name(name)
         if name not in self.entries and ":" in name:
             return load_object(name)
@@ -87,12 +87,12 @@ class Table(Generic[Plugin]):
     def add(self, name: str, target: T) -> None:
         """Registers an object or "module:object"; raises if the name already has another object."""
         name = plain_name(name)
-        current = self.entries.get(name)
-        if isinstance(current, str) and not isinstance(target, str):
-            current = load_object(current)
-        if current is not None and not _is_same(current, target):
+        old_target = self.entries.get(name)
+        if isinstance(old_target, str) and not isinstance(target, str):
+            old_target = load_object(old_target)
+        if old_target is not None and not _is_same(old_target, target):
             raise PluginError(
-                f"{self.kind} {name!r} is already {_describe(current)}; choose another name"
+                f"{self.kind} {name!r} is already {_describe(old_target)}; choose another name"
             )
         self.entries.setdefault(name, target)
 
@@ -224,7 +224,10 @@ def _import(name: str) -> ModuleType:
 
 
 def describe_error_with_location(error: Exception, file: Path | None = None) -> str:
-    """Returns `file.py, line 3: ImportError: …` for the innermost frame, or the innermost one in `file`."""
+    """Returns `file.py, line 3: ImportError: …`, with the line of the innermost frame.
+
+    With `file`, the frame is the innermost frame in this file, if there is one.
+    """
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)

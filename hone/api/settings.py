@@ -1,7 +1,7 @@
 """Converts keyword arguments (`lr=1e-6`), dotted keys and a YAML file to config settings.
 
-A name is a dotted key or its last part. If several keys end with the name, the key of `trainer` has
-priority, then the policy's key over those of the critic, the reference, the reward model and validation.
+A name is a dotted key or its last part. If several keys end with the name, a key of `trainer` has the first
+priority. Keys of the critic, the reference, the reward model and validation have the last priority.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Evaluation:
                 "rows": result.num_rows,
                 "responses": result.num_responses,
                 "failures": result.failures,
-                "metrics": {k: vars(estimate) for k, estimate in result.metrics.items()},
+                "metrics": {metric: vars(value) for metric, value in result.metrics.items()},
             }
             for name, result in self.sources.items()
         }

@@ -271,7 +271,7 @@ class Generation:
         search, rollout = self.config.search, self.config.rollout
         if search.url is None:
             return await engine.generate(ids, sampling, request_id)
-        data = AgentData([], list(ids), request_id, {})
+        agent_data = AgentData([], list(ids), request_id, {})
         stop_strings = (*sampling.stop, *STOPS)
 
         async def generate(prompt_ids: list[int], max_tokens: int) -> TokenOutput:
@@ -285,9 +285,12 @@ class Generation:
             rollout.response_limit(len(ids)),
             search.max_turns + 1,  # the answer follows the last search
             search.max_obs_length,
-        ).run(data, generate)
-        tokens, reason = data.prompt_ids[len(ids) :], StopReason(data.stop_reason)
-        return TokenOutput(tokens, data.response_logprobs, data.versions, reason)
+        ).run(agent_data, generate)
+        response_ids = agent_data.prompt_ids[len(ids) :]
+        stop_reason = StopReason(agent_data.stop_reason)
+        return TokenOutput(
+            response_ids, agent_data.response_logprobs, agent_data.versions, stop_reason
+        )
 
     def _prompt_ids(self, index: int) -> list[int]:
         """Returns the prompt of a row as tokens; raises an error if it is too long."""
@@ -378,8 +381,8 @@ class Generation:
         }
         if self.config.search.url is not None:
             settings["search"] = asdict(self.config.search)
-        if engine_arguments := rollout.engine_kwargs.get(rollout.name):  # such as quantization
-            settings["engine_kwargs"] = dict(engine_arguments)
+        if engine_kwargs := rollout.engine_kwargs.get(rollout.name):  # such as quantization
+            settings["engine_kwargs"] = dict(engine_kwargs)
         text = json.dumps(settings, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -391,9 +394,6 @@ def _file_stats(path: str | None) -> tuple[str | None, list[tuple[str, int, int]
     """
     if path is None or not Path(path).is_dir():
         return path, []
-    file_stats = []
-    for file in Path(path).iterdir():
-        if file.is_file():
-            stat = file.stat()
-            file_stats.append((file.name, stat.st_size, stat.st_mtime_ns))
-    return str(Path(path).resolve()), sorted(file_stats)
+    files = [(file.name, file.stat()) for file in Path(path).iterdir() if file.is_file()]
+    stats = sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in files)
+    return str(Path(path).resolve()), stats

@@ -173,16 +173,13 @@ def draw_chart(result: Evaluation, path: Path, title: str) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(result.sources), 1, squeeze=False)[:, 0]
     for panel, (name, source) in zip(panels, result.sources.items(), strict=True):
-        estimates = source.metrics.values()
-        values = [estimate.value for estimate in estimates]
-        lower_errors = [
-            0.0 if estimate.low is None else max(estimate.value - estimate.low, 0.0)
-            for estimate in estimates
-        ]
-        upper_errors = [
-            0.0 if estimate.high is None else max(estimate.high - estimate.value, 0.0)
-            for estimate in estimates
-        ]
+        values, lower_errors, upper_errors = [], [], []
+        for estimate in source.metrics.values():
+            low = estimate.value if estimate.low is None else estimate.low
+            high = estimate.value if estimate.high is None else estimate.high
+            values.append(estimate.value)
+            lower_errors.append(max(estimate.value - low, 0.0))
+            upper_errors.append(max(high - estimate.value, 0.0))
         panel.bar(
             list(source.metrics), values, yerr=[lower_errors, upper_errors], capsize=4, width=0.6
         )

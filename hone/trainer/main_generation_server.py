@@ -25,7 +25,7 @@ REQUIRED_KEYS = {
     "data.train_files": "the files of prompts",
     "data.output_path": "the file to write",
 }
-B = TypeVar("B", bound=Block)
+ConfigBlock = TypeVar("ConfigBlock", bound=Block)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,10 +55,12 @@ def generation_config(config: PPOTrainerConfig) -> GenerationConfig:
     )
 
 
-def _convert_block(cls: type[B], block: Block, **values: JsonValue | tuple[str, ...]) -> B:
-    """Builds a config block from `values` and from the keys that it shares with `block`."""
-    names = [field.name for field in fields(cls) if field.name in block]
-    return cls(**{name: block[name] for name in names} | values)
+def _convert_block(
+    block_class: type[ConfigBlock], block: Block, **values: JsonValue | tuple[str, ...]
+) -> ConfigBlock:
+    """Builds a block of `block_class` from `values`, and from the values of `block` for keys of both."""
+    names = [field.name for field in fields(block_class) if field.name in block]
+    return block_class(**{name: block[name] for name in names} | values)
 
 
 if __name__ == "__main__":

@@ -59,12 +59,16 @@ def _card_lines(
     has_curves: bool,
 ) -> Iterator[str]:
     """Yields the lines of the card, in Markdown."""
-    model = str(_get(config, "actor_rollout_ref.model.path") or _get(config, "model.path") or "")
+    model = str(
+        _config_value(config, "actor_rollout_ref.model.path")
+        or _config_value(config, "model.path")
+        or ""
+    )
     is_on_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model)) and not Path(model).exists()
     yield from ("---", "library_name: transformers", "pipeline_tag: text-generation")
     if is_on_hub:
         yield f"base_model: {model}"
-    estimator = _get(config, "algorithm.adv_estimator")
+    estimator = _config_value(config, "algorithm.adv_estimator")
     yield from ("tags:", "- hone", "- reinforcement-learning" if estimator else "- sft", "---", "")
     yield from (f"# {name}", "")
     base_model = f" from `{_without_folders(model)}`" if model else ""
@@ -72,7 +76,7 @@ def _card_lines(
     step_count = f", {metric_rows[-1]['step']} steps" if metric_rows else ""
     summary = f"Trained{base_model} by {method}{step_count}, with hone {__version__}."
     yield summary if config else "Exported by hone."
-    files = {key: _get(config, f"data.{key}_files") for key in ("train", "val")}
+    files = {key: _config_value(config, f"data.{key}_files") for key in ("train", "val")}
     if any(files.values()):
         yield from ("", "## Data", "", "| | files |", "|---|---|")
         yield from (
@@ -82,7 +86,7 @@ def _card_lines(
     if keys:
         yield from ("", "## Configuration", "", "The keys that were set; others are defaults.", "")
         yield "```yaml"
-        yield from (f"{key}: {_without_folders(_get(config, key))}" for key in keys)
+        yield from (f"{key}: {_without_folders(_config_value(config, key))}" for key in keys)
         yield "```"
     if has_curves:
         yield from ("", "## Curves", "", f"![metrics by step]({CURVES_FILE})")
@@ -96,7 +100,7 @@ def _card_lines(
             yield f"| `{key}` | {first} | {last} |"
 
 
-def _get(config: JsonObject, key: str) -> JsonValue:
+def _config_value(config: JsonObject, key: str) -> JsonValue:
     """Returns the value of a dotted key; None if the config does not have it."""
     value: JsonValue = config
     for name in key.split("."):

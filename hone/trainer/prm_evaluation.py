@@ -47,8 +47,12 @@ class StepScorer:
     def score(self, solutions: Sequence[Solution]) -> list[np.ndarray]:
         """Returns p(good) of every step of each solution."""
         rows = [  # the labels are not read
-            {"prompt": s.prompt, "completions": s.steps, "labels": [1] * len(s.steps)}
-            for s in solutions
+            {
+                "prompt": solution.prompt,
+                "completions": solution.steps,
+                "labels": [1] * len(solution.steps),
+            }
+            for solution in solutions
         ]
         # A step beyond data.max_length would have no score, so a longer row is an error.
         settings = dataclasses.replace(
@@ -89,8 +93,9 @@ def process_bench(scorer: StepScorer, files: Sequence[str]) -> dict[str, Any]:
     subsets: dict[str, tuple[list[np.ndarray], np.ndarray]] = {}
     for file in files:
         solutions = scorer.read_solutions([file], format="processbench")
+        step_labels = [solution.labels for solution in solutions]
         first_wrong_steps = np.array(
-            [s.labels.index(0.0) if 0.0 in s.labels else -1 for s in solutions]
+            [labels.index(0.0) if 0.0 in labels else -1 for labels in step_labels]
         )
         name = Path(file).name.partition(".")[0]
         name = file if name in subsets else name

@@ -29,6 +29,8 @@ DATA_SOURCE = "arithmetic"
 ACCURACY = f"val-core/{DATA_SOURCE}/acc/mean@1"
 NUM_HELD_OUT = 320
 MAX_A, MAX_B = 299, 9
+"""The largest summands of a sum a + b."""
+SFT_ROWS_PER_SUM = 8
 CORRECT_SHARE = 0.25
 """The fraction of SFT rows with the right answer."""
 WRONG_ANSWER_OFFSET = 10
@@ -90,10 +92,10 @@ def write_data(files: dict[str, Path], seed: int) -> None:
 def _sft_rows(
     problems: Sequence[Sum], tokenizer: Tokenizer, seed: int
 ) -> Iterator[dict[str, list[int]]]:
-    """Yields eight SFT rows per sum, with the right format and mostly wrong answers."""
+    """Yields the SFT rows of each sum, which have the right format and mostly wrong answers."""
     generator = random.Random(seed)
     for problem in problems:
-        for _ in range(8):
+        for _ in range(SFT_ROWS_PER_SUM):
             offset = 0 if generator.random() < CORRECT_SHARE else WRONG_ANSWER_OFFSET
             prompt = tokenizer.encode(problem.question, add_special_tokens=False)
             answer = f"<answer>{problem.a + problem.b + offset:03d}</answer>"

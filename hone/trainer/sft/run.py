@@ -1,6 +1,7 @@
 """Runs SFT from a config: model, data, engine, validation, checkpoints and trackers.
 
-trainer.py has the loop. Every rank runs this file; only the first rank writes files other than shards.
+trainer.py has one step of training. Every rank runs this file; only the first rank writes files other than
+shards.
 """
 
 from __future__ import annotations
