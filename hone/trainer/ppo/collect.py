@@ -1,4 +1,4 @@
-"""Fills a batch with groups that have a learning signal, by dynamic sampling or group filters."""
+"""Chooses the trajectories of a step: dynamic sampling, group filters, greedy baselines and PF-PPO."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class DynamicSampling:
         keep = keep_mask(batch, self._config)
         assert keep is not None
         uids = batch.non_tensor_batch["uid"]
-        row_groups = Groups.of(uids).ids  # in order of appearance, as the group numbers
+        row_groups = Groups.of(uids).ids  # in order of appearance, like the group numbers
         value_groups = Groups.of(last_row_values(batch, uids)).ids
         values = _metric_values(batch, self._metric_name, self._config)
         for index, number in enumerate(batch.meta_info["group_numbers"]):
@@ -186,15 +186,15 @@ class DynamicSampling:
         empty_rounds = len(list(takewhile(lambda n: n == 0, reversed(informative_counts))))
         max_rounds = self._filters.max_num_gen_batches
         max_empty_rounds = self._filters.max_empty_gen_batches
-        is_last = 0 < max_rounds <= round_number
-        if total >= self._groups_needed or not (is_last or empty_rounds >= max_empty_rounds):
+        is_last_round = 0 < max_rounds <= round_number
+        if total >= self._groups_needed or not (is_last_round or empty_rounds >= max_empty_rounds):
             return
-        key = f"max_empty_gen_batches={max_empty_rounds}"
-        if is_last:
-            key = f"max_num_gen_batches={max_rounds} (0 is no limit)"
+        limit = f"max_empty_gen_batches={max_empty_rounds}"
+        if is_last_round:
+            limit = f"max_num_gen_batches={max_rounds} (0 is no limit)"
         groups = [group for groups in rounds for group in groups]
         values = Counter(value for group in groups for value in group.values)
-        most_common = [
+        most_common_values = [
             f"{value:g} in {100 * n / values.total():.0f} % of the responses"
             for value, n in values.most_common(3)
         ]
@@ -202,9 +202,9 @@ class DynamicSampling:
         raise NotEnoughSignal(
             f"{round_number} generation rounds gave {total} groups with signal, {self._groups_needed} are "
             f"needed. In {num_equal_groups} of {len(groups)} groups all responses have the same "
-            f"{self._metric_name}: {', '.join(most_common)}. Check the reward, use prompts that are "
+            f"{self._metric_name}: {', '.join(most_common_values)}. Check the reward, use prompts that are "
             "neither too easy nor too hard, a larger actor_rollout_ref.rollout.n or a smaller "
-            f"data.train_batch_size; or raise algorithm.filter_groups.{key}"
+            f"data.train_batch_size; or raise algorithm.filter_groups.{limit}"
         )
 
 
@@ -221,11 +221,14 @@ def keep_mask(batch: DataProto, config: PPOTrainerConfig) -> torch.Tensor | None
             passes_curriculum = torch.ones(len(uids), dtype=torch.bool)
             # Trajectories that no rule scores pass: the reward model's score is still a signal.
             is_scored = has_rule_score(batch)
-            inputs = trajectory_totals(batch, rewards)[is_scored], uids[is_scored.numpy()]
+            scored_rewards = trajectory_totals(batch, rewards)[is_scored]
+            scored_uids = uids[is_scored.numpy()]
             if curriculum.fn_name == "interquartile":
-                passes_curriculum[is_scored] = interquartile(*inputs, **curriculum.fn_params)
+                passes_curriculum[is_scored] = interquartile(
+                    scored_rewards, scored_uids, **curriculum.fn_params
+                )
             else:
-                passes_curriculum[is_scored] = remove_extreme(*inputs)
+                passes_curriculum[is_scored] = remove_extreme(scored_rewards, scored_uids)
             keep = passes_curriculum if keep is None else keep & passes_curriculum
     row_trajectories = trajectory_indices(batch)
     return keep if keep is None or row_trajectories is None else keep[row_trajectories]
@@ -289,7 +292,7 @@ def _metric_values(batch: DataProto, name: str, config: PPOTrainerConfig) -> tor
 
 
 def unique_prompts(batch: DataProto, loader: PromptLoader) -> dict[str, np.ndarray]:
-    """Returns the unique prompt rows of the batch's trajectories."""
+    """Returns one prompt row for each uid of the batch, as the loader made it."""
     arrays = batch.non_tensor_batch
     index_of_uid = dict(zip(arrays["uid"], arrays["dataset_index"], strict=True))
     return loader.load_batch([(int(index), uid) for uid, index in index_of_uid.items()])

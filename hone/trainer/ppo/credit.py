@@ -1,7 +1,7 @@
-"""Computes what each response earns: scores, rewards, importance weights and advantages.
+"""Computes the scores, rewards and advantages of a batch, and their metrics, in the driver process.
 
-All of it runs on the driver, which also selects and orders the rows of the update. The score of a response
-is the weighted sum of its parts: rule or agent loop, reward model, turns and trajectory.
+The score of a response is the weighted sum of its parts: rule or agent loop, reward model, turns and
+trajectory. `balance` then orders the rows for the ranks.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from hone.workers.reward_model import RewardModelWorker
 
 GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
 AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
-"""The parts of a score by agent loop, rule, reward model and process reward model."""
+"""The names of the parts of a score: agent loop, rule, reward model and process reward model."""
 
 
 def has_model_style(reward_model: object) -> bool:
-    """Returns whether a row's `reward_model` column has style `model`: the reward model scores such a row."""
+    """Returns whether `reward_model.style` of a row is `model`, so that the reward model scores the row."""
     return isinstance(reward_model, Mapping) and reward_model.get("style") == MODEL
 
 
@@ -102,10 +102,11 @@ def _score_parts(
     route_by_style: bool,
     scores_steps: bool,
 ) -> tuple[dict[str, Tensor], Extras]:
-    """Returns the token scores [B, T] of each part, and extras; an agent loop's score replaces the rule's.
+    """Returns the token scores [B, T] of each part, and the extras of the score functions.
 
-    With a reward model, no rule scores rows of style `model`; with `route_by_style`, an outcome reward model
-    scores only these. Only the last row of a trajectory is scored; with `scores_steps`, the model scores all.
+    The score of an agent loop replaces the rule's. If the run has a reward model, no rule scores the rows of
+    style `model`. If `route_by_style`, the reward model scores only the rows of style `model`. Rule and
+    reward model score the last row of each trajectory; if `scores_steps`, the reward model scores all rows.
     """
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
@@ -123,11 +124,12 @@ def _score_parts(
         mask = is_last & is_model_style if route_by_style else is_last | scores_steps
         if isinstance(model, RuleRewardManager):
             parts[MODEL], model_extras = _score_rows(batch, mask, model)
-            rule_failures, model_failures = (x.get(FAILURE_COLUMN) for x in (extras, model_extras))
+            rule_failures = extras.get(FAILURE_COLUMN)
+            model_failures = model_extras.get(FAILURE_COLUMN)
             extras = {**{name: v for name, v in model_extras.items() if name != "score"}, **extras}
             if rule_failures is not None and model_failures is not None:
-                pairs = zip(rule_failures, model_failures, strict=True)
-                extras[FAILURE_COLUMN] = [rule or model for rule, model in pairs]
+                reasons = zip(rule_failures, model_failures, strict=True)
+                extras[FAILURE_COLUMN] = [by_rule or by_model for by_rule, by_model in reasons]
         elif not mask.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
         else:
@@ -157,14 +159,15 @@ def _score_rows(batch: DataProto, mask: np.ndarray, reward_fn: Function) -> tupl
 
 
 def _call_manager(reward_fn: Function, batch: DataProto) -> tuple[Tensor, Extras]:
-    """Returns rewards [B, T] and extras; a manager of TinyZero's form takes the batch and returns rewards."""
-    call = reward_fn if inspect.isroutine(reward_fn) else type(reward_fn).__call__
-    names, shape = accepted_names(call), tuple(batch.batch["responses"].shape)
-    options = {"return_dict": True} if names is None or "return_dict" in names else {}
-    result = reward_fn(batch, **options)
+    """Returns rewards [B, T] and extras; TinyZero's managers only take the batch and return rewards."""
+    function = reward_fn if inspect.isroutine(reward_fn) else type(reward_fn).__call__
+    argument_names = accepted_names(function)  # None: the manager accepts every name
+    takes_option = argument_names is None or "return_dict" in argument_names
+    result = reward_fn(batch, **({"return_dict": True} if takes_option else {}))
     if not isinstance(result, Mapping):
         result = {"reward_tensor": result}
     rewards, extras = result.get("reward_tensor"), result.get("reward_extra_info") or {}
+    shape = tuple(batch.batch["responses"].shape)
     manager = f"the reward manager {getattr(reward_fn, '__name__', type(reward_fn).__name__)}"
     if not isinstance(rewards, Tensor) or tuple(rewards.shape) != shape:
         returned = f"{type(rewards).__name__} of shape {tuple(getattr(rewards, 'shape', ()))}"
@@ -243,11 +246,11 @@ def estimate_advantages(batch: DataProto, estimator: Estimator, config: PPOTrain
     failure_score = config.reward_model.reward_kwargs.failure_score
     columns: Fields = {}
     for name in estimator.requires:
-        extra = name.removeprefix(REWARD_PREFIX)
-        if batch.has_column(name) or name == extra or not has_extra(batch, extra):
+        extra_name = name.removeprefix(REWARD_PREFIX)
+        if batch.has_column(name) or name == extra_name or not has_extra(batch, extra_name):
             columns[name] = require(batch, name)  # [B, T]
         else:  # a reward part without a column is an extra of the score function
-            columns[name] = torch.tensor(extra_numbers(batch, extra, failure_score))  # [B]
+            columns[name] = torch.tensor(extra_numbers(batch, extra_name, failure_score))  # [B]
     advantages, returns = run_estimator(batch, estimator, columns)
     if config.algorithm.adv_norm:
         advantages = masked_whiten(advantages, require(batch, "response_mask"))
@@ -281,8 +284,8 @@ def balance(
 ) -> tuple[DataProto, dict[str, float]]:
     """Writes `step_row`, and orders the rows by rank, so that each rank has its part of every mini-batch.
 
-    `step_row` is the index of each row (of each trajectory, if trajectories have several rows) before the
-    reordering. It assigns rows to mini-batches, so the updates are the same as with one rank.
+    `step_row` is the index of each row before the reordering, or of its trajectory if trajectories have
+    several rows. `step_row` assigns rows to mini-batches, so the updates are the same as with one rank.
     """
     row_trajectories = trajectory_indices(batch)
     step_rows = torch.arange(len(batch)) if row_trajectories is None else row_trajectories

@@ -66,7 +66,7 @@ class Reader:
     setting: str
     columns: tuple[str, ...]
     in_update: bool = False
-    """Whether the part reads during the update, when advantages exist."""
+    """Whether the part reads the columns during the update, when advantages exist."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class Plan:
     With one update per batch, the forward pass of the update computes the old log-probs.
     """
     corrects_for_rollout: bool
-    """Whether importance weights or a reduced loss mask are written before the update."""
+    """Whether rollout correction writes importance weights or a loss mask before the update."""
     filters_groups: bool
-    """Whether groups are filtered after scoring; dynamic sampling filters them itself."""
+    """Whether `filter_batch` filters groups after scoring; dynamic sampling has a filter of its own."""
     needs_reference: bool
     needs_critic: bool
     needs_implicit_rewards: bool
@@ -165,12 +165,12 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
 
     # A user's module may register the estimator or the loss that the configuration names.
     try_build(lambda: import_external(config.actor_rollout_ref.model.external_lib))
-    credit = model.credit_assignment if reward_model_type == "prm" else None
+    credit_assignment = model.credit_assignment if reward_model_type == "prm" else None
     estimator_name = algorithm.adv_estimator
     if reward_model_type == "prime" and estimator_name == "rloo":
         estimator_name = "prime_rloo"
     estimator = try_build(
-        lambda: get_estimator(estimator_name, algorithm, credit_assignment=credit),
+        lambda: get_estimator(estimator_name, algorithm, credit_assignment=credit_assignment),
         f"algorithm.adv_estimator={estimator_name}",
     )
     loss_mode = actor.policy_loss.loss_mode
@@ -186,7 +186,8 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     columns = frozenset(column for reader in readers for column in reader.columns)
     needs_critic = "values" in columns
     critic_rows_per_update = (config.critic.sequences_per_update,) if needs_critic else ()
-    data, filters_prompts = config.data, config.curriculum_learning.enable
+    data = config.data
+    has_prime_filters = data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1
     return Plan(
         estimator=estimator,
         columns=columns,
@@ -195,8 +196,7 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         has_reward_server=bool(reward_model_type and model.server.url),
         log_prob_columns=_log_prob_columns(config, columns),
         corrects_for_rollout=algorithm.rollout_correction.applies_before_update,
-        filters_groups=filters_prompts
-        or (data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1),
+        filters_groups=config.curriculum_learning.enable or has_prime_filters,
         needs_reference="ref_log_prob" in columns,
         needs_critic=needs_critic,
         needs_implicit_rewards="reward/implicit" in columns,

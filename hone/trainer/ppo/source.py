@@ -32,7 +32,7 @@ from hone.workers.actor import ActorWorker
 from hone.workers.rollout_worker import RolloutWorker
 
 _POLL_S = 0.2
-"""The time that the ranks of a rollout pool wait for a finished group, per call."""
+"""The seconds that each rank of a rollout pool waits for a finished group, per call."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TrajectorySource:
         self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
         self.weight_path = workers.call(RolloutWorker.weight_path)
         self._leader_ranks = workers.mesh(DEFAULT_MESH).collect_ranks  # the ranks with agent loops
-        self._submissions = [0] * workers.world_size  # by rank, as each rank's runner counts
+        self._submissions = [0] * workers.world_size  # by rank; each rank's runner counts alike
         # By rank, submission number on that rank, and uid.
         self._running_groups: dict[tuple[int, int, str], _Group] = {}
         self._finished_groups: list[_Group] = []  # in finishing order
@@ -151,6 +151,7 @@ class TrajectorySource:
         """
         num_groups = self.pending if n_groups is None else min(n_groups, self.pending)
         while len(self._finished_groups) < num_groups:
+            # With several leaders, it is unknown which one finishes next, so each returns after the poll.
             has_one_leader = len(self._leader_ranks) == 1
             groups_needed = num_groups - len(self._finished_groups) if has_one_leader else None
             rank_results = self._workers.call_all(RolloutWorker.finished, groups_needed, _POLL_S)
@@ -251,15 +252,18 @@ class Publisher:
             num_bytes = sum(rollout.call_all(RolloutWorker.announce_weights, version))
         rollout.traffic["weights"] += num_bytes * receivers
         self._published_before_update = self.published
-        if version not in self._publish_number_of_version:  # not all updates were skipped
+        if (
+            version not in self._publish_number_of_version
+        ):  # an old version: all updates were skipped
             self.published += 1
             self._publish_number_of_version[version] = self.published
         return {"perf/weight_bytes": float(num_bytes)}
 
     def staleness(self, batch: DataProto) -> dict[str, float]:
-        """Returns metrics of how many publications old the weights of each trajectory's oldest token are.
+        """Returns metrics of the staleness and the span of each trajectory, counted in publications.
 
-        Staleness is the distance to the weights before this update, span the distance to the newest token.
+        Staleness is the age of the weights that sampled the oldest token, compared with the weights before
+        this update. Span is the difference in age between the weights of the oldest and the newest token.
         """
         column = batch.non_tensor_batch.get("versions", ())
         versions = [v for v in column if v is not None and len(v)]

@@ -1,4 +1,4 @@
-"""The RL training loop. `step` lists the phases of the algorithm; each phase calls another package."""
+"""The RL training loop: `PPOTrainer.step` lists the phases, and each phase calls another package."""
 
 from __future__ import annotations
 
@@ -262,29 +262,29 @@ class PPOTrainer:
         return batch
 
     def resample_and_balance(self, batch: DataProto) -> DataProto:
-        """Returns the batch to train on: resampled if PF-PPO is enabled, and ordered by rank."""
+        """Returns the batch of the update: resampled if PF-PPO is enabled, and ordered by rank."""
         trainer, ranks = self.config.trainer, self.actor.data_parallel_size
         with self.timer("adv"):
-            rows = batch
+            train_batch = batch
             if self.config.algorithm.use_pf_ppo:
-                rows = collect.resample(batch, self.config, step=self.global_step)
-            rows, balance_metrics = credit.balance(
-                rows, ranks, self.plan.rows_per_update, by_length=trainer.balance_batch
+                train_batch = collect.resample(batch, self.config, step=self.global_step)
+            train_batch, balance_metrics = credit.balance(
+                train_batch, ranks, self.plan.rows_per_update, by_length=trainer.balance_batch
             )
         batch.meta_info["metrics"].update(balance_metrics)
-        return rows
+        return train_batch
 
     def update(self, batch: DataProto) -> dict[str, float]:
         """Updates the critic, then (after `critic_warmup`) the actor, and publishes the actor's weights."""
         step_metrics: dict[str, float] = {}
-        num_rows = int(batch.batch["step_row"].max()) + 1
+        options = {"num_step_rows": int(batch.batch["step_row"].max()) + 1}
         if self.plan.needs_critic and self.critic is not None:
             with self.phase("update_critic"):
-                output = self.critic.call(CriticWorker.update_critic, batch, num_step_rows=num_rows)
+                output = self.critic.call(CriticWorker.update_critic, batch, **options)
                 step_metrics |= mean_over_ranks(output.meta_info["metrics"])
         if self.global_step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                output = self.actor.call(ActorWorker.update_actor, batch, num_step_rows=num_rows)
+                output = self.actor.call(ActorWorker.update_actor, batch, **options)
                 step_metrics |= mean_over_ranks(output.meta_info["metrics"])
             with self.phase("update_weights"):
                 step_metrics |= self.publisher.publish()
@@ -294,7 +294,7 @@ class PPOTrainer:
         """Returns the metrics that are computed from the batch of a step."""
         data = self.config.data
         recomputes_log_probs = "old_log_probs" in self.plan.log_prob_columns
-        report = {
+        result = {
             "training/global_step": self.global_step,
             "training/epoch": self.loader.epoch,
             "training/old_log_probs_recomputed": float(recomputes_log_probs),
@@ -307,11 +307,11 @@ class PPOTrainer:
             **mean_over_ranks(batch.meta_info.get("metrics", {})),
         }
         if batch.has_column("routed_experts"):
-            report |= metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path)
+            result |= metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path)
         if self.config.logs_response_metrics:
             with self.timer("compute_additional_metrics"):
-                report |= response_metrics(batch, self.tokenizer, self.config, self.route_by_style)
-        return report | credit.pop_manager_metrics(self.reward_fn, self.reward_model)
+                result |= response_metrics(batch, self.tokenizer, self.config, self.route_by_style)
+        return result | credit.pop_manager_metrics(self.reward_fn, self.reward_model)
 
     def after_step(self, batch: DataProto) -> dict[str, float]:
         """Writes the rollout file, calls `on_batch_end`, and returns the metrics of a due validation."""
@@ -340,9 +340,10 @@ class PPOTrainer:
 
     @contextmanager
     def checkpoint_if_due(self, stop_requested: bool) -> Iterator[bool]:
-        """Writes a checkpoint if one is due, and yields whether one is; the block logs the step's metrics.
+        """Writes the checkpoint of the step if it is due, and yields whether it is due.
 
-        The checkpoint is renamed after the block, so that no checkpoint lacks the metrics of its step.
+        The block logs the step's metrics. The temporary checkpoint gets its name only after the block, so
+        that no checkpoint lacks the metrics of its step.
         """
         trainer = self.config.trainer
         is_due = trainer.save_freq > 0 and self.global_step % trainer.save_freq == 0
@@ -368,7 +369,7 @@ class PPOTrainer:
             checkpoint.write_state(folder, state)
 
     def resume(self) -> bool:
-        """Loads the checkpoint, if any; returns whether the run will train, which discards later files."""
+        """Loads the checkpoint, if any; returns whether the run will train, which deletes later files."""
         trainer, run = self.config.trainer, self.run_folder
         source = checkpoint.find_resume_source(run, trainer.resume_mode, trainer.resume_from_path)
         if source is not None:
