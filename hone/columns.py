@@ -247,7 +247,7 @@ def add_columns(batch: DataProto, result: DataProto, names: Iterable[str] | None
 
 
 def _mismatch(column: Column, value: Tensor | np.ndarray) -> str | None:
-    """Returns what a value has instead of its declared type, shape or dtype; None if the value fits."""
+    """Returns the type, shape or dtype of a value if the declaration has another; else None."""
     if column.dtype == "object":
         return None if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
     if isinstance(value, np.ndarray) or not hasattr(value, "is_floating_point"):

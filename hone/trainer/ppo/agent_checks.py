@@ -151,8 +151,8 @@ class AgentChecks:
                 f"set {MULTI_TURN_KEY}.interaction_config_path"
             )
         arguments = self._extra_info_field("tools_kwargs")
-        names = {name for row in arguments for name, value in row.items() if value is not None}
-        if unknown_tools := sorted(names - tools):
+        row_tools = {name for row in arguments for name, value in row.items() if value is not None}
+        if unknown_tools := sorted(row_tools - tools):
             yield f"rows have tools_kwargs for {', '.join(unknown_tools)}, but this run has no such tool"
         if tool_loops and not tools and not has_interactions:
             yield (
@@ -188,6 +188,7 @@ class AgentChecks:
                 return
 
     def _column(self, name: str) -> Iterator[JsonValue]:
+        """Yields the value of each row of all data sets; None where the column is missing."""
         for dataset in self.datasets.values():
             if isinstance(dataset, RLHFDataset):
                 yield from (row.get(name) for row in dataset.store.scan((name,)))
@@ -200,9 +201,11 @@ class AgentChecks:
                 yield value
 
     def _interaction_names(self) -> set[str]:
+        """Returns the names in `interaction_kwargs`; "" for a row without a name."""
         return {str(row.get("name") or "") for row in self._extra_info_field("interaction_kwargs")}
 
     def _template_shows_tools(self, tools: Iterable[BaseTool]) -> bool:
+        """Returns whether tools change the prompt that the chat template renders."""
         if self.config.data.prompt_format != "chat":
             return False
         schemas = [tool.tool_schema.model_dump() for tool in tools]

@@ -42,11 +42,11 @@ class Rule:
 
     description: str
     bound_name: str
-    """A key of `_BOUNDS`, whose function computes the bound from the median and the threshold."""
+    """A key of `_BOUNDS`: how the bound follows from the median and the threshold."""
     metrics: tuple[str, ...]
     """Alternative names of the metric; the first that a step has is read."""
     min_value: float = -math.inf
-    """Values up to this one raise no alarm."""
+    """An alarm needs a value above this minimum."""
     needs_true_score: bool = False
     """Whether the rule applies only if the true score is known. Such a rule compares with the older half of
     the reference, since the metric drifts slowly."""

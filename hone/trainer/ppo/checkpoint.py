@@ -68,13 +68,14 @@ _DERIVED_KEYS = ("total_training_steps", "input_tokenizer")
 
 
 class CheckpointError(RuntimeError):
-    """Raised when a requested checkpoint cannot be used, or one cannot be written."""
+    """Raised when a checkpoint cannot be loaded or written."""
 
 
 class NoValidCheckpoint(CheckpointError):
     """Raised when checkpoints exist but all are damaged."""
 
     skips_error_log = True
+    """No traceback is written to the run folder."""
 
 
 @contextmanager
@@ -112,7 +113,7 @@ def atomic_folder(run: RunFolder, step: int) -> Iterator[Path]:
 
 
 def _remove_checkpoint(folder: Path) -> None:
-    """Deletes a checkpoint or a link to one; the manifest is deleted first, which invalidates the rest."""
+    """Deletes a checkpoint, or a link to one; without its manifest, a half-deleted checkpoint is invalid."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
@@ -121,7 +122,7 @@ def _remove_checkpoint(folder: Path) -> None:
 
 
 def temporary_folder(run: RunFolder, step: int) -> Path:
-    """Returns the folder that `atomic_folder` yields, for the other ranks."""
+    """Returns the folder that `atomic_folder` yields; every rank writes its part of the checkpoint there."""
     final_folder = run.checkpoint(step)
     return final_folder.with_name(f".{final_folder.name}{_TEMPORARY_SUFFIX}")
 
@@ -146,7 +147,7 @@ def find_resume_source(run: RunFolder, mode: str, path: str | None) -> tuple[int
 
 
 def discard_after(run: RunFolder, source: tuple[int, Path] | None) -> None:
-    """Discards what was written after the step of `source`; None discards everything.
+    """Discards the files of the steps after `source` (step and folder); None discards the files of all steps.
 
     Later checkpoints are renamed to `global_step_N.earlier`, and later metrics are deleted.
     """
@@ -236,9 +237,9 @@ def print_result(run: RunFolder, step: int) -> None:
 
 
 def prune(run: RunFolder, num_to_keep: int | None, protected: Collection[int] = ()) -> None:
-    """Deletes all but the newest `num_to_keep` checkpoints (0 or None: none), and updates the remote store.
+    """Deletes all but the newest `num_to_keep` checkpoints, and updates the remote store.
 
-    The steps in `protected` and symbolic links are not deleted.
+    With `num_to_keep` 0 or None, nothing is deleted. Symbolic links and the steps in `protected` also remain.
     """
     checkpoints = [pair for pair in run.checkpoints() if not pair[1].is_symlink()]
     num_to_keep = max(num_to_keep or 0, 0)
@@ -249,6 +250,7 @@ def prune(run: RunFolder, num_to_keep: int | None, protected: Collection[int] = 
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    """Writes the state of the trainer (step, loader, KL controller and the like) as JSON."""
     (folder / STATE_FILE).write_text(json.dumps(state, default=_to_json))
 
 
@@ -298,7 +300,8 @@ def changed_settings(
             new_text = f"={show_value(new_value)}" if key in new_values else " not set"
             old_text = show_value(old_value) if key in old_values else "not set"
             changes.append(f"{key}{new_text}, before {old_text}")
-    if (num_hidden := len(changes) - MAX_CHANGES_SHOWN + 1) > 1:
+    if len(changes) > MAX_CHANGES_SHOWN:  # the last line counts the other changes
+        num_hidden = len(changes) - MAX_CHANGES_SHOWN + 1
         changes[MAX_CHANGES_SHOWN - 1 :] = [f"and {num_hidden} settings more"]
     return changes
 
@@ -310,7 +313,7 @@ def _to_lists(value: JsonValue) -> JsonValue:
 
 def _save_error_message(run: RunFolder, step: int, error_number: int) -> str:
     names = [folder.name for _, folder in run.checkpoints()]
-    state = f"{names[-1]} is untouched" if names else "there is no earlier checkpoint"
+    earlier = f"{names[-1]} is untouched" if names else "there is no earlier checkpoint"
     cause, remedy = STORAGE_ERRORS[error_number]
     advice = remedy.capitalize()
     if error_number in (errno.ENOSPC, errno.EDQUOT):
@@ -319,7 +322,7 @@ def _save_error_message(run: RunFolder, step: int, error_number: int) -> str:
             "leave hf_model out of checkpoint.save_contents,"
         )
     return (
-        f"{cause}: step {step} could not be saved in {run.path}; {state}. {advice} and start "
+        f"{cause}: step {step} could not be saved in {run.path}; {earlier}. {advice} and start "
         "the same command again: it resumes with trainer.resume_mode=auto (the default)"
     )
 

@@ -45,12 +45,13 @@ def train_implicit_reward_model(
     total_ratios = trajectory_totals(batch, log_ratios.sum(-1))
     is_last = is_last_row(batch)
     last_labels, last_uids = labels[torch.from_numpy(is_last)], uid[is_last]
-    accuracies = ranking_accuracy(beta * total_ratios, last_labels, last_uids)
+    pair_accuracy, sign_accuracy = ranking_accuracy(beta * total_ratios, last_labels, last_uids)
     step_metrics = batch.meta_info.setdefault("metrics", {})
     step_metrics |= mean_over_ranks(output.meta_info["metrics"])
     step_metrics["reward_model/reward"] = float(trajectory_totals(batch, rewards.sum(-1)).mean())
     step_metrics["reward_model/raw_reward"] = float(total_ratios.mean())
-    step_metrics["reward_model/dpo_acc"], step_metrics["reward_model/dpo_acc_abs"] = accuracies
+    step_metrics["reward_model/dpo_acc"] = pair_accuracy
+    step_metrics["reward_model/dpo_acc_abs"] = sign_accuracy
 
 
 def outcome_labels(batch: DataProto, config: PPOTrainerConfig) -> Tensor:  # [B] in 0 … 1

@@ -1,6 +1,6 @@
 """Provides verl's `metric_utils` and `utils.metric`, with verl's names and arguments.
 
-The training loop uses metrics.py instead, and validation.py, which computes best@n and maj@n exactly.
+The training loop uses credit.py and metrics.py instead. validation.py computes best@n and maj@n exactly.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Metric:
     def extend(self, values: Metric | Iterable[Number]) -> None:
         if isinstance(values, Metric):
             if values.aggregation is not self.aggregation:
-                raise ValueError(f"{values.aggregation} values cannot join {self.aggregation} ones")
+                raise ValueError(
+                    f"{values.aggregation} values cannot join {self.aggregation} values"
+                )
             values = values.values
         for value in values:
             self.append(value)
@@ -89,6 +91,7 @@ class Metric:
         return {name: cls(aggregation, value) for name, value in data.items()}
 
     def init_list(self) -> Metric:
+        """Returns a metric without values, with the same reduction."""
         return Metric(self.aggregation)
 
 

@@ -1,4 +1,4 @@
-"""Computes the metrics of a step that few algorithms or settings have, and the throughput."""
+"""Computes the metrics of routed rows, experts and ranks, and the throughput of a step."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ def routing_metrics(batch: DataProto, model_path: str) -> dict[str, float]:
     from hone.models.load import load_config
     from hone.models.routing import expert_load_metrics, routing_shape
 
-    shape = routing_shape(load_config(model_path))  # (experts, experts per token)
-    if shape is None:
+    shape = routing_shape(load_config(model_path))
+    if shape is None:  # the model has no experts
         return {}
+    num_experts, _ = shape
     experts, prompt_width = batch.batch["routed_experts"], batch.batch["prompts"].shape[1]
-    return expert_load_metrics(experts[:, prompt_width:], batch.batch["response_mask"], shape[0])
+    return expert_load_metrics(experts[:, prompt_width:], batch.batch["response_mask"], num_experts)
 
 
 def balance_metrics(lengths: Tensor, rank_rows: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Returns the tokens per rank before the reordering, and after it, with the rows `rank_rows`."""
+    """Returns the tokens per rank before and after `balance`, which assigned the rows `rank_rows`."""
     ranks = len(rank_rows)
     tokens_before = lengths.view(ranks, -1).sum(1).tolist()
     tokens_after = [lengths[list(rows)].sum().item() for rows in rank_rows]

@@ -1,7 +1,7 @@
 """Checks a run before any model loads, and reports all problems together.
 
-Every training run starts with these checks; `hone train --dry-run` prints a preview and stops. The
-configuration itself has been checked before, in `hone.config`.
+Every training run starts with these checks; `hone train --dry-run` prints a preview and stops. `hone.config`
+has already checked the configuration.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ class _Preflight:
         self.managers: dict[str, AbstractRewardManager | None] = {}
 
     def run(self) -> tuple[PPOTrainer, Preview]:
+        """Returns the trainer and the preview; raises the recorded errors together."""
         config, attempt = self.config, self._attempt
         folder, model = config.trainer.default_local_dir, config.actor_rollout_ref.model
         attempt(lambda: check_output_folder(folder, "trainer.default_local_dir"))
@@ -150,7 +151,7 @@ class _Preflight:
         return trainer, Preview(tuple(lines), tuple(self.warnings))
 
     def _attempt(self, action: Callable[[], T]) -> T | None:
-        """Returns the result of `action`; records a user error and returns None if there is one."""
+        """Returns the result of `action`, or None after a user error, which is recorded."""
         try:
             return action()
         except Exception as error:
@@ -162,7 +163,7 @@ class _Preflight:
             return None
 
     def _add_problems(self, messages: Iterable[str]) -> bool:
-        """Adds the messages whose cause is not yet recorded; returns whether any was added."""
+        """Adds each message whose cause is not recorded yet; returns whether a message was added."""
         count_before = len(self.problems)
         for message in messages:
             # An unreadable file may be reported by its own check and by each loop that needs the file.
@@ -221,7 +222,7 @@ class _Preflight:
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
         """Yields a problem per data set with prompts that exceed `data.max_prompt_length` or the model."""
         data, overrides = self.config.data, self.config.actor_rollout_ref.model.override_config
-        max_length = overrides.get("max_position_embeddings", self.facts.max_position_embeddings)
+        positions = overrides.get("max_position_embeddings", self.facts.max_position_embeddings)
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
                 continue
@@ -241,11 +242,11 @@ class _Preflight:
                 continue
             prompt_tokens = min(lengths.longest, data.max_prompt_length)
             response_tokens = data.max_response_length
-            if max_length and prompt_tokens + response_tokens > max_length:
+            if positions and prompt_tokens + response_tokens > positions:
                 yield (
                     f"a prompt of {prompt_tokens:,} tokens ({lengths.where}) and "
-                    f"data.max_response_length={response_tokens} exceed the model's {max_length:,} "
-                    f"positions; use data.max_response_length={max(1, max_length - prompt_tokens)} or less"
+                    f"data.max_response_length={response_tokens} exceed the model's {positions:,} "
+                    f"positions; use data.max_response_length={max(1, positions - prompt_tokens)} or less"
                 )
 
     def _try_scorers(self, datasets: dict[str, Dataset]) -> None:
@@ -289,8 +290,8 @@ class _Preflight:
                 "curriculum_learning.enable=true and reward_manager.name=blank: no rule scores the rows, so "
                 "it removes no group unless an agent loop scores its trajectories"
             )
-        trains_on_one_response = rollout.n == 1 and not config.trainer.val_only
-        if plan.estimator.groups == "compared" and trains_on_one_response:
+        has_single_responses = rollout.n == 1 and not config.trainer.val_only
+        if plan.estimator.groups == "compared" and has_single_responses:
             yield (
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses of "
                 "one prompt, and actor_rollout_ref.rollout.n=1: it trains on raw scores, without a "

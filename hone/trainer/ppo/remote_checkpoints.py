@@ -38,9 +38,9 @@ def check_store(url: str | None) -> None:
 def push(run: RunFolder, num_to_keep: int, protected: Collection[int] = ()) -> None:
     """Copies checkpoints, config, metrics and tracker ids to the store, and deletes old checkpoints there.
 
-    The store keeps checkpoints that exist locally, the `protected` and the newest `num_to_keep`; 0 keeps all.
-    Above 0, invalidated checkpoints up to the newest step are deleted too.
-    An error of the store is only a warning, since the next call copies everything that is missing.
+    The store keeps the checkpoints that exist locally, the `protected` steps and the newest `num_to_keep`. If
+    `num_to_keep` is 0, the store keeps every checkpoint, else invalidated checkpoints up to the newest step
+    are deleted too. An error of the store is logged, since the next call copies all missing files.
     """
     if run.remote is None:
         return
@@ -116,6 +116,7 @@ def complete_steps(run: RunFolder) -> list[int]:
 
 
 def _steps_with(run: RunFolder, file_name: str) -> list[int]:
+    """Returns the steps of the checkpoints in the store that have this file, oldest first."""
     names = remote_files(run.remote) if run.remote is not None else ()
     matches = (re.fullmatch(rf"global_step_(\d+)/{re.escape(file_name)}", name) for name in names)
     return sorted(int(match[1]) for match in matches if match)

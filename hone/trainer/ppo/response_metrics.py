@@ -83,7 +83,7 @@ def response_metrics(
 def filter_metrics(
     generated_batch: DataProto, retained_batch: DataProto, config: PPOTrainerConfig
 ) -> dict[str, float]:
-    """Returns the metrics of a group filter: correctness before the filter, and the share of rows kept."""
+    """Returns the metrics of a group filter: correctness before the filter and the share of retained rows."""
     return {
         **group_metrics(generated_batch, correctness(generated_batch, config), "whole_batch"),
         "curriculum_learning/original_batch_size": len(generated_batch),
@@ -150,9 +150,9 @@ def correctness(batch: DataProto, config: PPOTrainerConfig) -> Tensor:
         numbers = [score if acc is None else float(acc) for acc, score in pairs]
     verdicts = (torch.tensor(numbers) > CORRECT_THRESHOLD).float()
     missing = [None] * len(batch)
-    failures, models = arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing)
-    for row, (failure, model) in enumerate(zip(failures, models, strict=True)):
-        if failure is not None or has_model_style(model):
+    failures, columns = arrays.get(FAILURE_COLUMN, missing), arrays.get("reward_model", missing)
+    for row, (failure, column) in enumerate(zip(failures, columns, strict=True)):
+        if failure is not None or has_model_style(column):
             verdicts[row] = torch.nan
     verdicts[torch.from_numpy(~is_last_row(batch))] = torch.nan
     return verdicts
@@ -180,8 +180,9 @@ def _text_metrics(
 ) -> dict[str, float]:
     """Returns metrics of the text that the policy sampled, without special tokens and observations."""
     masks = batch.batch["response_mask"].bool()
-    rows = [ids[mask].tolist() for ids, mask in zip(batch.batch["responses"], masks, strict=True)]
-    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in rows]
+    pairs = zip(batch.batch["responses"], masks, strict=True)
+    token_ids = [ids[mask].tolist() for ids, mask in pairs]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
     prefix = "high_level_scores"
     repeat_scores = torch.tensor(repeatness(texts))
     reflection_counts = torch.tensor([reflection_score(text) for text in texts])

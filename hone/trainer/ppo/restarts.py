@@ -24,7 +24,7 @@ from hone.trainer.threads import uses_gpu
 
 SCHEMA = "ppo_trainer"
 RELEASE_DEADLINE_S = 30.0
-"""The maximum wait until the resources of the lost attempt, or of another run, are free."""
+"""The longest wait in seconds until the resources of the lost attempt, or of another run, are free."""
 
 
 def attempts(config: PPOTrainerConfig) -> Iterator[AbstractContextManager[PPOTrainerConfig]]:
@@ -67,7 +67,7 @@ def _attempt(
             log_file = write_traceback(error, Path(folder).expanduser())
             log_note = f" (its log lines: {log_file})" if log_file is not None else ""
             screen().line(str(error).partition("\n")[0] + log_note)
-            failures.append(copy(error))  # without the traceback, which keeps the trainer in memory
+            failures.append(copy(error))  # a traceback would keep the trainer in memory
 
 
 @contextmanager
@@ -108,13 +108,13 @@ def _config_for_remaining_nodes(
     while True:
         nodes = reachable_nodes()
         # The largest config that fits into all resources, and the largest that fits into the free ones.
-        largest, largest_now = (
+        largest_config, largest_free_config = (
             next((c for c in candidates if _fits(c, resources_by_node(nodes, total=total))), None)
             for total in (True, False)
         )
         is_late = time.monotonic() > deadline
-        if largest is not None and (largest_now == largest or is_late):
-            return largest_now or largest
+        if largest_config is not None and (largest_free_config == largest_config or is_late):
+            return largest_free_config or largest_config
         if is_late:
             problems = find_problems(SCHEMA, replace(config, "trainer.nnodes", 1))
             raise ConfigError(
@@ -131,18 +131,18 @@ def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
     """
     config = replace(config, "trainer.controller", config.resolved_controller)
     for nodes in range(config.trainer.nnodes, 0, -1):
-        smaller = replace(config, "trainer.nnodes", nodes)
-        if list(find_problems(SCHEMA, smaller)):
+        candidate = replace(config, "trainer.nnodes", nodes)
+        if list(find_problems(SCHEMA, candidate)):
             continue
-        yield smaller
+        yield candidate
         for rollout_nodes in range(len(config.rollout_pool) - 1, 0, -1):
-            smallest = replace(smaller, "actor_rollout_ref.rollout.nnodes", rollout_nodes)
-            if not list(find_problems(SCHEMA, smallest)):
-                yield smallest
+            smaller = replace(candidate, "actor_rollout_ref.rollout.nnodes", rollout_nodes)
+            if not list(find_problems(SCHEMA, smaller)):
+                yield smaller
 
 
 def _fits(config: PPOTrainerConfig, resources: FreeResources) -> bool:
-    """Returns whether the pools of the config fit into the resources, from which `place` takes theirs."""
+    """Returns whether all pools of the config fit; `place` subtracts each pool from `resources`."""
     trainer = config.trainer
     counts = [[trainer.n_gpus_per_node] * trainer.nnodes, config.rollout_pool, config.reward_pool]
     pools = [ResourcePool(count, use_gpu=uses_gpu(trainer.device)) for count in counts if count]

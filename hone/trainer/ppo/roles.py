@@ -134,8 +134,8 @@ def policy_groups(
     groups: Mapping[Role, AnyGroup],
 ) -> tuple[WorkerGroup[ActorWorker], WorkerGroup[RolloutWorker], WorkerGroup[ReferenceWorker]]:
     """Returns the groups of actor, rollout and reference; these may be the same group, as in verl."""
-    hybrid = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
-    actor, rollout = groups.get(Role.Actor) or hybrid, groups.get(Role.Rollout) or hybrid
+    shared = groups.get(Role.ActorRolloutRef) or groups.get(Role.ActorRollout)
+    actor, rollout = groups.get(Role.Actor) or shared, groups.get(Role.Rollout) or shared
     if actor is None or rollout is None:
         raise ValueError(
             f"the roles {sorted(map(str, groups))} have no actor or no rollout; map Role.Actor and "

@@ -92,8 +92,10 @@ def is_temporary(path: Path) -> bool:
 
 def sample_rows(batch: DataProto, tokenizer: Tokenizer, count: int) -> list[Row]:
     """Returns the first `count` rows as text, for trackers that show tables."""
-    first = batch.select_idxs(list(range(min(count, len(batch)))))
-    rows: list[Row] = rollout_table(first, tokenizer, step=0).select(_SAMPLE_COLUMNS).to_pylist()
+    first_rows = batch.select_idxs(list(range(min(count, len(batch)))))
+    rows: list[Row] = (
+        rollout_table(first_rows, tokenizer, step=0).select(_SAMPLE_COLUMNS).to_pylist()
+    )
     return rows
 
 
@@ -108,9 +110,8 @@ def rollout_table(
 
     columns = _columns(batch, step)
     _add_extras(columns, batch)
-    list_columns = (columns[n] for n in ("prompt_ids", "response_ids", "response_mask"))
     prompts, responses, masks = (
-        np.split(c.flatten().to_numpy(), c.offsets.to_numpy()[1:-1]) for c in list_columns
+        _split_rows(columns[name]) for name in ("prompt_ids", "response_ids", "response_mask")
     )
     row_spans = batch.non_tensor_batch.get(TURN_SPANS, [None for _ in prompts])
     turn_texts = []
@@ -151,8 +152,8 @@ def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
     reward_models = arrays.get("reward_model", [None] * num_rows)
     truths = [(reward_model or {}).get("ground_truth") for reward_model in reward_models]
     columns["ground_truth"] = _text_array(map(_as_json, truths))
-    parts = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
-    for name in [*SCHEMA, *parts]:
+    reward_columns = sorted(n for n in tensors.keys() if n.startswith(REWARD_PREFIX))  # noqa: SIM118
+    for name in [*SCHEMA, *reward_columns]:
         if name in columns or name in _DECODED_COLUMNS:
             continue
         if name in arrays:
@@ -231,6 +232,10 @@ def _list_array(values: Tensor, is_inside: np.ndarray, name: str) -> pa.ListArra
     return pa.ListArray.from_arrays(offsets, items.cast(_arrow_type(name).value_type))
 
 
+def _split_rows(column: pa.ListArray) -> list[np.ndarray]:
+    return np.split(column.flatten().to_numpy(), column.offsets.to_numpy()[1:-1])
+
+
 def _to_numpy(values: Tensor) -> np.ndarray:
     values = values.detach().cpu()
     array: np.ndarray = (values.float() if values.is_floating_point() else values.long()).numpy()
@@ -266,6 +271,7 @@ def _decode_rows(rows: Sequence[np.ndarray], tokenizer: Tokenizer) -> list[str]:
 
 
 def _as_json(value: JsonValue | list[Fields]) -> str | None:
+    """Returns the value as JSON; None remains None, a null of the column."""
     if value is None:
         return None
     try:
@@ -284,7 +290,7 @@ def _json_default(value: _T) -> JsonValue:
 
 
 def _to_one_type(values: list[JsonValue]) -> list[JsonValue]:
-    """Converts an extra's values to one type: all bools, all text or all numbers, else JSON text."""
+    """Converts the values of an extra to JSON text, unless all are bools, all text or all numbers."""
     present_values = [v for v in values if v is not None]
     if any(all(isinstance(v, kind) for v in present_values) for kind in (bool, str)):
         return values

@@ -43,7 +43,7 @@ class RolloutWriter:
     def write(self, batch: DataProto, step: int, tracking: Tracking | None = None) -> None:
         """Logs some rows of a step to trackers that show tables, and starts to write the step's file.
 
-        Raises the error of the previous file if that could not be written.
+        Raises the error of the previous file if the thread could not write that file.
         """
         self._log_samples("train", batch, step, tracking, self._trainer.log_train_generations)
         if not self._all_steps_folder and self._trainer.rollout_steps_to_keep == 0:

@@ -31,8 +31,9 @@ from hone.types import Function, Row
 
 MODEL_STYLE = "reward_model.style=model"
 MAX_SOURCES = 16
-"""The maximum number of data sources whose scorer is tried, on three rows of each source."""
+"""Scorers are tried for at most this many data sources, on three rows of each source."""
 PROMPTS_PER_PROGRESS_UPDATE = 256
+"""The number of prompts between two updates of the progress bar."""
 
 
 def check_rows(
@@ -60,7 +61,7 @@ def check_rows(
 
 
 def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """Yields the position and the given columns of each row that the data set uses."""
+    """Yields position and columns of each row that the data set uses; a filter may have dropped others."""
     positions = set(dataset.positions)
     return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in positions)
 
@@ -210,7 +211,7 @@ class PromptLengths:
 
 
 def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> PromptLengths:
-    """Measures the length of every prompt; the result is cached on disk."""
+    """Measures the length of every prompt, or reads the cached result; `advance` moves the progress bar."""
     cache_file = _cache_file(dataset)
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
         cached = json.loads(cache_file.read_text())
@@ -220,13 +221,13 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
     lengths: list[int] = []
     for index, length in enumerate(dataset.prompt_lengths()):
         if isinstance(length, PromptTooLong):
-            length = 2 * max_length + 65  # a lower bound: tokenization stops there
+            length = 2 * max_length + 65  # a lower bound: `truncate` tokenises no further
         elif isinstance(length, PromptError):
             raise DataError(f"{dataset.where(index)}: {length}") from length
         lengths.append(length)
         if index % PROMPTS_PER_PROGRESS_UPDATE == PROMPTS_PER_PROGRESS_UPDATE - 1:
             advance(PROMPTS_PER_PROGRESS_UPDATE)
-    summary = {
+    statistics = {
         "rows": len(lengths),
         "shortest": min(lengths),
         "longest": max(lengths),
@@ -234,9 +235,9 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
     }
     longest_position = lengths.index(max(lengths))
     with contextlib.suppress(OSError):  # without the cache the next run is only slower
-        cached = {"lengths": summary, "longest_position": longest_position}
-        atomic_write_text(cache_file, json.dumps(cached))
-    return PromptLengths(**summary, where=dataset.where(longest_position))
+        content = {"lengths": statistics, "longest_position": longest_position}
+        atomic_write_text(cache_file, json.dumps(content))
+    return PromptLengths(**statistics, where=dataset.where(longest_position))
 
 
 def _cache_file(dataset: RLHFDataset) -> Path:
