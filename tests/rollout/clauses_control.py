@@ -1,4 +1,4 @@
-"""What control verbs do to requests: abort, pause, resume, an update of the weights, streaming."""
+"""Control calls and streaming: abort, pause, resume and weight updates while requests run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ OTHERS = prompts(3, 4, 9, seed=10)
 
 
 def long(factory: Factory) -> Sampling:
-    """A request that is met under way."""
+    """Returns the sampling parameters of a request that still runs when the test acts on it."""
     return replace(SHORT, max_tokens=factory.long_tokens)
 
 
 class Watched:
-    """A request whose tokens are counted as they are drawn."""
+    """A request whose tokens are counted as they are sampled."""
 
     def __init__(self, engine: RolloutEngine, prompt: Sequence[int], sampling: Sampling, name: str):
         self.deltas: list[TokenDelta] = []
@@ -51,7 +51,7 @@ class Watched:
         return sum(len(delta.token_ids) for delta in self.deltas)
 
     async def settled(self) -> None:
-        """What was drawn before a pause may still be on its way."""
+        """Waits for tokens that were sampled before the pause and are not delivered yet."""
         seen = -1
         for _ in range(20):
             if seen == self.drawn:
@@ -66,7 +66,7 @@ class Watched:
 def matches(
     factory: Factory, out: TokenOutput, whole: TokenOutput, *, until: int | None = None
 ) -> None:
-    """Equal tokens, with the same bits of their log-probs where the engine has them in any batch."""
+    """Checks that tokens and log-probs are equal; with the probe `bits`, log-probs have the same bits."""
     assert out.token_ids[:until] == whole.token_ids[:until]
     if "bits" in factory.probes:
         assert out.log_probs[:until] == whole.log_probs[:until]
@@ -128,7 +128,7 @@ def an_error_of_on_tokens_ends_its_own_request(factory: Factory) -> None:
 
 @clause()
 def abort_ends_the_named_requests_alone(factory: Factory) -> None:
-    """The others go on to the same bits, and new ones are served at once."""
+    """Other requests continue with the same bits, and new requests run at once."""
     sampling = long(factory)
     with factory.engine(policy(), max_num_seqs=3) as engine:
         alone = ask_all(engine, OTHERS, [sampling] * 3)
@@ -183,7 +183,7 @@ async def _while_paused(
     keep: bool,
     change: Callable[[], Coroutine[Any, Any, None]],
 ) -> tuple[TokenOutput, int, TokenOutput]:
-    """Pause under way, look whether anything moves, change something, resume."""
+    """Pauses running requests, checks that no token is sampled, calls a function, and resumes."""
     with factory.slow_motion():
         running = Watched(engine, PROMPT, sampling, "running")
         await running.in_progress()

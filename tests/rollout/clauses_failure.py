@@ -1,4 +1,4 @@
-"""What an error inside an engine does: every request ends with its cause, and nothing waits."""
+"""After an error inside an engine, every request ends with the cause, and nothing waits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ FEW = Sampling(max_tokens=12, temperature=1.0, seed=1, ignore_eos=True)
 
 
 class Boom(Exception):
-    """The planted error."""
+    """The error that tests raise inside an engine."""
 
 
 @contextmanager
 def broken(place: Place, nth: int, error: BaseException) -> Iterator[None]:
-    """From its nth call on, the method raises."""
+    """Makes the method raise from its nth call on."""
     owner, name = place
     original, calls = getattr(owner, name), 0
 
@@ -47,13 +47,13 @@ def broken(place: Place, nth: int, error: BaseException) -> Iterator[None]:
 
 
 async def generate_all(engine: RolloutEngine, name: str) -> Answers:
-    """Five requests at once, more than the engine has slots for."""
+    """Issues five requests at once; the engine has fewer slots."""
     jobs = [engine.generate(p, FEW, f"{name}{i}") for i, p in enumerate(PROMPTS)]
     return list(await asyncio.gather(*jobs, return_exceptions=True))
 
 
 def together(*works: Callable[[], Answers]) -> Answers:
-    """What the works return, each from a thread of its own; within the contract's deadline."""
+    """Runs each function in a thread of its own; returns the results within the contract's deadline."""
     answers: list[Answers | None] = [None] * len(works)
 
     def run(index: int) -> None:
@@ -73,7 +73,7 @@ def together(*works: Callable[[], Answers]) -> Answers:
 
 
 def ended_with_cause(answers: Answers, where: str, *, first: bool) -> None:
-    """Every request failed with the cause; where the error came later, some may have ended before."""
+    """Checks that every request failed with the cause; requests may have ended before a late error."""
     for answer in answers:
         if isinstance(answer, TokenOutput) and not first:
             continue
@@ -101,7 +101,7 @@ def check(
 
 @clause()
 def an_error_in_any_phase_reaches_every_waiter(factory: Factory) -> None:
-    """Of several event loops, however far their requests have come."""
+    """The requests come from several event loops and are in different phases."""
     check(
         factory,
         lambda engine: together(
@@ -112,7 +112,7 @@ def an_error_in_any_phase_reaches_every_waiter(factory: Factory) -> None:
 
 @clause()
 def an_error_in_any_phase_reaches_the_loops_of_the_driving_thread(factory: Factory) -> None:
-    """And those that ask beside it, in an event loop of their own."""
+    """Requests from another event loop get the error too."""
 
     def both(engine: RolloutEngine) -> Answers:
         ended = threading.Event()
@@ -150,7 +150,7 @@ def no_memory_for_a_prompt_reaches_every_waiter(factory: Factory) -> None:
 
 @clause()
 def requests_beside_a_driving_thread_that_leaves_wait_for_the_next(factory: Factory) -> None:
-    """The driving thread decodes for both loops, and leaves first."""
+    """The driving thread decodes for both event loops, and ends before them."""
     long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
     running, asked_beside = threading.Event(), threading.Event()
     with factory.engine(policy(), max_num_seqs=2, driven=False) as engine:

@@ -22,7 +22,7 @@ PROMPT = prompts(1, 7, 7, seed=9)[0]
 
 
 def free_text(factory: Factory, tokens: int = 24, seed: int = 2) -> list[int]:
-    """What the engine says when nothing stops it."""
+    """Returns the tokens of a request that nothing stops."""
     with factory.engine(policy()) as engine:
         return ask(engine, PROMPT, Sampling(tokens, 1.0, seed, ignore_eos=True)).token_ids
 
@@ -69,7 +69,7 @@ def a_stop_token_is_the_last_token(factory: Factory) -> None:
 
 @clause()
 def the_end_token_ends_a_response_unless_ignored(factory: Factory) -> None:
-    """Looks for a seed whose free text holds an end token, then asks again with it honoured."""
+    """Finds a seed whose unstopped response has an end token; then the request stops at this token."""
     rows = prompts(16, 3, 12, seed=8)
     with factory.engine(policy()) as engine:
         free = ask_all(engine, rows, [Sampling(24, 1.0, i, ignore_eos=True) for i in range(16)])
@@ -85,7 +85,7 @@ def the_end_token_ends_a_response_unless_ignored(factory: Factory) -> None:
 
 @clause()
 def the_token_that_completes_a_stop_string_is_the_last(factory: Factory) -> None:
-    """Also when the string is spread over several tokens."""
+    """The stop string may span several tokens."""
     text = free_text(factory)
     begin = next(i for i in range(2, 20) if EOS not in text[i : i + 3])
     for length in (1, 3):

@@ -1,4 +1,4 @@
-"""What an engine that decodes with a policy must say: the model's own words and numbers."""
+"""An engine that decodes with a policy returns the tokens and log-probs of this policy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def log_probs_are_those_before_truncation(factory: Factory) -> None:
 
 @clause("model")
 def new_weights_are_used_from_the_next_token(factory: Factory) -> None:
-    """An updated engine says what a fresh one with those weights says."""
+    """An updated engine returns the tokens of a new engine with the same weights."""
     old, new = policy(seed=0), policy(seed=1)
     rows = prompts(4, seed=3)
     sampling = [Sampling(12, 1.0, seed=i) for i in range(4)]

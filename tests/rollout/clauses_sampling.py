@@ -1,4 +1,4 @@
-"""How tokens are drawn: what each parameter lets through, how often, and what a draw depends on."""
+"""Sampling: the tokens that each parameter allows, their frequencies, and what a sampled token depends on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .models import next_probabilities, policy, prompts
 
 
 def allowed(p: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The tokens a request may draw, as a mask [V]: slow and obvious."""
+    """Returns a mask [V] of the tokens that a request may sample, by a slow and obvious method."""
     order = sorted(range(len(p)), key=lambda i: -float(p[i]))
     keep, before = torch.zeros(len(p), dtype=torch.bool), 0.0
     best = order if sampling.top_k < 0 else order[: sampling.top_k]
@@ -30,7 +30,7 @@ def allowed(p: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def chi_square_excess(counts: Counter[int], expected: torch.Tensor, draws: int) -> float:
-    """How far the statistic lies above its mean, in standard deviations; rare tokens are pooled."""
+    """Returns by how many standard deviations the statistic exceeds its mean; rare tokens are pooled."""
     cells, rest_seen, rest_expected = [], 0.0, 0.0
     for token, share in enumerate(expected.tolist()):
         if share * draws >= 5:
@@ -46,7 +46,7 @@ def chi_square_excess(counts: Counter[int], expected: torch.Tensor, draws: int) 
 
 
 def check_distribution(factory: Factory, **cut: float) -> None:
-    """Never outside the allowed set, and inside it as often as the model says."""
+    """Checks that only allowed tokens are sampled, and with the frequencies of the model."""
     model, prompt = policy(), prompts(1, 9, 9, seed=4)[0]
     first = Sampling(max_tokens=1, seed=0, **{"temperature": 1.0, **cut})  # type: ignore[arg-type]
     n = factory.draws
@@ -100,7 +100,7 @@ def different_seeds_differ_and_the_same_seed_repeats(factory: Factory) -> None:
 
 @clause("honors_seeds", "samples_by_position")
 def a_draw_depends_on_the_absolute_position(factory: Factory) -> None:
-    """A response given back as part of the prompt is continued with the same draws."""
+    """A response that becomes part of the prompt continues with the same random numbers."""
     prompt, sampling = prompts(1, 11, 11)[0], Sampling(14, 1.0, seed=3, ignore_eos=True)
     with factory.engine(policy()) as engine:
         whole = ask(engine, prompt, sampling).token_ids
@@ -110,7 +110,7 @@ def a_draw_depends_on_the_absolute_position(factory: Factory) -> None:
 
 @clause("batch_invariant")
 def the_same_request_gets_the_same_tokens_in_any_batch(factory: Factory) -> None:
-    """Alone, among 64 of mixed lengths, in any order, with few or many slots."""
+    """A request runs alone, and in batches of 64 mixed lengths, in any order, with few or many slots."""
     rows = prompts(64, 1, 40, seed=5)
     chooser = Random(0)
     sampling = [

@@ -22,7 +22,7 @@ def servers() -> Iterator[list[ContractServer]]:
 
 @pytest.fixture
 def heads_of_32_numbers() -> Iterator[None]:
-    """Policies of a shape that vLLM's CPU kernels take."""
+    """Policies of a shape that vLLM's CPU kernels support."""
     before = dict(models.SHAPE)
     models.SHAPE.update(SHAPE)
     models.sharp_lm.cache_clear()

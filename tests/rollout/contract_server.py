@@ -38,7 +38,7 @@ from .models import EOS, TOKENIZER, next_probabilities
 
 
 class ContractServer(Faults):
-    """An SGLang server by its interface, in a thread of its own."""
+    """A server with SGLang's HTTP interface, in a thread of its own."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class ContractServer(Faults):
         self.dead = self.hung = False
         self.running: set[str] = set()
         self.abort_s = 0.02
-        """From the answer to an abort until the scheduler has dropped the request."""
+        """Seconds between the answer to an abort and the end of the request."""
         self.groups: dict[str, Any] = {}
         self.lora, self.max_lora_rank, self.dp_size = False, 16, 1
-        """Whether it was started with --enable-lora, and how."""
+        """The arguments --enable-lora, --max-lora-rank and --dp-size."""
         self.lora_target_modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
         self.lora_target_modules += ["gate_proj", "up_proj", "down_proj"]
         self.base = self.initial
-        """What adapters are put on."""
+        """The weights to which adapters are added."""
         self.adapters: list[str] = []
         core = NativeCore(
             policy,
@@ -136,7 +136,7 @@ class ContractServer(Faults):
         self._driver.join(10)
 
     def die(self) -> None:
-        """Every connection breaks; the weights are those of the start afterwards."""
+        """Breaks every connection, as a crash does; afterwards the server has the weights of its start."""
         self.dead = True
 
     def _scheduler_ends(self, request: web.Request) -> web.Response:
@@ -335,7 +335,7 @@ class ContractServer(Faults):
         return web.json_response({"success": True, "new_version": self.version})
 
     async def _load_lora_adapter(self, request: web.Request) -> web.Response:
-        """Merges the adapter into the base; one at a time is enough for a trainer."""
+        """Merges the adapter into the base model; the server has one adapter at a time."""
         body = await request.json()
         file = Path(body["lora_path"]) / "adapter_config.json"
         config = json.loads(file.read_text())

@@ -23,17 +23,17 @@ from hone.rollout.contract import DrivenEngine, RolloutEngine, Sampling, TokenOu
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
-"""No clause may wait longer: a hang is a violation too."""
+"""The longest wait of a clause; a hang is a violation too."""
 HOLD_S = 0.2
-"""How long a clause looks whether a request stays unanswered."""
+"""Seconds for which a clause checks that a request gets no answer."""
 
 
 Place = tuple[Any, str]
-"""An object and the name of a method of it."""
+"""An object and the name of one of its methods."""
 
 
 class Factory(ABC):
-    """Builds one kind of engine, and knows how to look inside where a clause must."""
+    """Builds one kind of engine, and has the probes that clauses need."""
 
     name: str
     engine_traits: Traits
@@ -41,17 +41,17 @@ class Factory(ABC):
     """`model`: decodes with a policy; `prefill`, `memory`: can be looked at; `bits`: log-probs have the
     same bits in any batch."""
     long_tokens: int = 250
-    """Length of a request that is met under way; shorter where a token is slow."""
+    """Length of a request that must still run when it is tested; less for slow engines."""
 
     draws: int = 800
-    """Draws for the clauses about frequencies; fewer where one is slow."""
+    """Number of samples of the clauses about frequencies; less for slow engines."""
 
     is_slow: bool = False
     """Whether its contract tests are in the slow lane."""
 
     @property
     def traits(self) -> set[str]:
-        """What clauses may need: the probes, and what the engine says of itself."""
+        """The names that clauses may require: probes and traits."""
         own = {name for name, has in vars(self.engine_traits).items() if has}
         return {*self.probes, *own, *(() if self.engine_traits.multi_modal else ("text_only",))}
 
@@ -65,18 +65,18 @@ class Factory(ABC):
         raise NotImplementedError
 
     def slow_motion(self) -> AbstractContextManager[None]:
-        """Tokens come slowly inside: a verb reaches a long request before its end on any machine."""
+        """Slows sampling down in the block, so that a call reaches a long request before its end."""
         return nullcontext()
 
     @abstractmethod
     def phases(self, engine: Any) -> dict[str, Place]:
-        """Where the engine's work on a request can be made to raise, by the name of the phase."""
+        """Returns the methods that a test can make raise, by the name of the phase."""
 
     @contextmanager
     def engine(
         self, policy: PolicyModel, *, max_num_seqs: int = 64, driven: bool = True
     ) -> Iterator[RolloutEngine]:
-        """An engine; where it must be driven, a thread does so unless a clause does it itself."""
+        """Yields an engine; a thread drives an engine that must be driven, unless `driven` is False."""
         engine = self.build(policy, max_num_seqs=max_num_seqs)
         try:
             with driving(engine) if driven else nullcontext():
@@ -87,7 +87,7 @@ class Factory(ABC):
 
 @contextmanager
 def driving(engine: RolloutEngine) -> Iterator[None]:
-    """A thread that decodes, for engines that have none."""
+    """Drives a `DrivenEngine` in a thread while the block runs."""
     if not isinstance(engine, DrivenEngine):
         yield
         return
@@ -153,12 +153,12 @@ def violations(factory: Factory) -> list[str]:
 
 
 def play(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine with the contract's deadline; another thread drives the engine that it asks."""
+    """Runs a coroutine with the contract's deadline, while another thread drives the engine."""
     return asyncio.run(_limited(work))
 
 
 def drive(engine: RolloutEngine, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine with the contract's deadline, and decode for it in this thread."""
+    """Runs a coroutine with the contract's deadline, and drives the engine in this thread."""
     return run_with_engine(engine, _limited(work))
 
 
@@ -169,7 +169,7 @@ async def _limited(work: Coroutine[Any, Any, T]) -> T:
 async def update(
     engine: RolloutEngine, weights: Iterable[tuple[str, Tensor]], version: int
 ) -> None:
-    """A whole update; the tensors come in two parts."""
+    """Updates all weights, in two calls of `load`."""
     await engine.begin_update()
     given = list(weights)
     for part in (given[:1], given[1:]):
@@ -181,7 +181,7 @@ async def update(
 def ask_all(
     engine: RolloutEngine, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]
 ) -> list[TokenOutput]:
-    """All requests at once; outputs in their order. Drives an engine that no thread drives."""
+    """Issues all requests at once and returns their outputs in order; drives the engine if no thread does."""
 
     async def gather() -> list[TokenOutput]:
         jobs: list[Awaitable[TokenOutput]] = [

@@ -1,4 +1,4 @@
-"""The engines under contract."""
+"""The engines that the contract tests build."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class NativeFactory(Factory):
 
 
 class PlainNativeFactory(NativeFactory):
-    """Fails where the fast forward is silently not taken."""
+    """Fails if the engine does not use the fast forward."""
 
     probes = NativeFactory.probes | {"bits"}
 
@@ -74,7 +74,7 @@ class PlainNativeFactory(NativeFactory):
 
 
 class ModuleNativeFactory(NativeFactory):
-    """The native engine through the model's own modules."""
+    """The native engine with the model's own modules."""
 
     name = "native-modules"
     is_slow = True
@@ -101,7 +101,7 @@ class HFFactory(Factory):
 
 
 class SGLangFactory(Factory):
-    """The SGLang adapter over a server of its interface; the server ends with the engine."""
+    """The SGLang engine over a contract server; the server ends with the engine."""
 
     name = "sglang-contract"
     engine_traits = Traits(uses_training_module=False)
@@ -158,7 +158,7 @@ def server_engine(
 
 
 class ScriptedFactory(Factory):
-    """Says a fixed scramble of the prompt: enough for every clause about manners."""
+    """Answers with a fixed permutation of the prompt, for all clauses that need no model."""
 
     name = "scripted"
     engine_traits = ScriptedRollout.traits

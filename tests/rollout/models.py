@@ -1,4 +1,4 @@
-"""Tiny policies whose next token truly depends on what came before, and where it stood."""
+"""Tiny policies whose next token depends on the preceding tokens and their positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EOS = TOKENIZER.eos_token_id
 VOCABULARY = len(TOKENIZER)
 POSITIONS = 1024
 SHAPE = {"hidden": 32, "mlp": 64}
-"""Of every policy; vLLM's CPU kernels need heads of 32 numbers and change it."""
+"""The sizes of every policy; tests of vLLM replace these, because its CPU kernels need larger heads."""
 
 
 @cache
@@ -38,7 +38,7 @@ def sharp_lm(family: str, seed: int) -> Any:
 
 
 def policy(family: str = "qwen2", seed: int = 0) -> PolicyModel:
-    """A policy of one's own: changing it does not disturb other tests."""
+    """Returns a new policy, which a test may change."""
     return PolicyModel(copy.deepcopy(sharp_lm(family, seed)))
 
 
@@ -50,7 +50,7 @@ def prompts(count: int, shortest: int = 1, longest: int = 24, seed: int = 0) -> 
 
 
 def hf_greedy(model: PolicyModel, prompt: list[int], new_tokens: int) -> list[int]:
-    """What `transformers.generate` says, with transformers' own attention."""
+    """Returns the tokens of `transformers.generate`, with transformers' own attention."""
     lm = copy.deepcopy(model.lm)
     lm.set_attn_implementation("sdpa")
     ids = torch.tensor([prompt])
@@ -68,7 +68,7 @@ def hf_greedy(model: PolicyModel, prompt: list[int], new_tokens: int) -> list[in
 def trainer_log_probs(
     model: PolicyModel, prompt: list[int], response: list[int], temperature: float
 ) -> list[float]:
-    """The number the trainer computes: the policy on a packed row."""
+    """Returns the log-probs that the trainer computes with the policy on a packed row."""
     prompts, responses = torch.tensor([prompt]), torch.tensor([response])
     attention = torch.ones(1, len(prompt) + len(response), dtype=torch.int64)
     packed = pack_rows(
@@ -79,7 +79,7 @@ def trainer_log_probs(
 
 
 def next_probabilities(model: PolicyModel, prompt: list[int], temperature: float) -> torch.Tensor:
-    """The whole next-token distribution [V] in float64, by a plain forward."""
+    """Returns the next-token distribution [V] in float64, by a plain forward."""
     ids = torch.tensor(prompt)
     with torch.no_grad():
         hidden = model.decoder(

@@ -1,4 +1,4 @@
-"""Engines broken on purpose, each in one way, and the clause that must notice."""
+"""Engines that are each broken in one way, and the clause that must detect this."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .factories import NativeFactory
 
 
 class Mutant(NativeFactory):
-    """A native engine with a broken core or a broken shell."""
+    """A native engine with a broken core or a broken engine class."""
 
     def __init__(
         self, core: type[NativeCore] = NativeCore, engine: type[NativeRollout] = NativeRollout
@@ -87,7 +87,7 @@ class DecodePositionsOffByOne(NativeCore):
 
 
 class PaddingLeaksIntoShortPrompts(NativeCore):
-    """Reads the logits one row too early when several prompts are computed together."""
+    """Reads the logits one row too early if several prompts are computed together."""
 
     def _next_logits(self, admitted: list[Request]) -> Tensor:
         logits = super()._next_logits(admitted)
@@ -211,7 +211,7 @@ class PauseEndsWhatItShouldKeep(NativeRollout):
 
 
 class PauseGoesOnDecoding(NativeRollout):
-    """New requests are held, running ones are not."""
+    """`pause` defers new requests and does not stop running requests."""
 
     @property
     def _can_decode(self) -> bool:
@@ -245,7 +245,7 @@ class AbortLeavesTheQueueRunning(NativeRollout):
 
 
 class AbortMovesNoSlot(NativeCore):
-    """The last sequence takes the freed slot, its keys do not."""
+    """The last sequence moves into the free slot without its keys."""
 
     def abort(self, request_ids: Any = None) -> list[Request]:
         copy, self.cache.copy = self.cache.copy, lambda *_: None  # type: ignore[method-assign]
@@ -263,7 +263,7 @@ class AbortHoldsNewRequests(NativeRollout):
 
 class StreamsNothing(NativeRollout):
     def _post_new_tokens(self) -> None:
-        """All tokens come with the answer."""
+        """Streams all tokens at the end of the response."""
 
 
 class StreamsTheFirstTokensTwice(_Altered):
@@ -345,16 +345,16 @@ class UpdatesUnderRunningRequests(NativeRollout):
 
 class SleepKeepsTheCache(NativeRollout):
     async def sleep(self) -> None:
-        """Sleeps with one eye open."""
+        """`sleep` does not free the cache."""
 
 
 class FailuresAreSwallowed(NativeRollout):
     def _fail(self, error: BaseException) -> None:
-        """The show must go on."""
+        """Ignores errors of the core."""
 
 
 class FailuresReachTheQueuesOnly(NativeRollout):
-    """Whatever is between two queues when it happens is lost."""
+    """A failure reaches only requests that are in a queue."""
 
     def _fail_pending(self, error: RolloutError) -> None:
         queued = [*self._core.abort(), *self._arrivals, *self._deferred]

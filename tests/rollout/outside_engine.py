@@ -1,4 +1,4 @@
-"""A rollout engine from outside the package: weights of its own, `transformers` forwards, no batching."""
+"""A custom rollout engine with weights of its own, which runs `transformers` without batching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From `rollout.name` to an engine: ours, or one from outside the package in a real tiny run."""
+"""From `rollout.name` to an engine of hone, or to a custom engine in a tiny training run."""
 
 from __future__ import annotations
 

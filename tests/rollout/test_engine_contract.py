@@ -44,7 +44,7 @@ def test_the_fake_is_held_to_every_clause_that_needs_no_model() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma", "olmo2"])
 def test_other_families_say_what_transformers_says(family: str) -> None:
-    """Plain ones through the fast forward, others through their modules; mistral with a window."""
+    """Some models use the fast forward, the others their modules; mistral has a sliding window."""
     plain = family in ("llama", "qwen3", "mistral")
     factory = PlainNativeFactory() if plain else NativeFactory()
     check_log_probs(factory, policy(family))

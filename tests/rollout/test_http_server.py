@@ -99,7 +99,7 @@ def test_the_api_key_comes_from_the_environment_and_is_never_shown(
 def test_two_requests_show_what_the_log_probs_mean(
     mode: str, servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that ignores the temperature, or truncates, is refused for such a rollout."""
+    """A server that computes log-probs without temperature or after truncation is refused for training."""
     sample_one_token = SGLangServer.sample_one_token
 
     async def changed(
@@ -130,7 +130,7 @@ def test_two_requests_show_what_the_log_probs_mean(
 
 
 class Showing(SGLangServer):
-    """A server that shows zeros for some of its weights."""
+    """A server that returns zeros for some of its weights."""
 
     shown: tuple[str, ...] = ()
 
@@ -205,7 +205,7 @@ def test_a_cancellation_is_never_lost_to_an_answer_that_comes_at_the_same_time()
 
 
 def outcomes_of(answer: web.Response) -> tuple[object, object]:
-    """What a call and a stream come to where every path has this answer."""
+    """Returns the results or errors of a call and of a stream, if the server gives every path this answer."""
 
     async def outcome(work: Any) -> object:
         try:
@@ -237,7 +237,7 @@ def outcomes_of(answer: web.Response) -> tuple[object, object]:
 @pytest.mark.parametrize("status", [200, 400, 500])
 @pytest.mark.parametrize("body", [b"\xff", b"<html>", b"{}", b"[]", b"null", b""])
 def test_an_answer_of_any_form_is_an_error_of_the_server(status: int, body: bytes) -> None:
-    """Other errors would end the engine and all of its requests."""
+    """An error of another type would fail the engine and all of its requests."""
     answers = outcomes_of(web.Response(body=body, status=status, content_type="text/plain"))
     assert all(isinstance(answer, RolloutError | ServerLost) for answer in answers)
 

@@ -1,4 +1,4 @@
-"""The contract finds what is broken, and names it: one engine broken in many ways."""
+"""Each mutant breaks the native engine in one way, and the contract tests name the broken clause."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses
 
 
 HANG = ("AbortHoldsNewRequests", "ResumeDropsWhatWasHeld")
-"""These mutants, and those of the clauses about waiting, leave a request without an answer."""
+"""These mutants never answer a request, so their clauses end at the deadline."""
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """A mutant that does answer has time to, on a busy machine too."""
+    """On a busy machine, this mutant may take long to answer."""
     if "PauseDoesNotHoldNewRequests" in request.node.name:
         monkeypatch.setattr(engine_contract, "HOLD_S", 60.0)
 

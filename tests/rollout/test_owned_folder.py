@@ -1,4 +1,4 @@
-"""Folders of killed processes are deleted, those of living ones stay."""
+"""The folders of killed processes are deleted; the folders of running processes stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a response ends, and what is refused before it begins."""
+"""The end of a response, and the requests that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake says its lines, keeps the manners of an engine, and remembers who asked."""
+"""The scripted engine returns its answers, keeps the rollout contract, and records every request."""
 
 from __future__ import annotations
 

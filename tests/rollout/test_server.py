@@ -34,7 +34,7 @@ from .opened_servers import PROMPT, SHORT, open_engine, updated
 def test_a_refused_update_leaves_no_doubt(
     fault: str, words: str, send_tensors: bool, servers: list[ContractServer]
 ) -> None:
-    """The version stays, no token is drawn from half an update, and the next update is taken."""
+    """The version stays, no token is sampled with half an update, and the next update succeeds."""
 
     async def scenario() -> None:
         async with open_engine(servers, send_tensors=send_tensors) as engine:
@@ -238,7 +238,7 @@ def test_sleep_frees_the_weights_and_waking_restores_them(servers: list[Contract
 def test_a_server_that_restarted_asleep_is_not_asked_for_memory_that_it_has(
     is_back: bool, verb: str, servers: list[ContractServer]
 ) -> None:
-    """SGLang ends if it is to resume memory that it has not released."""
+    """SGLang exits if it must resume memory that it has not released."""
 
     async def scenario() -> None:
         async with open_engine(servers, 2) as engine:
@@ -286,7 +286,7 @@ def test_a_server_lost_while_its_weights_come_back_gets_them_once_more(
 def test_sleep_waits_until_a_server_is_idle_and_leaves_a_busy_one_its_memory(
     servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang ends if memory is released while a request runs, and an abort takes effect later."""
+    """SGLang exits if memory is released while a request runs, and a request ends after its abort returns."""
     monkeypatch.setattr("hone.rollout.sglang_server._IDLE_TIMEOUT_S", 0.5)
 
     async def scenario() -> None:
@@ -323,7 +323,7 @@ def test_servers_without_a_memory_saver_keep_their_memory(servers: list[Contract
 def test_a_commit_without_load_after_sleep_brings_the_weights_back(
     servers: list[ContractServer],
 ) -> None:
-    """Released memory comes back without values, and no version string tells."""
+    """Resumed memory has no values, and the version string does not show this."""
 
     async def scenario() -> None:
         async with open_engine(servers) as engine:
@@ -373,7 +373,7 @@ def test_a_request_to_sleeping_servers_wakes_them_and_one_that_runs_refuses_slee
 def test_no_request_that_waits_for_a_lost_server_outlives_an_abort_or_a_close(
     loss: str, ending: str, servers: list[ContractServer]
 ) -> None:
-    """Each ends within the limit of a call, not within that of the server's return."""
+    """Each call ends after `call_timeout_s`, and does not wait for `start_timeout_s`."""
 
     async def scenario() -> None:
         async with open_engine(servers, call_timeout_s=0.3, start_timeout_s=3600.0) as engine:
@@ -429,7 +429,7 @@ def test_closing_ends_a_call_that_waits_for_a_lost_server(
 def test_an_update_after_a_failed_broadcast_opens_a_new_group(
     servers: list[ContractServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a copy of the weights, a failed broadcast fails the update; its group is of no more use."""
+    """Without a copy of the weights, a failed broadcast fails the update, and its group is closed."""
     groups: list[Any] = []
 
     class Group:
@@ -530,7 +530,7 @@ def test_an_incomplete_update_is_refused(servers: list[ContractServer]) -> None:
 
 
 def test_no_server_stays_paused_after_a_run(servers: list[ContractServer]) -> None:
-    """Neither after one that closes while it is paused, nor for the next after one that was killed."""
+    """This holds if a run closes its engine while paused, and for the run after a killed one."""
 
     async def scenario() -> None:
         async with open_engine(servers) as engine:

@@ -103,7 +103,7 @@ def test_the_experts_of_a_mixture_reach_sglang_by_the_names_of_a_checkpoint(
 
 @pytest.fixture
 def adapted(tmp_path: Path) -> Any:
-    """A model in a folder, and its policy with a LoRA adapter that changes it."""
+    """Saves a model in a folder; returns the model with a LoRA adapter whose weights are not zero."""
     save_pretrained(policy().lm, TOKENIZER, tmp_path)
     lm = wrap_lora(
         load_causal_lm(str(tmp_path), dtype=torch.float32).eval(),
@@ -187,7 +187,7 @@ def test_a_server_that_cannot_take_the_adapter_gets_merged_weights(
     servers: list[ContractServer],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also if the server is that of another worker, for the first one decides what all are sent."""
+    """This holds for servers of other workers too, because all workers get the same tensors."""
     servers += [ContractServer(policy()) for _ in range(2)]
     for server in servers:
         server.lora = True

@@ -29,7 +29,7 @@ def test_the_group_listens_where_servers_of_other_machines_reach_it(
 
 @pytest.mark.slow
 def test_broadcast_weights_are_those_of_the_next_token(fake: Path) -> None:
-    """Two updates, so that the second group is another one."""
+    """Two updates, because each update opens a new group."""
     engine: Any = build_rollout(spec(fake, "server.weights=distributed"))
 
     async def scenario() -> None:

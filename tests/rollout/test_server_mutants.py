@@ -1,4 +1,4 @@
-"""The contract finds what is broken in the server engine, and names it."""
+"""Each mutant breaks the server engine in one way, and the contract tests name the broken clause."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ async def pause_without_hold(self: StreamingEngine, keep: bool = False) -> None:
 
 
 async def abort_nothing(self: StreamingEngine, request_ids: Any = None) -> None:
-    """Every request goes on."""
+    """`abort` ends no request."""
 
 
 async def publish_nothing(self: ServerRollout, server: Any, version: str) -> None:
-    """The folder is written, and never loaded."""
+    """The folder is written, but no server loads it."""
 
 
 APPEND, PAUSE = StreamingEngine._append, StreamingEngine.pause

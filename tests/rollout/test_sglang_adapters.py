@@ -1,4 +1,4 @@
-"""Which LoRA adapters SGLang gets alone, and what a launched server is told of them."""
+"""LoRA adapters that SGLang gets without base weights, and the arguments of a launched server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_an_adapter_goes_alone_only_if_sglang_applies_it_as_it_is(
 
 @pytest.mark.parametrize("word", ["data_parallel_size=2", "engine_kwargs.sglang.dp_size=2"])
 def test_replicas_get_merged_weights(word: str) -> None:
-    """SGLang loads no adapters with more than one."""
+    """SGLang cannot load adapters with more than one replica."""
     lm = peft_model()
     config = load_config([f"actor_rollout_ref.rollout.{word}"]).actor_rollout_ref.rollout
     spec = replace(
@@ -58,7 +58,7 @@ def test_replicas_get_merged_weights(word: str) -> None:
 
 
 def test_a_launched_server_is_told_of_the_adapter_by_names_that_it_knows() -> None:
-    """PEFT may have the modules as whole paths, which SGLang refuses."""
+    """PEFT may name modules by their whole paths, which SGLang refuses."""
     paths = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "v_proj")]
     lm = peft_model(target_modules=paths)
     command, _ = command_and_environment(

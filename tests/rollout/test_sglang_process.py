@@ -98,7 +98,7 @@ def test_an_interpreter_that_does_not_run_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model, with a stand-in of SGLang on the path."""
+    """A model, and a fake of SGLang on PYTHONPATH."""
     paths = [str(FAKE), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     return save_pretrained(policy().lm, TOKENIZER, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Events of an SGLang server that break its interface: handled, or one sentence; never silent."""
+"""Events that break SGLang's interface are handled, or raise an error with one sentence."""
 
 from __future__ import annotations
 

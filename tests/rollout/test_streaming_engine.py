@@ -1,4 +1,4 @@
-"""Requests of an engine in another process: streams that break off, end too early or say nonsense."""
+"""Streams that break off, end too early or send invalid tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIVE = Sampling(max_tokens=5, temperature=1.0, seed=7, ignore_eos=True)
 
 
 class Counting(StreamingEngine):
-    """Says its position in the sequence; each stream does what the script says after its tokens."""
+    """Each token is its position; after the tokens in the script, a stream raises the error in the script."""
 
     name = "counting"
     traits = Traits(uses_training_module=False)
@@ -167,7 +167,7 @@ def test_an_abort_comes_before_tokens_that_wait_in_a_buffer() -> None:
 
 @pytest.mark.parametrize("verb", ["sleep", "begin_update"])
 def test_a_request_that_was_just_cancelled_is_waited_for(verb: str) -> None:
-    """Its server takes a while to end it; it must not refuse the next verb."""
+    """The server ends the request late, and the next call must wait for this end."""
 
     class EndsLate(Counting):
         ended = False

@@ -1,4 +1,4 @@
-"""vLLM keeps the rollout contract, and no death of its process loses a token or a weight.
+"""vLLM passes the contract tests, and no token or weight is lost if its process dies.
 
 The contract runs over vLLM itself (`make test-vllm`); deaths, routes and updates over a fake of it.
 """
@@ -110,7 +110,7 @@ class TemperatureIgnored(_Altered):
 
 
 class PauseOfThisSideOnly(SharedVLLM):
-    """vLLM goes on while the weights change."""
+    """vLLM continues to sample while the weights change."""
 
     async def _backend_pause(self) -> None: ...
 
@@ -173,6 +173,15 @@ MUTANTS = [
     (EndTokensAreNotSent, "the end token ends a response unless ignored"),
     (AbortEndsEveryRequest, "abort ends the named requests alone"),
 ]
+
+
+def test_every_mutant_overrides_a_method_of_the_engine() -> None:
+    """A mutant whose method nobody calls would break nothing."""
+    for mutant, _ in MUTANTS:
+        classes = mutant.__mro__[: mutant.__mro__.index(SharedVLLM)]
+        methods = [n for c in classes for n, value in vars(c).items() if callable(value)]
+        assert methods
+        assert all(hasattr(SharedVLLM, name) for name in methods), mutant
 
 
 @vllm
@@ -483,7 +492,7 @@ def test_kept_requests_outlive_a_sleep(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("publish", [True, False])
 def test_weights_given_back_in_sleep_come_once_on_waking(tmp_path: Path, publish: bool) -> None:
-    """By the update that follows or, without one, from the trainer."""
+    """The next update restores them, or `wake_up` with the weights of the trainer."""
 
     async def work(engine: VLLMRollout) -> None:
         engine._choose_sleep_level = lambda: 2  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""vLLM with LoRA adapters, over a fake of vLLM: an update is the adapter, also after a death."""
+"""vLLM with LoRA adapters, with a fake of vLLM: an update loads only the adapter, also after a restart."""
 
 from __future__ import annotations
 

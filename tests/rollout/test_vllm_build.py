@@ -134,7 +134,7 @@ def trained(folder: Path, *settings: str) -> list[dict[str, Any]]:
 
 
 def agrees(lines: list[dict[str, Any]], steps: int) -> None:
-    """Each step trained, and its tokens are of the weights of the step before."""
+    """Checks that each step trained, and that its tokens come from the weights of the previous step."""
     assert [line["training/global_step"] for line in lines] == list(range(1, steps + 1))
     assert all(line["perf/weight_bytes"] > 0 for line in lines)
     assert max(line["actor/grad_norm"] for line in lines) > 0
@@ -146,7 +146,7 @@ def agrees(lines: list[dict[str, Any]], steps: int) -> None:
 def test_five_grpo_steps_with_adapters_on_two_devices_agree_with_the_trainer(
     tmp_path: Path,
 ) -> None:
-    """The weights are new in each step: an engine without them would be off by the last update."""
+    """Without the new weights of each step, the log-probs would differ by one update."""
     keys = ("actor_rollout_ref.model.lora_rank=4", f"{ROLLOUT}.tensor_model_parallel_size=2")
     lines = trained(
         tmp_path, *overrides(tmp_path, 5), *keys, "actor_rollout_ref.actor.optim.lr=0.05"
@@ -158,7 +158,7 @@ def test_five_grpo_steps_with_adapters_on_two_devices_agree_with_the_trainer(
 
 @vllm
 def test_grpo_steps_with_weights_that_are_broadcast_agree_with_the_trainer(tmp_path: Path) -> None:
-    """Merged ones: the adapters' files are on one machine."""
+    """Workers on other machines get merged weights, because the adapter's files are on one machine."""
     keys = ("vllm.weights=distributed", "tensor_model_parallel_size=2")
     settings = [*overrides(tmp_path, 2), *(f"{ROLLOUT}.{key}" for key in keys)]
     lines = trained(tmp_path, *settings, "actor_rollout_ref.model.lora_rank=4")

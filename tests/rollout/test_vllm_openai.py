@@ -1,4 +1,4 @@
-"""A running vLLM OpenAI server: what its answers must hold, and which servers train."""
+"""A running vLLM OpenAI server: its answers, and the servers that can train."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_request_sets_every_parameter_for_which_vllm_has_a_default_of_the_mode
 
 
 class RestartedServer(VLLMServer):
-    """A server whose version is a variable; it notes the version that each request was served with."""
+    """A server whose version is a variable; it records the version that served each request."""
 
     current = "default"
 

@@ -1,4 +1,4 @@
-"""vLLM with several workers keeps the core of the contract, and new weights reach every shard."""
+"""vLLM with several workers passes the main contract tests, and new weights reach every shard."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_contract(name: str, factory: type[VLLMFactory]) -> None:
 @vllm
 @pytest.mark.usefixtures("heads_of_32_numbers")
 def test_a_worker_that_dies_between_two_broadcasts_costs_no_weight() -> None:
-    """vLLM's other worker waits for it; all of them are started again, with the weights of the update."""
+    """The other worker waits for the dead one, so all workers restart with the weights of the update."""
     engine = BroadcastVLLM(models.policy(), 8)
     (prompt,) = models.prompts(1, 20)
     new = models.policy(seed=1)
@@ -90,7 +90,7 @@ def test_a_worker_that_dies_between_two_broadcasts_costs_no_weight() -> None:
 
 
 def workers(pid: int) -> list[int]:
-    """The worker processes that a vLLM has started."""
+    """Returns the worker processes of a vLLM process."""
     children = (Path(f"/proc/{pid}/task") / str(pid) / "children").read_text().split()
     return [
         int(child)

@@ -1,4 +1,4 @@
-"""A vLLM process: its start, its death in every way, and what it leaves behind (with a fake of vLLM)."""
+"""A vLLM process, with a fake of vLLM: its start, every way in which it ends, and the files it leaves."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def started(process: EngineProcess) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether no process of the group is left; a zombie waits for its parent only."""
+    """Whether no process of the group runs; zombies do not count."""
     try:
         os.killpg(pid, 0)
     except ProcessLookupError:
@@ -153,7 +153,7 @@ def test_an_error_in_the_reader_fails_streams_and_calls_instead_of_leaving_them_
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, None])
 def test_no_process_outlives_its_parent(tmp_path: Path, end: signal.Signals | None) -> None:
-    """Killed, terminated, or ended without a word."""
+    """The parent is killed, is terminated, or exits."""
     code = (
         "import asyncio, sys\n"
         "from hone.rollout.vllm_process import EngineProcess, LaunchArguments\n"

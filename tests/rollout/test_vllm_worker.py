@@ -1,4 +1,4 @@
-"""What hone adds to vLLM's workers: log-probs before truncation, and tensors out of a bucket."""
+"""hone's extensions of vLLM's workers: log-probs before truncation, and tensors from buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hone.rollout.server_weights import fill_buckets
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, with the parts of vLLM that it is built on."""
+    """The module, with fakes of the parts of vLLM that it imports."""
     registry: dict[str, type] = {}
     factory = SimpleNamespace(_registry=registry, register_engine=registry.__setitem__)
     base = type("Base", (), {})

@@ -1,4 +1,4 @@
-"""vLLM under contract: every engine of a test session uses one process, because starting one is slow."""
+"""vLLM for the contract tests: all engines of a session share one process, because its start is slow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .engine_contract import Factory, Place
 from .models import EOS, POSITIONS, TOKENIZER, policy
 
 SHAPE = {"hidden": 64, "mlp": 64, "heads": 2, "kv_heads": 1}
-"""Heads of 32 numbers, the smallest of vLLM's CPU kernels."""
+"""32 features per head, the minimum of vLLM's CPU kernels."""
 
 
 def vllm_python() -> str | None:
@@ -52,7 +52,7 @@ needs_vllm = [
 
 @cache
 def slow_motion_file() -> Path:
-    """While it exists, every vLLM of this test session draws slowly."""
+    """While this file exists, every vLLM process of the session samples slowly."""
     return Path(tempfile.mkdtemp(prefix="hone-test-slow-")) / "on"
 
 
@@ -167,7 +167,7 @@ class SharedVLLM(VLLMRollout):
             await closing
 
     async def _close(self) -> None:
-        """Ends the requests; the process and the other tasks of its loop are for the next test."""
+        """Ends the requests; the next test uses the process and the event loop."""
         self._closed = True
         self._end(self._running)
         self._not_paused.set()

@@ -1,4 +1,4 @@
-"""A real vLLM OpenAI server under contract; all tests of a session share it, because starting one is slow."""
+"""A real vLLM OpenAI server for the contract tests; all tests share one server, because its start is slow."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .models import EOS, POSITIONS, TOKENIZER, policy
 from .vllm_factory import SHAPE, SLOW_MOTION, slow_motion, slow_motion_python
 
 UNTIED = {**SHAPE, "tie_embeddings": False}
-"""A running server on a CPU takes no updates of tied heads."""
+"""A running vLLM server on a CPU cannot update tied embeddings."""
 
 
 @cache
 def server_url() -> str:
-    """Starts the server with weights that no test has, and waits until it is healthy."""
+    """Starts the server with weights that no test uses, and waits until the server is healthy."""
     folder = Path(tempfile.mkdtemp(prefix="hone-test-vllm-openai-"))
     save_pretrained(policy(seed=9).lm, TOKENIZER, folder / "model")
     with socket.create_server(("127.0.0.1", 0)) as free:

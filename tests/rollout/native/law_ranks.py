@@ -1,4 +1,4 @@
-"""The law of tensor-parallel decoding on gloo processes; importable in a spawned process."""
+"""The test of tensor-parallel decoding in gloo processes; spawned processes can import this file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def margin(number: int, tokens: list[int], other: list[int]) -> float:
 
 
 def law(rank: int, size: int) -> dict[str, Any]:
-    """Both cores against one rank: requests that differ, how near they were, the worst log-prob."""
+    """Compares both cores with one rank; returns margins of responses that differ, and the worst log-prob."""
     model, found = policy(), {}
     peers = connect(rank, size, size, torch.device("cpu"), 120.0)
     (shard,) = shards_of(model, [peers])
@@ -93,7 +93,7 @@ def law(rank: int, size: int) -> dict[str, Any]:
 
 
 def exit_of_a_rank(rank: int, size: int) -> dict[str, Any]:
-    """A rank ends in the middle of a step: what the first one says."""
+    """A rank exits in the middle of a step; returns the error of rank 0."""
     peers = connect(rank, size, size, torch.device("cpu"), 60.0)
     (shard,) = shards_of(policy(), [peers])
     (core,) = cores_of([shard])

@@ -69,7 +69,7 @@ class PagedFactory(NativeFactory):
 
 
 class PagedModulesFactory(PagedFactory):
-    """Through the model's own modules, as models of other shapes go."""
+    """The paged engine with the model's own modules, as for models that the fast forward does not support."""
 
     name = "paged-modules"
     is_slow = True

@@ -92,7 +92,7 @@ def cores_of(shards: list[ShardedPolicy], *, paged: bool = False, **settings: An
 
 
 class Slot:
-    """The engines of one slot; every rank but the first follows in a thread."""
+    """The engines of the ranks of one model; every rank above 0 runs in a thread."""
 
     def __init__(self, policy: PolicyModel, size: int = 2, **options: Any) -> None:
         self.peers = peers_of(size, options.pop("timeout_s", TIMEOUT_S))
@@ -123,7 +123,7 @@ class Slot:
 
 
 class SlotRollout:
-    """A whole slot behind the engine's interface: requests go to the first rank, weights to all."""
+    """All ranks of one model behind the engine interface: requests go to rank 0, weights to all ranks."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot, self.leader = slot, slot.leader

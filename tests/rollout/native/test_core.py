@@ -1,4 +1,4 @@
-"""The native core step by step: what no outside view can time."""
+"""The native core step by step: cases whose timing a test of the engine cannot control."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_long_responses_outgrow_the_first_cache(slots: int) -> None:
 
 
 def test_parameters_changed_in_place_are_decoded_with_at_once() -> None:
-    """Whatever is kept of the weights (packed copies) is made anew."""
+    """Packed copies of the weights are made again."""
     engine, prompt = core(), [3, 5, 7, 9]
     other = policy(seed=1)
     engine.add(request(prompt))

@@ -100,7 +100,7 @@ def test_parameters_that_are_replaced_are_read_after_invalidate() -> None:
 
 
 def test_parameters_that_fsdp_gathered_are_not_moved():
-    """Moved, they would keep the weights of the first gathering."""
+    """If they were moved, they would keep the weights of the first all-gather."""
     model = policy()
     assert can_join(model)
     model.decoder.unshard = lambda: None  # what fully_shard adds to a module's class
@@ -108,7 +108,7 @@ def test_parameters_that_fsdp_gathered_are_not_moved():
 
 
 def rolled_out(policy: PolicyModel, **options: int) -> list[Request]:
-    """Two groups, of which one has a second turn that finds its first in the prefix cache."""
+    """Runs two groups; a second turn hits the prefix cache with its first turn."""
     core = paged_core(policy, record_experts=True, max_model_len=128, **options)
     short, long = prompts(2, 20, 40)
     first = [ask([t % 90 + 3 for t in p], 18, seed=i) for i, p in enumerate((short, short, long))]

@@ -1,4 +1,4 @@
-"""The native engine's thread: cancelled waiters, control calls while it decodes."""
+"""The thread that drives the native engine: cancelled requests, and control calls during decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = Sampling(900, 1.0, 1, ignore_eos=True)
 
 
 def halted_under_way(engine: Any) -> threading.Event:
-    """Is set when the next request has a token, and then none gets another: it never ends by itself."""
+    """An event that is set when the next request has a token; after this token the core samples no other."""
     step, event, steps = engine._core.step, threading.Event(), 0
 
     def two_steps(must_yield: Any) -> list[Any]:
@@ -110,7 +110,7 @@ def test_sleep_is_refused_for_a_request_that_has_only_arrived() -> None:
 
 
 def test_weights_change_between_steps_never_within_one() -> None:
-    """Each token's version never goes back, and the tensors travel with it."""
+    """The versions of the tokens of a request never decrease, and each version has its own weights."""
     with NativeFactory().engine(policy()) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
         step, steps = core.step, 0

@@ -1,4 +1,4 @@
-"""New weights and old event loops: what an engine forgets, and what it must not wait for."""
+"""After new weights, no cache has old values; and closed event loops block nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def running_core(model: PolicyModel, forward: Callable[[PolicyModel], Any] | Non
 
 
 def test_a_running_request_takes_new_weights_from_its_next_token() -> None:
-    """Through the model's own modules nothing is kept of the old ones: they say what is right."""
+    """The model's own modules cache nothing of the old weights, so their result is the reference."""
     drawn = []
     for forward in (None, ModuleDecoder):
         core = running_core(policy(), forward)

@@ -1,4 +1,4 @@
-"""Exact mode: what the engine reports and what the trainer computes are the same bits."""
+"""Exact mode: the log-probs of engine and trainer have the same bits."""
 
 from __future__ import annotations
 

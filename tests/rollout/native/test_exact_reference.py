@@ -1,4 +1,4 @@
-"""Exact kernels on a CPU: a row and a query have the same bits in any batch."""
+"""Exact kernels on a CPU: the result of a row or a query has the same bits in any batch."""
 
 from __future__ import annotations
 

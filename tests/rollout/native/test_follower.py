@@ -1,4 +1,4 @@
-"""The ranks that follow: weights at their own time, requests at the first rank."""
+"""The engines of ranks above 0: they load weights by themselves, and refuse requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG = Sampling(60, 1.0, 0, ignore_eos=True)
 
 
 def test_weights_change_between_two_steps_on_all_ranks() -> None:
-    """Each rank gets its weights at its own time, while requests run."""
+    """Each rank loads its weights at another time, while requests run."""
     engine: Any = SlotRollout(Slot(policy()))
     other = [(n, p * 1.5) for n, p in policy().lm.named_parameters() if "norm" not in n]
     follower = engine.slot.followers[0]

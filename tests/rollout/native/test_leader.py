@@ -17,7 +17,7 @@ from ..models import policy
 from .slot import PagedSlotFactory, Slot, SlotFactory
 
 PAGED = ("phase", "weights", "preempt", "prefix", "abort")
-"""Words of the clauses that are run over the paged core too; test_sharding.py compares its tokens."""
+"""The clauses with these words also run over the paged core; test_sharding.py compares its tokens."""
 CASES = [(name, SlotFactory()) for name, c in CLAUSES.items() if c.applies(SlotFactory())]
 CASES += [
     (name, PagedSlotFactory())

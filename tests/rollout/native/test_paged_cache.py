@@ -1,4 +1,4 @@
-"""Blocks: sharing, releasing, finding prefixes again, and never losing or doubling one."""
+"""Blocks are shared, released and found by prefix, and no block is lost or allocated twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paged engine's own promises: shared prompts, prefixes found again, preemption, joined weights."""
+"""The paged core: shared prompts, prefix-cache hits, preemption and joined weights."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_moved_parameters_are_found_again() -> None:
 
 
 def test_parameters_that_rested_on_the_host_are_found_again() -> None:
-    """Joined weights rest as one block; the CPU plays the accelerator."""
+    """Joined weights are offloaded as one tensor; the CPU stands for the GPU."""
     model = policy()
     core = paged_core(model)
     prompt = prompts(1, 20, 20)[0]

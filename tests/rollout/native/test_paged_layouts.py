@@ -69,7 +69,7 @@ def test_a_decoded_token_is_stored_and_attends_to_its_row(options: AttentionOpti
 
 
 def test_joined_queries_keys_and_values_are_turned_first() -> None:
-    """Both ways into the layouts agree: rotated heads, and one tensor before the rotation."""
+    """`attend` with rotated heads and `attend_qkv` with one tensor before the rotation agree."""
     angles = torch.arange(16)[:, None] * torch.rand(HEAD_DIM // 2).repeat(2)
     rotary = RotaryTable(angles.cos(), angles.sin())
     joined = torch.randn(6, 8 * HEAD_DIM)

@@ -1,4 +1,4 @@
-"""What shares the paged engine's batch, before or beside a request, changes none of its tokens."""
+"""The other requests of a batch, before or beside a request, change none of its tokens."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_token_that_a_prompt_draws_needs_no_decode_step(tokens: int, steps: 
 
 
 def move(model: PolicyModel) -> list[torch.Tensor]:
-    """The parameters elsewhere; their old memory is kept, so that nothing takes its place."""
+    """Moves the parameters; keeps the old memory allocated, so that no other tensor gets these addresses."""
     kept = [parameter.data for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

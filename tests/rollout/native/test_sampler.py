@@ -1,4 +1,4 @@
-"""Requests with and without truncation in one device batch: each is drawn as alone."""
+"""Requests with and without truncation in one batch are sampled as they are alone."""
 
 from __future__ import annotations
 

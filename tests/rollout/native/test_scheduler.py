@@ -1,4 +1,4 @@
-"""Who decodes next: order of the waiting line, shared blocks, preemption; no model is needed."""
+"""The scheduler without a model: order of waiting requests, shared blocks and preemption."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def running_names(line: Scheduler) -> list[str]:
 
 
 def drained(line: Scheduler) -> list[str]:
-    """Start and end all, one admission after the other; the order in which they started."""
+    """Admits and finishes all requests; returns them in the order in which they started."""
     started = []
     while line.busy:
         line.admit(1)

@@ -1,4 +1,4 @@
-"""Shards of a policy: what each rank holds, which models can be shared, and that nothing else changes."""
+"""Shards of a policy: the tensors of each rank, the models that can be sharded, and equal results."""
 
 from __future__ import annotations
 

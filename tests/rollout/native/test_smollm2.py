@@ -36,7 +36,7 @@ DEVICES = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """`HONE_SMOLLM2` names a folder that has it; else it is fetched."""
+    """`HONE_SMOLLM2` names a folder with the model; else the model is downloaded."""
     given = os.environ.get("HONE_SMOLLM2")
     if given and Path(given, "config.json").is_file():
         return given
