@@ -57,7 +57,7 @@ def _opener(url: str) -> urllib.request.OpenerDirector:
 
 
 def _contents(hit: JsonValue) -> str:
-    """Returns the passage of a hit; a hit is a document, or a dict with a document and its score."""
+    """Returns the text of a hit, which is a document, or a dict with a document and its score."""
     document = hit["document"] if isinstance(hit, dict) and "document" in hit else hit
     contents = document["contents"] if isinstance(document, dict) else document
     if not isinstance(contents, str):
@@ -80,8 +80,8 @@ class RetrievalClient:
         future: Future[list[str] | None] = Future()
         with self._lock:
             self._waiting_queries.append((query, future))
-            must_start, self._is_running = not self._is_running, True
-        if must_start:
+            should_start, self._is_running = not self._is_running, True
+        if should_start:
             threading.Thread(target=self._run, name="hone-retrieval", daemon=True).start()
         return future
 
@@ -93,10 +93,14 @@ class RetrievalClient:
                 if not waiting_queries:
                     self._is_running = False
                     return
-            batch = [pair for pair in waiting_queries if pair[1].set_running_or_notify_cancel()]
+            batch = [
+                (query, future)
+                for query, future in waiting_queries
+                if future.set_running_or_notify_cancel()  # False for a cancelled future
+            ]
             passages = self._retrieve([query for query, _ in batch]) if batch else []
-            for (_, future), result in zip(batch, passages, strict=True):
-                future.set_result(result)
+            for (_, future), passages_of_query in zip(batch, passages, strict=True):
+                future.set_result(passages_of_query)
 
     def _retrieve(self, queries: list[str]) -> Sequence[list[str] | None]:
         """Returns the passages of each query, or None for every query if all attempts fail."""

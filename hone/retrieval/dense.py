@@ -30,7 +30,7 @@ _BGE_QUERY_PREFIX = "Represent this sentence for searching relevant passages: "
 _MAX_TOKENS = 256
 """Maximum length of a text; a longer text is truncated."""
 _BATCH_SIZE = 128
-"""How many passages the encoder encodes at once."""
+"""Number of passages per forward pass of the encoder."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,16 @@ class DenseIndex:
     def search(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         texts = [self._encoder.style.query_prefix + query for query in queries]
         scores, indices = self._index.search(self._encoder(texts), topk)
-        return [
-            [Hit(int(n), float(s)) for n, s in zip(*hits, strict=True) if n >= 0]
-            for hits in zip(indices, scores, strict=True)
-        ]
+        results = []
+        for query_indices, query_scores in zip(indices, scores, strict=True):
+            pairs = zip(query_indices, query_scores, strict=True)
+            # faiss fills up missing hits with index -1.
+            results.append([Hit(int(index), float(score)) for index, score in pairs if index >= 0])
+        return results
 
 
 def build_dense(corpus: Corpus, file: Path, encoder: Encoder, kind: str) -> None:
-    """Writes a faiss index of this kind (Flat, HNSW64, …) to `file`; vector i belongs to passage i."""
+    """Writes a faiss index of type `kind` (Flat, HNSW64, …) to `file`; vector i is passage i."""
     index: faiss.Index | None = None
     prefix = encoder.style.passage_prefix
     for start in range(0, len(corpus), _BATCH_SIZE):

@@ -114,7 +114,7 @@ def open_index(options: IndexOptions) -> tuple[Corpus, Index]:
             properties |= {"encoder": options.encoder, "kind": options.kind}
         if _is_current(fingerprint_file, properties, corpus.file):
             return
-        with lock_folder(folder):  # of two servers, one builds
+        with lock_folder(folder):  # two servers must not build at the same time
             fingerprint_file.unlink(missing_ok=True)  # a failed build must leave no fingerprint
             properties["content"] = file_fingerprint(str(corpus.file))
             build()
@@ -137,15 +137,15 @@ def open_index(options: IndexOptions) -> tuple[Corpus, Index]:
 
 
 def _is_current(fingerprint_file: Path, properties: dict[str, str], corpus_file: Path) -> bool:
-    """Returns whether the index has these properties and, if the corpus file is newer, its content."""
+    """Returns whether the index was built with these properties and from this content of the corpus."""
     if not fingerprint_file.exists():
         return False
-    recorded = json.loads(fingerprint_file.read_text())
-    content = recorded.pop("content", None)
-    if recorded != properties:
+    index_properties = json.loads(fingerprint_file.read_text())
+    content_hash = index_properties.pop("content", None)
+    if index_properties != properties:
         return False
-    is_older = corpus_file.stat().st_mtime <= fingerprint_file.stat().st_mtime
-    return is_older or content == file_fingerprint(str(corpus_file))
+    is_corpus_older = corpus_file.stat().st_mtime <= fingerprint_file.stat().st_mtime
+    return is_corpus_older or content_hash == file_fingerprint(str(corpus_file))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,6 +27,7 @@ class Service:
     def __init__(self, corpus: Corpus, index: Index, topk: int) -> None:
         self._corpus, self._index, self._topk = corpus, index, topk
         self._waiting_queries: list[tuple[str, int, asyncio.Future[list[Hit]]]] = []
+        """(query, topk, future of its hits), in order of arrival."""
         self._has_queries = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="search")
         self._num_answered = 0
@@ -97,7 +98,7 @@ class Service:
 
 
 def _parse_request(body: bytes, default_topk: int) -> tuple[list[str], int, bool]:
-    """Returns queries, topk and return_scores of a request; raises ValueError for an invalid body."""
+    """Returns (queries, topk, return_scores) of a request; raises ValueError for an invalid body."""
     try:
         fields = json.loads(body)
     except ValueError:

@@ -11,7 +11,7 @@ Messages = list[Fields]
 
 
 class BaseInteraction:
-    """Base class of interactions. One object serves all trajectories; each has an `instance_id`."""
+    """Base class of interactions; one object serves all trajectories, which have different instance ids."""
 
     def __init__(self, config: Settings) -> None:
         self.config = dict(config)

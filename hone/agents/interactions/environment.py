@@ -72,7 +72,7 @@ class EnvironmentInteraction(BaseInteraction):
 
 
 async def _make_in_thread(make_environment: Callable[[], Any]) -> Any:
-    """Makes an environment; if this task is cancelled first, the environment is closed once made."""
+    """Makes an environment in a thread; after a cancellation, the environment is closed once made."""
     environments: list[Any] = []
     was_cancelled = threading.Event()
 
@@ -110,6 +110,7 @@ async def _call(function: Function, *arguments: Any, **kwargs: Any) -> Any:
 
 
 def _parse_step(step_result: Any) -> tuple[Any, float, bool]:
+    """Returns (observation, reward, whether the episode is done) of a result of `step`."""
     if not isinstance(step_result, tuple):
         reward, done = step_result.reward, step_result.done
         return step_result.observation, float(reward or 0.0), bool(done)
@@ -122,12 +123,12 @@ def _parse_step(step_result: Any) -> tuple[Any, float, bool]:
 
 
 def _observation_text(observation: Any) -> str:
-    """Returns an observation's text: of an object or dict, the first of `_TEXT_FIELDS` with a string."""
+    """Returns an observation as text; a dict or object gives the first string of its `_TEXT_FIELDS`."""
     is_mapping = isinstance(observation, Mapping)
     fields = observation if is_mapping else getattr(observation, "__dict__", {})
     for name in _TEXT_FIELDS:
-        if isinstance(value := fields.get(name), str):
-            return value
+        if isinstance(fields.get(name), str):
+            return str(fields[name])
     return to_tool_response(observation).text or ""
 
 

@@ -60,15 +60,15 @@ class InteractionSession:
         instance_id = self._instance_id
 
         async def generate_response() -> tuple[str | None, float | None]:
-            done, text, score, _ = await self._interaction.generate_response(
+            is_done, text, score, _ = await self._interaction.generate_response(
                 instance_id, [dict(message) for message in messages], **self._interaction_kwargs
             )
-            if not done and not isinstance(text, str):
+            if not is_done and not isinstance(text, str):
                 raise TypeError(
                     f"generate_response returned the reply {text!r}; return text, or end the "
                     "conversation"
                 )
-            return None if done else clean_text(text), _check_finite(score)
+            return None if is_done else clean_text(text), _check_finite(score)
 
         result = await self._call("generate_response", generate_response(), remaining_s)
         reply, score = result or (None, None)
@@ -93,16 +93,16 @@ class InteractionSession:
         """Releases the state of the conversation; also called after a failure."""
         if self._instance_id is not None:
             instance_id, self._instance_id = self._instance_id, None
-            work = _call_with_id(self._interaction.finalize_interaction, instance_id)
-            await self._call("finalize_interaction", work)
+            finalize = self._interaction.finalize_interaction
+            await self._call("finalize_interaction", _call_with_id(finalize, instance_id))
 
     async def _call(
-        self, method: str, work: Coroutine[None, None, T], remaining_s: float = float("inf")
+        self, method: str, coroutine: Coroutine[None, None, T], remaining_s: float = float("inf")
     ) -> T | None:
         """Returns the result of an interaction's method, or counts its failure and returns None."""
         timeout_s = max(min(self._timeout_s, remaining_s), 0.0)
         try:
-            return await run_with_deadline(work, timeout_s)
+            return await run_with_deadline(coroutine, timeout_s)
         except DeadlineExceeded:
             self.timeouts.append(self.name)
             logger.warning("interaction %s: %s took longer than %g s", self.name, method, timeout_s)
@@ -118,11 +118,12 @@ class InteractionSession:
 
 
 def _check_finite(score: float | None) -> float | None:
+    """Returns the score as a float; raises ValueError if the score is infinite or NaN."""
     if score is not None and not math.isfinite(score):
         raise ValueError(f"the score is {score}")
     return None if score is None else float(score)
 
 
 async def _call_with_id(function: Callable[..., Awaitable[T]], instance_id: str) -> T:
-    """Calls a method with the instance id; verl's base class has methods without this parameter."""
+    """Calls a method with the instance id, unless the method has no parameter, as in verl's base class."""
     return await (function(instance_id) if inspect.signature(function).parameters else function())

@@ -69,19 +69,24 @@ class VerifiersEnvironment:
         return await self._answers.get()
 
     async def _next_step(self) -> tuple[str, float, bool]:
-        """Returns (observation after the last turn, reward, whether the rollout is done)."""
+        """Waits for the rollout; returns (observation, reward, whether the rollout is done)."""
         event = await self._events.get()
         if isinstance(event, Exception):
             raise event
         if isinstance(event, dict):
             return "", event["reward"], True
         messages = [m if isinstance(m, dict) else m.model_dump() for m in event]
-        start = max((i + 1 for i, m in enumerate(messages) if m["role"] == "assistant"), default=0)
-        return "\n\n".join(content_text(m["content"]) for m in messages[start:]), 0.0, False
+        texts: list[str] = []
+        for message in messages:
+            if message["role"] == "assistant":
+                texts.clear()  # the observation follows the model's last turn
+            else:
+                texts.append(content_text(message["content"]))
+        return "\n\n".join(texts), 0.0, False
 
 
 def _client(answer: Any) -> Any:
-    """Returns a client of verifiers that gets each answer from `answer(prompt, tools)`."""
+    """Returns a client object of verifiers that calls `answer(prompt, tools)` instead of an API."""
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage
 

@@ -22,7 +22,7 @@ Schemas = Sequence[OpenAIFunctionToolSchema]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call in the model's text; `error` says why it cannot be run."""
+    """One call in the model's text; a call with an `error` is not run."""
 
     name: str
     arguments: Mapping[str, JsonValue]
@@ -46,16 +46,16 @@ class ToolParser:
     """
 
     template_renders_tools = True
-    """Whether the chat template, rather than the parser, renders tool schemas and tool answers."""
-    stop: tuple[str, ...] = ()  # strings that end a turn so that its calls are run
-    stop_tokens: tuple[str, ...] = ()  # special tokens that end a turn so that its calls are run
+    """Whether the chat template renders tool schemas and tool answers; otherwise the parser does."""
+    stop: tuple[str, ...] = ()  # strings that end a turn
+    stop_tokens: tuple[str, ...] = ()  # special tokens that end a turn
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """The ids of those `stop_tokens` that the tokenizer has."""
+        """The ids of the `stop_tokens` in the tokenizer's vocabulary."""
         if self.tokenizer is None or not self.stop_tokens:
             return []
         vocabulary = self.tokenizer.get_vocab()
@@ -133,12 +133,12 @@ class DelimitedParser(ToolParser):
         return calls
 
     def content(self, text: str) -> str:
-        parts, start = [], 0
+        texts, start = [], 0
         for body in texts_between(text, self.opening, self.closing):
             call_start = text.index(self.opening, start)
-            parts.append(text[start:call_start])
+            texts.append(text[start:call_start])
             start = call_start + len(self.opening) + len(body) + len(self.closing)
-        return "".join([*parts, text[start:]])
+        return "".join([*texts, text[start:]])
 
 
 _TOO_LONG_ERROR = f"the call is longer than {MAX_CALL_CHARS} characters"
@@ -193,7 +193,7 @@ def texts_between(text: str, opening: str, closing: str) -> Iterator[str]:
 
 
 def parse_value(text: str, json_type: JsonValue = None) -> JsonValue:
-    """Parses an argument as JSON; `null` is None, string parameters and invalid JSON stay text."""
+    """Parses an argument as JSON; `null` becomes None; invalid JSON and string types stay text."""
     if text.lower() == "null":
         return None
     if json_type in STRING_TYPES:

@@ -36,26 +36,26 @@ class PlainToolParser(DelimitedParser):
     opening, closing = "<tool>", "</args>"
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        name, _, rest = body.partition("</tool>")
-        rest = rest.strip()
-        if not rest.startswith("<args>"):
+        name, _, arguments = body.partition("</tool>")
+        arguments = arguments.strip()
+        if not arguments.startswith("<args>"):
             return [bad_call("a call is <tool>NAME</tool><args>{…}</args>")]
-        return [as_tool_call(name.strip(), rest.removeprefix("<args>"))]
+        return [as_tool_call(name.strip(), arguments.removeprefix("<args>"))]
 
 
 class DeepSeekToolParser(DelimitedParser):
-    """Named `deepseek`: `NAME<｜tool▁sep｜>{…}`; V3: `function<｜tool▁sep｜>NAME` and a JSON block."""
+    """Named `deepseek`: `NAME<｜tool▁sep｜>{…}`, or V3's `function<｜tool▁sep｜>NAME` and a JSON block."""
 
     opening, closing = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        name, separator, rest = body.partition("<｜tool▁sep｜>")
-        name_text, fence, fenced_text = rest.partition("```json")
+        name, separator, arguments = body.partition("<｜tool▁sep｜>")
+        name_v3, fence, fenced_text = arguments.partition("```json")
         if fence:
-            name, rest = name_text, fenced_text.rpartition("```")[0]
+            name, arguments = name_v3, fenced_text.rpartition("```")[0]
         if not separator:
             return [bad_call("a call is NAME<｜tool▁sep｜>{…}")]
-        return [as_tool_call(name.strip(), rest.strip())]
+        return [as_tool_call(name.strip(), arguments.strip())]
 
 
 class KimiToolParser(DelimitedParser):
@@ -101,7 +101,7 @@ class GptOssToolParser(DelimitedParser):
 
 
 class Llama3JsonToolParser(ToolParser):
-    """Named `llama3_json`: `{"name": …, "parameters": {…}}; …` as a whole turn or after the prefix."""
+    """Named `llama3_json`: the turn, or its text after `<|python_tag|>`, is `{"name": …}; {…}`."""
 
     prefix = "<|python_tag|>"
 

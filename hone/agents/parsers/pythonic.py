@@ -56,12 +56,14 @@ class _CallListParser:
         return token
 
     def _expect(self, punctuation: str) -> None:
+        """Moves past the current token; raises ValueError unless the token is `punctuation`."""
         if self._token != punctuation or self._kind != "punctuation":
-            rest = self._text[self._position : self._position + 20]
-            raise ValueError(f"{punctuation!r} is missing before {rest!r}")
+            next_text = self._text[self._position : self._position + 20]
+            raise ValueError(f"{punctuation!r} is missing before {next_text!r}")
         self._advance()
 
     def parse(self) -> list[ToolCall]:
+        """Returns the calls of the list."""
         self._expect("[")
         calls = [self._parse_call()]
         while self._token == ",":

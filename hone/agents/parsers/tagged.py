@@ -22,6 +22,8 @@ _EXPECTED_FORMAT = "a call is <function=NAME><parameter=KEY>VALUE</parameter></f
 
 
 class _TaggedParser(DelimitedParser):
+    """Base class of both parsers; text after the first call is no content."""
+
     opening, closing = "<tool_call>", "</tool_call>"
 
     def content(self, text: str) -> str:
@@ -43,12 +45,12 @@ class Qwen3XMLToolParser(_TaggedParser):
 
 
 def _parse_qwen3_call(body: str, tools: Schemas) -> ToolCall:
-    name, separator, rest = body.partition(">")
+    name, separator, parameters = body.partition(">")
     if not separator:
         return bad_call(_EXPECTED_FORMAT)
     schemas = parameter_schemas(name, tools)
     arguments = {}
-    for parameter in texts_between(rest, "<parameter=", "</parameter>"):
+    for parameter in texts_between(parameters, "<parameter=", "</parameter>"):
         key, separator, value = parameter.partition(">")
         if separator:
             json_type = schemas.get(key, {}).get("type", "string")

@@ -48,6 +48,8 @@ except Exception as error:
 
 
 class CodeInterpreterTool(BaseTool):
+    """Runs the first argument of a call as Python code, and answers with the printed text."""
+
     default_name = "code_interpreter"
     default_stateful = True
 
@@ -71,26 +73,25 @@ class CodeInterpreterTool(BaseTool):
         self, instance_id: str, parameters: JsonObject, **kwargs: JsonValue
     ) -> tuple[ToolResponse, float, Fields]:
         code = str(next(iter(parameters.values()), ""))
-        result = await (
-            self._run_cell(instance_id, code)
-            if self._is_stateful
-            else run_in_thread(self.run, code=code)
-        )
+        if self._is_stateful:
+            result = await self._run_cell(instance_id, code)
+        else:
+            result = await run_in_thread(self.run, code=code)
         text = "\n".join(part for part in (result.stdout, result.stderr) if part)
         status = str(result.status.value)
         return ToolResponse(text=text or f"({status}, nothing printed)"), 0.0, {"status": status}
 
     async def _run_cell(self, instance_id: str, code: str) -> SandboxResult:
-        """Runs a cell after the earlier cells; later calls rerun the cell if its status is OK or ERROR."""
+        """Runs a cell after the earlier cells, and stores the cell if its status is OK or ERROR."""
         cells = self._cells.setdefault(instance_id, {})
         program = _PROGRAM.format(earlier=list(cells.values()), code=code)
-        key, is_kept = object(), False
+        key, should_rerun = object(), False
         cells[key] = code
         try:
             result = await run_in_thread(self.run, code=program)
-            is_kept = result.status in (Status.OK, Status.ERROR)
+            should_rerun = result.status in (Status.OK, Status.ERROR)
         finally:
-            if not is_kept:
+            if not should_rerun:
                 del cells[key]
         return result
 
@@ -106,7 +107,7 @@ class CodeInterpreterTool(BaseTool):
 
 
 class PythonTool(CodeInterpreterTool):
-    """The tool under the name `python`."""
+    """The same tool under the name `python`."""
 
     default_name = "python"
 

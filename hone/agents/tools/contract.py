@@ -46,13 +46,15 @@ ToolResult: TypeAlias = (
     "ToolAnswer | tuple[ToolAnswer] | tuple[ToolAnswer, float | None] "
     "| tuple[ToolAnswer, float | None, Settings | None]"
 )
-"""What a tool returns: answer[, reward[, metrics]]."""
+"""The value that a tool returns: answer[, reward[, metrics]]."""
 CallResult: TypeAlias = tuple[ToolResponse, float, Fields]
 """The answer, reward and metrics of a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Schema:
+    """Base class of the schemas, which have pydantic's `model_dump` and `model_validate`."""
+
     def model_dump(self, **_: JsonValue) -> JsonObject:
         """Returns the schema as JSON, in the order of the fields and without null values."""
         fields = {name: _to_json(value) for name, value in vars(self).items() if value is not None}
@@ -132,7 +134,7 @@ class OpenAIFunctionSchema(_Schema):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIFunctionToolSchema(_Schema):
-    """`{"type": "function", "function": {...}}` as an object with the methods of pydantic."""
+    """The schema of a tool: `{"type": "function", "function": {...}}`."""
 
     type: str = "function"
     function: OpenAIFunctionSchema
@@ -186,8 +188,9 @@ class OpenAIFunctionCallSchema:
             arguments = read_json(parsed_schema.arguments, strict=True)
         except BadText:
             arguments = None
-        failed = not isinstance(arguments, dict)
-        return OpenAIFunctionCallSchema(parsed_schema.name, {} if failed else arguments), failed
+        has_failed = not isinstance(arguments, dict)
+        arguments = {} if has_failed else arguments
+        return OpenAIFunctionCallSchema(parsed_schema.name, arguments), has_failed
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class OpenAIFunctionToolCall:
 
 
 class BaseTool:
-    """Base class of tools. One object serves all trajectories, by `instance_id`."""
+    """Base class of tools; one object serves all trajectories, which have different instance ids."""
 
     def __init__(
         self, config: Settings, tool_schema: OpenAIFunctionToolSchema | None = None
@@ -242,7 +245,7 @@ def to_tool_response(value: ToolResult) -> ToolResponse:
         return value
     if isinstance(value, str):
         return ToolResponse(text=value)
-    if isinstance(value, Mapping | list | tuple | np.ndarray):  # `str` shortens long arrays
+    if isinstance(value, Mapping | list | tuple | np.ndarray):  # `str` would abbreviate long arrays
         return ToolResponse(text=json.dumps(clean_values(value), ensure_ascii=False))
     return ToolResponse(text="" if value is None else str(value))
 
@@ -271,15 +274,14 @@ def normalize_function_tool_return(result: ToolResult) -> CallResult:
 
 def normalize_tool_return(result: ToolResult) -> CallResult:
     """Converts the result of `BaseTool.execute`: (answer[, reward[, metrics]])."""
-    parts = result if isinstance(result, tuple) else (result,)
-    metrics = parts[2] if len(parts) > 2 else None
-    reward = float(parts[1]) if len(parts) > 1 and parts[1] is not None else 0.0
+    values = result if isinstance(result, tuple) else (result,)
+    answer, reward, metrics = (*values, None, None)[:3]
+    reward = 0.0 if reward is None else float(reward)
     if not math.isfinite(reward):
         raise ValueError(f"the reward of a call is {reward}; give a finite number")
-    return to_tool_response(parts[0]), reward, dict(metrics or {})
+    return to_tool_response(answer), reward, dict(metrics or {})
 
 
 def response_text(response: ToolResponse) -> str:
     """Returns the text of a response, with lone surrogates replaced, as the model reads it."""
-    text = response.text
-    return clean_text(text if isinstance(text, str) else "" if text is None else str(text))
+    return clean_text("" if response.text is None else str(response.text))

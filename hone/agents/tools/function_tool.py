@@ -37,14 +37,14 @@ class FunctionTool:
     is_async: bool = False
 
     async def call(self, parameters: JsonObject) -> ToolResult:
-        """Calls the function; a synchronous one runs in a thread."""
+        """Calls the function; a synchronous function runs in a thread."""
         call = functools.partial(self.fn, **parameters)
         result = await call() if self.is_async else await run_in_thread(call)
         return await result if inspect.isawaitable(result) else result
 
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
-"""Tools by name; a tool replaces one of the same name from an earlier file."""
+"""Tools by name; a tool replaces a tool of the same name from an earlier file."""
 _LOADED_FUNCTION_TOOL_PATHS: dict[str, list[FunctionTool]] = {}
 
 
@@ -64,7 +64,7 @@ def function_tool(
     description: str | None = None,
     schema: Schema | None = None,
 ) -> F | Callable[[F], F]:
-    """Makes a tool of a function in the file `multi_turn.function_tool_path`."""
+    """Decorates a function of the file `multi_turn.function_tool_path`, which makes it a tool."""
     if callable(name):
         return _register(name, None, description, schema)
     if name is not None and not isinstance(name, str):
@@ -74,11 +74,11 @@ def function_tool(
 
 def _register(function: F, name: str | None, description: str | None, schema: Schema | None) -> F:
     tool = tool_of(function, name, description, schema)
-    earlier = FUNCTION_TOOL_REGISTRY.get(tool.name, tool).fn
-    modules = {getattr(fn, "__module__", None) for fn in (earlier, function)}
-    if earlier is not function and len(modules) == 1:
+    registered = FUNCTION_TOOL_REGISTRY.get(tool.name, tool).fn
+    modules = {getattr(fn, "__module__", None) for fn in (registered, function)}
+    if registered is not function and len(modules) == 1:
         raise ToolError(
-            f"the function tool {tool.name!r} is already registered to {_name_of(earlier)}; give "
+            f"the function tool {tool.name!r} is already registered to {_name_of(registered)}; give "
             f"{_name_of(function)} another name"
         )
     FUNCTION_TOOL_REGISTRY[tool.name] = tool
@@ -105,9 +105,10 @@ def tool_of(
             "parameters": parameters_schema(function),
         }
     else:
-        whole = schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else schema
-        function_part = whole.get("function")  # a schema may also be the function's part alone
-        definition = dict(function_part if isinstance(function_part, Mapping) else whole)
+        data = schema.model_dump() if isinstance(schema, OpenAIFunctionToolSchema) else schema
+        function_data = data.get("function")
+        # A schema may also be the value of `function` alone.
+        definition = dict(function_data if isinstance(function_data, Mapping) else data)
         definition["name"] = name or definition.get("name") or _name_of(function)
         if description is not None:
             definition["description"] = description

@@ -47,10 +47,9 @@ def load_all_tools(
             f"{function_tool_path} has no tool; put @function_tool (hone.tools.function_tool) above "
             "a function"
         )
-    listed_names, names = (
-        {tool.name for tool in tools} for tools in (listed_tools, function_tools)
-    )
-    if duplicates := sorted(listed_names & names):
+    listed_names = {tool.name for tool in listed_tools}
+    duplicates = sorted(tool.name for tool in function_tools if tool.name in listed_names)
+    if duplicates:
         raise ToolError(
             f"the function tools {duplicates} collide with tools of {tool_config_path}; rename them"
         )
@@ -72,7 +71,7 @@ def read_entries(path: str, section: str) -> list[Fields]:
 
 
 def _add_class_name(entry: JsonValue, path: str, section: str) -> Fields:
-    """Returns an entry with its `class_name`, which may be omitted for a built-in class."""
+    """Returns an entry with a `class_name`, which the file may omit for a built-in class."""
     if isinstance(entry, dict):
         name = entry.get("name")
         library, _, environment = str(name).partition(":")
@@ -89,7 +88,7 @@ def _add_class_name(entry: JsonValue, path: str, section: str) -> Fields:
 
 
 def _built_in_tool(entry: Fields, path: str) -> Fields:
-    """Returns a built-in tool's class and config, and the schema if the entry describes the tool."""
+    """Returns an entry of a built-in tool in the long form: `class_name`, `config`, `tool_schema`."""
     name = entry["name"]
     if not isinstance(name, str) or name not in BUILT_IN_CLASSES:
         raise ToolError(

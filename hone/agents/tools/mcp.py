@@ -46,7 +46,7 @@ class MCPBaseTool(BaseTool):
         """Returns the parts of a result as text, and no metrics; a part without text is its type."""
         texts = (getattr(part, "text", None) for part in content)
         pairs = zip(texts, content, strict=True)
-        return "\n".join(f"({p.type})" if text is None else text for text, p in pairs), {}
+        return "\n".join(f"({part.type})" if text is None else text for text, part in pairs), {}
 
 
 class McpServer:
@@ -103,7 +103,7 @@ class McpServer:
         except Exception as error:
             if not isinstance(error, MCPError) or error.code not in _REQUEST_ERRORS:
                 close_event.set()
-                # Another call may have opened a new session meanwhile.
+                # A concurrent call may have opened a new session.
                 if self._session_task is task:
                     self._session_task = None
             raise
@@ -155,7 +155,7 @@ def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any
 def mcp_tools(
     cls: type[MCPBaseTool], config: Settings, mcp_config: JsonValue, path: str
 ) -> list[MCPBaseTool]:
-    """Returns a `cls` object for each tool of the MCP servers that one entry of the tool list names."""
+    """Returns the tools, objects of `cls`, of the MCP servers in one entry of the tool list."""
     try:
         import mcp as _  # noqa: F401
     except ModuleNotFoundError as error:

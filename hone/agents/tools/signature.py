@@ -73,24 +73,22 @@ def parameters_schema(function: Function) -> JsonSchema:
 
 
 def schema_of_type(hint: Any) -> JsonSchema:
-    """Returns the JSON schema of an annotation; a type that JSON does not have becomes a string."""
+    """Returns the JSON schema of an annotation; a type without a JSON type becomes a string."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        descriptions = [extra for extra in args[1:] if isinstance(extra, str)]
-        return {
-            **schema_of_type(args[0]),
-            **({"description": descriptions[0]} if descriptions else {}),
-        }
+        schema = schema_of_type(args[0])
+        descriptions = [metadata for metadata in args[1:] if isinstance(metadata, str)]
+        return schema | {"description": descriptions[0]} if descriptions else schema
     if origin in (Union, UnionType):
-        members = [part for part in args if part is not NoneType]
+        members = [member for member in args if member is not NoneType]
         return schema_of_type(members[0]) if len(members) == 1 else _union_schema(members)
     if origin is Literal:
         values = [value for value in args if value is not None]
         return {**_union_schema([type(value) for value in values]), "enum": values}
     json_type = _JSON_TYPES.get(origin or hint, "string")
-    items = [part for part in args if part is not Ellipsis]
-    if json_type == "array" and len(set(items)) == 1:
-        return {"type": json_type, "items": schema_of_type(items[0])}
+    item_types = [argument for argument in args if argument is not Ellipsis]
+    if json_type == "array" and len(set(item_types)) == 1:
+        return {"type": json_type, "items": schema_of_type(item_types[0])}
     return {"type": json_type}
 
 
@@ -122,7 +120,7 @@ def _argument_descriptions(function: Function) -> dict[str, str]:
         elif match := _PARAM_FIELD.match(line):
             name, in_args = match[1], False
             descriptions[name] = [match[2]]
-        elif not line.strip():
+        elif not line.strip():  # a blank line ends a `:param` description
             name = name if in_args else None
         elif line_indent == 0:
             in_args, name = False, None
@@ -136,7 +134,7 @@ def _argument_descriptions(function: Function) -> dict[str, str]:
             descriptions[name] = [match[2]]
         elif name is not None:
             descriptions[name].append(line.strip())
-    return {key: " ".join(part for part in parts if part) for key, parts in descriptions.items()}
+    return {key: " ".join(filter(None, texts)) for key, texts in descriptions.items()}
 
 
 def _docstring_lines(function: Function) -> list[str]:
