@@ -238,7 +238,7 @@ class Engine:
         if self._data_group is not None:  # all ranks need the same number of collectives
             max_count = torch.tensor(len(parts))
             dist.all_reduce(max_count, dist.ReduceOp.MAX, group=self._data_group)
-            parts = rule.split(lengths, shared_tokens, min_parts=int(max_count))
+            parts = rule.split(lengths, shared_tokens, min_micro_batches=int(max_count))
         return [(part, batch.select_idxs(part) if part else _dummy_row(batch)) for part in parts]
 
     @functools.cached_property

@@ -1,7 +1,7 @@
 """Balances sequences of different lengths over ranks, and splits them into micro-batches.
 
 All public functions but `micro_batches_by_tokens` have the names and arguments of
-`verl.utils.seqlen_balancing`. The training engine does not use this file; it splits with packing.py.
+`verl.utils.seqlen_balancing`. The training engine splits with rows.py instead.
 """
 
 from __future__ import annotations
@@ -52,22 +52,26 @@ def get_seqlen_balanced_partitions(
     while not all(partitions):  # only rows of length 0 can leave a partition without rows
         largest = max(partitions, key=len)
         largest.sort(key=lambda row: -lengths[row])
-        next(part for part in partitions if not part).append(largest.pop())
+        partitions[partitions.index([])].append(largest.pop())
     return [sorted(part) for part in partitions]
 
 
-def _largest_differencing(lengths: list[int], k: int, equal_size: bool) -> list[Partition]:
+def _largest_differencing(
+    lengths: list[int], num_partitions: int, equal_size: bool
+) -> list[Partition]:
     """Merges the two states with the largest spread until one is left (Karmarkar-Karp).
 
-    A state is a list of `k` pairs: a sum of lengths, and the rows that have this sum.
+    A state is a list of one pair per partition: a sum of lengths, and the rows that have this sum.
     """
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
     if equal_size:
         states = [
-            [(lengths[row], [row]) for row in order[i : i + k]] for i in range(0, len(order), k)
+            [(lengths[row], [row]) for row in order[start : start + num_partitions]]
+            for start in range(0, len(order), num_partitions)
         ]
     else:
-        states = [[(0, [])] * (k - 1) + [(lengths[row], [row])] for row in order]
+        empty_pairs: list[tuple[int, Partition]] = [(0, [])] * (num_partitions - 1)
+        states = [[*empty_pairs, (lengths[row], [row])] for row in order]
     tie_breaker = itertools.count()  # equal spreads merge in a fixed order
     heap = [(state[0][0] - state[-1][0], next(tie_breaker), state) for state in states]
     heapq.heapify(heap)
@@ -104,8 +108,9 @@ def micro_batches_by_tokens(
     count = roundup_divisible(count, multiple_of)
     parts = _fit_budget(token_counts, max_token_len, count, multiple_of)
     costs = calculate_workload(token_counts)
-    ordered = sorted((sorted(part) for part in parts), key=lambda p: (sum(costs[r] for r in p), p))
-    return ordered[0::2] + ordered[1::2][::-1]
+    parts = sorted(sorted(part) for part in parts)
+    parts.sort(key=lambda part: sum(costs[row] for row in part))
+    return parts[0::2] + parts[1::2][::-1]
 
 
 def _fit_budget(
@@ -143,16 +148,14 @@ def _first_fit(token_counts: list[int], budget: int) -> list[Partition]:
     bins: list[Partition] = []
     free_tokens: list[int] = []
     for row in sorted(range(len(token_counts)), key=lambda row: -token_counts[row]):
-        index = next(
-            (i for i, tokens_left in enumerate(free_tokens) if tokens_left >= token_counts[row]),
-            None,
-        )
-        if index is None:
+        for index, tokens_left in enumerate(free_tokens):
+            if tokens_left >= token_counts[row]:
+                bins[index].append(row)
+                free_tokens[index] -= token_counts[row]
+                break
+        else:
             bins.append([row])
             free_tokens.append(budget - token_counts[row])
-        else:
-            bins[index].append(row)
-            free_tokens[index] -= token_counts[row]
     return bins
 
 

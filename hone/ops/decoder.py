@@ -1,8 +1,8 @@
 """The operations of a decoder layer in training, as autograd functions, with Triton kernels on a GPU.
 
-`rotated_qkv` and `add_gated_mlp` are the parts of a layer before and after attention. One autograd node
-per operation would take as much host time as GPU time. The two functions also save fewer tensors: the
-backward pass recomputes norms and gated products.
+`rotated_qkv` and `add_gated_mlp` are the parts of a layer before and after attention, each with one autograd
+node: one node per operation would take as much host time as GPU time. The two functions also save fewer
+tensors: the backward pass recomputes norms and gated products.
 
 In shapes, N is the number of tokens, H of query heads and KV of key-value heads; d is the width of the
 model and D the head dimension.

@@ -23,10 +23,11 @@ from torch import Tensor
 from hone.ops.autograd import Context
 
 _CHUNK_LOGITS = 2**24
-"""Logits per chunk, 64 MiB in float32: enough for the full speed of a matrix product."""
+"""Logits per chunk: 64 MiB in float32, with which a matrix product reaches its full speed."""
 _GPU_CHUNK_LOGITS = 2**27
-"""Logits per chunk of the GPU kernel, which gets a multiple of 128 tokens per chunk."""
+"""Logits per chunk of the GPU kernel; a chunk has a multiple of 128 tokens."""
 _MAX_KERNEL_BLOCK = 4096
+"""The maximum number of logits that a kernel reads at once."""
 
 Statistics = tuple[Tensor, Tensor, Tensor]
 """log p(target), logsumexp of the logits (`lse`) and entropy; each [M] float32."""
@@ -89,6 +90,7 @@ def softmax_entropy(z: Tensor, lse: Tensor) -> Tensor:
 
 
 def chunk_slices(tokens: int, vocab_size: int, *, use_kernel: bool) -> list[slice]:
+    """Returns the slices of tokens whose logits are computed at once."""
     if use_kernel:
         size = max(128, _GPU_CHUNK_LOGITS // vocab_size // 128 * 128)
     else:
@@ -124,7 +126,11 @@ class LinearLogProbs(torch.autograd.Function):
         compute_statistics: Callable[[Tensor, Tensor], Statistics] | None,
         combine_shards: Callable[[Statistics, Tensor], Statistics] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`combine_shards` combines statistics over ranks; targets of other ranks' shards are -1."""
+        """Computes the statistics of all chunks.
+
+        With a sharded vocabulary, `combine_shards` combines the statistics of the ranks, and a target in the
+        shard of another rank is -1.
+        """
 
         def plain_statistics(hidden: Tensor, target: Tensor) -> Statistics:
             z, _ = scaled_logits(hidden, weight, bias, softcap, factor)
@@ -139,8 +145,9 @@ class LinearLogProbs(torch.autograd.Function):
         compute = compute_statistics or (gpu_statistics if use_kernel else plain_statistics)
         slices = chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
         empty = hidden.new_zeros(0, dtype=torch.float32)
-        row = target if combine_shards is None else target.clamp(min=0)
-        chunks = [compute(hidden[chunk], row[chunk]) for chunk in slices] or [(empty,) * 3]
+        local_target = target if combine_shards is None else target.clamp(min=0)
+        chunks = [compute(hidden[chunk], local_target[chunk]) for chunk in slices]
+        chunks = chunks or [(empty,) * 3]
         log_probs, lse, entropy = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         if combine_shards is not None:
             log_probs, lse, entropy = combine_shards((log_probs, lse, entropy), target)
@@ -269,7 +276,7 @@ def _kernel_gradient(
 
 
 def _kernel_block(vocab_size: int) -> int:
-    """Returns the number of logits that a kernel reads at once, a power of 2."""
+    """Returns the number of logits that a kernel reads at once; a power of 2."""
     next_power_of_2: int = 1 << (vocab_size - 1).bit_length()
     return min(_MAX_KERNEL_BLOCK, next_power_of_2)
 

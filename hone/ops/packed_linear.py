@@ -18,12 +18,12 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 _TYPICAL_ROWS = 64
-"""The packed layout is fastest for about this many rows; any number works."""
+"""The number of rows for which the packed layout is chosen; any number of rows works."""
 _ROW_MULTIPLES = (1, 4, 8, 16)
 """The candidates of `row_multiple`."""
 _TESTED_ROWS = 64
 _TESTED_SIZE = 1024
-"""Larger weights are tested at this size: the code path depends only on the number of rows."""
+"""Larger weights are tested at this size, because the code path depends only on the number of rows."""
 
 
 class PackableLinear(Protocol):

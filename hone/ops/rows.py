@@ -47,9 +47,8 @@ def count_unmasked(mask: Tensor, axis: int | tuple[int, ...] | None = None) -> T
 
 def masked_mean(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Returns the mean of the unmasked entries; 0 if there are none."""
-    return masked_sum(values, mask, axis) / count_unmasked(mask.expand_as(values), axis).clamp(
-        min=1
-    )
+    count = count_unmasked(mask.expand_as(values), axis)
+    return masked_sum(values, mask, axis) / count.clamp(min=1)
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
@@ -61,18 +60,17 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Scales unmasked entries to variance 1 and, with `shift_mean`, mean 0; masked ones are 0."""
+    """Scales unmasked entries to variance 1 and, with `shift_mean`, mean 0; masked entries become 0."""
     mean = masked_mean(values, mask)
-    whitened = (zero_outside_mask(values, mask) - mean) * torch.rsqrt(
-        masked_var(values, mask) + WHITEN_EPS
-    )
+    inverse_std = torch.rsqrt(masked_var(values, mask) + WHITEN_EPS)
+    whitened = (zero_outside_mask(values, mask) - mean) * inverse_std
     return zero_outside_mask(whitened if shift_mean else whitened + mean, mask)
 
 
 def last_true_index(mask: Tensor) -> Tensor:
     """Returns [B]: the index of the last nonzero entry in each row of a mask [B, T], -1 if all are 0."""
     positions = torch.arange(mask.shape[1] + 1, device=mask.device)
-    padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # index 0 stands for "none"
+    padded = torch.nn.functional.pad(mask != 0, (1, 0), value=True)  # column 0 means "all are 0"
     return (padded * positions).argmax(1) - 1
 
 
@@ -87,7 +85,7 @@ Labels = Sequence[Hashable] | np.ndarray | Tensor
 
 
 def factorise(labels: Labels) -> np.ndarray:
-    """Returns an integer id per row; equal labels have equal ids, from 0 to n - 1."""
+    """Returns an integer id per row; equal labels have equal ids, from 0 to G - 1."""
     if isinstance(labels, Tensor):
         labels = labels.cpu().numpy()
     array = labels if isinstance(labels, np.ndarray) else None
@@ -95,7 +93,7 @@ def factorise(labels: Labels) -> np.ndarray:
         return np.unique(array, return_inverse=True)[1].astype(np.int64).reshape(-1)
     # np.unique would sort the labels, which may have no order ("a" < 3 raises).
     ids: dict[Hashable, int] = {}
-    return np.fromiter((ids.setdefault(x, len(ids)) for x in labels), np.int64, len(labels))
+    return np.array([ids.setdefault(label, len(ids)) for label in labels], np.int64)
 
 
 def first_equal_indices(items: Sequence[Hashable]) -> list[int]:
@@ -112,13 +110,14 @@ def factorise_pairs(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 @dataclass(frozen=True)
 class Groups:
-    """The group id of each of N rows; statistics are float64, one value per group."""
+    """The group of each row; statistics have one float64 value per group."""
 
-    ids: Tensor  # [N] int64
-    sizes: Tensor  # [G] float64
+    ids: Tensor  # [B] int64, from 0 to G - 1
+    sizes: Tensor  # [G] float64, number of rows
 
     @classmethod
     def of(cls, labels: Labels, device: torch.device | None = None) -> Groups:
+        """Groups the rows that have equal labels."""
         ids = torch.from_numpy(factorise(labels)).to(device)
         return cls(ids, torch.bincount(ids).double())
 
@@ -128,11 +127,11 @@ class Groups:
 
     @property
     def is_singleton(self) -> Tensor:
-        """Whether each row is alone in its group, [N] bool."""
+        """Whether each row is alone in its group, [B] bool."""
         return (self.sizes == 1)[self.ids]
 
     def sum(self, x: Tensor) -> Tensor:
-        """Returns the sum per group, [N, ...] → [G, ...]."""
+        """Returns the sum per group, [B, ...] → [G, ...]."""
         x = x.double()
         return x.new_zeros((self.count, *x.shape[1:])).index_add_(0, self.ids, x)
 
@@ -162,7 +161,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """A micro-batch gets at most `rows` rows or, if `rows` is None, at most `tokens` tokens.
+    """The maximum size of a micro-batch: `rows` rows or, if `rows` is None, `tokens` tokens.
 
     A prompt that several rows of a micro-batch share is counted once.
     """
@@ -170,40 +169,40 @@ class MicroBatchRule:
     rows: int | None
     tokens: int
     rows_per_unit: int = 1
-    """Number of consecutive rows that stay in one micro-batch: 2 for the pairs of a reward model."""
+    """Number of consecutive rows that must stay together, such as 2 for the pairs of a reward model."""
 
     def split(
         self,
         lengths: Sequence[int],
         shared_lengths: Sequence[int] | None = None,
         *,
-        min_parts: int = 1,
+        min_micro_batches: int = 1,
     ) -> list[list[int]]:
-        """Returns the row indices of at least `min_parts` micro-batches; some may be empty.
+        """Returns the row indices of at least `min_micro_batches` micro-batches; some may be empty.
 
         `shared_lengths` holds the number of tokens that each row shares with the previous row.
         """
         shared_lengths = shared_lengths or [0] * len(lengths)
         if self.rows_per_unit > 1:
-            return self._split_units(lengths, shared_lengths, min_parts)
+            return self._split_units(lengths, shared_lengths, min_micro_batches)
         if self.rows is not None:
-            parts = [
-                list(range(i, min(i + self.rows, len(lengths))))
-                for i in range(0, len(lengths), self.rows)
+            indices = list(range(len(lengths)))
+            micro_batches = [
+                indices[start : start + self.rows] for start in range(0, len(indices), self.rows)
             ]
         else:
-            parts = self._split_by_tokens(lengths, shared_lengths)
-        parts = parts or [[]]
-        while len(parts) < min_parts:  # halve the largest part
-            index = max(range(len(parts)), key=lambda i: len(parts[i]))
-            middle = (len(parts[index]) + 1) // 2
-            parts[index : index + 1] = [parts[index][:middle], parts[index][middle:]]
-        return parts
+            micro_batches = self._split_by_tokens(lengths, shared_lengths)
+        micro_batches = micro_batches or [[]]
+        while len(micro_batches) < min_micro_batches:
+            largest = max(micro_batches, key=len)
+            position, middle = micro_batches.index(largest), (len(largest) + 1) // 2
+            micro_batches[position : position + 1] = [largest[:middle], largest[middle:]]
+        return micro_batches
 
     def _split_units(
-        self, lengths: Sequence[int], shared_lengths: Sequence[int], min_parts: int
+        self, lengths: Sequence[int], shared_lengths: Sequence[int], min_micro_batches: int
     ) -> list[list[int]]:
-        """Splits the units like rows, then lists the rows of each unit."""
+        """Splits the units as `split` splits rows, then lists the rows of each unit."""
         size = self.rows_per_unit
         unshared_lengths = [n - s for n, s in zip(lengths, shared_lengths, strict=True)]
         unit_lengths = [
@@ -211,13 +210,17 @@ class MicroBatchRule:
             for start in range(0, len(lengths), size)
         ]
         max_units = None if self.rows is None else max(1, self.rows // size)
-        parts = MicroBatchRule(max_units, self.tokens).split(unit_lengths, min_parts=min_parts)
-        return [[unit * size + k for unit in part for k in range(size)] for part in parts]
+        rule = MicroBatchRule(max_units, self.tokens)
+        units_by_micro_batch = rule.split(unit_lengths, min_micro_batches=min_micro_batches)
+        return [
+            [unit * size + k for unit in units for k in range(size)]
+            for units in units_by_micro_batch
+        ]
 
     def _split_by_tokens(
         self, lengths: Sequence[int], shared_lengths: Sequence[int]
     ) -> list[list[int]]:
-        parts: list[list[int]] = []
+        micro_batches: list[list[int]] = []
         tokens_left = 0
         for row, (length, shared) in enumerate(zip(lengths, shared_lengths, strict=True)):
             if length > self.tokens:
@@ -225,13 +228,13 @@ class MicroBatchRule:
                     f"a row has {length} tokens, more than the budget of {self.tokens} for one forward; "
                     f"set ppo_max_token_len_per_gpu to at least {length}"
                 )
-            if parts and length - shared <= tokens_left:
+            if micro_batches and length - shared <= tokens_left:
                 tokens_left -= length - shared
             else:
-                parts.append([])
+                micro_batches.append([])
                 tokens_left = self.tokens - length
-            parts[-1].append(row)
-        return parts
+            micro_batches[-1].append(row)
+        return micro_batches
 
 
 @dataclass(frozen=True)
@@ -296,7 +299,7 @@ def pack_rows(
     if any(length == 0 for length in prompt_lengths):
         raise ValueError("a row has an empty prompt, so no token predicts its response")
     prompt_ids, response_ids = prompts.cpu().numpy(), responses.cpu().numpy()
-    rows = [
+    unpadded_rows = [
         (
             prompt_ids[i, prompt_width - prompt_lengths[i] :],
             # The last response token predicts no target, so it is not packed.
@@ -304,11 +307,11 @@ def pack_rows(
         )
         for i in range(num_rows)
     ]
-    first_rows = first_equal_indices([prompt.tobytes() for prompt, _ in rows])
+    first_rows = first_equal_indices([prompt.tobytes() for prompt, _ in unpadded_rows])
     # If no prompt is shared, each row is one causal segment, which is cheaper than two segments.
     is_shared = share_prompts and len(set(first_rows)) < num_rows
     ids, positions, layout, prompt_last, response_start = (
-        _pack_shared(rows, first_rows) if is_shared else _pack_whole(rows)
+        _pack_shared(unpadded_rows, first_rows) if is_shared else _pack_whole(unpadded_rows)
     )
     row, response_position = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
     i, j = row.numpy(), response_position.numpy()
@@ -355,21 +358,21 @@ def shared_prompt_lengths(prompts: Tensor, attention_mask: Tensor) -> list[int]:
 _PackedTokens = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
 """Ids, positions and layout of the packed tokens; for each row, the packed positions of the last prompt
 token and of the first response token."""
-_Rows = list[tuple[np.ndarray, np.ndarray]]
+_UnpaddedRows = list[tuple[np.ndarray, np.ndarray]]
 """The token ids of each row's prompt and response."""
 
 
-def _pack_whole(rows: _Rows) -> _PackedTokens:
+def _pack_whole(rows: _UnpaddedRows) -> _PackedTokens:
     """Packs the prompt and the response of each row as one root segment."""
     prompt_lengths = np.array([len(prompt) for prompt, _ in rows])
     lengths = prompt_lengths + np.array([len(response) for _, response in rows])
     response_start = np.cumsum(lengths) - lengths + prompt_lengths
-    ids = np.concatenate([part for row in rows for part in row])
+    ids = np.concatenate([token_ids for row in rows for token_ids in row])
     positions = np.concatenate([np.arange(n) for n in lengths])
     return ids, positions, SegmentLayout(lengths.tolist(), []), response_start - 1, response_start
 
 
-def _pack_shared(rows: _Rows, first_rows: list[int]) -> _PackedTokens:
+def _pack_shared(rows: _UnpaddedRows, first_rows: list[int]) -> _PackedTokens:
     """Packs each distinct prompt as a root segment and each response as a child of its prompt.
 
     `first_rows` holds, for each row, the index of the first row with the same prompt.

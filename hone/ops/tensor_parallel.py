@@ -90,7 +90,7 @@ def _local_part(x: Tensor, group: Group) -> Tensor:
 
 
 def shard_start(rows: int, group: Group) -> int:
-    """Returns the first row of this rank's shard of `rows`; all shards but the last are equally large."""
+    """Returns the first row of this rank's shard of `rows`; all shards but the last have the same size."""
     return min(rows, -(-rows // group.size()) * group.rank())
 
 

@@ -339,21 +339,21 @@ def test_the_error_of_a_row_beyond_the_budget_names_a_sufficient_budget():
 @given(
     lengths=st.lists(st.integers(1, 10), max_size=20),
     rows=st.none() | st.integers(1, 5),
-    min_parts=st.integers(1, 12),
+    min_micro_batches=st.integers(1, 12),
 )
-def test_every_row_once_in_order_within_bounds_and_enough_parts(lengths, rows, min_parts):
+def test_every_row_once_in_order_within_bounds_and_enough_parts(lengths, rows, min_micro_batches):
     parts = MicroBatchRule(rows=rows, tokens=12).split(
-        lengths, [0] * len(lengths), min_parts=min_parts
+        lengths, [0] * len(lengths), min_micro_batches=min_micro_batches
     )
     assert [row for part in parts for row in part] == list(range(len(lengths)))
-    assert len(parts) >= min_parts
+    assert len(parts) >= min_micro_batches
     for part in parts:
         assert len(part) <= (rows or len(lengths))
         assert rows is not None or sum(lengths[r] for r in part) <= 12
 
 
 def test_a_rank_with_too_few_rows_gets_empty_parts():
-    parts = MicroBatchRule(rows=2, tokens=0).split([5, 5], min_parts=4)
+    parts = MicroBatchRule(rows=2, tokens=0).split([5, 5], min_micro_batches=4)
     assert sorted(parts) == [[], [], [0], [1]]
 
 
@@ -367,7 +367,7 @@ def test_pairs_stay_together_and_their_shared_prompt_is_counted_once() -> None:
     rule = MicroBatchRule(rows=None, tokens=20, rows_per_unit=2)
     lengths, shared = [7, 9, 5, 5, 8, 8], [0, 5, 0, 0, 0, 0]
     assert rule.split(lengths, shared) == [[0, 1], [2, 3], [4, 5]]
-    assert rule.split(lengths[:4], shared[:4], min_parts=2) == [[0, 1], [2, 3]]
+    assert rule.split(lengths[:4], shared[:4], min_micro_batches=2) == [[0, 1], [2, 3]]
     assert MicroBatchRule(rows=4, tokens=0, rows_per_unit=2).split([1] * 6) == [
         [0, 1, 2, 3],
         [4, 5],
