@@ -89,6 +89,7 @@ def _run_program(program: Callable[[], int | None]) -> int:
 
 
 def _run_with_overrides(verb: str, arguments: list[str]) -> int | None:
+    """Runs a program of PROGRAMS, once or as a sweep."""
     from hone.plugins import load_object
     from hone.trainer.sweep import run_or_sweep
 
@@ -264,16 +265,17 @@ def _model_tiny(options: Options, extra_arguments: list[str]) -> None:
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise TinyModelError(f"{out} already exists and is not empty; name a new folder")
     tokenizer = character_tokenizer()
-    defaults = {name: p.default for name, p in signature(tiny_lm).parameters.items()}
+    parameters = signature(tiny_lm).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
     model_options = {name: value for name, value in vars(options).items() if name in defaults}
     sizes = defaults | model_options
     mlp, kv_heads = 2 * sizes["hidden"], sizes["heads"]
     lm = tiny_lm(len(tokenizer), **model_options, mlp=mlp, kv_heads=kv_heads)
     with staged_folder(out) as temporary:
         save_pretrained(lm, tokenizer, temporary)
-    parameter_count = sum(p.numel() for p in lm.parameters())
+    num_parameters = sum(parameter.numel() for parameter in lm.parameters())
     print_text(
-        f"wrote {out}: {parameter_count:,} parameters, {len(tokenizer)} tokens (one per character)"
+        f"wrote {out}: {num_parameters:,} parameters, {len(tokenizer)} tokens (one per character)"
     )
 
 

@@ -149,6 +149,7 @@ class LLM:
         return f"LLM({self.path!r})"
 
     def _prompt_ids(self, prompt: Prompt, prompt_format: str) -> list[int]:
+        """Returns a prompt as token ids."""
         if prompt and _is_token_ids(prompt):
             return list(prompt)
         if not _is_text_or_chat(prompt):
@@ -159,6 +160,7 @@ class LLM:
         return render_prompt(prompt, self.tokenizer, prompt_format, template_kwargs=options)
 
     def _max_response_tokens(self, prompt_tokens: int, max_tokens: int | None) -> int:
+        """Returns the limit of a response's length; raises an error if prompt and response do not fit."""
         free_tokens = self._max_length - prompt_tokens
         if not prompt_tokens or free_tokens < (max_tokens or 1):
             raise GenerationError(

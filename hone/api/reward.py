@@ -94,6 +94,7 @@ def as_score_function(
     def call_parts(
         data_source: str, response: str, answer: JsonValue, extra_info: Fields
     ) -> list[Result]:
+        """Returns the result of each part; the result of an async function is awaitable."""
         row = {**extra_info, "data_source": data_source, "extra_info": extra_info}
         row |= dict.fromkeys(RESPONSE_NAMES, response)
         row |= {name: answer for name in ANSWER_NAMES if name not in answer_columns}
@@ -160,11 +161,11 @@ def _reward_call(part: RewardPart, columns: Collection[str]) -> Callable[[Row], 
         return lambda row: scorer(row["completion"])
     if not names and len(required_names) == 2:
         return lambda row: scorer(row["completion"], row["answer"])
-    if unknown := [name for name in required_names if name not in known_names]:
-        others = ", ".join(sorted(known_names - {*RESPONSE_NAMES, *ANSWER_NAMES}))
+    if unknown_names := [name for name in required_names if name not in known_names]:
+        column_names = ", ".join(sorted(known_names - {*RESPONSE_NAMES, *ANSWER_NAMES}))
         raise ScorerSignatureError(
-            f"the reward function {describe(scorer)} takes {', '.join(unknown)}, which no row has; it may "
-            f"take completion, answer, {others}"
+            f"the reward function {describe(scorer)} takes {', '.join(unknown_names)}, which no row has; "
+            f"it may take completion, answer, {column_names}"
         )
     return lambda row: scorer(**{name: row.get(name) for name in names})
 

@@ -41,7 +41,7 @@ def file_names(data: Data) -> list[str] | None:
         return [os.fspath(data)]
     names = data if isinstance(data, (list, tuple)) else ()
     if names and all(
-        isinstance(n, (str, os.PathLike)) and str(n).endswith(SUFFIXES) for n in names
+        isinstance(name, (str, os.PathLike)) and str(name).endswith(SUFFIXES) for name in names
     ):
         return [os.fspath(name) for name in names]
     return None
@@ -62,10 +62,15 @@ def as_rows(data: Data) -> list[Row]:
     return [_as_row(item, number) for number, item in enumerate(items)]
 
 
+def _is_nan(value: JsonValue) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
 def _as_row(item: DataItem, number: int) -> Row:
+    """Converts a dict, a prompt, or a pair of prompt and answer to a row."""
     if isinstance(item, Mapping):
         # A DataFrame has NaN for a missing value.
-        return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in item.items()}
+        return {name: None if _is_nan(value) else value for name, value in item.items()}
     is_chat = (
         isinstance(item, list) and item and all(isinstance(message, Mapping) for message in item)
     )
@@ -130,6 +135,8 @@ def write_rows(rows: Sequence[Row], folder: Path, name: str) -> str:
 
 
 def _json_line(row: Row, number: int) -> str:
+    """Returns a row as a line of JSON; `number` names the row in an error message."""
+
     def to_json_value(value: np.generic) -> JsonValue:
         if hasattr(value, "tolist"):
             return value.tolist()

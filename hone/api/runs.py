@@ -9,9 +9,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import TypeAlias, Union
 
@@ -90,11 +89,11 @@ def evaluate(
         call_settings.compose()  # raises for wrong settings before responses are generated
         rows = as_rows(files)
         prompts = [row["prompt"] for row in rows]
-        llm_context = (
-            nullcontext(model)
-            if isinstance(model, LLM)
-            else LLM(_model_path(model), None, **llm_settings)
-        )
+        llm_context: AbstractContextManager[LLM]
+        if isinstance(model, LLM):
+            llm_context = nullcontext(model)  # the caller's LLM stays open
+        else:
+            llm_context = LLM(_model_path(model), None, **llm_settings)
         with llm_context as llm:
             responses = llm.generate(prompts, n=n, temperature=temperature, max_tokens=max_tokens)
         for row, response in zip(rows, responses, strict=True):
@@ -258,6 +257,7 @@ class _RunInputs:
 
 
 def _model_path(model: Model) -> str:
+    """Returns the folder or the hub name of a model."""
     if isinstance(model, (Trained, LLM)):
         return str(model.folder if isinstance(model, Trained) else model.path)
     if not isinstance(model, (str, os.PathLike)):
@@ -295,11 +295,15 @@ def _run_folder(name: str, call_settings: CallSettings) -> Iterator[Path]:
 def _new_folder(name: str) -> Path:
     """Creates the first of `runs/NAME-1`, `runs/NAME-2`, … that does not exist."""
     Path("runs").mkdir(exist_ok=True)
-    for folder in (Path("runs", f"{name}-{number}") for number in count(1)):
-        with suppress(FileExistsError):  # another process may have created it
+    number = 1
+    while True:
+        folder = Path("runs", f"{name}-{number}")
+        try:
             folder.mkdir()
+        except FileExistsError:  # of an earlier run, or of another process that starts now
+            number += 1
+        else:
             return folder
-    raise AssertionError("count() has no end")
 
 
 def _set_sft_files(

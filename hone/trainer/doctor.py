@@ -149,6 +149,7 @@ def _version(package: str) -> str | None:
 
 
 def _sandbox_findings(self_test: bool) -> Iterator[Finding]:
+    """Yields the state of each sandbox layer; the self-test runs attacks that the sandbox must contain."""
     from hone.sandbox import SandboxError, layers
     from hone.sandbox import self_test as run_attacks
 

@@ -108,7 +108,7 @@ def _nothing_to_export_message(source: Path, subfolder: str) -> str:
             f"{source} holds neither {subfolder}/ nor sharded weights; it was saved without them "
             "(checkpoint.save_contents)"
         )
-    names = sorted(p.name for p in source.iterdir())
+    names = sorted(path.name for path in source.iterdir())
     listing = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
     return (
         f"{source} is not a checkpoint (it holds {listing or 'nothing'}); name a run folder with "

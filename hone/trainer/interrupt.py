@@ -128,6 +128,7 @@ class GracefulStop:
             raise Interrupted(step, self.signal_number)
 
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
+        """Requests a stop on the first signal; on the second, exits at once unless this is a rank."""
         name = SIGNAL_NAMES[signal.Signals(signal_number)]
         if self.signal_number is None:
             self.signal_number = signal_number

@@ -27,8 +27,8 @@ class GenerationError(ValueError):
 
 def join_results(row: Row, columns: Row) -> Row:
     """Returns a row with new result columns; the results of an earlier generation are removed."""
-    has_results = "responses" in row
-    return {k: v for k, v in row.items() if not (has_results and k in RESULT_COLUMNS)} | columns
+    old_columns = RESULT_COLUMNS if "responses" in row else ()
+    return {name: value for name, value in row.items() if name not in old_columns} | columns
 
 
 class JobFiles:

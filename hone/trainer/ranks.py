@@ -158,6 +158,7 @@ def die_with_launcher() -> None:
 
 
 def _environment(rank: int, num_ranks: int, store_file: Path) -> dict[str, str]:
+    """Returns the environment variables of a rank; the user's values have priority over the defaults."""
     rank_variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

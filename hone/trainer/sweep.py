@@ -118,7 +118,7 @@ def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list
             digest = hashlib.sha256(" ".join(run.overrides).encode()).hexdigest()
             label = f"{label[:MAX_LABEL_CHARACTERS]}-{digest[:8]}"
         for key, path in paths.items():
-            is_shared = sum(path == other.get(key) for other in paths_by_run) > 1
+            is_shared = sum(run_paths.get(key) == path for run_paths in paths_by_run) > 1
             run.output_paths[key] = _path_of_run(path, label) if is_shared else path
     return shared_arguments, runs
 

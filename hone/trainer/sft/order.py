@@ -61,6 +61,7 @@ class RowOrder:
         self._seek(epoch=0, batch_index=0)
 
     def next_batch(self) -> list[int]:
+        """Returns the row indices of the next batch, and advances the position."""
         if self.batch_index == self.batches_per_epoch:
             self.epoch, self.batch_index = self.epoch + 1, 0
             self._order = self._next_order()

@@ -135,6 +135,7 @@ class SFTRun:
                 self._train()
 
     def _train(self) -> None:
+        """Trains, validates and saves until the last step, or until a signal requests a stop."""
         with GracefulStop() as stop, self._tracking() as tracking:
             while self.trainer.step_number < self.total_steps:
                 start = time.perf_counter()

@@ -197,12 +197,13 @@ class StepTask:
         return task
 
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
+        """Returns the data set of the files; both stages share it, so that rows are encoded once."""
         from hone.data.steps import StepDataset
 
         key = (str(files), max_samples)
         if key not in self._datasets:
-            cls = encoded_dataset_class(config, StepDataset)
-            self._datasets[key] = cls(files, tokenizer, config, max_samples)
+            dataset_class = encoded_dataset_class(config, StepDataset)
+            self._datasets[key] = dataset_class(files, tokenizer, config, max_samples)
         return self._datasets[key]
 
     def num_tokens(self, row: EncodedRow) -> int:
