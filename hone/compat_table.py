@@ -167,7 +167,7 @@ _DISPATCH_NAMES = {
     "dispatch_one_to_all": f"{_DISPATCH}:broadcast",
     **dict.fromkeys(("dispatch_all_to_all", "dispatch_dp_compute"), f"{_DISPATCH}:scatter"),
     **dict.fromkeys(("collect_all_to_all", "collect_dp_compute"), f"{_DISPATCH}:as_list"),
-    "dispatch_dp_compute_data_proto": f"{_DISPATCH}:split_batches",
+    "dispatch_dp_compute_data_proto": f"{_CONTROLLER}.decorator:split_batches",
     "dispatch_dp_compute_data_proto_with_func": f"{_CONTROLLER}.decorator:split_after_func",
     "collect_dp_compute_data_proto": f"{_DISPATCH}:concat_batches",
 }

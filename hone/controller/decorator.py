@@ -13,6 +13,7 @@ from typing import TypeVar
 from tensordict import TensorDict
 
 from hone.controller.contract import (
+    DEFAULT_MESH,
     SPEC_ATTRIBUTE,
     ArgumentsPerRank,
     Batch,
@@ -29,7 +30,6 @@ from hone.controller.dispatch import (
     concat_batches,
     dispatch_nd_compute_dataproto,
     scatter,
-    split_batches,
 )
 from hone.protocol import DataProto
 from hone.suggestions import suggestion
@@ -45,6 +45,10 @@ def refuse_dispatch(group: WorkerGroupLike, *args: _T, **kwargs: _T) -> Argument
         "a method registered with Dispatch.DIRECT_ROLLOUT_METHOD is called inside the rollout "
         "worker, not through its group"
     )
+
+
+split_batches = functools.partial(dispatch_nd_compute_dataproto, DEFAULT_MESH)
+"""Splits batches over the slots of the default mesh."""
 
 
 def split_after_func(

@@ -80,7 +80,6 @@ def scatter(
     group: WorkerGroupLike, *args: Sequence[T], **kwargs: Sequence[T]
 ) -> ArgumentsPerRank[T]:
     """Sends each rank its own entry; every argument is a list with one entry per rank."""
-
     for value in (*args, *kwargs.values()):
         is_list = isinstance(value, list | tuple)
         if not is_list or len(value) != group.world_size:
@@ -109,24 +108,22 @@ def dispatch_nd_compute_dataproto(
         )
 
     def split(value: T) -> list[T | Batch]:
-        parts: Sequence[Batch]
-        if isinstance(value, DataProto):
-            # A single slot also gets a batch of its own, because the worker may change its columns.
-            parts = split_padded(value, mesh.dp_size) if mesh.dp_size > 1 else [value.select()]
+        batch_by_slot: Sequence[Batch]
+        if isinstance(value, DataProto) and mesh.dp_size == 1:
+            # The slot gets a DataProto of its own, because the worker may change the columns.
+            batch_by_slot = [value.select()]
+        elif isinstance(value, DataProto):
+            batch_by_slot = split_padded(value, mesh.dp_size)
         elif is_tensordict_batch(value):
-            batch = DataProto.from_tensordict(value)
-            parts = [TensorDictPayload(part) for part in split_padded(batch, mesh.dp_size)]
+            batches = split_padded(DataProto.from_tensordict(value), mesh.dp_size)
+            batch_by_slot = [TensorDictPayload(batch) for batch in batches]
         elif isinstance(value, DataProtoFuture):
-            parts = value.split_padded(mesh.dp_size)
+            batch_by_slot = value.split_padded(mesh.dp_size)
         else:
             return [value] * len(mesh.dp_ranks)
-        return [parts[slot] for slot in mesh.dp_ranks]
+        return [batch_by_slot[slot] for slot in mesh.dp_ranks]
 
     return _map_arguments(split, args, kwargs)
-
-
-split_batches = functools.partial(dispatch_nd_compute_dataproto, DEFAULT_MESH)
-"""Splits batches over the slots of the default mesh."""
 
 
 def as_list(group: WorkerGroupLike, results: list[T]) -> list[T]:
@@ -148,10 +145,12 @@ def concat_batches(group: WorkerGroupLike, results: list[Any]) -> DataProto | Te
 
 
 def as_data_proto(value: Any) -> Any:
+    """Converts a TensorDict to a DataProto; returns other values unchanged."""
     return DataProto.from_tensordict(value) if is_tensordict_batch(value) else value
 
 
 def materialize(value: Any) -> Any:
+    """Returns the batch of a future or of a payload; returns other values unchanged."""
     if isinstance(value, TensorDictPayload):
         return value.batch.to_tensordict()
     return value.get() if isinstance(value, DataProtoFuture) else value
@@ -160,30 +159,32 @@ def materialize(value: Any) -> Any:
 def payload_bytes(value: Any) -> int:
     """Returns the bytes of tensors, arrays, text and lists of numbers in a value.
 
-    Single numbers are not counted. Nothing is pickled; an object that several rows share counts once.
+    Single numbers are not counted. An object that several rows share counts once.
     """
     total_bytes, seen_ids = 0, set()
-    parts: list[Any] = [value]  # grows in the loop; keeps the parts alive, so that ids are unique
-    for part in parts:
-        if isinstance(part, _NUMBER_TYPES + _TYPES_SENT_BY_NAME) or id(part) in seen_ids:
+    values: list[Any] = [value]  # grows in the loop; keeps all values alive, so that ids are unique
+    for item in values:
+        if isinstance(item, _NUMBER_TYPES + _TYPES_SENT_BY_NAME) or id(item) in seen_ids:
             continue
-        seen_ids.add(id(part))
-        if isinstance(part, _TEXT_TYPES):
-            total_bytes += len(part)
-        elif isinstance(part, _SEQUENCE_TYPES):
+        seen_ids.add(id(item))
+        if isinstance(item, _TEXT_TYPES):
+            total_bytes += len(item)
+        elif isinstance(item, _SEQUENCE_TYPES):
             # A list of token ids or log-probs is long, so only three entries are checked.
-            if part and all(isinstance(part[i], _NUMBER_TYPES) for i in (0, len(part) // 2, -1)):
-                total_bytes += _NUMBER_BYTES * len(part)
+            if item and all(isinstance(item[i], _NUMBER_TYPES) for i in (0, len(item) // 2, -1)):
+                total_bytes += _NUMBER_BYTES * len(item)
             else:
-                parts += part
-        elif isinstance(part, torch.Tensor):
-            total_bytes += part.values().nbytes if part.is_nested else part.nbytes
-        elif isinstance(part, np.ndarray) and part.dtype != object:
-            total_bytes += part.nbytes
-        elif isinstance(part, np.ndarray):
-            parts += part.flat
+                values += item
+        elif isinstance(item, torch.Tensor):
+            total_bytes += item.values().nbytes if item.is_nested else item.nbytes
+        elif isinstance(item, np.ndarray) and item.dtype == object:
+            values += item.flat
+        elif isinstance(item, np.ndarray):
+            total_bytes += item.nbytes
+        elif isinstance(item, Mapping):
+            values += item.values()
         else:
-            parts += (part if isinstance(part, Mapping) else getattr(part, "__dict__", {})).values()
+            values += getattr(item, "__dict__", {}).values()
     return total_bytes
 
 
@@ -240,6 +241,7 @@ class GroupCalls(Generic[W]):
         return self._meshes[name]
 
     def _request_mesh(self, name: str) -> Mesh:
+        """Asks the ranks for their slots on the mesh `name`."""
         raise NotImplementedError
 
     def call(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -297,12 +299,6 @@ class GroupCalls(Generic[W]):
         """Calls a method that gives each rank its entry of `values`; returns results in rank order."""
         return self.call(method, values)  # type: ignore[arg-type]
 
-    def begin(
-        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> DataProtoFuture:
-        """Calls a method registered with `blocking=False`; `get()` waits for its result."""
-        return self.call(method, *args, **kwargs)  # type: ignore[return-value]
-
 
 def _collect_slots(collect: Callable[[list[T]], R], mesh: Mesh, results: list[T]) -> R:
     """Collects one result per data-parallel slot."""
@@ -314,11 +310,14 @@ class WorkerHost:
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
-        """The workers by role; the role of a single worker is empty."""
+        """The workers by role; the role of a single worker is the empty string."""
         self._background_loop = BackgroundLoop()
 
     def call(self, call: Call) -> Any:
-        """Resolves futures, runs a worker's method; returns a batch on the CPU and without padded rows."""
+        """Resolves the futures among the arguments and runs the method.
+
+        If the result is a batch, it is moved to the CPU, and its padded rows are dropped.
+        """
         method = getattr(self.worker(call.role), call.method)
         args, kwargs = call.args, call.kwargs
         spec: MethodSpec | None = getattr(method, SPEC_ATTRIBUTE, None)
@@ -336,15 +335,14 @@ class WorkerHost:
         if not is_tensordict and not isinstance(result, DataProto):
             return result
         batch = as_data_proto(result)
-        inputs = [as_data_proto(value) for value in (*args, *kwargs.values())]
-        batches = [batch, *(value for value in inputs if isinstance(value, DataProto))]
-        if any(value.has_column(PADDED_ROW) for value in batches):
-            batch = drop_padded_rows(batch, batches[1:])
+        arguments = map(as_data_proto, (*args, *kwargs.values()))
+        inputs = [value for value in arguments if isinstance(value, DataProto)]
+        if any(value.has_column(PADDED_ROW) for value in (batch, *inputs)):
+            batch = drop_padded_rows(batch, inputs)
         batch = batch.to("cpu")
         return batch.to_tensordict() if is_tensordict else batch
 
     def worker(self, role: str = "") -> Worker:
-        """Returns the worker of a role; the role of a single worker is empty."""
         fused_workers = getattr(self.workers.get(""), "fused_worker_dict", {})
         if role in fused_workers:
             return fused_workers[role]
@@ -356,7 +354,7 @@ class WorkerHost:
         return self.workers[role]
 
     def close(self) -> None:
-        """Closes the workers that have a `close` method, in order, and stops the event loop."""
+        """Closes the workers that have `close`, in the order of creation, and stops the event loop."""
         with contextlib.ExitStack() as stack:  # an error in one `close` does not skip the others
             stack.callback(self._background_loop.close)
             for worker in reversed(self.workers.values()):

@@ -103,7 +103,7 @@ class NodeLost(ProcessFailure):
         for role, process, _ in self.workers:
             ranks_by_role.setdefault(role, []).append(str(process.rank))
         workers = [
-            f"rank{'s' * (len(ranks) > 1)} {join_words(ranks)} of {role!r}"
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {join_words(ranks)} of {role!r}"
             for role, ranks in ranks_by_role.items()
         ]
         text = (
@@ -121,8 +121,9 @@ def _log_tail(lines: Sequence[str]) -> str:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Returns "a, b and c"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    """Returns the words as in "a, b and c"."""
+    *first_words, last_word = words
+    return f"{', '.join(first_words)} and {last_word}" if first_words else last_word
 
 
 class WaitTimeout(TimeoutError):

@@ -39,7 +39,7 @@ class UnresponsiveTimer:
         self._updated_at: float | None = None
 
     def update(self, unresponsive: Iterable[Hashable], now: float) -> list[Hashable]:
-        """Records the targets that are unresponsive now; returns those that have reached the limit."""
+        """Records which targets are unresponsive now; returns the targets that have reached the limit."""
         gap_s = 0.0 if self._updated_at is None else min(now - self._updated_at, MAX_UPDATE_GAP_S)
         self._updated_at = now
         self._seconds = {
@@ -71,7 +71,7 @@ def last_lines(paths: Sequence[str]) -> list[str]:
 
 
 class NodeProbe:
-    """An actor on a remote node that answers for its workers, which may be busy."""
+    """An actor that reads processes and logs of a remote node, whose workers may be too busy to answer."""
 
     def __init__(self) -> None:
         self._log_sizes: dict[int, int] = {}

@@ -83,4 +83,7 @@ def _set_nsys_capture(*, begin: bool) -> None:
 
     if torch.cuda.is_available():
         runtime = torch.cuda.cudart()
-        runtime.cudaProfilerStart() if begin else runtime.cudaProfilerStop()
+        if begin:
+            runtime.cudaProfilerStart()
+        else:
+            runtime.cudaProfilerStop()

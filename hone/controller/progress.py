@@ -1,4 +1,4 @@
-"""Reports how many ranks have answered to a listener, while a caller waits."""
+"""Tells a listener how many ranks have answered, while a caller waits for them."""
 
 from __future__ import annotations
 

@@ -179,8 +179,8 @@ class RayExecutor(Executor[ray.ObjectRef]):
         thread_counts = [self._threads or thread_count(size) for size in local_sizes]
         self._actors = self._make_actors(pool, cls_with_init, thread_counts, env)
         wait = RefWait(self.name, "start", (), deadline_s, START_ADVICE)
-        infos = wait([actor.start_info.remote(rank) for rank, actor in enumerate(self._actors)])
-        self._processes = tuple(process for process, _ in infos)
+        refs = [actor.start_info.remote(rank) for rank, actor in enumerate(self._actors)]
+        self._processes, free_ports = zip(*wait(refs), strict=True)
         watch_workers(self.name, self._processes, self._liveness_deadline_s)
         is_one_node = len({process.node_id for process in self._processes}) == 1
         master_addr = LOOPBACK if is_one_node else self._processes[0].node_ip
@@ -193,7 +193,7 @@ class RayExecutor(Executor[ray.ObjectRef]):
                 local_rank=0 if pool.use_gpu else pool.local_rank_list()[rank],
                 local_world_size=local_sizes[rank],
                 master_addr=master_addr,
-                master_port=infos[0][1],
+                master_port=free_ports[0],
                 role=self.name,
             )
             build_refs.append(actor.build.remote(cls_with_init, placement, thread_counts[rank]))

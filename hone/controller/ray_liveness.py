@@ -1,8 +1,7 @@
 """Checks that workers, their nodes and Ray itself are alive while the trainer waits.
 
-Local processes are checked in /proc, remote ones by a probe on their node, and Ray's
-control plane by a call. A busy worker counts as alive; the phase deadline ends work that takes too
-long.
+Processes on this machine are checked in /proc, processes on other nodes by a probe on their node, and Ray's
+control plane by a call. A busy worker counts as alive; the phase deadline ends work that takes too long.
 """
 
 from __future__ import annotations
@@ -71,11 +70,8 @@ class RemoteNode:
         self._request: tuple[ray.ObjectRef, float] | None = None
 
     def poll(self, logs: Mapping[int, Sequence[str]]) -> float | None:
-        """Reads the answer to the last request, if it has arrived, and sends the next request.
-
-        Returns the time at which the answered request was sent, or None.
-        """
-        sent_at = None
+        """Reads the answer, if any, and sends the next request; returns when the answered one was sent."""
+        sent_at = None  # without an answer
         if self._request is not None and ray.wait([self._request[0]], timeout=0)[0]:
             ref, request_time = self._request
             with suppress(RayError):  # the probe restarts, or its node is lost
@@ -189,8 +185,8 @@ class ClusterWatch:
 
     def remove(self, workers: Sequence[WorkerProcess]) -> None:
         """Stops watching these processes and removes probes that are no longer needed."""
-        removed_keys = {(worker.node_id, worker.pid) for worker in workers}
-        self._workers = {k: entry for k, entry in self._workers.items() if k not in removed_keys}
+        removed = {(worker.node_id, worker.pid) for worker in workers}
+        self._workers = {key: entry for key, entry in self._workers.items() if key not in removed}
         nodes, watched_ids = self._nodes, {node_id for node_id, _ in self._workers}
         self._nodes = {node_id: node for node_id, node in nodes.items() if node_id in watched_ids}
         for node_id in nodes.keys() - watched_ids:
@@ -199,7 +195,8 @@ class ClusterWatch:
     def check_alive(self, waiting_role: str, method: str) -> None:
         """Raises if a process, a node or Ray has failed while `waiting_role` waits for `method`."""
         with self._lock:
-            # A target that has answered has no entry or a new key here; either resets its time.
+            # The timer measures how long a key is in this dict. If a target answers, its entry is missing in
+            # the next call, or has a new key; its time then starts again.
             errors_by_target: dict[Hashable, Callable[[], RuntimeError]] = {}
 
             def cluster_error(event: str, hint: str) -> ClusterFailed:
@@ -208,14 +205,14 @@ class ClusterWatch:
 
             limit = f"{self.unresponsive_timer.limit_s:g} s"
             for name, pid in self._ray_pids.items():
-                part = f"{RAY_PROCESSES[name]} ({name}, pid {pid} on this machine)"
-                log = f"{self._log_folder}/{name}.out"
-                hint = f"out of memory, a crash, or a signal from outside: see {log}"
+                process = f"{RAY_PROCESSES[name]} ({name}, pid {pid} on this machine)"
+                log_file = f"{self._log_folder}/{name}.out"
+                hint = f"out of memory, a crash, or a signal from outside: see {log_file}"
                 state = process_state(pid)
                 if state in (GONE, ZOMBIE):
-                    raise cluster_error(f"{part} has ended", hint)
+                    raise cluster_error(f"{process} has ended", hint)
                 if state == STOPPED:
-                    event = f"{part} has been stopped (SIGSTOP) for {limit}"
+                    event = f"{process} has been stopped (SIGSTOP) for {limit}"
                     errors_by_target[name] = partial(cluster_error, event, hint)
             for node_id, node in self._nodes.items():
                 self._poll(node_id)
@@ -236,8 +233,9 @@ class ClusterWatch:
             if self.ping.is_unanswered:
                 event, hint = _control_plane_timeout_message(self.unresponsive_timer.limit_s)
                 errors_by_target["ping", self.ping.ping_count] = partial(cluster_error, event, hint)
-            for target in self.unresponsive_timer.update(errors_by_target, time.monotonic()):
-                raise errors_by_target[target]()
+            unresponsive = self.unresponsive_timer.update(errors_by_target, time.monotonic())
+            if unresponsive:
+                raise errors_by_target[unresponsive[0]]()
 
     def log_lines(self, worker: WorkerProcess) -> list[str]:
         """Returns the last log lines of a process on a remote node."""
@@ -294,8 +292,9 @@ class ClusterWatch:
                     answered_ids.add(node_id)
             time.sleep(0.1)
         for node_id, node in list(self._nodes.items()):
+            ended_pids = [pid for pid, state in node.states.items() if state in (GONE, ZOMBIE)]
             workers = self._workers_on(node_id)
-            ended_workers = [w for w in workers if node.states.get(w[1].pid) in (GONE, ZOMBIE)]
+            ended_workers = [entry for entry in workers if entry[1].pid in ended_pids]
             if ended_workers or node_id not in answered_ids:
                 self.raise_if_node_lost(node_id, waiting_role, method)
             for role, worker in ended_workers:
@@ -306,8 +305,11 @@ class ClusterWatch:
     ) -> NodeLost:
         """Returns the error about a lost node, and excludes the node from later placements."""
         lost_node_ids.add(node_id)
-        lines = self._nodes[node_id].log_lines
-        workers = [(r, w, tuple(lines.get(w.pid, ()))) for r, w in self._workers_on(node_id)]
+        lines_by_pid = self._nodes[node_id].log_lines
+        workers = [
+            (role, worker, tuple(lines_by_pid.get(worker.pid, ())))
+            for role, worker in self._workers_on(node_id)
+        ]
         return NodeLost(node_id, workers[0][1].node_ip, workers, waiting_role, method, reason)
 
     def _workers_on(self, node_id: str) -> list[tuple[str, WorkerProcess]]:
@@ -315,8 +317,9 @@ class ClusterWatch:
         return [entry for entry in self._workers.values() if entry[1].node_id == node_id]
 
     def _poll(self, node_id: str) -> float | None:
-        """Polls the probe of a node; returns when the request was sent that the probe has answered."""
-        return self._nodes[node_id].poll({w.pid: w.logs for _, w in self._workers_on(node_id)})
+        """Polls the probe of a node, and returns the result of `RemoteNode.poll`."""
+        workers = self._workers_on(node_id)
+        return self._nodes[node_id].poll({worker.pid: worker.logs for _, worker in workers})
 
     def _kill_stopped_worker(
         self, role: str, worker: WorkerProcess, waiting_role: str, method: str
@@ -378,7 +381,7 @@ def refresh_logs() -> None:
 
 
 def raise_if_lost(waiting_role: str, method: str, node_id: str | None = None) -> None:
-    """Raises, in the trainer process only, if the node `node_id` is lost; without it, if any worker is."""
+    """Raises, in the trainer process only, if this node is lost, or with None if any worker is lost."""
     if _watch is None or _watch.failed:
         return
     if node_id is None:

@@ -57,9 +57,14 @@ def live_nodes() -> list[Node]:
     local_node_id = ray.get_runtime_context().get_node_id()
     entries, free_by_id = call_control_plane(lambda: (ray.nodes(), available_resources_per_node()))
     nodes = [
-        Node(id_, entry["NodeManagerAddress"], free_by_id.get(id_, {}), entry["Resources"])
+        Node(
+            entry["NodeID"],
+            entry["NodeManagerAddress"],
+            free_by_id.get(entry["NodeID"], {}),
+            entry["Resources"],
+        )
         for entry in entries
-        if entry["Alive"] and (id_ := entry["NodeID"]) not in lost_node_ids
+        if entry["Alive"] and entry["NodeID"] not in lost_node_ids
     ]
     return sorted(nodes, key=lambda node: (node.node_id != local_node_id, node.node_id))
 
@@ -85,9 +90,9 @@ def check_pools_fit(pools: Sequence[ResourcePool]) -> None:
     remaining = resources_by_node(nodes, total=True)
     for pool in pools:
         if place(pool, remaining) is None:
-            names = join_words([str(pool) for pool in pools])
+            verb = "does" if len(pools) == 1 else "do"
             raise ValueError(
-                f"{names} {'do' if len(pools) > 1 else 'does'} not fit this Ray cluster: "
+                f"{join_words([str(pool) for pool in pools])} {verb} not fit this Ray cluster: "
                 f"{_format_nodes(nodes)} are free; lower trainer.n_gpus_per_node or trainer.nnodes"
             )
 
@@ -110,7 +115,7 @@ class Reservation:
             if node_ids is not None and (group := self._create_group(node_ids, end_time)):
                 return group
             total_resources = resources_by_node(nodes, total=True)
-            if place(self._pool, total_resources) is None:  # it did fit in `check_pools_fit`
+            if place(self._pool, total_resources) is None:  # it fitted in `check_pools_fit`
                 event = f"a node was lost, and {self._pool} does not fit on the remaining nodes"
                 hint = f"free are {_format_nodes(nodes)}"
                 raise ClusterFailed(event, self._pool.name_prefix, "its reservation", hint)

@@ -57,13 +57,13 @@ def fixed_agent_ports() -> Iterator[None]:
     start_raylet = services.start_raylet
 
     def start_with_ports(*args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(start_raylet).bind(*args, **kwargs)
+        call = inspect.signature(start_raylet).bind(*args, **kwargs)
         ports = dict(zip(AGENT_PORTS, free_ports(len(AGENT_PORTS)), strict=True))
-        bound.arguments.update(ports)
+        call.arguments.update(ports)
         # The raylet waits for the file that persist_port writes, even if it knows the port.
-        folder, node_id = bound.arguments["session_dir"], bound.arguments["node_id"]
+        folder, node_id = call.arguments["session_dir"], call.arguments["node_id"]
         persist_port(folder, node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, ports[AGENT_PORTS[0]])
-        return start_raylet(*bound.args, **bound.kwargs)
+        return start_raylet(*call.args, **call.kwargs)
 
     services.start_raylet = start_with_ports
     try:
@@ -77,7 +77,8 @@ def free_ports(count: int) -> list[int]:
 
     No other call on this machine returns these ports for RESERVATION_S.
     """
-    candidates, ports = _candidate_ports(), list[int]()
+    candidates = _candidate_ports()
+    ports: list[int] = []
     with _lock:
         now = time.monotonic()
         while _reservations and _reservations[0][0] < now:

@@ -199,7 +199,7 @@ def _start_cluster(options: Settings, report: Callable[[str], None]) -> None:
 
 
 def _reload_settings() -> None:
-    # Ray caches its settings when it is imported and for each cluster.
+    """Makes Ray read the environment again, which it caches at import and for each cluster."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
@@ -208,7 +208,7 @@ def _reload_settings() -> None:
 def _start_settings(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets variables inside the block, so that later child processes do not get the token.
 
-    Ray has read `_LOOPBACK_ENV` at import; its value in Ray is set too.
+    Ray read `_LOOPBACK_ENV` when it was imported, so Ray's constant is set as well.
     """
     previous_values = {name: os.environ.get(name) for name in variables}
     previous_constant = ray_constants.ENABLE_RAY_CLUSTER

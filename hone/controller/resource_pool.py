@@ -77,6 +77,7 @@ class ResourcePool:
 
     @property
     def store(self) -> list[int]:
+        """The number of processes of each node, under verl's name."""
         return list(self.process_on_nodes)
 
     def local_world_size_list(self) -> list[int]:
@@ -96,21 +97,22 @@ class ResourcePool:
 
 def place(pool: ResourcePool, free: FreeResources) -> list[str] | None:
     """Returns each rank's node, or None if the pool does not fit; subtracts its resources from `free`."""
+    counts = pool.process_on_nodes
     nodes: dict[int, str] = {}
-    by_size = sorted(enumerate(pool.process_on_nodes), key=lambda entry: -entry[1])
-    for index, count in by_size:
-        capacity = {
+    """The node for each entry of `process_on_nodes`, by index."""
+    for index in sorted(range(len(counts)), key=counts.__getitem__, reverse=True):
+        capacity = {  # in processes
             name: min(int(resources.get(kind, 0.0)) for kind in pool.bundle)
             for name, resources in free.items()
             if not (pool.spread and name in nodes.values())
         }
-        candidates = [name for name in capacity if capacity[name] >= count]
+        candidates = [name for name in capacity if capacity[name] >= counts[index]]
         if not candidates:
             return None
-        nodes[index] = smallest = min(candidates, key=capacity.__getitem__)
+        nodes[index] = min(candidates, key=capacity.__getitem__)
         for kind in pool.bundle:
-            free[smallest][kind] -= count
-    return [nodes[index] for index, count in enumerate(pool.process_on_nodes) for _ in range(count)]
+            free[nodes[index]][kind] -= counts[index]
+    return [nodes[index] for index, count in enumerate(counts) for _ in range(count)]
 
 
 class ResourcePoolManager:
@@ -168,13 +170,13 @@ def split_resource_pool(pool: ResourcePool, sizes: Sequence[int]) -> list[Resour
             f"the sizes {list(sizes)} do not add up to the {pool.world_size} processes of {pool}"
         )
     nodes = [node for node, count in enumerate(pool.process_on_nodes) for _ in range(count)]
-    parts: list[ResourcePool] = []
+    pools: list[ResourcePool] = []
     start = 0
     for index, size in enumerate(sizes):
         counts = list(Counter(nodes[start : start + size]).values())
-        parts.append(_pool_like(pool, counts, f"{pool.name_prefix}_{index}"))
+        pools.append(_pool_like(pool, counts, f"{pool.name_prefix}_{index}"))
         start += size
-    return parts
+    return pools
 
 
 def merge_resource_pool(first: ResourcePool, second: ResourcePool) -> ResourcePool:

@@ -9,12 +9,12 @@ import functools
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate
 
 from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
 from hone.controller.contract import Call, Executor, Mesh
 from hone.controller.decorator import registered_methods
-from hone.controller.dispatch import GroupCalls, LocalExecutor, W, WorkerHost
+from hone.controller.dispatch import GroupCalls, LocalExecutor, P, R, W, WorkerHost
 from hone.controller.resource_pool import ResourcePool, Role
 from hone.controller.threads import set_thread_count, thread_count
 from hone.controller.worker import Placement, Worker, use_placement
@@ -49,6 +49,12 @@ class WorkerGroup(GroupCalls[W]):
         mesh = Mesh(*zip(*self.execute_all("mesh_slot", name), strict=True))
         mesh.check(name)
         return mesh
+
+    def begin(
+        self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> DataProtoFuture:
+        """Calls a method registered with `blocking=False`; `get()` waits for its result."""
+        return self.call(method, *args, **kwargs)  # type: ignore[return-value]
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Calls a method on all ranks with the same arguments; `get()` returns a list."""
@@ -114,7 +120,7 @@ class WorkerGroup(GroupCalls[W]):
 
 
 def build_host(cls_with_init: ClassWithInitArgs, placement: Placement, threads: int) -> WorkerHost:
-    """Creates the workers of this rank, after this process was set to `threads` threads."""
+    """Sets the number of CPU threads of this process and creates the workers of its rank."""
     set_thread_count(threads)
     host = WorkerHost()
     is_colocated = isinstance(cls_with_init, ColocatedClass)

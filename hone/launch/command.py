@@ -137,11 +137,11 @@ def _add_job_file_launchers(launchers: _Launchers) -> None:
 
 def _add_running_launchers(launchers: _Launchers) -> None:
     """Adds the launchers that start the nodes and run the command at once."""
-    for name, text in (
+    for name, help_text in (
         ("ssh", "start the nodes over ssh on the hosts of a file"),
         ("srun", argparse.SUPPRESS),
     ):
-        launcher = launchers.add_parser(name, help=text, allow_abbrev=False)
+        launcher = launchers.add_parser(name, help=help_text, allow_abbrev=False)
         launcher.add_argument(
             "--hosts",
             required=True,
@@ -184,7 +184,7 @@ def _add_cluster_size(command: Sequence[str], nodes: int, gpus: int | None) -> l
 
 
 def _is_training_program(first: str, second: str) -> bool:
-    """Whether two arguments are `hone train` or `-m MODULE` of an RL program."""
+    """Whether two successive arguments are `hone train`, or `-m` and the module of an RL program."""
     if first == "-m":
         return _TRAINING_MODULE.fullmatch(second) is not None
     return first in ("hone", "hone.cli") and second == "train"
@@ -193,7 +193,8 @@ def _is_training_program(first: str, second: str) -> bool:
 def _write_job_file(
     options: argparse.Namespace, command: Sequence[str], parser: argparse.ArgumentParser
 ) -> int:
-    nodes = options.nodes or parser.error(f"{options.launcher}: give --nodes")
+    if (nodes := options.nodes) is None:
+        parser.error(f"{options.launcher}: give --nodes")
     gpus = 8 if options.gpus_per_node is None else options.gpus_per_node
     is_slurm = options.launcher == "slurm"
     if is_slurm:
@@ -225,17 +226,18 @@ def _write_job_file(
             cpus=options.cpus,
             memory=options.memory,
         )
-    out = options.out or f"{options.name}.{'sbatch' if is_slurm else 'yaml'}"
-    atomic_write_text(out, text)
+    suffix = "sbatch" if is_slurm else "yaml"
+    file = options.out or f"{options.name}.{suffix}"
+    atomic_write_text(file, text)
     if not is_slurm:
-        screen().line(f"wrote {out}; start it: kubectl create -f {shlex.quote(out)}")
+        screen().line(f"wrote {file}; start it: kubectl create -f {shlex.quote(file)}")
     elif not options.submit:
-        screen().line(f"wrote {out}; start it: sbatch {shlex.quote(out)}")
+        screen().line(f"wrote {file}; start it: sbatch {shlex.quote(file)}")
     elif shutil.which("sbatch") is None:
-        raise ConfigError(f"wrote {out}; --submit needs sbatch, which is not on this machine")
+        raise ConfigError(f"wrote {file}; --submit needs sbatch, which is not on this machine")
     else:
-        screen().line(f"wrote {out}")
-        return subprocess.run(["sbatch", out], check=False).returncode
+        screen().line(f"wrote {file}")
+        return subprocess.run(["sbatch", file], check=False).returncode
     return 0
 
 
@@ -250,8 +252,8 @@ def jobs(arguments: Sequence[str]) -> int:
     parser.add_argument("--address", help="address of the job server, as in http://127.0.0.1:8265")
     verbs = parser.add_subparsers(dest="verb")
     verbs.add_parser("list", help="list all jobs (the default)")
-    for verb, text in (("logs", "print and follow a job's log"), ("stop", "stop a job")):
-        verbs.add_parser(verb, help=text).add_argument(
+    for verb, help_text in (("logs", "print and follow a job's log"), ("stop", "stop a job")):
+        verbs.add_parser(verb, help=help_text).add_argument(
             "job", nargs="?", help="job (default: the newest)"
         )
     options = parser.parse_args(list(arguments))
@@ -296,7 +298,7 @@ def _run_jobs_verb(
 
 @contextlib.contextmanager
 def _keep_cluster_alive(head_folder: Path | None) -> Iterator[None]:
-    """Keeps a launched cluster running inside the block, so that a log can be read to its end."""
+    """Keeps a cluster of `hone launch` running inside the block, so that a log can be read to its end."""
     try:
         with contextlib.ExitStack() as stack:
             if head_folder is not None:
@@ -334,7 +336,10 @@ def _newest_launch() -> tuple[str, Path]:
 
 
 def _head_runs_here(cluster: Fields) -> bool:
-    """Whether the head of a cluster runs here; a shared home may have files of other or old clusters."""
+    """Whether the head of this cluster runs on this machine.
+
+    A shared home may have files of clusters that run elsewhere or have ended.
+    """
     if cluster.get("host") != socket.gethostname():
         return False
     return b"hone.launch.node" in Path(f"/proc/{cluster.get('pid')}/cmdline").read_bytes()

@@ -55,7 +55,8 @@ class JobClient:
             except CLIENT_ERRORS as error:
                 if f"{job} already exists" in str(error):
                     return job  # the answer to an earlier request was lost
-                # A new cluster has no job agent in its first seconds, and a busy one answers late.
+                # A new cluster has no job agent in its first seconds, and a busy agent answers late. An HTTP
+                # status 4xx is final.
                 if "status code 4" in str(error) or time.monotonic() > end_time:
                     raise
             time.sleep(POLL_INTERVAL_S)
@@ -96,7 +97,10 @@ class JobClient:
     async def _tail(
         self, job: str, write: Callable[[str], None], written_characters: int
     ) -> tuple[int, Exception | None]:
-        """Writes the log after the first `written_characters`; returns the new number and any error."""
+        """Writes the log after the first `written_characters`.
+
+        Returns the number of characters written so far, and the error that ended the stream, if any.
+        """
         position = 0
         stream = self._client.tail_job_logs(job)
         while True:
@@ -158,5 +162,5 @@ def run_job(
         client.retry_deadline_s = STOP_RETRY_DEADLINE_S
         with contextlib.suppress(Exception):  # the server may still be unreachable
             client.stop(job)
-            client.wait(job)  # the nodes stop after this process, and the job may save before
+            client.wait(job)  # the job may save; the nodes stop when this process ends
         return 1

@@ -74,7 +74,7 @@ class NodeStatus:
 
 
 def launch_folder(mark: str = "") -> Path:
-    """Returns the folder of a launched cluster in the user's home, or of all if `mark` is empty."""
+    """Returns the folder of the cluster with this mark, or of all clusters if `mark` is empty."""
     return Path.home() / ".hone" / "launch" / mark
 
 
@@ -92,8 +92,8 @@ def main() -> None:
     folder_name = f"{socket.gethostname()}-{os.getpid()}" if settings.head else HEAD_FOLDER
     folder = launch_folder(settings.mark) / folder_name
     reaper_process = reaper.start_reaper(f"{settings.mark}-{os.getpid()}")
-    # A private folder contains Ray's session folder, because Ray makes the latter world-writable. Other
-    # programs would find a cluster in Ray's default folder and join the cluster.
+    # Ray's session folder is world-writable, so it is made inside a private folder. In Ray's default folder,
+    # other programs would find the cluster and join it.
     session_folder = tempfile.mkdtemp(prefix="hone-ray-")
     try:
         run_node(settings, folder, session_folder, send_status)
@@ -137,10 +137,10 @@ def run_node(
         )
         return
     if not settings.head:
-        file = folder / CLUSTER_FILE
-        file.touch(mode=0o600)
+        cluster_file = folder / CLUSTER_FILE
+        cluster_file.touch(mode=0o600)
         process = {"host": socket.gethostname(), "pid": os.getpid()}
-        file.write_text(json.dumps(asdict(status) | process), encoding="utf-8")
+        cluster_file.write_text(json.dumps(asdict(status) | process), encoding="utf-8")
     send_status(status)
     while sys.stdin.readline():
         pass
@@ -190,7 +190,7 @@ def start_ray(settings: NodeSettings, token_file: Path, session_folder: str) -> 
 
 
 def _raylet_failure(session_folder: str) -> str:
-    """Returns a line with the failed check in the raylet's log, or an empty text."""
+    """Returns a line about the failed check in the raylet's log, or an empty string."""
     for file in Path(session_folder).glob("ray/session_latest/logs/raylet.out"):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
             if "Check failed: " in line:

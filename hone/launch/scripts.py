@@ -38,7 +38,8 @@ def sbatch_script(
     if invalid_lines := [line for line in lines if not line or "\n" in line or "\r" in line]:
         raise ConfigError(f"{invalid_lines[0]!r} is not a line of an sbatch script")
     directives = [f"--job-name={shlex.quote(name)}", f"--nodes={nodes}", "--ntasks-per-node=1"]
-    directives += [f"--gpus-per-node={gpus}"] if gpus else []
+    if gpus:
+        directives.append(f"--gpus-per-node={gpus}")
     # SLURM sends SIGTERM 120 s before the time limit, so that the job can save.
     directives += ["--exclusive", "--output=%x-%j.log", "--signal=B:TERM@120", *options]
     launch_command = [
@@ -49,14 +50,16 @@ def sbatch_script(
         f"--nodes={nodes}",
         f"--gpus-per-node={gpus}",
     ]
-    launch_command += [f"--setup={setup}"] if setup else []
-    launch_command += [f"--folder={folder}"] if folder else []
+    if setup:
+        launch_command.append(f"--setup={setup}")
+    if folder:
+        launch_command.append(f"--folder={folder}")
     launch_command.append(f"--start-timeout={start_timeout:g}")
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH {option}" for option in directives),
-            *filter(None, [setup]),  # before `set`: the setup may read unset variables
+            *([setup] if setup else []),  # before `set`: the setup may read unset variables
             "set -euo pipefail",
             "hosts=$(mktemp)",
             "trap 'rm -f \"$hosts\"' EXIT",
@@ -173,7 +176,7 @@ def _volume_and_mount(number: int, text: str) -> tuple[Fields, Fields]:
 
 
 def entrypoint_without_quotes(command: Sequence[str]) -> str:
-    """Returns the command as text without shell characters, because KubeRay and Ray both quote it."""
+    """Returns the command without special characters of a shell, because KubeRay and Ray both quote it."""
     arguments = list(command)
     arguments[:1] = ["python", "-m", "hone.cli"] if arguments[0] == "hone" else arguments[:1]
     if all(shlex.quote(argument) == argument for argument in arguments):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 64
+"""Each slice starts at a multiple of this number of bytes, so that it can be viewed as any dtype."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class TensorSlice:
     bucket_offset: int
     """Offset of the slice in the bucket, in bytes."""
 
+    @property
+    def bucket_range(self) -> slice:
+        """The indices of the bytes in the bucket."""
+        return slice(self.bucket_offset, self.bucket_offset + self.size)
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -39,15 +46,13 @@ class Bucket:
     @property
     def size(self) -> int:
         """Number of bytes, with the gaps that align the slices."""
-        last = self.slices[-1]
-        return last.bucket_offset + last.size
+        size: int = self.slices[-1].bucket_range.stop
+        return size
 
     def write_to(self, buffer: Tensor) -> None:
         """Copies the bytes into `buffer`, a uint8 tensor of at least `size` bytes."""
         for tensor_slice, payload in zip(self.slices, self.payloads, strict=True):
-            buffer[
-                tensor_slice.bucket_offset : tensor_slice.bucket_offset + tensor_slice.size
-            ].copy_(payload)
+            buffer[tensor_slice.bucket_range].copy_(payload)
 
 
 def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
@@ -56,19 +61,19 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
     payloads: list[Tensor] = []
     used_bytes = 0
     for name, tensor in weights:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        tensor_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         tensor_offset = 0
         # An empty tensor has one slice of 0 bytes.
-        while tensor_offset < len(data) or (tensor_offset == 0 and len(data) == 0):
+        while tensor_offset < len(tensor_bytes) or (tensor_offset == 0 and len(tensor_bytes) == 0):
             if used_bytes >= bucket_bytes:
                 yield Bucket(tuple(slices), tuple(payloads))
                 slices, payloads, used_bytes = [], [], 0
-            size = min(len(data) - tensor_offset, bucket_bytes - used_bytes)
+            size = min(len(tensor_bytes) - tensor_offset, bucket_bytes - used_bytes)
             dtype = str(tensor.dtype).removeprefix("torch.")
             shape = tuple(tensor.shape)
             slices.append(TensorSlice(name, dtype, shape, tensor_offset, size, used_bytes))
-            payloads.append(data[tensor_offset : tensor_offset + size])
-            used_bytes = -(-(used_bytes + size) // _ALIGNMENT) * _ALIGNMENT
+            payloads.append(tensor_bytes[tensor_offset : tensor_offset + size])
+            used_bytes = math.ceil((used_bytes + size) / _ALIGNMENT) * _ALIGNMENT
             tensor_offset += max(size, 1)
     if slices:
         yield Bucket(tuple(slices), tuple(payloads))
@@ -82,18 +87,16 @@ def unpack_buckets(
     Each bucket is a pair: its slices, and its bytes as a uint8 tensor of at least `Bucket.size` bytes.
     """
     incomplete_tensor: Tensor | None = None
-    for slices, data in buckets:
+    for slices, bucket_bytes in buckets:
         for tensor_slice in slices:
             dtype = getattr(torch, tensor_slice.dtype)
-            payload = data[
-                tensor_slice.bucket_offset : tensor_slice.bucket_offset + tensor_slice.size
-            ]
+            payload = bucket_bytes[tensor_slice.bucket_range]
             nbytes = torch.Size(tensor_slice.shape).numel() * dtype.itemsize
             if tensor_slice.size == nbytes:
                 yield tensor_slice.name, payload.view(dtype).reshape(tensor_slice.shape)
                 continue
             if tensor_slice.tensor_offset == 0:
-                incomplete_tensor = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
+                incomplete_tensor = torch.empty(nbytes, dtype=torch.uint8, device=payload.device)
             assert incomplete_tensor is not None, (
                 f"the first slice of {tensor_slice.name} is missing"
             )
@@ -110,4 +113,8 @@ def serialize_slices(slices: Sequence[TensorSlice]) -> bytes:
 
 
 def deserialize_slices(message: bytes) -> tuple[TensorSlice, ...]:
-    return tuple(TensorSlice(**{**p, "shape": tuple(p["shape"])}) for p in json.loads(message))
+    """Decodes the message of `serialize_slices`."""
+    fields_of_slices = json.loads(message)
+    return tuple(
+        TensorSlice(**{**fields, "shape": tuple(fields["shape"])}) for fields in fields_of_slices
+    )

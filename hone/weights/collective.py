@@ -45,7 +45,7 @@ class BroadcastSender:
         with _wrap_errors():
             # A header of 0 bytes ends the stream.
             self._group.broadcast(torch.tensor([0, 0], device=self._device), 0).wait()
-            # Every receiver must have received this before the group is destroyed.
+            # Every receiver must have received this header before the group is destroyed.
             for rank in range(1, self._num_receivers + 1):
                 self._store.wait([_done_key(self.address, rank)], self._timeout)
         return total_bytes

@@ -1,4 +1,4 @@
-"""The types of a weight transfer that trainer and rollout workers share, and their store and GPU memory."""
+"""The address and the error of a weight transfer, and what its transports share: a store and GPU memory."""
 
 from __future__ import annotations
 

@@ -66,13 +66,13 @@ class _Connection:
             return descriptors[0]
 
     def _read_exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            part = self.socket.recv(size - len(data))
-            if not part:
+        message = b""
+        while len(message) < size:
+            chunk = self.socket.recv(size - len(message))
+            if not chunk:
                 raise ConnectionResetError("end of stream")
-            data += part
-        return data
+            message += chunk
+        return message
 
     @contextlib.contextmanager
     def _wrap_errors(self) -> Iterator[None]:
@@ -219,7 +219,7 @@ def receive_buckets(
         while (message := connection.receive()) != _END_MESSAGE:
             slices = deserialize_slices(message)
             start = num_buckets % _NUM_BUFFERS * bucket_bytes
-            data = memory[start : start + slices[-1].bucket_offset + slices[-1].size].clone()
+            data = memory[start : start + slices[-1].bucket_range.stop].clone()
             if data.is_cuda:
                 torch.cuda.synchronize(data.device)
             connection.send(b"ack")
@@ -231,16 +231,19 @@ def receive_buckets(
 @contextlib.contextmanager
 def _short_path(path: Path) -> Iterator[str]:
     """Yields another path of a socket: a socket's path has at most 107 bytes, and TMPDIR may be long."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    folder_descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
+        yield f"/proc/self/fd/{folder_descriptor}/{path.name}"
     finally:
-        os.close(folder)
+        os.close(folder_descriptor)
 
 
 def _open_gpu_memory(handle: list[Any]) -> Tensor:
+    """Returns the memory that `share_gpu_memory` shared."""
     torch.cuda.init()  # torch opens the handle in the CUDA context of this process, which must exist
-    parts = [base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handle]
-    storage = torch.UntypedStorage._new_shared_cuda(*parts)
-    device = torch.device("cuda", int(parts[0]))
+    arguments = [
+        base64.b64decode(value["bytes"]) if isinstance(value, dict) else value for value in handle
+    ]
+    storage = torch.UntypedStorage._new_shared_cuda(*arguments)
+    device = torch.device("cuda", int(arguments[0]))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
