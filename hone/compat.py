@@ -127,7 +127,7 @@ def _hone_path(path: str) -> str:
 
 
 class VerlFinder(MetaPathFinder):
-    """Finds the paths of the tables; real modules have precedence, because this finder is the last one."""
+    """Finds the paths of the tables, as the last finder: real modules have precedence."""
 
     def __init__(self) -> None:
         self._paths = paths()

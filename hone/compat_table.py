@@ -78,20 +78,21 @@ WHOLE_MODULES: dict[str, str] = {
 """Maps each path whose names are all in one of our modules to that module."""
 
 _MANAGER_NAMES = {
-    **_map(f"{_MANAGERS}.rule", "AbstractRewardManager"),
-    **_map(f"{_MANAGERS}.rule", "NaiveRewardManager"),
+    **_map(f"{_MANAGERS}.rule", "AbstractRewardManager NaiveRewardManager"),
     **_map(f"{_MANAGERS}.batch", "BatchRewardManager"),
     **_map(f"{_MANAGERS}.prime", "PrimeRewardManager"),
     **_map(f"{_MANAGERS}.dapo", "DAPORewardManager"),
     **_map(f"{_MANAGERS}.registry", "register get_reward_manager_cls"),
 }
 _LOOP_NAMES = {
-    **_map(_AGENTS, "AgentLoopBase AgentLoopOutput AgentLoopMetrics register register_agent_loop"),
-    **_map(_AGENTS, "DictConfigWrap ToolListWrap"),
+    **_map(
+        _AGENTS,
+        "AgentLoopBase AgentLoopOutput AgentLoopMetrics DictConfigWrap SingleTurnAgentLoop ToolListWrap "
+        "register register_agent_loop",
+    ),
     "AsyncLLMServerManager": f"{_AGENTS}:ServerManager",
     "LLMServerClient": f"{_AGENTS}:ServerManager",
     **_map("hone.rollout.contract", "TokenOutput"),
-    **_map("hone.agents.contract", "SingleTurnAgentLoop"),
     **_map("hone.agents.loops.tool", "ToolAgentLoop"),
 }
 _PARSERS = "hone.agents.parsers"
@@ -107,11 +108,10 @@ _FUNCTION_TOOL_NAMES = {
         "FUNCTION_TOOL_REGISTRY _LOADED_FUNCTION_TOOL_PATHS FunctionTool function_tool "
         "get_function_tool load_function_tools_from_path",
     ),
-    "normalize_function_tool_return": ("hone.agents.tools.contract:normalize_function_tool_return"),
+    **_map("hone.agents.tools.contract", "normalize_function_tool_return"),
 }
 _TOOL_LIST_NAMES = {
-    "initialize_tools_from_config": "hone.agents.tools.loading:initialize_tools_from_config",
-    "load_all_tools": "hone.agents.tools.loading:load_all_tools",
+    **_map("hone.agents.tools.loading", "initialize_tools_from_config load_all_tools"),
     "get_tool_class": "hone.plugins:load_object",
 }
 _PROFILER_NAMES = _map(
@@ -125,14 +125,12 @@ _PROFILER_NAMES = _map(
 }
 _LOGGERS = _map("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
 _REWARD_LOOP_NAMES = {
-    "AsyncTokenBucket": f"{_REWARD_LOOP}:AsyncTokenBucket",
+    **_map(_REWARD_LOOP, "AsyncTokenBucket RewardManagerBase get_reward_manager_cls"),
     "get_reward_loop_manager_cls": f"{_REWARD_LOOP}:get_reward_manager_cls",
-    "get_reward_manager_cls": f"{_REWARD_LOOP}:get_reward_manager_cls",
-    "migrate_legacy_reward_impl": f"{_STEPS}:migrate_legacy_reward_impl",
-    "RawRewardFn": "hone.types:Function",
-    "register": f"{_MANAGERS}.registry:register",
     "RewardLoopManagerBase": f"{_REWARD_LOOP}:RewardManagerBase",
-    "RewardManagerBase": f"{_REWARD_LOOP}:RewardManagerBase",
+    **_map(_STEPS, "migrate_legacy_reward_impl"),
+    "RawRewardFn": "hone.types:Function",
+    **_map(f"{_MANAGERS}.registry", "register"),
     **{
         f"{kind}{ending}": f"{_REWARD_LOOP}:{kind}RewardManager"
         for kind in ("Naive", "DAPO", "RateLimited")
@@ -214,8 +212,10 @@ _CORE_ALGO_NAMES = {
 }
 _ALGORITHM_CONFIGS = {
     "AlgoConfig": "hone.config.algorithm:AlgorithmConfig",
-    **_map("hone.config.algorithm", "FilterGroupsConfig KLControlConfig PFPPOConfig"),
-    **_map("hone.config.algorithm", "RolloutCorrectionConfig"),
+    **_map(
+        "hone.config.algorithm",
+        "FilterGroupsConfig KLControlConfig PFPPOConfig RolloutCorrectionConfig",
+    ),
 }
 _ACTOR_CONFIGS = {
     "FSDPActorConfig": "hone.config.actor:ActorConfig",
@@ -282,9 +282,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.tools.tool_registry": _TOOL_LIST_NAMES,
     "hone.tools.utils.tool_registry": _TOOL_LIST_NAMES,
     "hone.interactions.utils.interaction_registry": {
-        "initialize_interactions_from_config": (
-            "hone.agents.tools.loading:initialize_interactions_from_config"
-        ),
+        **_map("hone.agents.tools.loading", "initialize_interactions_from_config"),
         "get_interaction_class": "hone.plugins:load_object",
     },
     "hone.base_config": {"BaseConfig": "hone.config.block:Block"},
@@ -361,6 +359,8 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.profiler.performance": _PROFILER_NAMES,
     "hone.utils.profiler.profile": _PROFILER_NAMES,
     "hone.utils.profiler.config": _PROFILER_NAMES,
+    "hone.utils.debug": _PROFILER_NAMES,
+    "hone.utils.debug.performance": _PROFILER_NAMES,
     "hone.utils.logger": _LOGGERS,
     "hone.utils.logger.aggregate_logger": _LOGGERS,
     "hone.utils.net_utils": _map("hone.ops.verl_python", "is_ipv4 is_ipv6"),
@@ -368,13 +368,13 @@ NAMES: dict[str, dict[str, str]] = {
         **_map("hone.tracking.run_folder", "find_latest_ckpt_path get_checkpoint_tracker_filename"),
         **_map("hone.ops.verl_python", "should_save_ckpt_esi"),
     },
-    "hone.utils.debug": _PROFILER_NAMES,
-    "hone.utils.debug.performance": _PROFILER_NAMES,
     "hone.utils.chat_template": _TEMPLATE_NAMES,
     "hone.utils.import_utils": {
-        **_map("hone.plugins", "load_extern_object load_module import_external_libs"),
-        **_map("hone.plugins", "is_vllm_available is_sglang_available is_megatron_core_available"),
-        **_map("hone.plugins", "is_trl_available is_nvtx_available"),
+        **_map(
+            "hone.plugins",
+            "load_extern_object load_module import_external_libs is_megatron_core_available "
+            "is_nvtx_available is_sglang_available is_trl_available is_vllm_available",
+        ),
         "load_extern_type": "hone.plugins:load_extern_object",
         **_map("hone.ops.verl_python", "deprecated load_class_from_fqn"),
         **_map(f"{_DATA}.files", "resolve_config_path"),

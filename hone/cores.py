@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> int:
-    """Returns the size of this process's CPU affinity, or the number of cores on a system without it."""
+    """Returns the number of cores in this process's CPU affinity, or of all cores on other systems."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

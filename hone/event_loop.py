@@ -286,9 +286,9 @@ def _wait_and_release(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[N
 
 
 def _release(task: asyncio.Future[T]) -> None:
-    """Abandons a task that is not done.
+    """Abandons a task that is not done; retrieves the exception of a task that is done.
 
-    The exception of a task that is done is retrieved, because asyncio logs exceptions that are not.
+    asyncio would log an exception that was not retrieved.
     """
     if not task.done():
         abandon_task(task)
@@ -297,7 +297,7 @@ def _release(task: asyncio.Future[T]) -> None:
 
 
 class DeadlineExceeded(Exception):
-    """The deadline of `run_with_deadline` has passed; the work itself may raise a TimeoutError."""
+    """Raised at the deadline of `run_with_deadline`; a TimeoutError is the coroutine's own."""
 
 
 async def run_with_deadline(
@@ -306,7 +306,7 @@ async def run_with_deadline(
     """Returns the result of a coroutine; raises DeadlineExceeded after `seconds` (None: no deadline).
 
     At the deadline the coroutine is cancelled, and has `grace_s` (default GRACE_S) seconds to clean up. A
-    SystemExit that it raises becomes a RuntimeError, because a SystemExit would end the event loop.
+    SystemExit of the coroutine becomes a RuntimeError, because a SystemExit would end the event loop.
     """
     task = asyncio.ensure_future(_convert_exits(work))
     try:

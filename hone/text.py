@@ -20,7 +20,7 @@ MAX_MESSAGE_CHARACTERS = 200
 
 
 class BadText(ValueError):
-    """Text cannot be parsed."""
+    """Raised if a text cannot be parsed."""
 
 
 def clean_text(text: str) -> str:

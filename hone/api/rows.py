@@ -36,7 +36,7 @@ _SCHEMA_COLUMNS = {*COLUMNS, "ability"}
 
 
 def file_names(data: Data) -> list[str] | None:
-    """Returns the file names if `data` is a file name or a list of them, else None."""
+    """Returns the file names if `data` is a file name or a list of file names, else None."""
     if isinstance(data, (str, os.PathLike)):
         return [os.fspath(data)]
     names = data if isinstance(data, (list, tuple)) else ()
@@ -48,7 +48,7 @@ def file_names(data: Data) -> list[str] | None:
 
 
 def as_rows(data: Data) -> list[Row]:
-    """Returns the rows as dicts; a bare prompt becomes a row with the column `prompt`."""
+    """Returns the rows as dicts; an item that is only a prompt becomes a row with the column `prompt`."""
     if (files := file_names(data)) is not None:
         return list(read_rows(files, BadRowPolicy("raise", policy_key=None), "data").scan())
     if isinstance(data, Mapping):

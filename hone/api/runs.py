@@ -160,8 +160,8 @@ def train(
 
     `data` is rows or files. `reward` is a function, the name of a rule (`gsm8k`, `math`), or several of
     them with weights; by default the data source selects the rule. `settings` are keys of the
-    `ppo_trainer` config, short (`lr`, `n`, `steps`) or dotted; `config` is a YAML file of them. The run is
-    written to `folder`, by default a new folder in `runs/`; an existing run in `folder` is resumed.
+    `ppo_trainer` config, short (`lr`, `n`, `steps`) or dotted; `config` is a YAML file with such keys. The
+    run is written to `folder`, by default a new folder in `runs/`; an existing run in `folder` is resumed.
     """
     call_settings = CallSettings("ppo_trainer", "hone.train", settings, config)
     inputs = _RunInputs(reward)

@@ -1,4 +1,4 @@
-"""Finds the file of a benchmark's test rows in a folder, or prepares it as `hone data prepare` does."""
+"""Finds the file of a benchmark's test rows, or prepares the file as `hone data prepare` does."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def check_output_folder(path: str, key: str) -> None:
 
 
 def check_output_file(path: str, key: str, inputs: Sequence[str] = ()) -> None:
-    """Raises an error if results cannot be written to this file, or if it is one of the input files."""
+    """Raises an error if results cannot be written to this file, or if the file is one of `inputs`."""
     _check_local(path, key)
     file = Path(path).expanduser().absolute()
     if file.is_dir():

@@ -90,7 +90,7 @@ def report(
 
 
 def chat_template_findings(model: str) -> Iterator[Finding]:
-    """Yields findings about a chat template: do agent loops append the tokens that the template renders?"""
+    """Yields findings on whether agent loops append the tokens that a model's chat template renders."""
     from hone.agents.observations import Drift, drifts
     from hone.models.load import load_tokenizer
 

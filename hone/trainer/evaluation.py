@@ -55,7 +55,7 @@ class EvaluationError(ValueError):
 
 @dataclass
 class Attempts:
-    """The score of each response of a row, and the answer that it votes for (None: no vote)."""
+    """The score and the vote of each response of a row; a vote is an answer, or None."""
 
     source: str
     scores: list[float] = field(default_factory=list)
@@ -113,8 +113,8 @@ class Evaluation:
 def evaluate(config: EvaluationConfig, compute_score: Function | None = None) -> Evaluation:
     """Reads, scores and summarizes the responses; raises an error if no response could be scored.
 
-    `compute_score` replaces the configured scorer. It runs in this process, so that it cannot be stopped at
-    its deadline; the configured scorer runs in separate processes.
+    `compute_score` replaces the configured scorer. The function runs in this process, which cannot stop it at
+    a deadline; the configured scorer runs in separate processes.
     """
     store = read_rows(config.data.path, BadRowPolicy("raise", policy_key=None), "data.path")
     rows = list(store.scan())

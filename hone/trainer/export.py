@@ -179,7 +179,7 @@ def _gather_and_export(
 def _replace_custom_code(
     model: ModelConfig, external_lib: str | None, trust_remote_code: bool
 ) -> ModelConfig:
-    """Returns the run's model config with the custom code of the command line in place of the run's.
+    """Returns the run's model config, with its custom code replaced by that of the command line.
 
     Prints the flags that would allow the custom code of the run.
     """
@@ -226,7 +226,7 @@ def _model_config(source: Path) -> ModelConfig:
 
 
 def check_push(repo: str) -> None:
-    """Raises an error if the name is no repository's, the hub is offline, or there is no token."""
+    """Raises an error if the repository name is invalid, the hub is offline, or there is no token."""
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

@@ -111,7 +111,7 @@ def build_engine(
 
 
 def max_positions(lm: PreTrainedModel) -> int | None:
-    """Returns the maximum sequence length of a model; None if its config has none."""
+    """Returns the maximum sequence length of a model; None if the config does not limit the length."""
     config = lm.config.get_text_config()
     max_length: int | None = getattr(config, "max_position_embeddings", None)
     return max_length
@@ -293,7 +293,7 @@ class Generation:
         )
 
     def _prompt_ids(self, index: int) -> list[int]:
-        """Returns the prompt of a row as tokens; raises an error if it is too long."""
+        """Returns the prompt of a row as token ids; raises an error if the prompt is too long."""
         row, data = self.rows[index], self.config.data
         max_tokens = self.config.rollout.prompt_length
         if data.prompt_key not in row:

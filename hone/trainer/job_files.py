@@ -79,7 +79,7 @@ class JobFiles:
             stream.write(line.encode())
 
     def is_done(self, *, overwrite: bool) -> bool:
-        """Returns whether this job's output exists; if it does, leftover parts are deleted.
+        """Returns whether this job's output exists, and deletes the parts of a job that is done.
 
         Raises an error if the file is another job's output and `overwrite` is false.
         """

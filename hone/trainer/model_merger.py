@@ -29,7 +29,7 @@ class ModelMergerConfig:
     """verl's settings of a merge.
 
     backend, tie_word_embedding and use_cpu_initialization are ignored, because a checkpoint records its
-    format and its model; so is hf_model_config_path in `merge_and_save`.
+    format and its model. `merge_and_save` also ignores hf_model_config_path.
     """
 
     operation: str

@@ -167,7 +167,7 @@ def labelled_step_metrics(scorer: StepScorer) -> dict[str, Any]:
 
 
 def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str) -> dict[str, Any]:
-    """Returns the mean scores of best-of-n, majority vote, weighted vote and oracle, each for several k.
+    """Returns the mean scores of best-of-n, majority vote, weighted vote and oracle, for several k.
 
     A row has n ≥ k responses, of which the first k count. It also has their `scores`, or the columns from
     which `hone eval` computes scores.

@@ -52,7 +52,7 @@ def harmonic_mean(first: float, second: float) -> float:
 
 
 def process_bench(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Returns the accuracy on wrong solutions, that on right solutions, and their harmonic mean (F1).
+    """Returns the accuracies on wrong and on right solutions, and their harmonic mean (F1).
 
     A prediction or label is the index of the first wrong step, or -1 for a right solution.
     """

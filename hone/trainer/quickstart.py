@@ -1,7 +1,8 @@
 """`hone quickstart` trains a tiny new policy on sums with GRPO, on this machine, in two minutes.
 
 Nothing is downloaded. SFT teaches the base policy the answer format with mostly wrong answers, so the
-initial score of RL is low. RL then learns the right answers from rewards. Neither sees the held-out sums.
+initial score of RL is low. RL then learns the right answers from rewards. Held-out sums are in no training
+data.
 """
 
 from __future__ import annotations

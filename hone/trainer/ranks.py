@@ -93,7 +93,10 @@ def sum_over_ranks(*values: float) -> list[float]:
 
 
 def must_launch(world_size: int, nnodes: int, module: str) -> bool:
-    """Returns whether this process must launch the ranks; raises an error if it cannot."""
+    """Returns whether this process must launch the ranks.
+
+    Raises an error if there are several nodes, or if torchrun has started another number of ranks.
+    """
     if "WORLD_SIZE" in os.environ:
         num_started = Ranks.from_env().world_size
         if world_size not in (1, num_started):

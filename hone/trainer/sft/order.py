@@ -41,7 +41,7 @@ def data_parallel_slots(config: SupervisedConfig, num_ranks: int) -> int:
 
 
 def batches_per_epoch(num_rows: int, batch_rows: int) -> int:
-    """Returns the number of whole batches per epoch; raises an error if there is none."""
+    """Returns the number of whole batches per epoch; raises an error if the rows do not fill a batch."""
     if num_rows < batch_rows:
         raise DataError(
             f"there are {num_rows} rows to train on, fewer than one batch of {batch_rows}; use "

@@ -128,7 +128,7 @@ class SFTRun:
         return progress(description, total)
 
     def fit(self) -> None:
-        """Trains to the last step, resuming from a checkpoint if there is one."""
+        """Trains to the last step; a run with checkpoints is resumed."""
         with lock_folder(self.folder.path) if self.ranks.is_first else nullcontext():
             self.resume()
             if self.trainer.step_number < self.total_steps:
