@@ -72,7 +72,7 @@ def score(
         if part == PROCESS:
             step_mask, trajectory = batch.batch["step_mask"], trajectory_indices(batch)
             scores = assign_credit(scores, step_mask, config.credit_assignment, trajectory)
-            # The column has weighted rewards, since the strict minimum subtracts the column from the sum.
+            # The column is weighted: the strict minimum subtracts the column from the weighted sum.
             scores = scores * config.modeling_reward_coef
         if part != AGENT:  # the agent loop's part is a column already
             write(batch, reward_column(part), scores)
@@ -121,41 +121,43 @@ def _score_parts(
         parts[RULE], extras = _score_rows(batch, is_last & ~is_model_style, reward_fn)
         _check_extras(extras, reward_fn)
     if model is not None:
-        mask = is_last & is_model_style if route_by_style else is_last | scores_steps
+        row_mask = is_last & is_model_style if route_by_style else is_last | scores_steps
         if isinstance(model, RuleRewardManager):
-            parts[MODEL], model_extras = _score_rows(batch, mask, model)
+            parts[MODEL], model_extras = _score_rows(batch, row_mask, model)
             rule_failures = extras.get(FAILURE_COLUMN)
             model_failures = model_extras.get(FAILURE_COLUMN)
             extras = {**{name: v for name, v in model_extras.items() if name != "score"}, **extras}
             if rule_failures is not None and model_failures is not None:
                 reasons = zip(rule_failures, model_failures, strict=True)
                 extras[FAILURE_COLUMN] = [by_rule or by_model for by_rule, by_model in reasons]
-        elif not mask.any():
+        elif not row_mask.any():
             parts[MODEL] = torch.zeros(batch.batch["responses"].shape)
         else:
-            selected_batch = batch if mask.all() else batch[mask]
+            selected_batch = batch if row_mask.all() else batch[row_mask]
             output = model.call(RewardModelWorker.compute_rm_score, selected_batch)
             if output.has_column("step_mask"):
-                write(batch, "step_mask", _expand_rows(output.batch["step_mask"], mask))
-                parts[PROCESS] = _expand_rows(output.batch["step_rewards"], mask)
+                write(batch, "step_mask", _expand_rows(output.batch["step_mask"], row_mask))
+                parts[PROCESS] = _expand_rows(output.batch["step_rewards"], row_mask)
             else:
-                parts[MODEL] = _expand_rows(output.batch["rm_scores"], mask)
+                parts[MODEL] = _expand_rows(output.batch["rm_scores"], row_mask)
         if MODEL in parts:
             write(batch, "rm_scores", parts[MODEL])
     return parts, extras
 
 
-def _score_rows(batch: DataProto, mask: np.ndarray, reward_fn: Function) -> tuple[Tensor, Extras]:
+def _score_rows(
+    batch: DataProto, row_mask: np.ndarray, reward_fn: Function
+) -> tuple[Tensor, Extras]:
     """Returns the manager's scores [B, T] and extras of the selected rows; other rows have 0 and None."""
-    if not mask.any() and len(batch):
+    if not row_mask.any() and len(batch):
         return torch.zeros(batch.batch["responses"].shape), {}
-    selected_batch = batch if mask.all() else batch[mask]
+    selected_batch = batch if row_mask.all() else batch[row_mask]
     rewards, row_extras = _call_manager(reward_fn, selected_batch)
     extras: dict[str, list[JsonValue]] = {}
     for name, values in row_extras.items():
         row_values = iter(values)
-        extras[name] = [next(row_values) if is_selected else None for is_selected in mask]
-    return _expand_rows(move_to_policy_tokens(selected_batch, rewards), mask), extras
+        extras[name] = [next(row_values) if is_selected else None for is_selected in row_mask]
+    return _expand_rows(move_to_policy_tokens(selected_batch, rewards), row_mask), extras
 
 
 def _call_manager(reward_fn: Function, batch: DataProto) -> tuple[Tensor, Extras]:
@@ -188,10 +190,10 @@ def _call_manager(reward_fn: Function, batch: DataProto) -> tuple[Tensor, Extras
     return rewards.detach().float().cpu(), extras
 
 
-def _expand_rows(scores: Tensor, mask: np.ndarray) -> Tensor:
+def _expand_rows(scores: Tensor, row_mask: np.ndarray) -> Tensor:
     """Expands the scores of the selected rows to [B, T], with 0 in the other rows."""
-    expanded = torch.zeros((len(mask), *scores.shape[1:]), dtype=scores.dtype)
-    expanded[torch.from_numpy(mask)] = scores
+    expanded = torch.zeros((len(row_mask), *scores.shape[1:]), dtype=scores.dtype)
+    expanded[torch.from_numpy(row_mask)] = scores
     return expanded
 
 
@@ -298,16 +300,17 @@ def balance(
         update_numbers = step_rows // min(rows_per_update)
         sorted_rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
         return batch.select_idxs(torch.cat([sorted_rows[rank::ranks] for rank in range(ranks)])), {}
+    # Every mini-batch is a number of whole blocks, and each rank gets an equal part of each block.
     block_rows = math.gcd(len(lengths), *rows_per_update)
     block_rows = block_rows if block_rows % ranks == 0 else len(lengths)
     rank_rows: list[list[int]] = [[] for _ in range(ranks)]
     for block in torch.arange(len(lengths)).split(block_rows):
-        parts = torch.arange(len(block)).view(ranks, -1).tolist()
+        rank_positions = torch.arange(len(block)).view(ranks, -1).tolist()
         if by_length:
             workloads = calculate_workload(lengths[block].tolist())
-            parts = get_seqlen_balanced_partitions(workloads, ranks, equal_size=True)
-        for rows, part in zip(rank_rows, parts, strict=True):
-            rows += block[part].tolist()
+            rank_positions = get_seqlen_balanced_partitions(workloads, ranks, equal_size=True)
+        for row_indices, positions in zip(rank_rows, rank_positions, strict=True):
+            row_indices += block[positions].tolist()
     metrics = balance_metrics(lengths, rank_rows)
     return batch.select_idxs(torch.tensor([row for rows in rank_rows for row in rows])), metrics
 
@@ -353,7 +356,7 @@ def data_metrics(
     keys = ("reward_extra_names", "loop_columns")
     has_acc = any("acc" in batch.meta_info.get(key, ()) for key in keys)
     if has_acc and are_numbers(arrays.get("acc", ())):
-        accuracies = [float(a) for a in arrays["acc"] if a is not None]
+        accuracies = [float(value) for value in arrays["acc"] if value is not None]
         metrics["accuracy"] = sum(accuracies) / len(accuracies)
     for name in ("num_turns", "tool_call_counts", "tool_failures"):
         counts = torch.tensor([float(n) for n in arrays.get(name, ()) if n is not None])
@@ -371,10 +374,7 @@ def data_metrics(
 
 
 def signal_metrics(batch: DataProto) -> dict[str, float]:
-    """Returns the share of groups whose responses all have the same score.
-
-    The result is empty if every group has only one response.
-    """
+    """Returns the share of groups with one score for all responses; empty if no group has two responses."""
     scores = trajectory_totals(batch, require(batch, "token_level_scores").sum(-1))
     groups = Groups.of(last_row_values(batch, batch.non_tensor_batch["uid"]))
     has_several_responses = groups.sizes > 1
@@ -386,12 +386,11 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
 
 def pop_manager_metrics(*managers: object) -> dict[str, float]:
     """Returns the metrics of the managers since the last call; a user's manager may have none."""
-    return {
-        name: value
-        for manager in managers
-        if hasattr(manager, "pop_metrics")
-        for name, value in manager.pop_metrics().items()
-    }
+    metrics: dict[str, float] = {}
+    for manager in managers:
+        if hasattr(manager, "pop_metrics"):
+            metrics |= manager.pop_metrics()
+    return metrics
 
 
 def split_attention_mask(batch: DataProto) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,10 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
     """Returns the bytes per method since the last call and their sum; clears the counters."""
     total: Counter[str] = Counter({"weights": 0})  # reported even if it is 0
-    for counter in {id(counter): counter for counter in counters}.values():
+    unique_counters = {
+        id(counter): counter for counter in counters
+    }  # one group may be listed twice
+    for counter in unique_counters.values():
         total.update(counter)
         counter.clear()
     metrics = {
@@ -120,11 +123,11 @@ class TrajectorySource:
         rows = DataProto(None, dict(prompts)).repeat(samples, interleave=True)
         sample_indices = np.tile(np.arange(samples), len(rows) // samples).astype(object)
         write(rows, "sample_index", sample_indices)
-        uid_and_index = list(zip(rows.non_tensor_batch["uid"], sample_indices, strict=True))
-        trajectory_ids = [f"{uid}-{i}" for uid, i in uid_and_index]
+        pairs = list(zip(rows.non_tensor_batch["uid"], sample_indices, strict=True))
+        trajectory_ids = [f"{uid}-{sample_index}" for uid, sample_index in pairs]
         write(rows, "trajectory_id", np.array(trajectory_ids, dtype=object))
-        # The seeds that the loop runner uses per trajectory, stored for a replay.
-        seeds = [trajectory_seed(self._run_seed, uid, i) for uid, i in uid_and_index]
+        # The loop runner computes the same seeds; the column stores them for a replay.
+        seeds = [trajectory_seed(self._run_seed, *pair) for pair in pairs]
         write(rows, "seed", np.array(seeds, dtype=object))
         rows.meta_info["sampling_params"] = dict(sampling)
         first_number = self._next_number
