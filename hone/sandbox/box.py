@@ -1,4 +1,4 @@
-"""One run from start to result, as callbacks of the warden's event loop, which never block."""
+"""One run of a program, as callbacks in the event loop of the warden; no callback blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hone.sandbox.plan import RunRequest
 from hone.sandbox.processes import StandardFds, as_root, set_rlimits, spawn
 from hone.sandbox.result import NotStarted, SandboxError, SandboxResult, Status
 
-SETUP_S = 30.0  # limit from fork to the program's start
+SETUP_S = 30.0  # limit on the time from the fork to the start of the program
 CHECK_INTERVAL_S = 0.05  # interval between two memory checks
 _CHUNK_BYTES = 1 << 16
 _BUBBLEWRAP_PROCESSES = 2  # one outside the box, and the first process inside it
@@ -29,7 +29,7 @@ _BUBBLEWRAP_MEMORY_BYTES = 8 << 20
 
 
 class Box(DescriptorOwner):
-    """One run: the state of its processes, limits and output."""
+    """The processes, limits and output of one run, or a spare without a request."""
 
     def __init__(self, request: RunRequest, box_id: int, selector: selectors.BaseSelector) -> None:
         super().__init__(selector)
@@ -39,8 +39,8 @@ class Box(DescriptorOwner):
         self._box_id = box_id
         self._deadline = time.monotonic() + SETUP_S
         self._next_check = time.monotonic() + CHECK_INTERVAL_S
-        self._is_spare = False  # whether the box is a spare that has no request yet
-        self._kill_status: Status | None = None  # the status of a run that was killed
+        self._is_spare = False
+        self._kill_status: Status | None = None  # why the warden killed the run
         self._error: str | None = None
         self._output: dict[str, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
         self._pending_events: set[str] = set()  # the run is done when this is empty
@@ -50,12 +50,12 @@ class Box(DescriptorOwner):
         self._pidfd: int | None = None  # of bubblewrap, or of the program if there is no bubblewrap
         self._init_pidfd: int | None = None  # of the first process of the box's PID namespace
         self._init_pid = 0
-        self._channel: int | None = None  # the caller's end of stdin, until it is sent
-        self._block_pipe: int | None = None  # a byte lets bubblewrap start the program
+        self._channel: int | None = None  # the caller's end of stdin, before the caller gets it
+        self._block_pipe: int | None = None  # bubblewrap starts the program after it reads a byte
         self._error_pipe: int | None = None  # setup errors of a child without bubblewrap
-        self._spare_stdin: int | None = None  # filled when the spare gets its request
+        self._spare_stdin: int | None = None  # an empty file until the spare gets its request
         self._unwritten_program = memoryview(b"")
-        self._program_pipe: int | None = None  # bubblewrap reads the program's text from it
+        self._program_pipe: int | None = None  # for the source of the program
         self._has_exit_code = False  # whether bubblewrap reported the program's exit code
         self._start_time: float | None = None
         self._end_time: float | None = None
@@ -64,7 +64,7 @@ class Box(DescriptorOwner):
     # ---- start ----
 
     def start(self, stdin_fd: int, file_fds: list[int], mount_points: dict[str, str]) -> None:
-        """Starts the processes. mount_points: see BindMounts.bind."""
+        """Starts the processes; `mount_points` are those of `BindMounts.bind`."""
         self._set_cgroup_limits()
         stdin_fd = self._open_channel() if self.request.has_channel else stdin_fd
         if self.request.plan.bwrap_path is None:
@@ -75,7 +75,7 @@ class Box(DescriptorOwner):
             self._launch(stdin_fd, program_and_files, mount_points)
 
     def prepare(self, mount_points: dict[str, str]) -> None:
-        """Starts this box as a spare for a request of the same kind as `self.request`."""
+        """Starts the box as a spare for a later request of the same kind as `self.request`."""
         self._set_cgroup_limits()
         self._is_spare, self._deadline = True, math.inf
         if self.request.has_channel:
@@ -85,7 +85,7 @@ class Box(DescriptorOwner):
         self._launch(stdin_fd, [self._open_program_pipe()], mount_points)
 
     def assign(self, request: RunRequest, stdin_fd: int, program_fd: int) -> None:
-        """Gives a spare its request: limits, standard input and program."""
+        """Starts the request in a spare: sets the limits, writes standard input, and starts the program."""
         self._is_spare = False
         self.request, self._deadline = request, time.monotonic() + SETUP_S
         self._set_cgroup_limits()
@@ -97,10 +97,10 @@ class Box(DescriptorOwner):
             self._start_program()
 
     def _open_channel(self) -> int:
-        """Creates a socket pair and returns the box's end, which `_launch` closes."""
-        ours, theirs = socket.socketpair()
-        self._channel = self._track(ours.detach())
-        return self._track(theirs.detach())
+        """Creates a socket pair and returns the end of the box, which `_launch` closes."""
+        caller_socket, box_socket = socket.socketpair()
+        self._channel = self._track(caller_socket.detach())
+        return self._track(box_socket.detach())
 
     def _open_program_pipe(self) -> int:
         read_fd, self._program_pipe = self._pipe()
@@ -119,7 +119,7 @@ class Box(DescriptorOwner):
         return not poll.poll(0)
 
     def _set_cgroup_limits(self) -> None:
-        """Sets the job's limits on the cgroup, which the first call creates."""
+        """Sets the limits of the job on the cgroup; the first call creates the cgroup."""
         parents, job = self.request.plan.parent_cgroups, self.request.job
         if parents is None:
             return
@@ -133,7 +133,7 @@ class Box(DescriptorOwner):
                 self._cgroup.set_limits(memory_bytes, max_processes)
 
     def _launch(self, stdin_fd: int, file_fds: list[int], mount_points: dict[str, str]) -> None:
-        """Starts bubblewrap, or without bubblewrap the program, and watches the output and the exit."""
+        """Starts bubblewrap or, without it, the program; watches the output and the exit."""
         out_read, out_write = self._pipe()
         err_read, err_write = self._pipe()
         standard_fds = (stdin_fd, out_write, err_write)
@@ -160,7 +160,7 @@ class Box(DescriptorOwner):
     def _spawn_bubblewrap(
         self, standard_fds: StandardFds, file_fds: list[int], mount_points: dict[str, str]
     ) -> list[int]:
-        """Starts bubblewrap and returns the descriptors that only bubblewrap needs, to be closed here."""
+        """Starts bubblewrap; returns descriptors that only bubblewrap needs, which the caller closes."""
         status_read, status_write = self._pipe()
         block_read, self._block_pipe = self._pipe()
         pass_fds = [*file_fds, status_write, block_read]
@@ -169,10 +169,10 @@ class Box(DescriptorOwner):
         if self.request.plan.use_seccomp:
             pass_fds.append(self._memfd(seccomp.build_filter()))
             options += ["--seccomp", str(pass_fds[-1])]
-        # Options are passed through a descriptor, so that the process list shows no path.
+        # Bubblewrap reads the options from a descriptor, so that the process list shows no path.
         pass_fds.append(self._memfd("\0".join(options).encode() + b"\0"))
         command = bubblewrap.build_command(self.request, pass_fds[-1])
-        # The environment is empty because /proc/1/environ inside the box is that of bubblewrap.
+        # The environment is empty: the box can read the environment of bubblewrap in /proc/1/environ.
         with self._cgroup.thread_inside() if self._cgroup is not None else contextlib.nullcontext():
             self.pid = spawn(command, standard_fds=standard_fds, pass_fds=pass_fds)
         self._watch("status", status_read, lambda: self._on_status(status_read))
@@ -193,7 +193,7 @@ class Box(DescriptorOwner):
         self._pending_events.discard(event)
 
     def _on_status(self, descriptor: int) -> None:
-        """Reads from bubblewrap the pid of the box's first process, which waits for its limits."""
+        """Reads from bubblewrap the pid of the first process in the box, which waits for its limits."""
         data = os.read(descriptor, _CHUNK_BYTES)
         if not data:
             self._end_event("status", descriptor)
@@ -227,7 +227,7 @@ class Box(DescriptorOwner):
         self._write_program()
 
     def _send_descriptors(self) -> None:
-        """Sends the caller a pidfd of the box's first process and the channel, as far as the box has them."""
+        """Sends the caller the pidfd of the first process in the box and the channel, if they exist."""
         descriptors = [fd for fd in (self._init_pidfd, self._channel) if fd is not None]
         if self.send_to_caller is not None and descriptors:
             self.send_to_caller(descriptors)
@@ -236,7 +236,7 @@ class Box(DescriptorOwner):
             self._channel = None
 
     def _write_program(self) -> None:
-        """Writes the program into the box; if the warden dies before this, the box has nothing to run."""
+        """Writes the source of the program into the box, which has nothing to run before this."""
         pipe = self._program_pipe
         assert pipe is not None
         try:
@@ -249,7 +249,7 @@ class Box(DescriptorOwner):
                 self._selector.register(pipe, selectors.EVENT_WRITE, retry)
             return
         except BrokenPipeError:
-            pass  # the box has died; its exit is handled in _on_exit
+            pass  # the box has died; `_on_exit` handles this
         self._unwatch_and_close(pipe)
 
     def guard(self, action: Callable[[], None]) -> None:
@@ -280,7 +280,7 @@ class Box(DescriptorOwner):
         self._exit_code = os.waitstatus_to_exitcode(status)
         self._end_event("process", self._pidfd)
         self.pid = 0 if self.request.plan.bwrap_path is not None else self.pid
-        self._kill_program()  # the program may have left child processes behind
+        self._kill_program()  # children of the program may still run
         if (namespace_fd := self._init_pidfd) is not None:
             self._watch("namespace", namespace_fd, lambda: self._on_namespace_end(namespace_fd))
 
@@ -300,7 +300,7 @@ class Box(DescriptorOwner):
             self.kill(Status.TIMEOUT)
             return
         self._next_check = now + CHECK_INTERVAL_S
-        # If the kernel killed one process for memory, the others might wait for it forever.
+        # If the kernel killed a process for memory, other processes may wait for this process forever.
         if self._cgroup is not None and "memory" in self._cgroup.directories:
             is_over_limit = self._cgroup.out_of_memory()
         else:
@@ -311,13 +311,13 @@ class Box(DescriptorOwner):
 
     @property
     def wake_at(self) -> float:
-        """The time of the next check(); infinity for a box that is already ending."""
+        """The time of the next `check`; infinity for a box that ends."""
         if self._kill_status is not None or self._end_time is not None:
             return math.inf
         return min(self._deadline, self._next_check)
 
     def kill(self, status: Status | None = None) -> None:
-        """Kills all processes of the box; the result has the status of the first call that gives one."""
+        """Kills all processes of the box; the first `status` of several calls is the status of the result."""
         self._kill_status = self._kill_status or status
         self._kill_program()
         if self.pid and "process" in self._pending_events:
@@ -325,7 +325,7 @@ class Box(DescriptorOwner):
                 os.kill(self.pid, signal.SIGKILL)
 
     def _kill_program(self) -> None:
-        """Kills all processes of the program, but not bubblewrap outside the box."""
+        """Kills all processes in the box, but not the process of bubblewrap outside the box."""
         if self._init_pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init_pidfd, signal.SIGKILL)
@@ -343,7 +343,7 @@ class Box(DescriptorOwner):
         return not self._pending_events
 
     def reply(self) -> SandboxResult | SandboxError:
-        """Returns the result, or the error of the box."""
+        """Returns the result of the run, or the error of the box."""
         stdout, stderr = (bytes(self._output[name]) for name in ("stdout", "stderr"))
         if self._error is None and self._kill_status is None:
             self._error = self._setup_error(stderr)
@@ -386,7 +386,7 @@ class Box(DescriptorOwner):
         return stderr.decode(errors="replace") or f"exit {self._exit_code}"
 
     def release(self) -> bool:
-        """Frees all resources; returns False while a member of the cgroup is still exiting."""
+        """Releases all resources; returns False while a member of the cgroup still exits."""
         for descriptor in list(self._fds):
             self._unwatch_and_close(descriptor)
         if self._home is not None:

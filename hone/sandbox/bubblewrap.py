@@ -1,4 +1,4 @@
-"""The mounts and command-line options of a box that bubblewrap builds; `processes.py` sets the limits."""
+"""The command line of bubblewrap: the namespaces, mounts and files of a box."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hone.sandbox.interpreter import SYSTEM_PATHS
 from hone.sandbox.plan import BOX_HOME, DEVICES, NOBODY, RunRequest, box_environment
 
 INSTALL = "apt-get install -y bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
-_NEWER_OPTIONS = ("disable-userns",)  # used only if this bubblewrap supports them
+_NEWER_OPTIONS = ("disable-userns",)  # options that old versions of bubblewrap lack
 _SYMLINKS = {  # target → link
     "/proc/self/fd": "/dev/fd",
     "/proc/self/fd/0": "/dev/stdin",
     "/proc/self/fd/1": "/dev/stdout",
     "/proc/self/fd/2": "/dev/stderr",
-    BOX_HOME: "/tmp",  # temporary files count against the box's disk
+    BOX_HOME: "/tmp",  # temporary files count towards the disk limit of the box
 }
 
 
 @functools.lru_cache(maxsize=1)
 def find() -> tuple[str | None, tuple[str, ...]]:
-    """Returns bubblewrap's path and the newer options that this version supports."""
+    """Returns the path of bubblewrap (or None) and the newer options that this version supports."""
     path = shutil.which("bwrap") or shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
     if path is None:
         return None, ()
@@ -39,7 +39,7 @@ def find() -> tuple[str | None, tuple[str, ...]]:
 def build_options(
     request: RunRequest, mount_points: dict[str, str], file_fds: list[int]
 ) -> list[str]:
-    """Returns bubblewrap's options for one run. mount_points: see BindMounts.bind."""
+    """Returns the options for one run; `mount_points` are those of `BindMounts.bind`."""
     plan, read_paths = request.plan, request.plan.interpreter.read_paths
     options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
     options += ["--cap-drop", "ALL", "--uid", str(NOBODY), "--gid", str(NOBODY)]
@@ -60,10 +60,12 @@ def build_options(
             options += ["--symlink", target, link]
     options += ["--perms", "0700", "--size", str(request.job.disk_mb << 20), "--tmpfs", BOX_HOME]
     options += ["--symlink", BOX_HOME, "/dev/shm", "--remount-ro", "/", "--chdir", BOX_HOME]
-    # Files come last: bubblewrap makes all mounts of a spare, then waits here for its program.
+    # Files come last: in a spare, bubblewrap makes all mounts and then waits for the program.
     for name, descriptor in zip(request.file_names, file_fds, strict=True):
         options += ["--perms", "0600", "--file", str(descriptor), f"{BOX_HOME}/{name}"]
-    return options + (["--disable-userns"] if "disable-userns" in plan.bwrap_options else [])
+    if "disable-userns" in plan.bwrap_options:
+        options.append("--disable-userns")
+    return options
 
 
 def build_command(request: RunRequest, options_fd: int) -> list[str]:

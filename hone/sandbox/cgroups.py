@@ -1,6 +1,6 @@
-"""The cgroup of a run, which limits its total memory and number of processes and lists its members.
+"""The cgroup of a run, which limits the total memory and the number of processes.
 
-A run's cgroup is a child of this process's cgroup, so a run stays within the limits of this process.
+The cgroup of a run is a child of the cgroup of this process, whose limits also apply to the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PREFIX = "hone-"
 
 @dataclass(frozen=True)
 class ParentCgroups:
-    """The directories for new cgroups: controller ("memory", "pids") → directory."""
+    """The directory in which a new cgroup is created, for each controller ("memory", "pids")."""
 
     version: int
     directories: Mapping[str, str]
@@ -30,7 +30,7 @@ class ParentCgroups:
 
 
 def find_parents(proc: Path = Path("/proc/self")) -> tuple[ParentCgroups | None, str]:
-    """Returns the parents of new cgroups, with their controllers as text, or None and the reason."""
+    """Returns the parents of new cgroups and their controllers as text, or None and the reason."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = (proc / "mountinfo").read_text().splitlines()
@@ -64,10 +64,9 @@ def _find_v1(memberships: list[str], mounts: list[str]) -> ParentCgroups:
 
 
 def _find_v2(memberships: list[str], mounts: list[str]) -> ParentCgroups:
-    """Enables the memory and pids controllers for child cgroups and returns our own cgroup.
+    """Enables the memory and pids controllers for children of our own cgroup, and returns our own cgroup.
 
-    Raises OSError without permission, or if our own cgroup has processes: version 2 then allows it no
-    controllers for children.
+    Raises OSError without permission, or if our own cgroup has processes, which version 2 does not allow.
     """
     own_path = next((line.split(":", 2)[2] for line in memberships if line.startswith("0::")), "/")
     for mount_point, filesystem, _ in map(_parse_mount, mounts):
@@ -91,7 +90,7 @@ def _parse_mount(line: str) -> tuple[str, str, list[str]]:
 
 
 def _own_directory(mount_point: str, own_path: str) -> str:
-    """Returns the directory of our own cgroup; a container may see only the mount's root."""
+    """Returns the directory of our own cgroup; in a container, this may be the mount point."""
     directory = os.path.join(mount_point, own_path.lstrip("/"))
     return directory if os.path.isdir(directory) else mount_point
 
@@ -139,18 +138,18 @@ class Cgroup:
         else:
             required = "memory.limit_in_bytes"
             with_swap = ("memory.memsw.limit_in_bytes", limit_bytes)
-            # The limit with swap must not be below the limit without: raise it before, or lower it after.
+            # The limit with swap may not be below the limit without: write it before and after.
             files = [with_swap, (required, limit_bytes), with_swap, ("memory.swappiness", "0")]
         for name, value in files:
             try:
                 (self.directories["memory"] / name).write_text(value)
             except OSError:
                 if name == required:
-                    raise  # the others do not exist in kernels without swap accounting
+                    raise  # other files do not exist without swap accounting
 
     @contextlib.contextmanager
     def thread_inside(self) -> Iterator[None]:
-        """Moves this thread into the cgroup, so that the processes it starts are members; not in version 2.
+        """In version 1, moves this thread into the cgroup, so that processes of the block start as members.
 
         A thread moves itself at no cost. Moving another process blocks forks on the whole machine
         for an RCU grace period, which takes many milliseconds under load.
@@ -172,7 +171,7 @@ class Cgroup:
                     os.close(descriptor)
 
     def _open_parent_tasks(self) -> list[int]:
-        """Opens the `tasks` files of the parent cgroups; returns [] if one cannot be opened."""
+        """Opens the `tasks` files of the parent cgroups; returns [] if a file cannot be opened."""
         parent_fds: list[int] = []
         try:
             with as_root():
@@ -185,13 +184,13 @@ class Cgroup:
         return parent_fds
 
     def add_process(self, pid: int) -> None:
-        """Moves a process into the cgroup, unless it was started there."""
+        """Moves a process into the cgroup, unless the process started as a member."""
         if not self._members_start_inside:
             for directory in self._unique_directories:
                 (directory / "cgroup.procs").write_text(str(pid))
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel killed a member for memory."""
+        """Returns whether the kernel killed a member for memory."""
         name = "memory.events" if self.version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, KeyError):
             for line in (self.directories["memory"] / name).read_text().splitlines():
@@ -212,16 +211,16 @@ class Cgroup:
                         os.kill(int(pid), signal.SIGKILL)
 
     def remove(self) -> bool:
-        """Removes the directories; returns False while a member is still exiting."""
-        all_removed = True
+        """Removes the directories; returns False while a member still exits."""
+        is_removed = True
         for directory in self._unique_directories:
             try:
                 directory.rmdir()
             except FileNotFoundError:
                 continue
             except OSError:
-                all_removed = False
-        return all_removed
+                is_removed = False
+        return is_removed
 
 
 def cgroup_name(box_id: int) -> str:
@@ -229,7 +228,7 @@ def cgroup_name(box_id: int) -> str:
 
 
 def remove_stale_cgroups(parents: ParentCgroups) -> None:
-    """Removes empty cgroups whose creator was killed before it could remove them."""
+    """Removes the empty cgroups of wardens that were killed."""
     for parent in parents.unique_directories:
         for directory in Path(parent).glob(f"{_PREFIX}[0-9]*-*"):
             creator_pid = directory.name[len(_PREFIX) :].split("-")[0]
@@ -241,7 +240,7 @@ def remove_stale_cgroups(parents: ParentCgroups) -> None:
 def private_memory_bytes(root_pid: int) -> int:
     """Returns the private memory of a process and its descendants.
 
-    The caller polls it in runs without a memory cgroup; between two calls, memory can exceed the limit.
+    This replaces a memory cgroup; between two calls, the memory can exceed the limit.
     """
     pages, queue = 0, [root_pid]
     while queue:

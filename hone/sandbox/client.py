@@ -1,4 +1,4 @@
-"""The client of the warden; a process starts its warden on first use, and replaces it if it has died."""
+"""The client of the warden; every process starts a warden for its first run, and replaces a dead warden."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hone.sandbox.result import Job, NotStarted, SandboxError, SandboxResult
 from hone.sandbox.warden import DESCRIPTORS_MARK, MAX_MESSAGE_BYTES, SPARE_LIFETIME_S
 
 DISCONNECT_EVENTS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
-_MAX_ATTEMPTS = 3  # if the warden or the box is killed before the program starts
-_GRACE_S = 30.0  # after a run's time limit, for the warden's answer
-_EXIT_TIMEOUT_S = 5.0  # for a dead warden, whose sockets close before it has exited
+_MAX_ATTEMPTS = 3  # to start a program, if the warden or the box is killed before
+_GRACE_S = 30.0  # time for the answer of the warden, after the time limit of a run
+_EXIT_TIMEOUT_S = 5.0  # a warden closes its sockets before it exits
 _WARDEN_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hone.sandbox.warden import main;"
     " main(int(sys.argv[2]), float(sys.argv[3]))"
@@ -38,7 +38,7 @@ class CallerDisconnected(SandboxError):
 def wait_for_data(
     connection: socket.socket, timeout_s: float, caller_socket: socket.socket | None
 ) -> None:
-    """Waits for data on the connection; raises CallerDisconnected or TimeoutError if none comes."""
+    """Waits for data on the connection; raises CallerDisconnected or TimeoutError if no data comes."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     if caller_socket is not None:
@@ -52,10 +52,10 @@ def wait_for_data(
 
 
 class WardenClient:
-    """Starts the warden on first use and sends it requests."""
+    """Starts the warden on first use, and sends requests to the warden."""
 
     def __init__(self, spare_lifetime_s: float) -> None:
-        self.spare_lifetime_s = spare_lifetime_s  # read when a warden starts
+        self.spare_lifetime_s = spare_lifetime_s  # of wardens that start later
         self._lock = threading.RLock()
         self._control_socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -73,7 +73,7 @@ class WardenClient:
                     if attempt == _MAX_ATTEMPTS:
                         raise SandboxError(
                             f"sandbox: the warden ended {attempt} times while it started; find"
-                            " out what kills it (memory, a supervisor)"
+                            " out what kills it, such as the memory limit or a supervisor"
                         ) from error
 
     def forget(self) -> None:
@@ -84,7 +84,7 @@ class WardenClient:
         self._control_socket = self._process = None
 
     def clean_up_if_dead(self) -> None:
-        """If the warden is dead, kills the boxes that it was building; otherwise does nothing."""
+        """If the warden is dead, kills the boxes that it was building."""
         with self._lock:
             if self._process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -92,21 +92,21 @@ class WardenClient:
                     self.close()
 
     def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        control_socket, warden_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with warden_socket:
             root = str(Path(__file__).resolve().parents[2])
-            arguments = [root, str(theirs.fileno()), str(self.spare_lifetime_s)]
+            arguments = [root, str(warden_socket.fileno()), str(self.spare_lifetime_s)]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _WARDEN_PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[warden_socket.fileno()],
                 env={},
                 cwd="/",
                 start_new_session=True,
             )
-        self._control_socket = ours
-        return ours
+        self._control_socket = control_socket
+        return control_socket
 
     def close(self) -> None:
         """Closes the control socket, which ends the warden, and kills the boxes of a warden that failed."""
@@ -150,7 +150,7 @@ close = _warden.close  # ends the warden of this process; the next run starts a 
 
 
 class Run:
-    """A run in a box; leaving the `with` block ends it. A box that does not start is retried."""
+    """A run in a box; the end of the `with` block ends the run. A box that does not start is replaced."""
 
     def __init__(
         self,
@@ -175,15 +175,17 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Closes the run's connection and descriptors, which ends a run in progress."""
-        with contextlib.suppress(OSError):  # it is closed already, or the warden is dead
-            self._connection.shutdown(socket.SHUT_RDWR)  # works even if a fork holds it
+        """Closes the connection and the descriptors, which ends the run."""
+        with contextlib.suppress(
+            OSError
+        ):  # the connection is closed already, or the warden is dead
+            self._connection.shutdown(socket.SHUT_RDWR)  # a fork may hold the socket too
         self._connection.close()
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     def take_channel(self) -> int:
-        """Returns our end of the program's standard input. Call it once, and close the result."""
+        """Returns the other end of the program's standard input, once; the caller closes the descriptor."""
         while True:
             while not self._program_started and self._receive():
                 pass
@@ -205,8 +207,8 @@ class Run:
         self._program_started = False
         self._descriptors: list[int] = []
         self._reply_chunks: list[bytes] = []
-        self._connection, theirs = socket.socketpair()
-        descriptors = [theirs.detach()]
+        self._connection, warden_socket = socket.socketpair()
+        descriptors = [warden_socket.detach()]
         try:
             for text in (self._job.stdin, self._job.code, *self._job.files.values()):
                 descriptors.append(write_sealed(text))
@@ -221,8 +223,8 @@ class Run:
     def _receive(self) -> bool:
         """Receives a chunk of the reply; returns False at the end of the reply.
 
-        The kernel kills a box when its warden dies, except while the box is being built. Before the
-        program starts, the warden therefore sends a pidfd of the box's first process.
+        The kernel kills a box when its warden dies, but not while the warden builds the box. Therefore
+        the warden sends a pidfd of the first process in the box before the program starts.
         """
         try:
             wait_for_data(
@@ -241,7 +243,7 @@ class Run:
         return bool(chunk)
 
     def _result_or_restart(self) -> SandboxResult | None:
-        """Returns the result in the reply, or None if the run was restarted."""
+        """Returns the result in the reply, or restarts the run and returns None."""
         data = b"".join(self._reply_chunks)
         try:
             reply = pickle.loads(data) if data else self._clean_up_after_warden()

@@ -45,15 +45,15 @@ class DescriptorOwner:
 
 
 def create_memfd() -> int:
-    """Returns the descriptor of an empty file that can be filled and sealed later."""
+    """Returns the descriptor of an empty file for `fill_and_seal`."""
     return os.memfd_create("hone-text", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def write_sealed(text: str) -> int:
-    """Returns the descriptor of a sealed file with this text."""
+    """Returns the descriptor of a sealed file with the text."""
     descriptor = create_memfd()
     try:
-        # Model output can contain lone surrogates, which strict UTF-8 cannot encode.
+        # Text of a model can contain lone surrogates, which strict UTF-8 cannot encode.
         view = memoryview(text.encode(errors="surrogatepass"))
         while view:
             view = view[os.write(descriptor, view) :]
@@ -73,7 +73,7 @@ def fill_and_seal(descriptor: int, source: int) -> None:
 
 
 def read_all(descriptor: int) -> bytes:
-    """Returns the whole content of a file, wherever its offset is."""
+    """Returns the whole content of a file, independent of its offset."""
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 

@@ -1,7 +1,7 @@
 """Chooses the Python interpreter of the box, and finds the paths that the interpreter needs.
 
-Site-packages is hidden, unless the interpreter belongs to a virtual environment. Root's Python is often below
-/root, which uid 65534 cannot enter; the warden bind-mounts it in an accessible directory.
+The box hides site-packages, unless the interpreter belongs to a virtual environment. The interpreter of root
+is often below /root, which uid 65534 cannot enter; the warden bind-mounts such an interpreter elsewhere.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Interpreter:
 
     executable: str
     read_paths: tuple[str, ...]
-    """Paths that it needs outside the system directories; the box makes them read-only."""
+    """Required paths outside the system directories, which the box mounts read-only."""
     masked_paths: tuple[str, ...]
-    """Directories below `read_paths` that are hidden."""
+    """Directories below `read_paths` that the box hides."""
 
-    def reachable_by(self, uid: int, gid: int) -> bool:
-        """Whether the user `uid` of the group `gid` can open all paths."""
+    def is_readable_by(self, uid: int, gid: int) -> bool:
+        """Returns whether the user `uid` of the group `gid` can open all paths."""
         for path in map(Path, (self.executable, *self.read_paths)):
             for part in (path, *path.parents):
-                info = part.stat()
+                info = part.stat()  # the mode has three bits each for user, group and others
                 group_or_other_shift = 3 if info.st_gid == gid else 0
                 shift = 6 if info.st_uid == uid else group_or_other_shift
-                # Bits of a mode: 1 is to execute a file or enter a directory, 4 is to read.
+                # Bit 1 lets a user enter a directory or execute a file, bit 4 read a file.
                 required_bits = 0o1 if stat.S_ISDIR(info.st_mode) else 0o5
                 if (info.st_mode >> shift) & required_bits != required_bits:
                     return False
@@ -76,18 +76,16 @@ def describe(executable: str | None = None) -> Interpreter:
             ) from error
     path, prefix, base_prefix, base_executable, version = paths_and_version
     real_path = os.path.realpath(base_executable)
-    in_venv = prefix != base_prefix
-    needed_paths = [os.path.dirname(real_path) if in_venv else real_path]
-    needed_paths += [os.path.join(base_prefix, name) for name in ("lib", "lib64")]
-    if in_venv:
-        needed_paths.append(prefix)
-    read_paths = tuple(
-        dict.fromkeys(
-            needed_path
-            for needed_path in needed_paths
-            if not f"{needed_path}/".startswith(_SYSTEM_PREFIXES) and os.path.exists(needed_path)
-        )
-    )
+    is_in_venv = prefix != base_prefix
+    required_paths = [os.path.dirname(real_path) if is_in_venv else real_path]
+    required_paths += [os.path.join(base_prefix, name) for name in ("lib", "lib64")]
+    if is_in_venv:
+        required_paths.append(prefix)
+    read_paths = [
+        required_path
+        for required_path in dict.fromkeys(required_paths)
+        if not f"{required_path}/".startswith(_SYSTEM_PREFIXES) and os.path.exists(required_path)
+    ]
     library = f"{base_prefix}/lib/python{version}"
     package_directories = (
         f"{library}/site-packages",
@@ -95,18 +93,18 @@ def describe(executable: str | None = None) -> Interpreter:
         f"{base_prefix}/lib/python3/dist-packages",
         f"{base_prefix}/local/lib/python{version}/dist-packages",
     )
-    masked_paths = () if in_venv else tuple(filter(os.path.isdir, package_directories))
-    return Interpreter(path if in_venv else real_path, read_paths, masked_paths)
+    masked_paths = () if is_in_venv else tuple(filter(os.path.isdir, package_directories))
+    return Interpreter(path if is_in_venv else real_path, tuple(read_paths), masked_paths)
 
 
 def choose(executable: str | None, *, uid: int, gid: int, bind_interpreter: bool) -> Interpreter:
     """Returns the interpreter at `executable`, or by default the interpreter of this process.
 
-    If `uid` cannot read the default, returns the system's Python. Otherwise, if `uid` cannot read the
-    interpreter, raises SandboxUnavailable.
+    The system's Python replaces a default that `uid` cannot read. With `bind_interpreter`, the warden makes
+    every interpreter readable. Raises SandboxUnavailable if `uid` cannot read the interpreter.
     """
     interpreter = describe(executable)
-    if bind_interpreter or interpreter.reachable_by(uid, gid):
+    if bind_interpreter or interpreter.is_readable_by(uid, gid):
         return interpreter
     if executable is None and os.path.exists(SYSTEM_PYTHON):
         return describe(SYSTEM_PYTHON)
@@ -139,12 +137,12 @@ class BindMounts:
 
 
 def _mount_directory(paths: Sequence[str]) -> str:
-    """Mounts a tmpfs in a new mount namespace and returns the directory that it is mounted on.
+    """Mounts a tmpfs in a new mount namespace and returns the mount point.
 
-    The tmpfs hides what the directory contains, so none of the paths may be in this directory.
+    The tmpfs hides the content of the directory, so the directory must contain none of the paths.
     """
     for directory in _CANDIDATE_DIRECTORIES:
-        if os.path.isdir(directory) and not any(p.startswith(directory + "/") for p in paths):
+        if os.path.isdir(directory) and not any(path.startswith(directory + "/") for path in paths):
             if _LIBC.unshare(_NEW_MOUNT_NAMESPACE) != 0:
                 error_number = ctypes.get_errno()
                 raise OSError(
@@ -155,7 +153,9 @@ def _mount_directory(paths: Sequence[str]) -> str:
             _mount("hone", directory, "tmpfs", _NO_SUID | _NO_DEV, "size=64k,mode=0755")
             return directory
     names = ", ".join(_CANDIDATE_DIRECTORIES)
-    raise OSError(f"the interpreter cannot be mounted: {names} are missing or contain it")
+    raise OSError(
+        f"the interpreter cannot be mounted: {names} are missing or contain the interpreter"
+    )
 
 
 def _mount(

@@ -1,7 +1,7 @@
 """The box without bubblewrap: a temporary directory, Landlock for files, seccomp for sockets.
 
-It is used only if the configured minimum allows it: the program sees the pids of host processes, and stat(2)
-works on denied paths.
+This box is weaker, so the minimum of a run must allow it: the program sees the pids of host processes, and
+stat(2) works on denied paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SETUP_FAILED_EXIT_CODE = 126  # the reason is in the error pipe
-# Numbers of system calls, each with its arguments, flags or access rights.
+# Numbers of system calls, and the flags and access rights that are their arguments.
 _CLOSE_RANGE, _MAX_DESCRIPTOR, _CLOSE_ON_EXEC = 436, (1 << 31) - 1, 4
 _SET_PARENT_DEATH_SIGNAL, _NO_NEW_PRIVILEGES = 1, 38
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -39,7 +39,7 @@ _TCP_BIND_CONNECT, _SCOPE_SOCKETS_SIGNALS = 0b11, 0b11
 
 
 def make_home(request: RunRequest, file_fds: list[int]) -> str:
-    """Creates a run's working directory with the run's files, and returns the directory's path."""
+    """Creates the working directory of a run with its files, and returns the path."""
     home = tempfile.mkdtemp(prefix=f"hone-box-{os.getpid()}-")
     for name, descriptor in zip(request.file_names, file_fds, strict=True):
         path = os.path.join(home, name)
@@ -50,7 +50,7 @@ def make_home(request: RunRequest, file_fds: list[int]) -> str:
 
 
 def remove_home(home: str) -> None:
-    """Removes the directory by chmod and rm, which have no recursion limit and follow no links."""
+    """Removes the directory with chmod and rm, which have no recursion limit and do not follow links."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf", "--one-file-system"]):
         environment = {"PATH": "/usr/bin:/bin"}
         subprocess.run([*command, "--", home], stderr=subprocess.DEVNULL, env=environment)
@@ -79,7 +79,7 @@ def fork_program(
                 cgroup.add_process(os.getpid())
         for target, descriptor in enumerate(standard_fds):
             os.dup2(descriptor, target)
-        # All descriptors are opened close-on-exec; this call marks any that were missed.
+        # The warden opens all descriptors close-on-exec; this call is a second safeguard.
         _LIBC.syscall(_CLOSE_RANGE, 3, _MAX_DESCRIPTOR, _CLOSE_ON_EXEC)
         for number in SIGNALS_TO_RESET:
             signal.signal(number, signal.SIG_DFL)
@@ -96,7 +96,7 @@ def fork_program(
             seccomp.install(seccomp.build_filter(deny_leaving_group=True))
         argv = [interpreter.executable, f"{home}/main.py", *request.job.argv]
         os.execve(argv[0], argv, box_environment(home))
-    except BaseException as error:  # the child must never continue as a second warden
+    except BaseException as error:  # otherwise the child would continue as a second warden
         os.write(error_pipe, f"sandbox: {type(error).__name__}: {error}".encode())
     finally:
         os._exit(_SETUP_FAILED_EXIT_CODE)
@@ -111,7 +111,7 @@ def restrict(*, read_paths: Iterable[str], write_paths: Iterable[str]) -> None:
     """Lets this process read only `read_paths` and `write_paths`, and write only `write_paths`."""
     version = abi_version()
     if version == 0:
-        raise OSError("landlock: this kernel does not support it; use bubblewrap")
+        raise OSError("this kernel does not support Landlock; use bubblewrap")
     handled_rights = _RIGHTS_BY_ABI[max(abi for abi in _RIGHTS_BY_ABI if abi <= version)]
     attributes = struct.pack("Q", handled_rights)
     if version >= 4:
@@ -134,9 +134,10 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
         path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
-        return  # a path without a rule is denied
+        return  # without a rule, access is denied
     try:
-        rights &= -1 if os.path.isdir(path) else _FILE_RIGHTS
+        if not os.path.isdir(path):
+            rights &= _FILE_RIGHTS
         _syscall(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", rights, path_fd), 0)
     finally:
         os.close(path_fd)

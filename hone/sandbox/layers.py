@@ -1,6 +1,6 @@
-"""Runs programs in the strongest box that this machine can build, which the first run finds by a probe.
+"""Runs programs in the strongest box that this machine can build; the first run tries which boxes work.
 
-A run does not start if its minimum names a guarantee that no isolation layer provides.
+A run does not start if the `minimum` of the run has a guarantee that no isolation layer provides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 DEFAULT_MINIMUM = frozenset({"filesystem", "network", "processes"})
-# Guarantee → the layers that provide it; one of them is enough.
+# The layers that provide a guarantee; one active layer is enough.
 GUARANTEES: dict[str, tuple[str, ...]] = {
     "filesystem": ("bubblewrap", "landlock"),
     "network": ("bubblewrap", "seccomp"),
@@ -51,7 +51,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class LayerState:
-    """Whether a layer is active, and a text that explains why."""
+    """Whether a layer is active, and the reason as text."""
 
     active: bool
     detail: str
@@ -64,12 +64,12 @@ class _ProbeResult:
 
 
 def layers() -> dict[str, LayerState]:
-    """Returns the state of every layer on this machine; only the first call runs a probe."""
+    """Returns the state of every layer on this machine; the first call runs a program to test the layers."""
     return dict(_probe(None).layers)
 
 
 def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> BoxPlan:
-    """Returns this machine's plan; raises SandboxUnavailable if the minimum is not met."""
+    """Returns the plan of this machine; raises SandboxUnavailable if the plan does not meet the minimum."""
     probe = _probe(interpreter_path)
     unknown = sorted(set(minimum) - set(GUARANTEES) - set(LAYERS))
     if unknown:
@@ -93,13 +93,13 @@ def _unavailable_error(
 
 
 def _probe(interpreter_path: str | None) -> _ProbeResult:
-    with _probe_lock:  # two probes at once would remove each other's trial cgroup
+    with _probe_lock:  # two concurrent probes would use the same cgroup
         return _probe_machine(interpreter_path)
 
 
 @functools.lru_cache(maxsize=8)
 def _probe_machine(interpreter_path: str | None) -> _ProbeResult:
-    """Runs a probe in the strongest box that can be built here."""
+    """Runs the probe in boxes, the strongest first, until the probe succeeds."""
     parents, cgroup_detail = cgroups.find_parents()
     box_uid = NOBODY if os.geteuid() == 0 else None
     errors: list[str] = []
@@ -186,9 +186,8 @@ def run_python(
 ) -> SandboxResult:
     """Runs untrusted Python and returns the result. Other keyword arguments are fields of Job.
 
-    minimum: guarantees or layers (`layers.GUARANTEES`, `layers.LAYERS`) that must be active;
-    otherwise SandboxUnavailable is raised and nothing runs.
-    caller_socket: the run ends if this connection closes.
+    `minimum` are the required guarantees or layers (`GUARANTEES`, `LAYERS`); if one is missing,
+    SandboxUnavailable is raised and nothing runs. The run ends if `caller_socket` closes.
     """
     return run_job(Job(code, **job_fields), plan_for(minimum, interpreter), caller_socket)
 
@@ -200,7 +199,7 @@ def run_many(
     minimum: Collection[str] = DEFAULT_MINIMUM,
     interpreter: str | None = None,
 ) -> list[SandboxResult]:
-    """Runs at most max_concurrent jobs at a time; returns the results in the order of jobs."""
+    """Runs at most `max_concurrent` jobs at a time; returns the results in the order of the jobs."""
     if max_concurrent < 1:
         raise ValueError(f"sandbox: max_concurrent={max_concurrent} must be at least 1")
     plan = plan_for(minimum, interpreter)

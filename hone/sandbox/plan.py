@@ -1,4 +1,4 @@
-"""The plan of how boxes are built on this machine, and the request for one run."""
+"""The plan for the boxes of this machine, and the request for one run."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 @dataclass(frozen=True)
 class BoxPlan:
-    """How boxes are built on this machine; all runs share it."""
+    """The way in which this machine builds boxes; all runs have the same plan."""
 
     bwrap_path: str | None
-    """None if boxes are built from Landlock and seccomp alone."""
+    """None for boxes of Landlock and seccomp only."""
     bwrap_options: tuple[str, ...]
-    """Newer options that this bubblewrap supports; see bubblewrap.find."""
+    """The newer options that `bubblewrap.find` returns."""
     mount_proc: bool
-    """Whether the box gets a /proc of its own, which some containers forbid."""
+    """Whether a box has its own /proc, which some containers forbid."""
     box_uid: int | None
-    """The user id of the warden and its boxes; None if this process is already unprivileged."""
+    """The user id of the warden and the boxes; None keeps the user id of a process without privileges."""
     use_seccomp: bool
     interpreter: Interpreter
     bind_interpreter: bool
-    """Whether the warden bind-mounts the interpreter because box_uid cannot reach it."""
+    """Whether the warden bind-mounts the interpreter, which `box_uid` cannot read."""
     parent_cgroups: ParentCgroups | None
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """The message to the warden for one run; code, stdin and files are sent as descriptors."""
+    """The message to the warden for one run; code, stdin and files follow as descriptors."""
 
     plan: BoxPlan
     job: Job
@@ -44,7 +44,7 @@ class RunRequest:
 
     @classmethod
     def from_job(cls, job: Job, plan: BoxPlan, *, has_channel: bool = False) -> RunRequest:
-        # The warden cannot import NumPy, so numbers and strings of NumPy become those of Python.
+        # The warden cannot unpickle values of NumPy, so they are converted to Python.
         limits: Fields = {
             name: type(highest)(getattr(job, name)) for name, (_, highest) in RANGES.items()
         }

@@ -1,7 +1,7 @@
 """Starts processes with posix_spawn, which copies no memory, and sets their rlimits and user ids.
 
-A warden that root starts runs as uid 65534, and as root only in `as_root()`. Programs that the warden
-executes never have root privileges, because exec resets the saved user id.
+The warden of root runs as uid 65534, and as root only in `as_root()`. A program that the warden executes
+never has root privileges, because exec resets the saved user id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ StandardFds = tuple[int, int, int]  # the descriptors that become stdin, stdout 
 def spawn(argv: list[str], *, standard_fds: StandardFds, pass_fds: Sequence[int]) -> int:
     """Starts a process with an empty environment and returns its pid; the process inherits `pass_fds`.
 
-    The caller must close `pass_fds` at once, because the next child would inherit them too.
+    The caller closes `pass_fds` at once, because later children would inherit these descriptors too.
     """
     for descriptor in pass_fds:
         os.set_inheritable(descriptor, True)
@@ -41,19 +41,19 @@ def set_rlimits(pid: int, job: Job) -> None:
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_AS: (job.memory_mb << 20, job.memory_mb << 20),
         resource.RLIMIT_FSIZE: (job.disk_mb << 20, job.disk_mb << 20),
-        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),  # SIGXCPU first, then SIGKILL
+        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),  # SIGXCPU, and SIGKILL a second later
         resource.RLIMIT_NOFILE: (job.open_files, job.open_files),
         resource.RLIMIT_NPROC: (job.processes + 1, job.processes + 1),
     }
     for limit, (soft, hard) in limits.items():
         current_hard = resource.prlimit(pid, limit)[1]
-        if current_hard != resource.RLIM_INFINITY:  # a stricter existing limit is kept
+        if current_hard != resource.RLIM_INFINITY:  # a hard limit cannot be raised
             soft, hard = min(soft, current_hard), min(hard, current_hard)
         resource.prlimit(pid, limit, (soft, hard))
 
 
 def lower_privileges(uid: int) -> None:
-    """Sets the user and group to `uid` and keeps root as the saved id. Call it once, as root."""
+    """Sets user and group to `uid`, and keeps root as the saved user. Call this once, as root."""
     os.setgroups([])
     os.setresgid(uid, uid, 0)
     os.setresuid(uid, uid, 0)
@@ -61,7 +61,7 @@ def lower_privileges(uid: int) -> None:
 
 @contextmanager
 def as_root() -> Iterator[None]:
-    """Makes root the effective user inside the block, if root is the saved user."""
+    """Makes root the effective user of the block, if root is the saved user."""
     effective_uid, saved_uid = os.getresuid()[1:]
     if saved_uid != 0 or effective_uid == 0:
         yield
@@ -74,7 +74,7 @@ def as_root() -> Iterator[None]:
 
 
 def drop_root() -> None:
-    """Removes the saved root id for good; called in a child before untrusted code runs."""
+    """Removes root as the saved user in a child process that will run untrusted code."""
     effective_uid, saved_uid = os.getresuid()[1:]
     if saved_uid == 0 and effective_uid != 0:
         gid = os.getegid()

@@ -1,4 +1,4 @@
-"""The input and output of the sandbox: the job with its limits, the result, the errors."""
+"""The input and output of the sandbox: the job with its limits, the result, and the errors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "open_files": (16, 1 << 16),
 }
 """The range of every limit of a run; the upper bounds are finite, so that every run ends."""
-_CPU_MARGIN_S = (
-    5  # timeout_s ends a run before the CPU limit does, even if a busy warden checks late
-)
+# Even if a busy warden checks the wall time late, `timeout_s` ends a run before the CPU limit does.
+_CPU_MARGIN_S = 5
 
 
 class SandboxError(RuntimeError):
-    """The box failed; this says nothing about the program."""
+    """The box failed, which is not the fault of the program."""
 
 
 class SandboxUnavailable(SandboxError):
-    """A layer that the configured minimum requires is missing; nothing has run."""
+    """This machine lacks a required layer; nothing has run."""
 
 
 class NotStarted(SandboxError):
@@ -43,15 +42,15 @@ class Status(str, enum.Enum):
     OK = "ok"
     """The program exited with code 0."""
     ERROR = "error"
-    """The program exited with another code, or crashed."""
+    """The program exited with another code."""
     TIMEOUT = "timeout"
     """Wall time or CPU time ran out."""
     MEMORY = "memory"
     """The memory limit was reached."""
     OUTPUT = "output"
-    """The output limit was reached; the output before the limit is kept."""
+    """The output limit was reached; the result has the output before the limit."""
     KILLED = "killed"
-    """The program was killed by SIGKILL or SIGTERM for none of the reasons above."""
+    """SIGKILL or SIGTERM ended the program, for none of the reasons above."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class SandboxResult:
 
     status: Status
     exit_code: int | None
-    """The program's exit code, or 128 + signal as a shell reports; None if the warden killed the box."""
+    """The exit code of the program, or 128 + the signal; None if the warden killed the box."""
     stdout: str
     stderr: str
     wall_s: float
@@ -96,19 +95,19 @@ class Job:
     cpu_s: float | None = None
     """CPU seconds per process, rounded up; None means timeout_s plus a margin."""
     memory_mb: int = 512
-    """Address space of each process, and with a memory cgroup the memory of all together."""
+    """Address space of each process; with a memory cgroup, also the memory of all processes."""
     output_bytes: int = 1 << 20
     """Total size of stdout and stderr."""
     processes: int = 32
     """Largest number of concurrent processes and threads."""
     disk_mb: int = 64
-    """Size of the working directory, and of each file in it."""
+    """Limit on the size of the working directory and of each file."""
     open_files: int = 128
     """File descriptors per process."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Relative path in the working directory → text."""
+    """Texts by their path in the working directory."""
     argv: Sequence[str] = ()
-    """The program's sys.argv[1:]."""
+    """The arguments of the program, `sys.argv[1:]`."""
 
     def __post_init__(self) -> None:
         for name, bounds in RANGES.items():

@@ -1,6 +1,6 @@
 """The seccomp filter: a BPF program that denies system calls which no ordinary Python program uses.
 
-There are no 32-bit tables: every call of another ABI is refused.
+A call of another ABI, such as a 32-bit call, is refused or kills the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import struct
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-# Offsets in struct seccomp_data; the offset of an argument is that of its low word.
+# Offsets in struct seccomp_data; the offset of an argument is the offset of its low word.
 _CALL_NUMBER, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24
 _X32_BIT = 0x40000000
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of clone(2)
@@ -54,29 +54,30 @@ DENIED_CALLS: dict[str, dict[str, int]] = {
     "x86_64": {name: int(number) for name, number, _ in _CALLS},
     "aarch64": {name: int(number) for name, _, number in _CALLS if number != "-"},
 }
-"""Machine → name of the denied call → number of the call."""
+"""The numbers of denied calls by machine and name."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _IOCTL = {"x86_64": 16, "aarch64": 29}
-# Without a PID namespace, a run is ended by killing its process group, so no process may leave the group.
+# Without a PID namespace, the warden kills the process group, so no process may leave the group.
 _LEAVE_GROUP_CALLS = {"x86_64": (112, 109), "aarch64": (157, 154)}  # setsid, setpgid
 
 
 def is_supported(machine: str | None = None) -> bool:
-    """Whether this machine's system call table is defined here."""
+    """Returns whether the numbers of the system calls of a machine are known."""
     return (machine or platform.machine()) in _AUDIT_ARCH
 
 
 @functools.lru_cache(maxsize=4)
 def build_filter(machine: str | None = None, *, deny_leaving_group: bool = False) -> bytes:
-    """Returns an array of `struct sock_filter`. deny_leaving_group denies setsid and setpgid."""
+    """Returns an array of `struct sock_filter`; `deny_leaving_group` denies setsid and setpgid."""
     machine = machine or platform.machine()
     if machine not in _AUDIT_ARCH:
         raise ValueError(
             f"seccomp: no system-call table for {machine!r}; known: {sorted(_AUDIT_ARCH)}"
         )
     numbers = [*DENIED_CALLS[machine].values()]
-    numbers += _LEAVE_GROUP_CALLS[machine] if deny_leaving_group else ()
+    if deny_leaving_group:
+        numbers += _LEAVE_GROUP_CALLS[machine]
     permission_error, not_implemented = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [
         _instruction(_LOAD, _ARCH),
@@ -88,7 +89,7 @@ def build_filter(machine: str | None = None, *, deny_leaving_group: bool = False
         program += [_instruction(_AT_LEAST, _X32_BIT, 0, 1), _instruction(_RETURN, not_implemented)]
     for number in sorted(numbers):
         program += [_instruction(_EQUAL, number, 0, 1), _instruction(_RETURN, permission_error)]
-    # clone3 passes its flags by pointer, which a filter cannot read; libc falls back to clone.
+    # A filter cannot read the flags of clone3, which are in memory; libc uses clone instead.
     program += [_instruction(_EQUAL, _CLONE3, 0, 1), _instruction(_RETURN, not_implemented)]
     program += [
         _instruction(_EQUAL, _CLONE[machine], 0, 4),
@@ -108,11 +109,11 @@ def build_filter(machine: str | None = None, *, deny_leaving_group: bool = False
 
 
 def install(program: bytes) -> None:
-    """Applies the filter to this thread and its future children; the filter cannot be removed."""
+    """Applies the filter to this thread and its later children, irrevocably."""
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(program, len(program))
     sock_fprog = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
-    no_new_privs, set_seccomp, filter_mode = 38, 22, 2
+    no_new_privs, set_seccomp, filter_mode = 38, 22, 2  # arguments of prctl(2)
     if libc.prctl(no_new_privs, 1, 0, 0, 0) != 0 or libc.prctl(
         set_seccomp, filter_mode, ctypes.create_string_buffer(sock_fprog, len(sock_fprog)), 0, 0
     ):
@@ -122,5 +123,5 @@ def install(program: bytes) -> None:
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Returns one BPF instruction; if_true and if_false are how many instructions to skip."""
+    """Returns a BPF instruction; `if_true` and `if_false` are numbers of instructions to skip."""
     return struct.pack("HBBI", code, if_true, if_false, value)

@@ -1,4 +1,4 @@
-"""Quick attacks on a box, which `hone doctor` runs to check the sandbox of this machine."""
+"""Quick attacks on a box, with which `hone doctor` checks the sandbox of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Check:
-    """One attack and whether it was contained."""
+    """An attack, and whether the box contained it (`passed`)."""
 
     name: str
     passed: bool
@@ -42,7 +42,7 @@ except OSError:
 def self_test(
     minimum: Collection[str] = DEFAULT_MINIMUM, interpreter: str | None = None
 ) -> list[Check]:
-    """Runs the attacks and returns a check for each; raises SandboxUnavailable if `minimum` is not met."""
+    """Runs the attacks and returns the checks; raises SandboxUnavailable without the `minimum`."""
 
     def run(code: str, **job_fields: Unpack[JobFields]) -> SandboxResult:
         job_fields.setdefault("timeout_s", 30.0)

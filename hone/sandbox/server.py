@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 RUN_PATH, JUDGE_PATH = "/run_code", "/judge_code"
 MAX_BODY_BYTES = 64 << 20
-_CHECK_INTERVAL_S = 0.2  # between two checks that the client of a waiting request is connected
+_CHECK_INTERVAL_S = 0.2  # between two checks whether the client of a waiting request is connected
 _LANGUAGES = ("python", "python3")
 _SANDBOX_FUSION_STATUSES = {
     Status.OK: "Finished",
@@ -41,7 +41,7 @@ _SANDBOX_FUSION_STATUSES = {
 
 
 class SandboxServer(ThreadingHTTPServer):
-    """Serves RUN_PATH and JUDGE_PATH; at most max_concurrent requests run at a time, and others wait."""
+    """Serves RUN_PATH and JUDGE_PATH; runs at most `max_concurrent` requests at a time."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -72,7 +72,7 @@ class SandboxServer(ThreadingHTTPServer):
         return f"http://{name!s}:{port}{RUN_PATH}"
 
     def is_own_host(self, host: str) -> bool:
-        """Whether the host is an IP address or a name of this server; DNS rebinding sends other names."""
+        """Returns whether a host is an IP address or a name of this server, unlike in DNS rebinding."""
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(host)
             return True
@@ -87,7 +87,7 @@ class SandboxServer(ThreadingHTTPServer):
 
 
 class HttpError(Exception):
-    """The request is refused; nothing runs."""
+    """A request is refused; nothing runs."""
 
     def __init__(self, status: HTTPStatus, detail: str) -> None:
         super().__init__(detail)
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(HTTPStatus.OK, answer)
 
     def _parse_request(self) -> Callable[[], JsonObject]:
-        """Returns a function that runs the request; raises HttpError for a malformed request."""
+        """Returns a function that runs the request; raises HttpError for an invalid request."""
         if self.path not in (RUN_PATH, JUDGE_PATH):
             raise HttpError(HTTPStatus.NOT_FOUND, f"only {RUN_PATH} and {JUDGE_PATH} are served")
         self._check_sender()
@@ -145,14 +145,15 @@ class _Handler(BaseHTTPRequestHandler):
         memory_mb = request.get("memory_limit_MB")
         if memory_mb not in (None, -1):  # -1 means no limit in SandboxFusion
             memory_mb = _check_limit("memory_limit_MB", memory_mb, RANGES["memory_mb"][1])
-            # A larger limit is lowered to the server's maximum.
+            # The maximum of the server replaces a larger limit.
             limits["memory_mb"] = min(max(1, int(memory_mb)), self.server.max_memory_mb)
-        if (timeout_s := request.get("run_timeout")) is not None:
+        timeout_s = request.get("run_timeout")
+        if timeout_s is not None:
             limits["timeout_s"] = _check_limit("run_timeout", timeout_s, self.server.max_timeout_s)
         return limits
 
     def _check_sender(self) -> None:
-        """Refuses requests from web pages by their Host, Origin and Content-Type."""
+        """Raises HttpError for requests of web pages, which have another Host, Origin or Content-Type."""
         host_header = self.headers.get("Host", "")
         host = host_header.strip().lower()
         host = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
@@ -196,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @contextlib.contextmanager
     def _hold_slot(self) -> Iterator[None]:
-        """Waits for a slot and holds it; raises CallerDisconnected if the client disconnects."""
+        """Holds a slot in the `with` block; raises CallerDisconnected if the client disconnects before."""
         poll = select.poll()
         poll.register(self.connection, DISCONNECT_EVENTS)
         while not self.server.slots.acquire(timeout=_CHECK_INTERVAL_S):
@@ -234,7 +235,7 @@ def _text_field(request: JsonObject, name: str, default: str | None = None) -> s
 
 
 def _check_limit(name: str, value: JsonValue, highest: float) -> float:
-    """Returns the value of a limit; raises ValueError unless it is a number above 0."""
+    """Returns the value as a number; raises ValueError unless it is above 0 and at most `highest`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}={value!r:.80} must be a number")
     if not 0 < value <= highest:  # also false for NaN

@@ -1,6 +1,6 @@
-"""A client for code execution services with SandboxFusion's `run_code` API, which isolate the program.
+"""A client of services that run code with SandboxFusion's `run_code` API; the service isolates the program.
 
-A failure of the service raises an error; it is never reported as the program's result.
+A failure of the service raises an error, and is never the result of a program.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from hone.types import Fields, JsonObject
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_RETRY_CODES = frozenset({429, 502, 503, 504})  # HTTP: the service is busy or restarts
-_NOT_SERVED_CODES = frozenset({404, 405, 501})  # HTTP: the service has no such path
+_RETRY_CODES = frozenset({429, 502, 503, 504})  # HTTP status: the service is busy or restarts
+_NOT_SERVED_CODES = frozenset({404, 405, 501})  # HTTP status: the service has no such path
 _ATTEMPTS = 4
 _FIRST_PAUSE_S = 0.25  # doubles after each attempt
-_QUEUE_TIMEOUT_S = 30.0  # for the service's queue, in addition to the program's time limits
+_QUEUE_TIMEOUT_S = (
+    30.0  # for the queue of the service, in addition to the time limits of the program
+)
 
 
 class SandboxServiceError(SandboxError):
@@ -43,7 +45,7 @@ class SandboxServiceError(SandboxError):
 
 
 class SandboxService:
-    """The client of one service; it limits the number of concurrent requests."""
+    """The client of one service, which limits the number of concurrent requests."""
 
     def __init__(self, url: str, *, max_concurrent: int, memory_limit_mb: int) -> None:
         if not url.startswith(("http://", "https://")):
@@ -55,7 +57,7 @@ class SandboxService:
         self._memory_limit_mb = memory_limit_mb
 
     def run_python(self, code: str, **job_fields: Unpack[JobFields]) -> SandboxResult:
-        """Runs one job on the service; the smaller memory limit of job and service applies."""
+        """Runs a program on the service; the smaller memory limit of job and service applies."""
         job = Job(code, **job_fields)
         if job.files or job.argv:
             raise ValueError("sandbox service: files and argv are not part of its API")
@@ -74,7 +76,7 @@ class SandboxService:
     def judge(
         self, program: str, tests: str, *, preamble: str, timeout_s: float, memory_mb: int
     ) -> Judgement:
-        """Runs hone.sandbox.judging.judge on the service; only hone.sandbox.server supports it."""
+        """Runs `hone.sandbox.judging.judge` on the service, which must be a `hone.sandbox.server`."""
         url = self._url.rpartition("/")[0] + "/judge_code"
         request: JsonObject = {"program": program, "tests": tests, "preamble": preamble}
         try:
@@ -99,7 +101,8 @@ class SandboxService:
         request = urllib.request.Request(url, body, headers, method="POST")
         with self._slots:
             for attempt in range(_ATTEMPTS):
-                time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1) if attempt else 0.0)
+                if attempt > 0:
+                    time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
                 try:
                     timeout = 2 * timeout_s + _QUEUE_TIMEOUT_S
                     with urllib.request.urlopen(request, timeout=timeout) as response:

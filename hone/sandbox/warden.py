@@ -1,6 +1,6 @@
 """The warden: a small process with one thread that starts, watches and ends all boxes of its client.
 
-Forking a trainer with many gigabytes and threads is slow and unsafe, so the warden forks instead.
+A trainer has much memory and many threads, so that a fork is slow and unsafe; the warden forks instead.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hone.sandbox.processes import as_root, lower_privileges
 from hone.sandbox.result import MAX_FILES, SandboxError, SandboxResult, Status
 
 MAX_MESSAGE_BYTES = 1 << 17
-SPARE_LIFETIME_S = 1.0  # runs further apart than this build no spare
-DESCRIPTORS_MARK = b"+"  # sent with the descriptors, before the reply
+SPARE_LIFETIME_S = 1.0  # time after the last request at which the spare is discarded
+DESCRIPTORS_MARK = b"+"  # the data of a message with descriptors, which precedes the reply
 _CGROUP_RETRY_S = 0.005  # a cgroup stays busy until its last member has exited
-_MAX_WAIT_S = 3600.0  # the selector rejects timeouts that a timespec cannot hold
+_MAX_WAIT_S = 3600.0  # the selector rejects very long timeouts
 _SET_CHILD_SUBREAPER = 36
 
 SpareKind = tuple[BoxPlan, int, bool]  # plan, disk_mb, has_channel
@@ -57,8 +57,10 @@ class CallerConnection:
             self._selector.unregister(self._connection)
 
     def send_descriptors(self, descriptors: list[int]) -> None:
-        """Sends the box's channel, if any, and a pidfd by which the caller kills the box of a dead warden."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # see on_disconnect
+        """Sends the channel of the box, and a pidfd for the case that the warden dies."""
+        with contextlib.suppress(
+            BrokenPipeError, ConnectionResetError
+        ):  # on_disconnect ends the run
             socket.send_fds(self._connection, [DESCRIPTORS_MARK], descriptors)
 
     def send_reply(self, reply: SandboxResult | SandboxError) -> None:
@@ -75,16 +77,16 @@ class CallerConnection:
                 self._selector.register(self._connection, selectors.EVENT_WRITE, self._send)
             return
         except OSError:
-            pass  # the caller has disconnected and needs no answer
+            pass  # the caller has disconnected
         self._unwatch()
         self._connection.close()
 
 
 class Warden:
-    """Serves requests from the control socket until it closes, and then kills its boxes.
+    """Serves requests from the control socket until the socket closes, and then kills its boxes.
 
-    The warden holds at most one spare: a box of the kind that was requested twice in a row. A spare
-    is used once, like any box, and holds no data until its request arrives.
+    The warden has at most one spare, which is built after two requests of the same kind in a row. Like every
+    box, a spare is used once; it has no data before its request arrives.
     """
 
     def __init__(self, control: socket.socket, spare_lifetime_s: float) -> None:
@@ -105,7 +107,9 @@ class Warden:
         self._selector.register(self._control, selectors.EVENT_READ, self._on_request)
         while not (self._is_control_closed and not self._boxes and not self._exiting):
             for key, _ in self._selector.select(self._wait_s()):
-                if key.fileobj in self._selector.get_map():  # an earlier event may have removed it
+                if (
+                    key.fileobj in self._selector.get_map()
+                ):  # unless an earlier event removed the key
                     key.data()
             now = time.monotonic()
             for box in [*self._boxes]:
@@ -120,7 +124,7 @@ class Warden:
             self._reap()
 
     def _wait_s(self) -> float | None:
-        """Returns the longest time to wait for an event; None is no limit."""
+        """Returns the time to wait for an event; None waits without a limit."""
         wake_times = [box.wake_at for box in self._boxes]
         if self._spare is not None:
             wake_times.append(self._last_request_time + self._spare_lifetime_s)
@@ -145,7 +149,7 @@ class Warden:
                 box.kill(Status.KILLED)
             return
         if len(descriptors) < 3 or flags & socket.MSG_CTRUNC:
-            for descriptor in descriptors:  # too many are open; the caller sees a disconnect
+            for descriptor in descriptors:  # too many files are open; the caller sees a disconnect
                 os.close(descriptor)
             return
         connection_fd, *text_fds = descriptors
@@ -162,7 +166,7 @@ class Warden:
         finally:
             for descriptor in text_fds:
                 os.close(descriptor)
-        with contextlib.suppress(Exception):  # if this fails, the next request reports the error
+        with contextlib.suppress(Exception):  # the next request reports the error
             self._restock(request)
 
     def _start(
@@ -188,7 +192,7 @@ class Warden:
         return box
 
     def _restock(self, request: RunRequest) -> None:
-        """Builds a spare if this request follows another of its kind within the lifetime of a spare."""
+        """Builds a spare if this request has the kind of the last request, and the last request is recent."""
         kind, now = _kind(request), time.monotonic()
         is_recent = now - self._last_request_time <= self._spare_lifetime_s
         is_repeated = kind is not None and kind == self._last_kind and is_recent
@@ -238,7 +242,7 @@ class Warden:
             self._exiting.append(box)
 
     def _reap(self) -> None:
-        """Reaps the orphans of boxes, which become children of the warden; does not reap the boxes."""
+        """Reaps the orphans of boxes, which became children of the warden, but not the boxes."""
         box_pids = {box.pid for box in (*self._boxes, self._spare) if box is not None}
         while True:
             try:
@@ -251,7 +255,7 @@ class Warden:
 
 
 def _kind(request: RunRequest) -> SpareKind | None:
-    """Returns the values in which a spare and its request must agree; None if no spare fits the request."""
+    """Returns the values that a spare and its request share; None if the request needs a new box."""
     # Arguments, and files other than the program, are fixed when a box is built.
     fits_spare = (
         request.plan.bwrap_path is not None and not request.job.argv and not request.job.files
@@ -260,9 +264,9 @@ def _kind(request: RunRequest) -> SpareKind | None:
 
 
 def main(control_fd: int, spare_lifetime_s: float) -> None:
-    """Serves requests from the control socket until it closes."""
+    """Runs the warden: serves requests until the control socket closes."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # only closing the control socket ends the warden
+        signal.signal(number, signal.SIG_IGN)  # only the end of the control socket ends the warden
     os.set_inheritable(control_fd, False)
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

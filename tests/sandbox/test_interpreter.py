@@ -53,15 +53,15 @@ def test_an_interpreter_in_a_private_directory_is_not_reachable(tmp_path: Path) 
     (tmp_path / "closed" / "python").write_text("")
     python = interpreter.Interpreter(str(tmp_path / "closed" / "python"), (), ())
     (tmp_path / "closed" / "python").chmod(0o755)
-    assert not python.reachable_by(12345, 12345)
+    assert not python.is_readable_by(12345, 12345)
     (tmp_path / "closed").chmod(0o755)
-    assert python.reachable_by(12345, 12345)
+    assert python.is_readable_by(12345, 12345)
 
 
 def test_unreachable_interpreter_falls_back_only_when_none_was_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(interpreter.Interpreter, "reachable_by", lambda *_: False)
+    monkeypatch.setattr(interpreter.Interpreter, "is_readable_by", lambda *_: False)
     if os.path.exists(SYSTEM_PYTHON):
         assert choose(None, uid=1, gid=1, bind_interpreter=False) == describe(SYSTEM_PYTHON)
     with pytest.raises(SandboxUnavailable, match="uid 1 cannot read"):
