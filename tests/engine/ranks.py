@@ -206,9 +206,13 @@ def checkpoints(rank: int, world: int, folder: Path) -> Any:
         saved = folder / f"{name}-{world}"
         engine.save(saved, CONTENTS)
         third = update(engine, share(rank, world), actor())
-        again = make_engine(make(), optim, rule=ONE, world_size=world)
-        again.load(saved)
-        results[name] = (third, update(again, share(rank, world), actor()), full_masters(engine))
+        resumed_engine = make_engine(make(), optim, rule=ONE, world_size=world)
+        resumed_engine.load(saved)
+        results[name] = (
+            third,
+            update(resumed_engine, share(rank, world), actor()),
+            full_masters(engine),
+        )
     return results
 
 

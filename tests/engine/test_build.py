@@ -63,8 +63,8 @@ def test_a_run_starts_from_another_runs_folder(tmp_path):
     train(model).export(folder, character_tokenizer())
     write_manifest(folder.parent)
     assert resolve_model_path(str(tmp_path / "run")) == str(folder / "huggingface")
-    again = PolicyModel(load_causal_lm(str(tmp_path / "run"), dtype=torch.float32))
-    assert torch.equal(log_probs(again), log_probs(model))
+    reloaded = PolicyModel(load_causal_lm(str(tmp_path / "run"), dtype=torch.float32))
+    assert torch.equal(log_probs(reloaded), log_probs(model))
 
 
 def test_only_rank_0_writes(tmp_path):
@@ -94,10 +94,12 @@ def test_the_adapter_folder_continues_and_opens_with_peft(tmp_path):
     train(model).export(tmp_path, character_tokenizer())
     expected = log_probs(model)
     adapter = str(tmp_path / "lora_adapter")
-    again = policy()
-    again.lm = wrap_lora(again.lm, AdapterSettings(**(ranks.LORA | {"adapter_path": adapter})))
-    assert torch.equal(log_probs(again), expected)
-    assert any(p.requires_grad for p in again.parameters())
+    reloaded = policy()
+    reloaded.lm = wrap_lora(
+        reloaded.lm, AdapterSettings(**(ranks.LORA | {"adapter_path": adapter}))
+    )
+    assert torch.equal(log_probs(reloaded), expected)
+    assert any(p.requires_grad for p in reloaded.parameters())
     by_peft = PolicyModel(PeftModel.from_pretrained(policy().lm, adapter))
     assert torch.equal(log_probs(by_peft), expected)
 

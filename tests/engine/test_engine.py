@@ -305,6 +305,6 @@ def test_a_lease_lends_the_policy_in_eval_mode_and_a_critic_has_none():
 def test_an_export_opens_with_transformers(tmp_path):
     engine = make_engine(policy())
     engine.export(tmp_path, character_tokenizer("0123456789"))
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
-    state = opened.state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "huggingface")
+    state = exported.state_dict()
     assert all(state[name].equal(tensor) for name, tensor in weights(engine).items())

@@ -106,13 +106,13 @@ def test_a_layout_computes_the_update_of_one_rank(results, expected, layout, nam
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_of_a_slot_infers_the_whole_rows_of_its_slot(results, expected, layout):
-    whole = expected[SAVED].outputs
+    expected_outputs = expected[SAVED].outputs
     slots = layout.data
     per_slot = layout.ranks // slots
     for rank in range(layout.ranks):
         actual = results[0][layout.ranks, rank][f"{layout} {SAVED}"].outputs
-        assert set(actual) == set(whole)
-        for name, tensor in whole.items():
+        assert set(actual) == set(expected_outputs)
+        for name, tensor in expected_outputs.items():
             length = -(-len(tensor) // slots)
             part = tensor[rank // per_slot * length :][:length]
             torch.testing.assert_close(actual[name][: len(part)], part, rtol=1e-5, atol=1e-6)

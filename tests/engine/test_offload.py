@@ -103,10 +103,10 @@ def test_an_offloaded_engine_saves_and_loads_complete_checkpoints(tmp_path):
     update(engine, rows(), actor())
     engine.save(tmp_path / "saved", ("model", "optimizer", "extra"))
     expected = update(engine, rows(), actor())
-    again = offloaded_engine(torch.bfloat16)
-    again.load(tmp_path / "saved")
-    assert storage_bytes(again.module.parameters()) == 0
-    actual = update(again, rows(), actor())
+    other_engine = offloaded_engine(torch.bfloat16)
+    other_engine.load(tmp_path / "saved")
+    assert storage_bytes(other_engine.module.parameters()) == 0
+    actual = update(other_engine, rows(), actor())
     assert actual[0] == expected[0]
     assert all(torch.equal(actual[1][name], x) for name, x in weights(engine).items())
 

@@ -28,27 +28,31 @@ def mesh_of_rank():
     dist.destroy_process_group()
 
 
-def local_shard(whole, rank, dim):
+def local_shard(full_tensor, rank, dim):
     """Returns the rank's shard: experts over `shard`, a part of gate and of up over `tensor`."""
     shard_rank, tensor_rank = divmod(rank, 2)
-    experts = whole.chunk(2)[shard_rank]
+    experts = full_tensor.chunk(2)[shard_rank]
     gate, up = (half.chunk(2, dim)[tensor_rank] for half in experts.chunk(2, dim))
     return torch.cat([gate, up], dim)
 
 
 @pytest.mark.parametrize("dim", [1, 2])
 def test_the_chunks_of_all_ranks_make_up_the_weight(mesh_of_rank, dim):
-    whole = torch.arange(3 * 8 * 12.0).view(3, 8, 12) + 1
-    loaded = torch.zeros_like(whole)
+    full_tensor = torch.arange(3 * 8 * 12.0).view(3, 8, 12) + 1
+    loaded = torch.zeros_like(full_tensor)
     for rank in range(4):
-        local = local_shard(whole, rank, dim)
+        local = local_shard(full_tensor, rank, dim)
         placements = [Shard(0), _StridedShard(dim, split_factor=2)]
         sharded = DTensor.from_local(
-            local, mesh_of_rank(rank), placements, shape=whole.shape, stride=whole.stride()
+            local,
+            mesh_of_rank(rank),
+            placements,
+            shape=full_tensor.shape,
+            stride=full_tensor.stride(),
         )
         state = {"packed": sharded, "other": [{"count": 3}]}
         packed = wrap_packed_shards(state)
-        assert packed["packed"].size() == whole.shape
+        assert packed["packed"].size() == full_tensor.shape
         for item in packed["packed"].__create_write_items__("packed", None):
             shard = packed["packed"].__get_tensor_shard__(
                 MetadataIndex("packed", item.index.offset)
@@ -62,7 +66,7 @@ def test_the_chunks_of_all_ranks_make_up_the_weight(mesh_of_rank, dim):
         assert restored["packed"] is sharded
         assert restored["other"] == state["other"]
         assert (local == 0).sum() == local.numel() // 2
-    assert torch.equal(loaded, whole)
+    assert torch.equal(loaded, full_tensor)
 
 
 def test_a_contiguous_shard_stays_as_it_is(mesh_of_rank):

@@ -124,8 +124,8 @@ def test_an_infinite_gradient_on_one_rank_skips_the_update_on_all(two):
 @pytest.mark.parametrize("name", ["fp32", "bf16", "lora"])
 def test_two_ranks_resume_bit_for_bit(two, name):
     for actual in two["checkpoints"]:
-        (metrics, after), (again, resumed), _ = actual[name]
-        assert again == metrics
+        (metrics, after), (resumed_metrics, resumed), _ = actual[name]
+        assert resumed_metrics == metrics
         assert all(torch.equal(resumed[n], x) for n, x in after.items())
 
 
@@ -173,7 +173,7 @@ def test_the_export_of_two_ranks_has_the_same_logits(two, name):
     model = policy() if name == "plain" else ranks.lora_policy()
     ranks.update(make_engine(model), rows(), actor())
     folder = two["folder"] / f"export-{name}"
-    opened = AutoModelForCausalLM.from_pretrained(
+    exported = AutoModelForCausalLM.from_pretrained(
         folder / "huggingface", attn_implementation="eager"
     )
     ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
@@ -183,7 +183,7 @@ def test_the_export_of_two_ranks_has_the_same_logits(two, name):
     )
     with torch.no_grad():
         expected = model.logits(hidden_states(model.decoder, packed))
-        actual = opened(input_ids=ids).logits[0]
+        actual = exported(input_ids=ids).logits[0]
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert (folder / "lora_adapter").is_dir() == (name == "lora")
 

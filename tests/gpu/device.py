@@ -25,7 +25,7 @@ needs_gpu = [
 ]
 
 
-def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """‖got − wanted‖ / ‖wanted‖ in float64; NaN fails every comparison."""
-    got, wanted = got.double(), wanted.double()
-    return float((got - wanted).norm() / wanted.norm().clamp(min=1e-30))
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖actual − expected‖ / ‖expected‖ in float64; NaN fails every comparison."""
+    actual, expected = actual.double(), expected.double()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-30))

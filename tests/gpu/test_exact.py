@@ -45,14 +45,17 @@ class TestProduct:
         x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
         weight = torch.randn(outputs, inputs, device=DEVICE).to(dtype)
         bias = torch.randn(outputs, device=DEVICE).to(dtype)
-        for given in (None, bias):
-            got = exact_triton.linear(x, weight, given)
-            wanted = torch.nn.functional.linear(
-                x.float(), weight.float(), given.float() if given is not None else None
+        for bias_or_none in (None, bias):
+            actual = exact_triton.linear(x, weight, bias_or_none)
+            expected = torch.nn.functional.linear(
+                x.float(),
+                weight.float(),
+                bias_or_none.float() if bias_or_none is not None else None,
             )
-            assert got.dtype == dtype
-            assert relative_error(got, wanted) < TOLERANCE[dtype]
-            assert exact_triton.linear(x, weight, given, float32_out=True).dtype == torch.float32
+            assert actual.dtype == dtype
+            assert relative_error(actual, expected) < TOLERANCE[dtype]
+            unrounded = exact_triton.linear(x, weight, bias_or_none, float32_out=True)
+            assert unrounded.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,7 @@ class TestAttention:
         per_tile = queries_per_tile(heads, kv)
         queries = segment_queries(starts, ends, blocks, per_tile, DEVICE)
         q = torch.randn(len(queries.position), heads, d, device=DEVICE).to(dtype)
-        got = exact_triton.query_attention(q, cache, 1, queries, scaling=d**-0.5)
+        actual = exact_triton.query_attention(q, cache, 1, queries, scaling=d**-0.5)
         slow = PagedCache(
             num_layers=2, kv_heads=kv, head_dim=d, num_blocks=40, block_size=16, dtype=torch.float32,
             device=torch.device("cpu"),
@@ -120,11 +123,15 @@ class TestAttention:
         assert cache._memory is not None
         slow._memory.copy_(cache._memory)
         on_cpu = Queries(queries.position.cpu(), queries.row.cpu(), queries.block_table.cpu(), None)
-        wanted = exact_reference.query_attention(q.float().cpu(), slow, 1, on_cpu, scaling=d**-0.5)
-        assert relative_error(got.cpu(), wanted) < TOLERANCE[dtype]
+        expected = exact_reference.query_attention(
+            q.float().cpu(), slow, 1, on_cpu, scaling=d**-0.5
+        )
+        assert relative_error(actual.cpu(), expected) < TOLERANCE[dtype]
         # Each query alone, as decoding asks.
         alone = decode_queries(queries.block_table[queries.row], queries.position)
-        assert torch.equal(exact_triton.query_attention(q, cache, 1, alone, scaling=d**-0.5), got)
+        assert torch.equal(
+            exact_triton.query_attention(q, cache, 1, alone, scaling=d**-0.5), actual
+        )
 
 
 class TestLogProbs:
@@ -143,11 +150,11 @@ class TestLogProbs:
         rows.greedy[::4] = 1
         exact_triton.sample(logits, rows, 16)
         tokens = rows.tokens_out[:, 0].long()
-        told = exact_triton.token_log_probs(logits, tokens, rows.inverse_temperature)
-        assert torch.equal(told, rows.log_probs_out[:, 0])
+        log_probs = exact_triton.token_log_probs(logits, tokens, rows.inverse_temperature)
+        assert torch.equal(log_probs, rows.log_probs_out[:, 0])
         heat = rows.inverse_temperature[:, None]
-        wanted = torch.log_softmax(logits * heat, -1).gather(-1, tokens[:, None])[:, 0]
-        assert torch.allclose(told, wanted, atol=1e-5)
+        expected = torch.log_softmax(logits * heat, -1).gather(-1, tokens[:, None])[:, 0]
+        assert torch.allclose(log_probs, expected, atol=1e-5)
 
 
 def policy_of(family: str, dtype: torch.dtype = torch.bfloat16) -> PolicyModel:
@@ -188,18 +195,18 @@ class TestAgreement:
         width, reach = max(map(len, rows)), max(lengths)
         prompts = torch.zeros(40, width, dtype=torch.int64)
         responses, mask = torch.zeros(2, 40, reach, dtype=torch.int64)
-        seen, told = torch.zeros(40, width + reach, dtype=torch.int64), torch.zeros(40, reach)
+        seen, log_probs = torch.zeros(40, width + reach, dtype=torch.int64), torch.zeros(40, reach)
         for i, (row, out) in enumerate(zip(rows, outputs, strict=True)):
             prompts[i, width - len(row) :] = torch.tensor(row)
             responses[i, : lengths[i]] = torch.tensor(out.token_ids)
             mask[i, : lengths[i]] = 1
             seen[i, width - len(row) : width + lengths[i]] = 1
-            told[i, : lengths[i]] = torch.tensor(out.log_probs)
+            log_probs[i, : lengths[i]] = torch.tensor(out.log_probs)
         for cut in (list(range(40)), [3], [8, 30]):
             packed = pack_rows(
                 prompts[cut], responses[cut], seen[cut], mask[cut], share_prompts=False
             )
             out = policy(packed.to(DEVICE), temperature=0.7, with_entropy=True)
-            assert float((out["log_probs"].detach().cpu() - told[cut]).abs().max()) == 0.0
+            assert float((out["log_probs"].detach().cpu() - log_probs[cut]).abs().max()) == 0.0
             out["log_probs"].sum().backward()
             assert all(torch.isfinite(p.grad).all() for p in policy.parameters())

@@ -47,9 +47,9 @@ def test_the_norm_of_a_sum_equals_its_reference(dtype: torch.dtype, width: int) 
     x, residual = torch.randn(2, 7, width, device=DEVICE).to(dtype)
     weight = torch.randn(width, device=DEVICE).to(dtype)
     for other in (None, residual):
-        wanted = reference.add_rms_norm(x, other, weight, 1e-6)
-        got = kernels_triton.add_rms_norm(x, other, weight, 1e-6)
-        for a, b in zip(got, wanted, strict=True):
+        expected = reference.add_rms_norm(x, other, weight, 1e-6)
+        actual = kernels_triton.add_rms_norm(x, other, weight, 1e-6)
+        for a, b in zip(actual, expected, strict=True):
             assert relative_error(a, b) < TOLERANCE[dtype]
 
 
@@ -116,9 +116,9 @@ def test_paged_attention_equals_its_reference(
     positions = torch.tensor(lengths, device=DEVICE) - 1
     q = torch.randn(len(lengths), heads, d, device=DEVICE).to(dtype)
     options = AttentionOptions(1, d**-0.5, window)
-    got = attention_triton.decode_attention(q, cache, table, positions, options, splits=splits)
-    wanted = reference.decode_attention(q, cache, table, positions, options, splits=splits)
-    assert relative_error(got, wanted) < TOLERANCE[dtype]
+    actual = attention_triton.decode_attention(q, cache, table, positions, options, splits=splits)
+    expected = reference.decode_attention(q, cache, table, positions, options, splits=splits)
+    assert relative_error(actual, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -136,9 +136,9 @@ def test_capped_scores_and_sinks_equal_their_reference(
     q = 3 * torch.randn(len(lengths), heads, d, device=DEVICE).to(dtype)
     logits = 2 * torch.randn(heads, device=DEVICE).to(dtype) if sinks else None
     options = AttentionOptions(1, d**-0.5, window, softcap, logits)
-    got = attention_triton.decode_attention(q, cache, table, positions, options, splits=splits)
-    wanted = reference.decode_attention(q, cache, table, positions, options, splits=splits)
-    assert relative_error(got, wanted) < TOLERANCE[dtype]
+    actual = attention_triton.decode_attention(q, cache, table, positions, options, splits=splits)
+    expected = reference.decode_attention(q, cache, table, positions, options, splits=splits)
+    assert relative_error(actual, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -168,14 +168,14 @@ def test_rotation_within_attention_equals_its_reference(
     angle = torch.randn(200, d // 2, device=DEVICE).repeat(1, 2)
     norms = torch.randn(2, d, device=DEVICE).to(dtype) if normed else (None, None)
     rotary = reference.RotaryTable(angle.cos().to(dtype), angle.sin().to(dtype), *norms, 1e-6)
-    got, wanted = (
+    actual, expected = (
         module.rope_attention(
             qkv, rotary, positions, slots, cache, table, AttentionOptions(1, d**-0.5, window),
             splits=splits,
         )
         for module, cache in zip((attention_triton, reference), caches, strict=True)
     )  # fmt: skip
-    assert relative_error(got, wanted) < TOLERANCE[dtype]
+    assert relative_error(actual, expected) < TOLERANCE[dtype]
     written = caches[0]._memory[1].transpose(2, 3).flatten(1, 2)[:, slots]
     expected = caches[1]._memory[1].transpose(2, 3).flatten(1, 2)[:, slots]
     assert relative_error(written, expected) < TOLERANCE[dtype]
@@ -211,16 +211,16 @@ def test_sampling_equals_its_reference(dtype: torch.dtype, vocabulary: int) -> N
 
     count = 64
     logits = (torch.randn(count, vocabulary, device=DEVICE) * 3).to(dtype)
-    ours, wanted = [rows_of(count, vocabulary) for _ in range(2)]
+    actual_state, expected = [rows_of(count, vocabulary) for _ in range(2)]
     for name in ("state", "inverse_temperature", "greedy", "stop_ids", "block_table"):
-        getattr(ours, name).copy_(getattr(wanted, name))
-    kernels_triton.sample(logits, ours, 16)
-    reference.sample(logits, wanted, 16)
-    differ = (ours.tokens_out != wanted.tokens_out).any(1)
+        getattr(actual_state, name).copy_(getattr(expected, name))
+    kernels_triton.sample(logits, actual_state, 16)
+    reference.sample(logits, expected, 16)
+    differ = (actual_state.tokens_out != expected.tokens_out).any(1)
     assert int(differ.sum()) <= 1
     same = ~differ
-    assert torch.equal(ours.state[:, same], wanted.state[:, same])
-    assert torch.allclose(ours.log_probs_out[same], wanted.log_probs_out[same], atol=1e-4)
+    assert torch.equal(actual_state.state[:, same], expected.state[:, same])
+    assert torch.allclose(actual_state.log_probs_out[same], expected.log_probs_out[same], atol=1e-4)
 
 
 def test_an_impossible_token_is_never_drawn() -> None:
@@ -239,15 +239,15 @@ def test_an_impossible_token_is_never_drawn() -> None:
 def test_advance_equals_its_reference() -> None:
     from hone.rollout.native import kernels_triton
 
-    ours, wanted = [rows_of(64, 30) for _ in range(2)]
+    actual_state, expected = [rows_of(64, 30) for _ in range(2)]
     for name in ("state", "stop_ids", "block_table"):
-        getattr(ours, name).copy_(getattr(wanted, name))
+        getattr(actual_state, name).copy_(getattr(expected, name))
     tokens, log_probs = torch.randint(0, 30, (64,), device=DEVICE), torch.randn(64, device=DEVICE)
-    kernels_triton.advance(tokens, log_probs, ours, 16)
-    reference.advance(tokens, log_probs, wanted, 16)
-    assert torch.equal(ours.state, wanted.state)
-    assert torch.equal(ours.tokens_out, wanted.tokens_out)
-    assert torch.equal(ours.log_probs_out, wanted.log_probs_out)
+    kernels_triton.advance(tokens, log_probs, actual_state, 16)
+    reference.advance(tokens, log_probs, expected, 16)
+    assert torch.equal(actual_state.state, expected.state)
+    assert torch.equal(actual_state.tokens_out, expected.tokens_out)
+    assert torch.equal(actual_state.log_probs_out, expected.log_probs_out)
 
 
 @pytest.mark.parametrize("vocabulary", [24, 9000])

@@ -45,9 +45,9 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def update(made):
-    metrics = made.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
-    return metrics, {name: x.cpu() for name, x in made.named_hf_weights()}
+def update(engine):
+    metrics = engine.train_minibatch(rows(), PolicyObjective(actor(), temperature=1.0))
+    return metrics, {name: x.cpu() for name, x in engine.named_hf_weights()}
 
 
 OFFLOADS = {
@@ -63,9 +63,9 @@ def test_training_is_bit_equal_whatever_rests_on_the_host(name, dtype):
     """`none` says whether the update itself repeats under deterministic kernels."""
     plain, resting = made_with(FSDPConfig(), dtype), made_with(OFFLOADS[name], dtype)
     for _ in range(3):
-        expected, found = update(plain), update(resting)
-        assert found[0] == expected[0]
-        assert all(torch.equal(found[1][name], x) for name, x in expected[1].items())
+        expected, actual = update(plain), update(resting)
+        assert actual[0] == expected[0]
+        assert all(torch.equal(actual[1][name], x) for name, x in expected[1].items())
 
 
 def test_memory_falls_between_phases():
@@ -73,27 +73,27 @@ def test_memory_falls_between_phases():
     gc.collect()  # engines hold cycles: one that goes later would be counted against the next
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    made = made_with(FSDPConfig(param_offload=True, optimizer_offload=True))
-    parameters = sum(p.numel() for p in made.module.parameters())
+    engine = made_with(FSDPConfig(param_offload=True, optimizer_offload=True))
+    parameters = sum(p.numel() for p in engine.module.parameters())
     slack = 4 << 20
     assert torch.cuda.memory_allocated() - before < slack
-    update(made)
+    update(engine)
     assert torch.cuda.memory_allocated() - before < slack
-    with made.on_device():
+    with engine.on_device():
         held = torch.cuda.memory_allocated() - before
         assert abs(held - 2 * parameters) < slack  # bfloat16 parameters alone
-    with made.on_device(optimizer=True):
+    with engine.on_device(optimizer=True):
         held = torch.cuda.memory_allocated() - before
         assert abs(held - 14 * parameters) < slack  # masters and two moments in float32
 
 
 def test_only_the_optimizer_rests_where_only_that_was_asked_for():
-    made = made_with(FSDPConfig(optimizer_offload=True))
-    update(made)
-    parameters = sum(p.numel() for p in made.module.parameters())
-    assert made.offload.parameters is None
+    engine = made_with(FSDPConfig(optimizer_offload=True))
+    update(engine)
+    parameters = sum(p.numel() for p in engine.module.parameters())
+    assert engine.offload.parameters is None
     # Two moments and the masters, four bytes each, and one counter a tensor.
-    assert made.offload.optimizer.offloaded_bytes >= 12 * parameters
+    assert engine.offload.optimizer.offloaded_bytes >= 12 * parameters
 
 
 def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_path):
@@ -111,7 +111,7 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
     ).actor_rollout_ref.rollout
     lm = tiny_lm(len(tokenizer), hidden=512, layers=2, mlp=1024, seed=1)
     policy = PolicyModel(lm.to("cuda", torch.bfloat16))
-    made = build_engine(
+    engine = build_engine(
         policy,
         optim=OptimConfig(lr=1e-3),
         grad_clip=1.0,
@@ -120,7 +120,7 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
         infer_rule=RULE,
         response_width=WIDTH,
     )
-    with made.on_device():
+    with engine.on_device():
         decoding = build_rollout(
             RolloutSpec(
                 rollout,
@@ -140,10 +140,10 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_pat
             asked = [decoding.generate([3, 4, 5 + i], sampling, str(i)) for i in range(4)]
             return await asyncio.gather(*asked)
 
-        with made.on_device():
-            found = [out.token_ids for out in run_with_engine(decoding, ask())]
+        with engine.on_device():
+            token_ids = [out.token_ids for out in run_with_engine(decoding, ask())]
             asyncio.run(decoding.sleep())
-        return found
+        return token_ids
 
     first = answers()
     blocker = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")  # its old place is taken

@@ -26,18 +26,18 @@ class TestLogProbs:
         hidden = torch.randn(300, 48, device=DEVICE)
         weight = torch.randn(vocabulary, 48, device=DEVICE) * 0.3
         target = torch.randint(0, vocabulary, (300,), device=DEVICE)
-        pull = torch.randn(2, 300, device=DEVICE)
+        out_grad = torch.randn(2, 300, device=DEVICE)
         results = []
         for fused in (True, False):
             h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
             outs = logprobs.LinearLogProbs.apply(
                 h, w, None, target, 1 / 0.7, None, True, fused, None
             )
-            wanted = {"log_probs": [0], "entropy": [1], "both": [0, 1]}[read]
-            sum((outs[i] * pull[i]).sum() for i in wanted).backward()
+            indices = {"log_probs": [0], "entropy": [1], "both": [0, 1]}[read]
+            sum((outs[i] * out_grad[i]).sum() for i in indices).backward()
             results.append([outs[0], outs[1], h.grad, w.grad])
-        for ours, plain in zip(*results, strict=True):
-            assert relative_error(ours, plain) < 1e-4
+        for actual, plain in zip(*results, strict=True):
+            assert relative_error(actual, plain) < 1e-4
 
 
 class TestEntropyNotAskedFor:
@@ -64,22 +64,24 @@ class TestGate:
         plain = F.silu(a) * b
         plain.backward(g)
         assert relative_error(training_triton.silu_gate_forward(gate, up), plain) < 1e-5
-        made = training_triton.silu_gate_backward(gate, up, g)
-        for ours, wanted in zip(made, (a.grad, b.grad, plain), strict=True):
-            assert relative_error(ours, wanted) < 1e-5
+        gradients = training_triton.silu_gate_backward(gate, up, g)
+        for actual, expected in zip(gradients, (a.grad, b.grad, plain), strict=True):
+            assert relative_error(actual, expected) < 1e-5
 
     def test_factors_may_lie_apart_in_memory(self) -> None:
         from hone.ops import training_triton
 
         gate, up, g = torch.randn(3, 1111, 5, device=DEVICE).transpose(1, 2)
-        whole = [x.contiguous() for x in (gate, up, g)]
+        contiguous = [x.contiguous() for x in (gate, up, g)]
         assert torch.equal(
             training_triton.silu_gate_forward(gate, up),
-            training_triton.silu_gate_forward(*whole[:2]),
+            training_triton.silu_gate_forward(*contiguous[:2]),
         )
-        made = training_triton.silu_gate_backward(gate, up, g)
-        for ours, wanted in zip(made, training_triton.silu_gate_backward(*whole), strict=True):
-            assert torch.equal(ours, wanted)
+        gradients = training_triton.silu_gate_backward(gate, up, g)
+        for actual, expected in zip(
+            gradients, training_triton.silu_gate_backward(*contiguous), strict=True
+        ):
+            assert torch.equal(actual, expected)
 
 
 class TestWideProducts:
@@ -88,13 +90,13 @@ class TestWideProducts:
     def test_the_result_is_not_rounded_and_gradients_are_those_of_a_plain_product(self) -> None:
         x = torch.randn(3, 40, 64, device=DEVICE).bfloat16()
         weight = torch.randn(200, 64, device=DEVICE).bfloat16()
-        pull = torch.randn(3, 40, 200, device=DEVICE)
+        out_grad = torch.randn(3, 40, 200, device=DEVICE)
         results = []
         for apply, dtype in ((linear_fp32, torch.bfloat16), (F.linear, torch.float32)):
-            given = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
-            out = apply(*given)
-            out.backward(pull)
-            results.append([out, *(t.grad for t in given)])
+            inputs = [t.detach().to(dtype).requires_grad_() for t in (x, weight)]
+            out = apply(*inputs)
+            out.backward(out_grad)
+            results.append([out, *(t.grad for t in inputs)])
         errors = [relative_error(a, b) for a, b in zip(*results, strict=True)]
         assert results[0][0].dtype == torch.float32
         assert errors[0] < 1e-5
@@ -111,9 +113,9 @@ class TestWideProducts:
         a, b = torch.randn(30, 50, device=DEVICE), torch.randn(30, 70, device=DEVICE)
         a, b = a.bfloat16(), b.bfloat16()
         total = torch.randn(50, 70, device=DEVICE)
-        wanted = total.double() + a.double().t() @ b.double()
+        expected = total.double() + a.double().t() @ b.double()
         add_product(total, a.t(), b)
-        assert relative_error(total, wanted) < 1e-5
+        assert relative_error(total, expected) < 1e-5
 
 
 @pytest.mark.parametrize(("heads", "kv", "d"), [(12, 2, 128), (32, 8, 128)])
@@ -136,8 +138,8 @@ class TestSameRoundings:
         q = torch.randn(rows, length, heads, d, device=DEVICE).bfloat16()
         k, v = torch.randn(2, rows, length, kv, d, device=DEVICE).bfloat16()
         table = (torch.arange(rows * blocks, device=DEVICE).view(rows, blocks) + 1).int()
-        at = torch.arange(length, device=DEVICE)
-        slots = (table[:, at // 16].long() * 16 + at % 16).flatten()
+        positions = torch.arange(length, device=DEVICE)
+        slots = (table[:, positions // 16].long() * 16 + positions % 16).flatten()
         kernels_triton.store_kv(k.flatten(0, 1), v.flatten(0, 1), slots, cache, 0)
         cu = torch.arange(rows + 1, device=DEVICE).int() * length
         packed = (x.flatten(0, 1) for x in (q, k, v))
@@ -161,27 +163,30 @@ class TestVarlen:
         lengths = [5, 64, 33]
         q = torch.randn(sum(lengths), 14, 64, device=DEVICE)
         k, v = torch.randn(2, sum(lengths), 2, 64, device=DEVICE)
-        pull = torch.randn_like(q)
+        out_grad = torch.randn_like(q)
         cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
         half = [x.bfloat16().requires_grad_() for x in (q, k, v)]
         out = varlen_attention(*half, cu, cu, 64, 64, scaling=0.125, window=window)
-        out.backward(pull.bfloat16())
+        out.backward(out_grad.bfloat16())
         full = [x.detach().float().requires_grad_() for x in half]
         pieces = zip(*(x.split(lengths) for x in full), strict=True)
         dense = torch.cat([_dense(*piece, window) for piece in pieces])
-        dense.backward(pull)
+        dense.backward(out_grad)
         assert relative_error(out, dense) < 1e-2
-        for ours, wanted in zip(half, full, strict=True):
-            assert relative_error(ours.grad, wanted.grad) < 2e-2
+        for actual, expected in zip(half, full, strict=True):
+            assert relative_error(actual.grad, expected.grad) < 2e-2
 
 
 def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-    at = torch.arange(len(q), device=q.device)
-    seen = at[:, None] >= at
+    position = torch.arange(len(q), device=q.device)
+    visible = position[:, None] >= position
     if window is not None:
-        seen &= at[:, None] - at < window
+        visible &= position[:, None] - position < window
     return F.scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=seen, scale=0.125, enable_gqa=True
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        attn_mask=visible,
+        scale=0.125,
+        enable_gqa=True,
     )[0].transpose(0, 1)
 
 
@@ -213,12 +218,14 @@ class TestNorm:
         plus = torch.randn(37, 1, device=DEVICE).expand(37, width)
         weight = torch.randn(width, device=DEVICE)
         out, scale = training_triton.rms_norm_forward(x, weight, 1e-6)
-        wanted, _ = training_triton.rms_norm_forward(x.contiguous(), weight, 1e-6)
-        assert torch.equal(out, wanted)
-        made = training_triton.rms_norm_backward(x, weight, scale, g, plus)
-        whole = (x.contiguous(), weight, scale, g.contiguous(), plus.contiguous())
-        for ours, theirs in zip(made, training_triton.rms_norm_backward(*whole), strict=True):
-            assert torch.equal(ours, theirs)
+        expected, _ = training_triton.rms_norm_forward(x.contiguous(), weight, 1e-6)
+        assert torch.equal(out, expected)
+        gradients = training_triton.rms_norm_backward(x, weight, scale, g, plus)
+        contiguous = (x.contiguous(), weight, scale, g.contiguous(), plus.contiguous())
+        for actual, expected in zip(
+            gradients, training_triton.rms_norm_backward(*contiguous), strict=True
+        ):
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(("heads", "d"), [(14, 64), (3, 80)])
@@ -234,8 +241,8 @@ class TestRotation:
         a = x.clone().requires_grad_()
         plain = plain_rotate(a, cos, sin)
         plain.backward(g)
-        got, *nothing = split_and_rotate(x.flatten(1), cos, sin, kv_heads=0)
-        assert relative_error(got, plain) < 1e-5
+        actual, *nothing = split_and_rotate(x.flatten(1), cos, sin, kv_heads=0)
+        assert relative_error(actual, plain) < 1e-5
         assert relative_error(join_gradients(g, *nothing, cos, sin).view(g.shape), a.grad) < 1e-5
 
     def test_parts_of_one_product_and_their_gradients_equal_plain_torch(
@@ -252,8 +259,10 @@ class TestRotation:
         plain = plain_rotate(q, cos, sin), plain_rotate(k, cos, sin), v
         pulls = [torch.randn_like(x) for x in plain]
         torch.autograd.backward(plain, pulls)
-        for got, wanted in zip(split_and_rotate(joined, cos, sin, kv_heads=kv), plain, strict=True):
-            assert relative_error(got, wanted) < 1e-5
+        for actual, expected in zip(
+            split_and_rotate(joined, cos, sin, kv_heads=kv), plain, strict=True
+        ):
+            assert relative_error(actual, expected) < 1e-5
         assert relative_error(join_gradients(*pulls, cos, sin), a.grad) < 1e-5
 
 
@@ -267,10 +276,10 @@ class TestAccumulation:
         shapes = [(1,), (7, 13), (4096,), (4097,), (130, 100), (0,)]
         sums = [torch.randn(shape, device=DEVICE) for shape in shapes]
         parts = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
-        wanted = [a + b for a, b in zip(sums, parts, strict=True)]
+        expected = [a + b for a, b in zip(sums, parts, strict=True)]
         add_all(sums, parts)
-        for got, want in zip(sums, wanted, strict=True):
-            assert torch.equal(got, want)
+        for actual, reference in zip(sums, expected, strict=True):
+            assert torch.equal(actual, reference)
 
 
 class TestSharedKeys:
@@ -283,13 +292,13 @@ class TestSharedKeys:
         keys = SharedKeys.build([5, 70, 1], [(1, 9), (0, 3), (1, 40), (1, 0), (2, 2)], DEVICE)
         source, copy_indices, first_copy = keys.source, keys.copy_indices, keys.first_copy
         k, v = torch.randn(2, 130, 2, 24, device=DEVICE)
-        for got, given in zip(gather(k, v, source), (k, v), strict=True):
-            assert torch.equal(got, given[source.long()])
+        for actual, inputs in zip(gather(k, v, source), (k, v), strict=True):
+            assert torch.equal(actual, inputs[source.long()])
         g_k, g_v = torch.randn(2, len(source), 2, 24, device=DEVICE)
-        for got, given in zip(
+        for actual, inputs in zip(
             sum_copies(g_k, g_v, copy_indices, first_copy), (g_k, g_v), strict=True
         ):
-            assert relative_error(got, sum_copies_plain(given, source, 130)) < 1e-6
+            assert relative_error(actual, sum_copies_plain(inputs, source, 130)) < 1e-6
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -301,13 +310,13 @@ class TestSharedPrompts:
         tokens = sum(roots) + sum(n for _, n in children)
         q = torch.randn(tokens, 14, 64, device=DEVICE)
         k, v = torch.randn(2, tokens, 2, 64, device=DEVICE)
-        pull = torch.randn_like(q)
+        out_grad = torch.randn_like(q)
         results = []
         for dtype in (torch.bfloat16, torch.float32):
             layout = SegmentLayout(roots, children, DEVICE)
-            given = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
-            out = layout.attend(*given, AttentionOptions(0, 0.125, window))
-            out.backward(pull.to(dtype))
-            results.append([out, *(x.grad for x in given)])
-        for ours, wanted in zip(*results, strict=True):
-            assert relative_error(ours, wanted) < 2e-2
+            inputs = [x.bfloat16().to(dtype).requires_grad_() for x in (q, k, v)]
+            out = layout.attend(*inputs, AttentionOptions(0, 0.125, window))
+            out.backward(out_grad.to(dtype))
+            results.append([out, *(x.grad for x in inputs)])
+        for actual, expected in zip(*results, strict=True):
+            assert relative_error(actual, expected) < 2e-2

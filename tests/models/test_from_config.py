@@ -35,10 +35,10 @@ def test_adapters_depend_only_on_the_seed() -> None:
     first = adapters(seed=5)
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.manual_seed(2)
-    again, other = adapters(seed=5), adapters(seed=6)
+    repeated, other = adapters(seed=5), adapters(seed=6)
     assert first
     for name, tensor in first.items():
-        assert torch.equal(tensor, again[name]), name
+        assert torch.equal(tensor, repeated[name]), name
         assert not torch.equal(tensor, other[name]), name
 
 

@@ -60,10 +60,10 @@ def check_family(family: str) -> None:
     recorded = policy(packed, with_routing=True, **OPTIONS)
     assert torch.equal(recorded["log_probs"], plain)
     routed = recorded["routed_experts"]
-    again = policy(packed.with_experts(routed), **OPTIONS)
-    assert torch.allclose(again["log_probs"], plain, atol=1e-6)
-    mask = again["log_probs"] != 0
-    assert again["routing_agreement"][mask].min() == 1.0
+    replayed = policy(packed.with_experts(routed), **OPTIONS)
+    assert torch.allclose(replayed["log_probs"], plain, atol=1e-6)
+    mask = replayed["log_probs"] != 0
+    assert replayed["routing_agreement"][mask].min() == 1.0
     others = torch.where(routed >= 0, (routed + 1) % 4, routed)
     other = policy(packed.with_experts(others), with_routing=True, **OPTIONS)
     assert torch.equal(other["routed_experts"], others)

@@ -22,11 +22,11 @@ def test_the_round_trip_is_exact_with_one_token_per_character(tmp_path, family):
     assert tokenizer.decode(ids) == text
     save_pretrained(tiny_lm(len(tokenizer), hidden=32, family=family), tokenizer, tmp_path)
     ours, plain = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
-    for again in (ours, plain):
-        assert again.encode(text) == ids
-        assert again.decode(ids, skip_special_tokens=True) == text
-        assert len(again) == len(tokenizer)
-        assert (again.pad_token_id, again.bos_token_id, again.eos_token_id) == (0, 1, 2)
+    for loaded in (ours, plain):
+        assert loaded.encode(text) == ids
+        assert loaded.decode(ids, skip_special_tokens=True) == text
+        assert len(loaded) == len(tokenizer)
+        assert (loaded.pad_token_id, loaded.bos_token_id, loaded.eos_token_id) == (0, 1, 2)
 
 
 def test_words_are_single_tokens():
@@ -73,9 +73,9 @@ def test_the_weights_depend_only_on_the_seed(family):
     first = tiny_lm(30, hidden=32, family=family, seed=1).state_dict()
     assert torch.equal(torch.random.get_rng_state(), before)  # the global generator was not used
     torch.manual_seed(8)
-    again = tiny_lm(30, hidden=32, family=family, seed=1).state_dict()
+    repeated = tiny_lm(30, hidden=32, family=family, seed=1).state_dict()
     other = tiny_lm(30, hidden=32, family=family, seed=2).state_dict()
-    assert all(torch.equal(first[n], again[n]) for n in first)
+    assert all(torch.equal(first[n], repeated[n]) for n in first)
     assert not all(torch.equal(first[n], other[n]) for n in first)
 
 

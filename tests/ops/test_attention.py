@@ -119,13 +119,13 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, capability: int = 9) -> 
 
 
 def dense(q: Any, k: Any, v: Any, scaling: float, left: int) -> torch.Tensor:
-    at = torch.arange(len(q))
-    seen = at[:, None] >= at
+    position = torch.arange(len(q))
+    visible = position[:, None] >= position
     if left >= 0:
-        seen &= at[:, None] - at <= left
+        visible &= position[:, None] - position <= left
     return F.scaled_dot_product_attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
-        attn_mask=seen, scale=scaling, enable_gqa=True,
+        attn_mask=visible, scale=scaling, enable_gqa=True,
     )[0].transpose(0, 1)  # fmt: skip
 
 
@@ -184,11 +184,11 @@ def tokens_of(roots, children):
     visible = []
     for start, length in zip(starts, roots, strict=True):
         visible += [list(range(start, start + i + 1)) for i in range(length)]
-    at = sum(roots)
+    start = sum(roots)
     for parent, length in children:
         prompt = list(range(starts[parent], starts[parent] + roots[parent]))
-        visible += [prompt + list(range(at, at + i + 1)) for i in range(length)]
-        at += length
+        visible += [prompt + list(range(start, start + i + 1)) for i in range(length)]
+        start += length
     return visible
 
 

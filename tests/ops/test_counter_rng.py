@@ -27,9 +27,9 @@ def python_uniform(seed, position):
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**40))
 def test_equals_the_same_arithmetic_in_plain_integers(seed, position):
-    found = uniform(torch.tensor([seed]), torch.tensor([position])).item()
-    assert found == python_uniform(seed, position)
-    assert 0 <= found < 1
+    actual = uniform(torch.tensor([seed]), torch.tensor([position])).item()
+    assert actual == python_uniform(seed, position)
+    assert 0 <= actual < 1
 
 
 def test_a_draw_does_not_depend_on_its_neighbours():

@@ -42,13 +42,15 @@ def masked(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @given(masked())
 def test_equal_numpy_on_the_kept_entries(data):
     x, mask = data
-    kept = x[mask].numpy()
-    assert count_unmasked(mask).item() == len(kept)
-    assert masked_sum(x, mask).item() == pytest.approx(kept.sum(), abs=1e-12)
-    assert masked_mean(x, mask).item() == pytest.approx(kept.mean() if len(kept) else 0, abs=1e-12)
-    variance = kept.var(ddof=1) if len(kept) > 1 else 0
+    unmasked = x[mask].numpy()
+    assert count_unmasked(mask).item() == len(unmasked)
+    assert masked_sum(x, mask).item() == pytest.approx(unmasked.sum(), abs=1e-12)
+    assert masked_mean(x, mask).item() == pytest.approx(
+        unmasked.mean() if len(unmasked) else 0, abs=1e-12
+    )
+    variance = unmasked.var(ddof=1) if len(unmasked) > 1 else 0
     assert masked_var(x, mask).item() == pytest.approx(variance, abs=1e-12)
-    biased = kept.var() if len(kept) > 1 else 0
+    biased = unmasked.var() if len(unmasked) > 1 else 0
     assert masked_var(x, mask, unbiased=False).item() == pytest.approx(biased, abs=1e-12)
     for row in range(len(x)):
         mine = x[row][mask[row]].numpy()
@@ -63,13 +65,13 @@ def test_whitening_equals_numpy_and_is_zero_outside(data):
     x, mask = data
     white = masked_whiten(x, mask)
     assert (white[~mask] == 0).all()
-    kept = x[mask].numpy()
-    if len(kept):
-        std = np.sqrt((kept.var(ddof=1) if len(kept) > 1 else 0) + 1e-8)
-        expected = (kept - kept.mean()) / std
+    unmasked = x[mask].numpy()
+    if len(unmasked):
+        std = np.sqrt((unmasked.var(ddof=1) if len(unmasked) > 1 else 0) + 1e-8)
+        expected = (unmasked - unmasked.mean()) / std
         np.testing.assert_allclose(white[mask], expected, atol=1e-9)
         shifted = masked_whiten(x, mask, shift_mean=False)
-        np.testing.assert_allclose(shifted[mask], expected + kept.mean(), atol=1e-9)
+        np.testing.assert_allclose(shifted[mask], expected + unmasked.mean(), atol=1e-9)
         assert (shifted[~mask] == 0).all()
 
 

@@ -118,13 +118,13 @@ def test_a_checkpoint_of_fsdp2_or_another_layout_resumes(two, folder, source, na
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("source", ["fsdp2", "megatron"])
 def test_a_checkpoint_that_was_loaded_is_saved_again_bit_by_bit(two, folder, source, name):
-    saved, again = (
+    saved, resumed = (
         dict(leaves_of(folder / f"{source}-{name}{suffix}")) for suffix in ("", "-again")
     )
-    assert saved.keys() == again.keys()
+    assert saved.keys() == resumed.keys()
     assert any("masters" in leaf for leaf in saved) == (RESUMED[name][0].dtype == torch.bfloat16)
     for leaf, value in saved.items():
-        assert torch.equal(torch.as_tensor(again[leaf]), torch.as_tensor(value)), leaf
+        assert torch.equal(torch.as_tensor(resumed[leaf]), torch.as_tensor(value)), leaf
 
 
 @pytest.mark.parametrize("name", RESUMED)
