@@ -138,9 +138,7 @@ def read_file(path: Path, package: str = "") -> list[Setting]:
 
 
 def read_config(
-    name: str,
-    folders: Sequence[str | Path],
-    overrides: Sequence[str],
+    name: str, folders: Sequence[str | Path], overrides: Sequence[str]
 ) -> tuple[str | None, list[Setting]]:
     """Returns the tree that a config names, if any, and its settings, lowest precedence first.
 
@@ -216,10 +214,7 @@ def _is_choice(text: str, search_folders: Sequence[Path]) -> bool:
 
 
 def _defaults_list(
-    name: str,
-    folder: Path | None,
-    search_folders: Sequence[Path],
-    choices: Sequence[str],
+    name: str, folder: Path | None, search_folders: Sequence[Path], choices: Sequence[str]
 ) -> list[tuple[str, str]]:
     """Returns (path without suffix, package) of each file in Hydra's merge order."""
     # The user's program may run under `hydra.main`, which owns the global Hydra; this loader does not use it.

@@ -1,4 +1,4 @@
-"""Tiny real runs that between them read every key that works: one function a program or feature."""
+"""Tiny real runs that together read every working key: one function per program or feature."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which dotted keys running code reads: a recorder around the schema's classes.
+"""Records which dotted keys of a config a running program reads.
 
-Reads by the config room itself (checks, printing, copying) do not count, and neither do those of
-`dataclasses`, `copy` and `pickle`: a key that is only shown or passed on has not been read. A property
-of a schema class counts for the keys it reads when it is asked from outside. `vars(block)` is not seen.
+Reads by `hone.config` itself (checks, printing), `dataclasses`, `copy` and `pickle` do not count. If a
+program reads a property of a block, the keys that the property reads count. Reads by `vars(block)` are not
+recorded.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _reads_for_caller(frame: FrameType) -> bool:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Watch every config object while the block runs."""
+    """Records the reads of all config objects inside the `with` block."""
     recorder, classes = Recorder(), schema_classes()
 
     def watch(cls: type, names: set[str]) -> None:

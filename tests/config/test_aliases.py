@@ -223,7 +223,7 @@ def test_every_alias_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("old", sorted(RENAMED_CASES))
-def test_a_renamed_key_sets_the_new_key_or_answers_under_its_name(old: str) -> None:
+def test_a_renamed_key_sets_the_new_key_or_is_reported_under_it(old: str) -> None:
     value, new = RENAMED_CASES[old], new_name(old, "ppo_trainer")
     assert new != old
     composed = load({old: value})
@@ -247,7 +247,7 @@ def test_an_old_key_with_its_values_becomes_the_new_one(old: str) -> None:
             assert get(config, key) == expected_value, (old, value, key)
 
 
-def test_a_retriever_asks_for_searches_unless_they_are_turned_off() -> None:
+def test_a_retriever_enables_searches_unless_they_are_disabled() -> None:
     url = {"retriever.url": "http://127.0.0.1:8000/retrieve"}
     for loop, keys in {
         "search_agent": url,
@@ -257,7 +257,7 @@ def test_a_retriever_asks_for_searches_unless_they_are_turned_off() -> None:
         assert config.actor_rollout_ref.rollout.agent.default_agent_loop == loop
 
 
-def test_a_rule_refuses_a_value_it_cannot_say() -> None:
+def test_a_rule_refuses_a_value_that_it_cannot_rewrite() -> None:
     with pytest.raises(ConfigError, match=r"do_search=7 takes true or false \(command line\)"):
         load({"do_search": 7})
     with pytest.raises(ConfigError, match="max_turns=many takes an integer"):
@@ -273,7 +273,7 @@ def test_keys_that_are_computed_are_those_that_have_tests_here() -> None:
     }
 
 
-def test_a_least_rate_is_a_share_of_the_peak() -> None:
+def test_a_minimum_learning_rate_becomes_a_share_of_the_peak() -> None:
     config = load({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.min_lr": 1e-6}).config
     assert config.actor_rollout_ref.actor.optim.min_lr_ratio == pytest.approx(0.1)
     assert load({f"{ACTOR}.optim.min_lr": 0.0}).config == load({}).config
@@ -337,7 +337,7 @@ def test_the_lora_switch_and_its_rank_work_in_any_order(
     assert load(settings).config.actor_rollout_ref.model.lora_rank == rank
 
 
-def test_the_lora_switch_takes_only_a_truth_value() -> None:
+def test_the_lora_switch_takes_only_a_boolean() -> None:
     with pytest.raises(ConfigError, match=r"lora\.enable=8 takes true or false"):
         load({f"{ACTOR}.lora.enable": 8})
 

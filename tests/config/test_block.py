@@ -36,7 +36,7 @@ def test_a_derived_value_is_read_by_name_and_is_no_item() -> None:
     assert "global_batch_info" not in list(ACTOR)
 
 
-def test_an_unknown_key_in_brackets_is_an_error_with_a_proposal() -> None:
+def test_an_unknown_key_in_brackets_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(KeyError, match=r"ActorConfig has no key 'clip_ratoi'.*'clip_ratio'"):
         ACTOR["clip_ratoi"]
     with pytest.raises(AttributeError):  # what verl's configs raise
@@ -68,7 +68,7 @@ def test_nothing_can_be_written() -> None:
         ACTOR.clip_ratio = 0.3  # type: ignore[misc]
 
 
-def test_every_block_of_every_tree_can_be_read_so() -> None:
+def test_every_block_of_every_tree_can_be_read_as_a_mapping() -> None:
     waiting, seen = [tree.root for tree in TREES.values()], set()
     while waiting:
         cls = waiting.pop()

@@ -1,4 +1,4 @@
-"""The rows of rules.txt about keys that depend on each other: every key in them exists."""
+"""Every key in the rows of rules.txt about keys that depend on each other exists."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_key_of_a_row_exists_in_its_tree(row: list[str]) -> None:
         assert key in leaves(tree.root) or key in blocks(tree.root), key
 
 
-def test_a_settled_value_is_one_that_its_condition_looks_at() -> None:
+def test_an_adjusted_value_is_in_its_condition() -> None:
     """The rows are applied until none holds, so each must end its own condition."""
     for _, condition, setting, _ in ADJUSTED:
         key, _, text = setting.partition("=")
@@ -62,7 +62,7 @@ def test_a_settled_value_is_one_that_its_condition_looks_at() -> None:
         assert not condition_holds(term, lambda name, values=values: values.get(name, 7)), condition
 
 
-def test_no_row_speaks_of_the_defaults() -> None:
+def test_no_row_applies_to_the_defaults() -> None:
     defaults = {name: load_config(config_name=name) for name in TREES}
     for owner, condition, *_ in [*PROBLEMS, *ADJUSTED]:
         known = condition.partition(" and installed.")[0]

@@ -1,4 +1,4 @@
-"""Cross-field checks: each one fires, names values that work, and those values do work."""
+"""Each check of several keys reports its problem and names values, and these values work."""
 
 from __future__ import annotations
 
@@ -313,7 +313,9 @@ def test_a_tree_that_cannot_run_is_refused_with_values_that_work(name: str) -> N
         ),
     ],
 )
-def test_a_key_that_another_makes_idle_is_noted(overrides: list[str], key: str, why: str) -> None:
+def test_a_key_without_effect_because_of_another_is_noted(
+    overrides: list[str], key: str, why: str
+) -> None:
     (note,) = compose(overrides).notes
     assert note.startswith(key)
     assert "no effect " in note
@@ -451,7 +453,7 @@ SETTLED: list[tuple[list[str], str, object, str]] = [
 
 
 @pytest.mark.parametrize(("overrides", "key", "value", "note"), SETTLED)
-def test_what_trains_the_same_runs_with_another_value_and_a_note(
+def test_a_value_that_trains_the_same_is_adjusted_with_a_note(
     overrides: list[str], key: str, value: object, note: str
 ) -> None:
     composed = compose(overrides)
@@ -602,7 +604,7 @@ def test_the_reference_computes_router_logits_as_the_actor_does() -> None:
         assert get(config, f"actor_rollout_ref.ref.{key}") == expected
 
 
-def test_experts_split_over_ranks_that_are_not_there_are_refused(has_megatron: None) -> None:
+def test_experts_split_over_more_ranks_than_the_run_has_are_refused(has_megatron: None) -> None:
     ranks = [*MEGATRON, "trainer.n_gpus_per_node=2", "data.train_batch_size=8"]
     with pytest.raises(ConfigError, match=r"expert_model_parallel_size=3 times .* divide 2 ranks"):
         load_config([*ranks, f"{ACTOR}.megatron.expert_model_parallel_size=3"])
@@ -665,7 +667,7 @@ def test_the_last_mini_batch_of_a_step_may_be_smaller_and_uneven_over_the_ranks(
     load_config(["trainer.n_gpus_per_node=96", "data.train_batch_size=96", f"{mini}=32"])
 
 
-def test_greedy_groups_are_fine_when_only_validating() -> None:
+def test_greedy_groups_are_accepted_if_the_run_only_validates() -> None:
     load_config([f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.n=4", "trainer.val_only=true"])
 
 
@@ -703,7 +705,7 @@ def test_every_ranged_key_refuses_a_number_outside(key: str) -> None:
         (Range(least=0), [0], [float("nan"), float("inf")], "0 or more"),
     ],
 )
-def test_ranges_hold_and_speak(
+def test_ranges_contain_numbers_and_describe_themselves(
     bounds: Range, inside: list[float], outside: list[float], words: str
 ) -> None:
     assert all(bounds.holds(v) for v in inside)

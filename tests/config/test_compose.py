@@ -47,7 +47,7 @@ def test_one_value_is_read_as_a_list_of_one() -> None:
     assert config.data.train_files == ("/data/train.parquet",)
 
 
-def test_a_misspelt_key_teaches_the_right_one() -> None:
+def test_a_misspelt_key_suggests_the_right_one() -> None:
     assert error(["algorithm.adv_estmator=grpo"]) == (
         "algorithm has no key 'adv_estmator'. Did you mean 'adv_estimator'? (command line)"
     )
@@ -57,7 +57,7 @@ def test_a_key_in_the_wrong_block_names_the_right_block() -> None:
     assert "Did you mean 'data.train_batch_size'?" in error(["trainer.train_batch_size=4"])
 
 
-def test_a_key_like_nothing_else_is_still_an_error() -> None:
+def test_a_key_without_a_similar_key_is_still_an_error() -> None:
     assert error(["zzzz.qqqq=1"]) == "the config has no key 'zzzz'. (command line)"
 
 
@@ -92,7 +92,7 @@ def test_a_wrong_type_is_reported_once_not_for_every_key_that_follows_it() -> No
     assert error(["data.max_prompt_length=long"]).count("\n") == 0
 
 
-def test_defects_of_every_kind_are_reported_together() -> None:
+def test_problems_of_every_kind_are_reported_together() -> None:
     wrong = ["trainer.total_epohcs=3", "trainer.seed=x", "actor_rollout_ref.rollout.top_p=2"]
     text = error([*wrong, "data.shuffle=3"])
     assert text.startswith("4 problems\n- ")
@@ -118,7 +118,7 @@ def test_keys_that_follow_a_value_out_of_range_are_not_checked_with_it() -> None
     assert error([size]) == f"{size} is out of range; use 1 or more (command line)"
 
 
-def test_a_defect_hides_no_problem_of_another_key_with_the_same_ending() -> None:
+def test_a_problem_hides_no_problem_of_another_key_with_the_same_ending() -> None:
     problems = error(["critic.stratgy=fsdp2", "actor_rollout_ref.actor.strategy=nosuch"])
     assert "Did you mean 'strategy'?" in problems
     assert "actor_rollout_ref.actor.strategy=nosuch is unknown" in problems
@@ -146,7 +146,7 @@ def test_a_suggestion_stays_in_the_block_that_was_written(override: str, suggest
     assert error([override]).endswith(f"'.{suggestion} (command line)")
 
 
-def test_a_block_cannot_be_set_as_a_value_but_null_asks_for_nothing() -> None:
+def test_a_block_cannot_be_set_to_a_value_except_null() -> None:
     assert "critic is a block of keys" in error(["critic=3"])
     assert load_config(["reward_model.sandbox_fusion=null"]) == load_config()
 
@@ -155,7 +155,7 @@ def test_a_value_has_no_keys_inside() -> None:
     assert "trainer.seed is a value, it has no key 'x'" in error(["trainer.seed.x=3"])
 
 
-def test_free_mappings_take_any_key_and_lose_it_again() -> None:
+def test_any_key_can_be_added_to_a_mapping_and_removed() -> None:
     config = load_config(
         [
             "actor_rollout_ref.model.override_config.attention_dropout=0.1",
@@ -205,7 +205,7 @@ def test_an_argument_that_is_no_override_is_explained() -> None:
     assert "write trainer.seed=VALUE" in error(["trainer.seed"])
 
 
-def test_origins_say_where_each_value_came_from() -> None:
+def test_origins_name_the_source_of_each_value() -> None:
     composed = compose(["trainer.seed=3", "algorithm.group_size=2"])
     assert composed.origins["trainer.seed"] == "command line"
     assert (
@@ -222,7 +222,7 @@ def test_neutral_keys_of_one_topic_are_noted_in_one_line() -> None:
     assert note.startswith(f"{keys[0]}=2, {keys[1]}=2, {keys[2]}=2 and 1 more: each rank decodes")
 
 
-def test_a_value_that_is_what_happens_here_needs_no_note() -> None:
+def test_a_value_that_equals_what_hone_does_needs_no_note() -> None:
     composed = compose(
         [
             "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
@@ -301,7 +301,7 @@ def test_vllm_is_used_with_an_interpreter_of_its_own() -> None:
     assert composed.notes == ()
 
 
-def test_keys_of_vllm_have_no_effect_on_native_and_say_so() -> None:
+def test_keys_of_vllm_have_no_effect_on_native_and_are_noted() -> None:
     rollout = "actor_rollout_ref.rollout"
     composed = compose(
         [
@@ -541,7 +541,7 @@ def test_a_second_folder_adds_files_and_groups(tmp_path: Path) -> None:
         ("ppo_trainer", ["actor@actor_rollout_ref.actor=dp_actor", "hydra/job_logging=none"]),
     ],
 )
-def test_choices_of_verls_groups_that_name_what_is_there_change_nothing(
+def test_choices_of_verls_groups_that_name_the_default_change_nothing(
     tree: str, choices: list[str]
 ) -> None:
     assert compose(choices, config_name=tree) == compose(config_name=tree)
@@ -578,7 +578,7 @@ def test_a_key_that_is_written_like_a_group_is_not_ignored(override: str, senten
         compose([override])
 
 
-def test_a_choice_that_does_not_exist_names_those_that_do() -> None:
+def test_the_error_of_an_unknown_choice_lists_the_known_ones() -> None:
     assert "choose fsdp, automodel, megatron" in error(["engine=fsdb"], config_name="sft_trainer")
     assert "does not resolve" in error(["critic@critic=nothing"])
 

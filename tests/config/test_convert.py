@@ -1,4 +1,4 @@
-"""Values to annotations: what fits, what is converted, what is refused."""
+"""Which values fit a type hint, are converted to it, or are refused."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_type_is_described_in_words(annotation: Any, words: str) -> None:
         ("x y", "x y"),
     ],
 )
-def test_a_value_is_shown_as_one_writes_it(value: Any, text: str) -> None:
+def test_a_value_is_shown_as_on_the_command_line(value: Any, text: str) -> None:
     assert show_value(value) == text
 
 

@@ -220,7 +220,7 @@ def test_check_has_no_note_about_the_defaults_in_a_saved_config(
     assert len(text.splitlines()) == 1 + notes
 
 
-def test_a_neutral_key_is_answered_unless_its_value_is_what_happens_here() -> None:
+def test_a_neutral_key_is_noted_unless_its_value_equals_what_hone_does() -> None:
     key = "actor_rollout_ref.rollout.pipeline_model_parallel_size"
     assert f"#   {key}=2: each rank decodes with the whole model" in show([f"{key}=2"])
     assert key not in show([f"{key}=1"])

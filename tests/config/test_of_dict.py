@@ -57,6 +57,6 @@ def test_a_users_own_dataclass_is_made_with_its_inner_ones() -> None:
     assert omega_conf_to_dataclass({}) is None
 
 
-def test_an_unknown_field_is_an_error_with_a_proposal() -> None:
+def test_an_unknown_field_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(TypeError, match=r"Outer has no field 'rat'.*'rate'"):
         omega_conf_to_dataclass({"inner": {"size": 2}, "rat": 1}, Outer)

@@ -146,7 +146,9 @@ def test_every_key_that_works_is_read(tree: str, recorder: Recorder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", sorted(READ_ELSEWHERE))
-def test_what_cannot_run_here_is_read_in_the_source(pattern: str, recorder: Recorder) -> None:
+def test_keys_of_programs_that_cannot_run_here_are_read_in_the_source(
+    pattern: str, recorder: Recorder
+) -> None:
     file, expression = READ_ELSEWHERE[pattern]
     source = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
     read = {ast.unparse(n) for n in ast.walk(source) if isinstance(n, ast.Attribute)}

@@ -132,7 +132,7 @@ def test_batch_sizes_derive_in_sequences_and_updates() -> None:
         ),
     ],
 )
-def test_micro_batches_are_cut_by_tokens_unless_a_size_is_given(
+def test_micro_batches_are_formed_by_tokens_unless_a_size_is_set(
     overrides: list[str], expected: int | None
 ) -> None:
     actor = load_config(overrides).actor_rollout_ref.actor

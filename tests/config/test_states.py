@@ -1,4 +1,4 @@
-"""The table of other keys: patterns, values without a word, and that no row is dead or shadowed."""
+"""The rows of rules.txt: patterns, values without a message, and no row that can never apply."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_patterns_name_keys(pattern: str, key: str, matches: bool) -> None:
     assert matches_pattern(pattern, key) is matches
 
 
-def test_rules_say_nothing_of_values_that_ask_for_nothing() -> None:
+def test_rules_have_no_message_for_values_without_effect() -> None:
     assert is_one_of("anything", ("any",))
     assert is_one_of(1, (1,))
     assert not is_one_of(True, (1,))
@@ -70,14 +70,14 @@ def test_no_row_is_hidden_by_an_earlier_one() -> None:
         assert rule_of(key, tree) in (rule, rule_of(key.replace("x.", "y.", 1), tree)), rule
 
 
-def test_every_row_has_a_sentence_without_advice_to_write_what_was_written() -> None:
+def test_no_row_advises_the_value_that_was_written() -> None:
     for rule in STATES:
         assert rule.why, rule.pattern
         assert not rule.why.endswith(("use 1", "use true", "use false")), rule.pattern
     assert all(value.values for value in rules("values"))
 
 
-def test_answers_with_one_sentence_share_a_line() -> None:
+def test_notes_with_the_same_sentence_share_a_line() -> None:
     answers = [(f"k{i}=1", "why") for i in range(5)] + [("other=2", "because")]
     assert lines_per_sentence(answers) == ["k0=1, k1=1, k2=1 and 2 more: why", "other=2: because"]
 
@@ -93,9 +93,7 @@ def test_answers_with_one_sentence_share_a_line() -> None:
         ("actor_rollout_ref.actor.optim.weight_decay_incr_style=linear", "stays constant"),
     ],
 )
-def test_what_would_train_something_else_is_refused_with_its_sentence(
-    override: str, sentence: str
-) -> None:
+def test_a_value_that_would_train_something_else_is_refused(override: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config([override])
     assert f"{override} is refused: " in str(caught.value)

@@ -1,4 +1,4 @@
-"""DataProto against a slow, obvious model: a list with one dict a row."""
+"""DataProto against a slow, obvious model: a list with one dict per row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def as_list(data: DataProto) -> list[dict[str, Any]]:
 
 
 class TestMaking:
-    def test_columns_of_different_length_are_refused_by_name(self) -> None:
+    def test_the_error_of_columns_of_different_length_names_them(self) -> None:
         with pytest.raises(ValueError, match=r"'b' has batch size \(2,\); column 'a' has \(3,\)"):
             DataProto.from_dict({"a": torch.zeros(3), "b": torch.zeros(2)})
 
@@ -72,7 +72,7 @@ class TestMaking:
         assert tensors.column("t").shape == (2, 1)
         assert torch.equal(tensors.column("t")[0, 0], torch.ones(3))
 
-    def test_a_wide_object_column_is_cut_into_rows_and_comes_back_whole(self) -> None:
+    def test_a_2d_object_column_is_split_into_rows_and_joined_again(self) -> None:
         data = DataProto.from_dict(
             {"x": torch.arange(8).reshape(2, 4)}, {"pair": [["a", "b"], ["c", "d"]]}
         )
@@ -156,7 +156,7 @@ class TestMaking:
         assert as_list(again) == as_list(data)
         assert again.meta_info == data.meta_info
 
-    def test_tensordict_stacks_become_columns_and_plain_data_facts(self) -> None:
+    def test_tensordict_stacks_become_columns_and_plain_data_metadata(self) -> None:
         source = TensorDict({"a": torch.zeros(2)}, batch_size=[2])
         source.set("u", NonTensorStack(NonTensorData("p"), NonTensorData("q")))
         source.set("t", NonTensorData(0.7, batch_size=[2]))
@@ -165,7 +165,7 @@ class TestMaking:
         assert data.meta_info == {"t": 0.7, "k": 1}
         assert DataProto.from_tensordict(None).batch is None
 
-    def test_a_name_that_is_column_and_fact_cannot_become_a_tensordict(self) -> None:
+    def test_a_name_of_a_column_and_of_metadata_cannot_become_a_tensordict(self) -> None:
         data = rows(2)
         data.meta_info["uid"] = 1
         with pytest.raises(ValueError, match=r"\['uid'\] name more than one"):
@@ -187,11 +187,11 @@ class TestLooking:
         assert rows(3)[np.int64(2)].non_tensor_batch["uid"] == "u2"
         assert rows(3)[torch.tensor(2)].non_tensor_batch["uid"] == "u2"
 
-    def test_a_row_that_is_not_there(self) -> None:
+    def test_a_row_out_of_range_is_an_error(self) -> None:
         with pytest.raises(IndexError, match="row 3 is out of range: the batch has 3"):
             rows(3)[3]
 
-    def test_a_name_is_no_row(self) -> None:
+    def test_a_name_or_a_boolean_is_not_a_row(self) -> None:
         with pytest.raises(TypeError, match="not by str 'x'"):
             rows(3)["x"]
         for index in (True, torch.tensor(True), np.array(True)):
@@ -275,7 +275,7 @@ class TestColumns:
         assert chosen.meta_info == {}
         assert len(data.select(batch_keys=[], non_tensor_batch_keys=[])) == 3
 
-    def test_select_of_what_is_not_there(self) -> None:
+    def test_select_of_a_missing_column_is_an_error(self) -> None:
         for wrong in (
             {"batch_keys": ["z"]},
             {"non_tensor_batch_keys": ["z"]},
@@ -363,7 +363,7 @@ class TestColumns:
 
 
 class TestUnion:
-    def test_columns_and_facts_of_both(self) -> None:
+    def test_a_union_has_the_columns_and_metadata_of_both(self) -> None:
         data = rows(2)
         other = DataProto.from_dict({"y": torch.ones(2)}, {"v": [1, 2]}, {"k": 1})
         assert data.union(other) is data
@@ -400,7 +400,7 @@ class TestUnion:
         with pytest.raises(ValueError, match="2 rows with a batch of 3"):
             rows(2).union(DataProto.from_dict(non_tensors={"q": [1, 2, 3]}))
 
-    def test_facts_alone_unite_with_anything(self) -> None:
+    def test_metadata_alone_unites_with_any_batch(self) -> None:
         assert rows(2).union(DataProto(meta_info={"k": 2})).meta_info == {"step": 3, "k": 2}
         assert DataProto(meta_info={"k": 2}).union(rows(2)).column_names() == ["n", "x", "uid"]
 
@@ -437,7 +437,7 @@ class TestCuttingAndJoining:
         expected = [whole[i : i + size] for i in range(0, count, size)]
         assert [as_list(piece) for piece in pieces] == expected
 
-    def test_concat_merges_metrics_and_checks_other_facts(self) -> None:
+    def test_concat_merges_metrics_and_checks_other_metadata(self) -> None:
         first = DataProto.from_dict({"a": torch.zeros(1)}, meta_info={"metrics": {"l": 1}, "t": 1})
         second = DataProto.from_dict(
             {"a": torch.ones(1)}, meta_info={"metrics": [{"l": 2}, {"l": 3, "m": 4}], "u": 2}
@@ -503,13 +503,13 @@ class TestCuttingAndJoining:
         expected = [row for row, k in zip(as_list(data), times, strict=True) for _ in range(k)]
         assert as_list(data.sample_level_repeat(times)) == expected
 
-    def test_sample_level_repeat_needs_a_count_a_row(self) -> None:
+    def test_sample_level_repeat_needs_a_count_per_row(self) -> None:
         with pytest.raises(ValueError, match="the batch has 3 rows"):
             rows(3).sample_level_repeat([1, 2])
 
 
 class TestIterator:
-    def test_every_row_once_an_epoch_with_the_facts(self) -> None:
+    def test_every_row_is_in_each_epoch_once_with_the_metadata(self) -> None:
         pieces = list(rows(6).make_iterator(2, epochs=2))
         assert [piece.batch["n"].tolist() for piece in pieces] == [[0, 1], [2, 3], [4, 5]] * 2
         assert all(piece.meta_info == {"step": 3} for piece in pieces)
@@ -540,7 +540,7 @@ class TestShapes:
         assert unfolded.batch["n"].tolist() == [7, 7, 8, 8]
         assert list(unfolded.non_tensor_batch["u"]) == ["a", "a", "b", "b"]
 
-    def test_column_chunks_that_cannot_be(self) -> None:
+    def test_impossible_column_chunks_are_refused(self) -> None:
         with pytest.raises(ValueError, match="'x' of shape"):
             rows(2, width=3).unfold_column_chunks(2, ["x"])
         with pytest.raises(KeyError, match="no columns"):
@@ -557,7 +557,7 @@ class TestShapes:
         assert folded.non_tensor_batch["uid"].shape == (outer, inner)
         assert as_list(folded.unfold_batch_dim()) == as_list(data)
 
-    def test_folds_that_do_not_fit(self) -> None:
+    def test_impossible_folds_are_refused(self) -> None:
         with pytest.raises(ValueError, match="5 rows does not fold into 2"):
             rows(5).fold_batch_dim(2)
         with pytest.raises(ValueError, match="fewer than 2 dimensions"):

@@ -1,4 +1,4 @@
-"""Promises of batches resolve late and in order; ranks gather each other's rows."""
+"""Futures of batches are resolved late and in order; ranks gather the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_future_of_a_tensordict_is_split_and_joined() -> None:
     assert len(DataProtoFuture.concat([future, batch]).get()) == 6
 
 
-def test_a_future_can_be_sent_elsewhere_with_its_cut() -> None:
+def test_a_future_of_a_part_can_be_pickled() -> None:
     part = DataProtoFuture(DataProto.concat, [rows(1, 2, 3)]).split_padded(2)[1]
     again = pickle.loads(pickle.dumps(part)).get()
     assert again.batch["n"].tolist() == [3, 3]

@@ -1,4 +1,4 @@
-"""Rows back to a batch."""
+"""`collate_fn` joins rows to a batch."""
 
 from __future__ import annotations
 

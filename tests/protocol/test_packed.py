@@ -1,4 +1,4 @@
-"""Tensors as tuples and bytes, in verl's form, and back."""
+"""Tensors are packed as tuples and bytes, in verl's format, and unpacked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_tensordict_comes_back_with_nested_columns() -> None:
     assert [row.tolist() for row in back["j"].unbind()] == [[1, 1], [0, 0, 0]]
 
 
-def test_what_is_no_packed_tensor_is_refused() -> None:
+def test_other_tuples_are_not_read_as_packed_tensors() -> None:
     with pytest.raises(ValueError, match="'float33' is not a torch dtype"):
         deserialize_single_tensor(("float33", (1,), b"0000"))
     with pytest.raises(ValueError, match="packed in 4 parts"):

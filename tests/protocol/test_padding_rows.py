@@ -1,4 +1,4 @@
-"""Rows added to make a batch divisible: which they are, that they are marked, that they go again."""
+"""Rows that make a batch divisible are copies, are marked, and can be removed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_batch_of_object_columns_is_split_too() -> None:
     ]
 
 
-def test_facts_without_rows_go_to_every_part() -> None:
+def test_metadata_without_rows_goes_to_every_part() -> None:
     assert [piece.meta_info for piece in split_padded(DataProto(meta_info={"k": 1}), 3)] == [
         {"k": 1}
     ] * 3
@@ -107,7 +107,7 @@ def test_padding_in_place_refuses_what_it_cannot_do() -> None:
         rows(0).padding(1)
 
 
-def test_a_process_may_let_all_batches_be_cut_unevenly() -> None:
+def test_a_process_may_allow_uneven_chunks_of_all_batches() -> None:
     data = DataProto.from_dict({"x": torch.arange(5)})
     assert not DataProtoConfig.auto_padding
     DataProtoConfig.auto_padding = True

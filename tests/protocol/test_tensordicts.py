@@ -1,4 +1,4 @@
-"""Batches as plain TensorDicts: columns, facts, rows, in verl's names."""
+"""Batches as plain TensorDicts, with verl's functions: columns, metadata, rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def batch() -> TensorDict:
     return tu.get_tensordict(columns, {"step": 7})
 
 
-def test_columns_and_facts_are_read_as_they_were_given() -> None:
+def test_columns_and_metadata_are_returned_unchanged() -> None:
     data = batch()
     assert data.batch_size == torch.Size([3])
     assert tu.get(data, "tag") == ["a", ["b"], {}]
@@ -39,12 +39,12 @@ def test_columns_and_facts_are_read_as_they_were_given() -> None:
         ({"a": 3}, {}, "is a int"),
     ],
 )
-def test_what_does_not_fit_is_refused(columns: dict, facts: dict, says: str) -> None:
+def test_columns_that_do_not_fit_are_refused(columns: dict, facts: dict, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         tu.get_tensordict(columns, facts)
 
 
-def test_rows_are_selected_cut_and_joined() -> None:
+def test_rows_are_selected_split_and_joined() -> None:
     data = batch()
     picked = tu.index_select_tensor_dict(data, [2, 0])
     assert picked is not None
@@ -127,7 +127,7 @@ def test_unequal_batches_differ() -> None:
             tu.assert_tensordict_eq(data, other)
 
 
-def test_a_union_adds_to_the_first_and_refuses_what_differs() -> None:
+def test_a_union_adds_to_the_first_and_refuses_different_values() -> None:
     data, more = batch(), tu.get_tensordict({"y": torch.ones(3)}, {"step": 7})
     assert tu.union_tensor_dict(data, more) is data
     assert {"x", "y"} <= set(data.keys())
@@ -158,7 +158,7 @@ def test_rows_as_dicts_become_columns() -> None:
     assert tu.contiguous(data)["x"].is_contiguous()
 
 
-def test_batches_of_either_form_are_cut_and_joined() -> None:
+def test_batches_of_either_form_are_split_and_joined() -> None:
     proto = DataProto.from_dict({"x": torch.arange(4)})
     for data in (proto, proto.to_tensordict()):
         assert BatchData(data).is_chunkable()

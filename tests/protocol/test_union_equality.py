@@ -1,4 +1,4 @@
-"""Equality deep enough for what rows hold: NaN, arrays in lists, structures that hold themselves."""
+"""Deep equality of the values in rows: NaN, arrays in lists, structures that contain themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Crossing a process: every bit arrives, and no byte is copied that need not be."""
+"""A batch that is sent to another process arrives bit for bit, without unnecessary copies."""
 
 from __future__ import annotations
 

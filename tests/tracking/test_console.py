@@ -225,7 +225,7 @@ def test_progress_draws_on_the_screen_of_the_process(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == ""
 
 
-def test_say_prints_tables_and_text() -> None:
+def test_print_writes_tables_and_text() -> None:
     screen, _ = make_screen(terminal=False)
     table = Table("before", "after")
     table.add_row("0.1", "0.9")

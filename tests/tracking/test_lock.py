@@ -1,4 +1,4 @@
-"""The lock of a folder has one live holder, on this machine or another; dead ones lose it."""
+"""The lock of a folder has one live holder, on this machine or another; a dead holder loses the lock."""
 
 from __future__ import annotations
 

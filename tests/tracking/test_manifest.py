@@ -27,7 +27,7 @@ def step(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_sealed_folder_is_undamaged_and_can_be_sealed_again(step: Path) -> None:
+def test_a_folder_with_a_manifest_is_undamaged_and_can_get_a_new_one(step: Path) -> None:
     assert find_damage(step) is None
     write_manifest(step)
     assert find_damage(step) is None
@@ -81,7 +81,7 @@ def test_ranks_compute_the_checksums_of_their_shards(
     assert find_damage(folder.parent) == "actor/__11_0.distcp (the shard of rank 11) is missing"
 
 
-def test_a_shard_that_the_sealing_process_does_not_see_is_an_error(tmp_path: Path) -> None:
+def test_a_shard_that_the_writer_of_the_manifest_does_not_see_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "__3_0.distcp").write_bytes(b"shard")
     write_shard_checksums(tmp_path, 3)
     (tmp_path / "__3_0.distcp").unlink()  # as if written to another machine's disk

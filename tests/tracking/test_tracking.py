@@ -131,7 +131,7 @@ def test_flatten_joins_keys_and_keeps_lists() -> None:
     assert dict(flatten(tree)) == {"a.b": 1, "a.c.d": [1, 2], "e": None, "f": {}}
 
 
-def test_it_is_called_as_in_verl(tmp_path, capsys):
+def test_tracking_is_called_as_in_verl(tmp_path, capsys):
     with Tracking(
         project_name="p", experiment_name="e", default_backend=["console"], config={"a": 1}
     ) as tracking:

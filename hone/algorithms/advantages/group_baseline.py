@@ -198,7 +198,5 @@ grpo_passk = EstimatorFunction(
 maxrl = EstimatorFunction("maxrl", MaxRL)
 lite_ppo = EstimatorFunction("lite_ppo", LitePPO)
 gdpo = EstimatorFunction(
-    "gdpo",
-    GDPO,
-    f"{GROUP_ARGUMENTS} epsilon norm_adv_by_std_in_grpo config non_tensor_batch batch",
+    "gdpo", GDPO, f"{GROUP_ARGUMENTS} epsilon norm_adv_by_std_in_grpo config non_tensor_batch batch"
 )

@@ -197,9 +197,7 @@ reinforce_plus_plus = EstimatorFunction(
     "reinforce_plus_plus", ReinforcePlusPlus, "token_level_rewards response_mask config index"
 )
 reinforce_plus_plus_baseline = EstimatorFunction(
-    "reinforce_plus_plus_baseline",
-    ReinforcePlusPlusBaseline,
-    f"{GROUP_ARGUMENTS} epsilon config",
+    "reinforce_plus_plus_baseline", ReinforcePlusPlusBaseline, f"{GROUP_ARGUMENTS} epsilon config"
 )
 remax = EstimatorFunction(
     "remax", ReMax, "token_level_rewards reward_baselines response_mask config index"

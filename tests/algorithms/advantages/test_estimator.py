@@ -90,7 +90,7 @@ def test_sums_cover_every_row_of_a_large_batch():
     np.testing.assert_allclose(row_sums(with_junk, MASK), expected)
 
 
-def test_a_value_a_trajectory_is_spread_over_every_row_of_a_large_batch():
+def test_a_value_per_trajectory_is_broadcast_to_every_row_of_a_large_batch():
     outcome = outcomes("test", REWARDS, MASK, [i % 7 for i in range(ROWS)], None)
     values = torch.arange(1.0, ROWS + 1).double()
     np.testing.assert_array_equal(outcome.broadcast(values), values[:, None] * MASK)

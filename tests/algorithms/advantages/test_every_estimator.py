@@ -63,7 +63,7 @@ def test_a_group_of_one_is_defined(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_groups_of_equal_scores_get_exactly_nothing_where_scores_are_compared(name):
+def test_groups_of_equal_scores_get_0_where_scores_are_compared(name):
     b = batch([[0, 0.1]] * 3 + [[0, 0.7]] * 3, [[1, 1]] * 6, list("aaabbb"))
     for part in ("reward/rule", "reward/style"):
         b.columns[part] = b.rewards

@@ -1,4 +1,4 @@
-"""GDPO: the parts it asks for, their weights, and the scale of one part not drowning another."""
+"""GDPO: the required parts, their weights, and its independence of the scale of a part."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_passk_is_normalised_by_default_and_a_tie_for_the_best_gives_0():
     assert advantages[0, 0] == pytest.approx(np.sqrt(2), abs=1e-5)
 
 
-def test_passk_refuses_a_batch_in_which_nothing_can_be_compared():
+def test_passk_refuses_a_batch_of_groups_of_one():
     with pytest.raises(ValueError, match=r"rollout\.n"):
         estimate("grpo_passk", [[1.0], [0]], index=["p", "q"])
 
@@ -61,7 +61,7 @@ def test_remax_subtracts_the_greedy_reward_from_the_reward_to_go():
     np.testing.assert_allclose(advantages, [[2.5, 0, 1.5, -0.5]])
 
 
-def test_gpg_scales_by_the_share_of_samples_that_score():
+def test_gpg_scales_by_the_share_of_scores_other_than_0():
     advantages, _ = estimate("gpg", [[1.0], [0], [0], [0]], index=["p", "p", "q", "q"])
     np.testing.assert_allclose(advantages[:, 0], [4 * 0.5, 4 * -0.5, 0, 0])
     halved, _ = estimate("gpg", [[1.0], [0]], index=["p", "p"], f_norm=2.0)

@@ -80,7 +80,7 @@ def test_a_misspelt_switch_is_refused():
 
 
 @pytest.mark.parametrize("estimator", [grpo, grpo_passk], ids=["grpo", "grpo_passk"])
-def test_an_epsilon_of_zero_gives_groups_of_equal_scores_nothing(estimator):
+def test_an_epsilon_of_zero_gives_groups_of_equal_scores_0(estimator):
     rewards, mask = column([0.7, 0.7, 0.7])
     advantages, _ = estimator(rewards, mask, index=["p"] * 3, epsilon=0.0)
     assert (advantages == 0).all()

@@ -16,7 +16,7 @@ def tensors(*arrays):
     return [torch.tensor(x, dtype=torch.float64) for x in arrays]
 
 
-def test_the_trainer_can_find_out_what_it_reads():
+def test_the_required_columns_are_declared():
     for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
         assert get_estimator(name).requires == ("old_log_probs", "sum_pi_squared")
         assert get_estimator(name).uses == ("rollout_is_weights",)
@@ -53,7 +53,7 @@ def test_importance_weights_enter_squared():
     np.testing.assert_allclose(advantages[:, 0], [1 - 0.9, -0.9], atol=1e-7)
 
 
-def test_the_multi_turn_form_compares_the_nth_token_the_policy_wrote():
+def test_the_multi_turn_form_compares_the_nth_policy_tokens():
     rewards, mask, probs, squares = tensors(
         [[0, 0, 1, 0], [0, 1, 0, 0]],
         [[1, 0, 1, 0], [1, 1, 0, 0]],

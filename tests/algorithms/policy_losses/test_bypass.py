@@ -113,7 +113,7 @@ def test_rejection_keeps_the_normalisation_law(kind, mode):
     assert (gradient[0] == 0).all()
 
 
-def test_what_it_cannot_do_is_refused():
+def test_unsupported_settings_are_refused():
     with pytest.raises(ValueError, match="rollout_is_batch_normalize"):
         call(rollout_is_batch_normalize=True)
     with pytest.raises(ValueError, match="ppo_clip or reinforce"):

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: which tokens are chosen, how many, and that the choice can be replayed."""
+"""Clip-Cov and KL-Cov: which tokens and how many are selected, reproducibly."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_the_norm_divides_by_batch_and_by_the_configured_length():
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_explicit_counts_win_over_the_context_and_the_context_over_the_mask(mode):
+def test_explicit_counts_override_the_context_and_the_context_overrides_the_mask(mode):
     def parts(tokens, rows):
         return {
             "token-mean": 61 / tokens,

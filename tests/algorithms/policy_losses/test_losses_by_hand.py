@@ -1,4 +1,4 @@
-"""What every loss shares, by hand: weights, gradients, keywords, aggregation."""
+"""Properties of every loss, by hand: weights, gradients, keywords, aggregation."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
     assert (inside["pg_clipfrac"], inside["pg_clipfrac_lower"]) == (0, 0)
 
 
-def test_dppo_tv_judges_the_probability_not_the_ratio():
+def test_dppo_tv_bounds_the_probability_not_the_ratio():
     rare = one("dppo_tv", 10.0, 1.0, old=1e-3)  # 0.001 → 0.01: nothing moved
     assert rare[1] == pytest.approx(-3)  # the weight is cut at clip_ratio_c
     far = one("dppo_tv", 1.8, 1.0, old=0.5)  # 0.5 → 0.9

@@ -37,7 +37,7 @@ def test_clip_ratio_alone_moves_both_bounds():
         assert value == pytest.approx(-advantage * bound)
 
 
-def test_low_and_high_win_over_clip_ratio_each_for_itself():
+def test_low_and_high_each_override_clip_ratio():
     cfg = {"clip_ratio": 0.2, "clip_ratio_c": 3.0, "clip_ratio_high": 0.28, "clip_ratio_low": None}
     assert one("vanilla", 2.0, 1.0, cfg=cfg)[0] == pytest.approx(-1.28)
     assert one("vanilla", 0.1, -1.0, cfg=cfg)[0] == pytest.approx(0.8)
