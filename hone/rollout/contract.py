@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from hone.rollout.native.peers import Peers
     from hone.tokenizer import Tokenizer
 
+Weights = Iterable[tuple[str, Tensor]]
+"""Tensors with their Hugging Face names."""
 _MIN_TEMPERATURE = 1e-5
 """The lowest positive temperature; with a lower one, logits / temperature may overflow."""
 
@@ -134,6 +136,7 @@ class TokenOutput:
     """The experts [tokens, layers, k] that computed the prompt and all response tokens but the last; None
     without `rollout.enable_rollout_routing_replay`."""
     extra_fields: JsonObject = field(default_factory=dict)
+    """More values of an engine of your own, as in verl; hone does not read them."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -200,7 +203,7 @@ class RolloutSpec:
     rank: int = 0
     world_size: int = 1
     """Number of rollout workers in the run; each has an engine."""
-    current_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+    current_weights: Callable[[], Weights] | None = None
     """Returns the published weights, for an engine with weights of its own that must load them again; None
     if the published weights are not in this process."""
     peers: Peers | None = None
@@ -250,7 +253,7 @@ class RolloutEngine(Protocol):
         Until `commit`, a new request waits if the engine is paused, and raises otherwise.
         """
 
-    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def load(self, weights: Weights) -> None:
         """Loads some of the new weights by Hugging Face name; may be called repeatedly."""
 
     async def commit(self, version: int) -> None:

@@ -5,14 +5,13 @@ Tests compare the native engine with this one; the two share only the policy and
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import torch
-from torch import Tensor
 
 from hone.models.policy import PolicyModel, forward_options
 from hone.ops.attention import SegmentLayout
-from hone.rollout.contract import Sampling, Traits
+from hone.rollout.contract import Sampling, Traits, Weights
 from hone.rollout.native.sampler import SamplingRows, sample_tokens
 from hone.rollout.requests import Chunk, Request, RequestRules
 from hone.rollout.streaming_engine import StreamingEngine
@@ -56,5 +55,5 @@ class HFRollout(StreamingEngine):
         token, log_prob = sample_tokens(logits, position, SamplingRows.of([sampling], device))
         return Chunk([int(token)], [float(log_prob)])
 
-    async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def _load(self, weights: Weights) -> None:
         load_weights(self._policy, weights)

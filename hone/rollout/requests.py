@@ -95,6 +95,19 @@ class Request:
             self.cancelled = True
             self.awaited_future.set_exception(error)
 
+    def set_outcome(self, outcome: TokenOutput | BaseException) -> None:
+        """Passes the last tokens to `on_tokens`, and sets the future if the caller still waits.
+
+        This must run in the event loop of the request.
+        """
+        self.stream()
+        if self.awaited_future.done():
+            return
+        if isinstance(outcome, BaseException):
+            self.awaited_future.set_exception(outcome)
+        else:
+            self.awaited_future.set_result(outcome)
+
     def output(self) -> TokenOutput:
         assert self.stop_reason is not None
         return TokenOutput(

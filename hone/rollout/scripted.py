@@ -1,18 +1,16 @@
 """A fake engine for tests, which returns scripted answers one token at a time.
 
-It implements the contract (limits, stops, abort, versions) and records every request. It ignores all
-sampling parameters except limits and stops.
+The engine implements the contract and records every request. Of the sampling parameters, it uses only
+`max_tokens` and the stop conditions.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from hone.rollout.contract import RolloutError, Sampling, StopReason, Traits
+from hone.rollout.contract import RolloutError, Sampling, StopReason, Traits, Weights
 from hone.rollout.requests import Chunk, Request, RequestRules
 from hone.rollout.streaming_engine import StreamingEngine, in_engine_loop
 from hone.tokenizer import Tokenizer
@@ -103,7 +101,7 @@ class ScriptedRollout(StreamingEngine):
         eos_id = self._tokenizer.eos_token_id
         return ScriptedAnswer(ids if eos_id is None else [*ids, eos_id])
 
-    async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def _load(self, weights: Weights) -> None:
         self.loaded_names += [name for name, _ in weights]
 
     async def _backend_sleep(self) -> None:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hone.rollout.contract import RolloutError, Sampling, Traits
+from hone.rollout.contract import RolloutError, Sampling, Traits, Weights
 from hone.rollout.http_server import HttpServer, ServerLost
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.routing import Router
@@ -228,7 +228,7 @@ class ServerRollout(StreamingEngine):
         self._stale_servers.clear()
         self._folder.begin()
 
-    async def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def _load(self, weights: Weights) -> None:
         for tensors in split_into_buckets(weights, self._bucket_bytes):
             bucket = self._to_checkpoint(tensors)
             if self._keeps_weights:

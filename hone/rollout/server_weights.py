@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.models.lora import adapter_weights
-from hone.rollout.contract import RolloutError
+from hone.rollout.contract import RolloutError, Weights
 from hone.rollout.owned_folder import OwnedFolder
 from hone.types import Fields
 from hone.weights.contract import share_gpu_memory
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-Weights = Iterable[tuple[str, Tensor]]
 _FOLDER_PREFIX = "hone-server-weights-"
 _ALIGNMENT = 64
 """The offset of a tensor in a bucket is a multiple of this number of bytes."""

@@ -192,7 +192,7 @@ class SGLangServer(HttpServer):
     # -- control --------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Pauses with `retract`, which allows a cache flush and keeps the tokens of other clients."""
+        """Pauses with `retract`, which allows a cache flush and keeps the requests of other clients."""
         await self._call_control("/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:

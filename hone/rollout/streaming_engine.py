@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hone.event_loop import call_soon_in_loop
 from hone.ops.counter_rng import fold_seed
-from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput, Traits
+from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput, Traits, Weights
 from hone.rollout.requests import (
     Chunk,
     ConnectionLost,
@@ -37,7 +37,6 @@ from hone.rollout.weights import check_all_loaded, check_name_and_shape
 T = TypeVar("T")
 P = ParamSpec("P")
 Engine = TypeVar("Engine", bound="StreamingEngine")
-Weights = Iterable[tuple[str, Tensor]]
 log = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 30.0
@@ -72,9 +71,10 @@ def in_engine_loop(
 
 
 class StreamingEngine(RequestEngine):
-    """A `RolloutEngine` whose subclasses stream tokens and update weights.
+    """A `RolloutEngine` whose subclasses stream tokens from a backend, and update its weights.
 
-    Methods that begin with `_backend` run in the event loop of the engine's thread.
+    The backend is a server, a process or a model. Methods that begin with `_backend` run in the event loop of
+    the engine's thread.
     """
 
     traits: Traits
@@ -100,9 +100,10 @@ class StreamingEngine(RequestEngine):
     # -- implemented by subclasses --------------------------------------------------------------
 
     def _backend_stream(self, request: Request, sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Yields the next tokens or raises ConnectionLost; `aclose` ends the request on the server.
+        """Yields the next tokens or raises ConnectionLost; `aclose` ends the request in the backend.
 
-        `sampling` has the parameters of the tokens that `request` lacks.
+        `sampling` has the parameters of the remaining tokens: `max_tokens` does not count the tokens of
+        `request.token_ids`.
         """
         raise NotImplementedError
 
@@ -178,7 +179,7 @@ class StreamingEngine(RequestEngine):
             self._fail(error)
         finally:
             self._running.discard(running)
-        call_soon_in_loop(request.awaited_future.get_loop(), _set_outcome, request, outcome)
+        call_soon_in_loop(request.awaited_future.get_loop(), request.set_outcome, outcome)
 
     async def _run_stream(self, running: RunningRequest) -> None:
         """Runs one stream until it ends or is cancelled; after a lost connection, waits for the recovery."""
@@ -223,7 +224,8 @@ class StreamingEngine(RequestEngine):
             return
         sampling, num_tokens = request.sampling, len(request.token_ids)
         if num_tokens:
-            # A server that does not sample by position would repeat the random numbers of the first tokens.
+            # With the same seed, a backend that does not sample by position would repeat the random numbers
+            # of the first tokens.
             by_position = self.traits.samples_by_position
             seed = sampling.seed if by_position else fold_seed(sampling.seed, num_tokens)
             sampling = replace(sampling, max_tokens=sampling.max_tokens - num_tokens, seed=seed)
@@ -384,14 +386,3 @@ class StreamingEngine(RequestEngine):
             for running in self._running:
                 if running.task is not None:
                     running.task.cancel()
-
-
-def _set_outcome(request: Request, outcome: TokenOutput | BaseException) -> None:
-    """Passes the last tokens to `on_tokens`, and sets the future if the caller still waits."""
-    request.stream()
-    if request.awaited_future.done():
-        return
-    if isinstance(outcome, BaseException):
-        request.awaited_future.set_exception(outcome)
-    else:
-        request.awaited_future.set_result(outcome)

@@ -17,11 +17,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from hone.rollout.contract import RolloutError, Sampling, Traits
+from hone.rollout.contract import RolloutError, Sampling, Traits, Weights
 from hone.rollout.requests import Chunk, ConnectionLost, Request, RequestRules
 from hone.rollout.routing import Router
 from hone.rollout.server_weights import AdapterFolder, fill_buckets, split_experts
-from hone.rollout.streaming_engine import StreamingEngine, Weights, in_engine_loop
+from hone.rollout.streaming_engine import StreamingEngine, in_engine_loop
 from hone.rollout.vllm_openai import vllm_sampling_params
 from hone.rollout.vllm_process import EngineProcess
 from hone.types import Fields
@@ -257,7 +257,7 @@ class VLLMRollout(StreamingEngine):
             yield name, tensor
 
     async def _load_bucket(self, bucket: Fields) -> None:
-        """Loads a bucket into each process that has all earlier ones; `commit` restores the others."""
+        """Loads a bucket into each process that has all earlier buckets; `commit` restores the others."""
         index = self._num_buckets
         processes = [p for p in self._processes if p.alive and p.num_buckets == index]
         self._num_buckets += 1

@@ -80,12 +80,12 @@ class EngineProcess:
         """Whether the process lacks the current weights."""
         self._child: subprocess.Popen[bytes] | None = None
         self._folder: OwnedFolder | None = None
-        self._calls: dict[int, asyncio.Future[object]] = {}
+        self._calls: dict[int, asyncio.Future[object]] = {}  # the results of commands, by call id
         self._call_ids = count()
-        self._streams: dict[str, asyncio.Queue[Chunk | Exception]] = {}
+        self._streams: dict[str, asyncio.Queue[Chunk | Exception]] = {}  # by the key of the request
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
-        self._pong: asyncio.Future[float] | None = None
+        self._pong: asyncio.Future[float] | None = None  # the answer to the last ping
         self._closed = False
 
     @property

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from hone.models.policy import PolicyModel
-from hone.rollout.contract import RolloutError
+from hone.rollout.contract import RolloutError, Weights
 from hone.suggestions import suggestion
 
 
@@ -70,7 +70,7 @@ class WeightUpdate:
 
 
 @torch.no_grad()
-def load_weights(policy: PolicyModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(policy: PolicyModel, weights: Weights) -> None:
     """Copies each tensor into its parameter; raises for an unknown name or a wrong shape."""
     parameters: dict[str, Tensor] = {}
     for name, tensor in weights:

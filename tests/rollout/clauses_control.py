@@ -47,16 +47,16 @@ class Watched:
         self._some.set()
 
     @property
-    def drawn(self) -> int:
+    def num_tokens(self) -> int:
         return sum(len(delta.token_ids) for delta in self.deltas)
 
     async def settled(self) -> None:
         """Waits for tokens that were sampled before the pause and are not delivered yet."""
-        seen = -1
+        previous = -1
         for _ in range(20):
-            if seen == self.drawn:
+            if previous == self.num_tokens:
                 return
-            seen = self.drawn
+            previous = self.num_tokens
             await asyncio.sleep(0.05)
 
     async def in_progress(self) -> None:
@@ -64,14 +64,14 @@ class Watched:
 
 
 def matches(
-    factory: Factory, out: TokenOutput, whole: TokenOutput, *, until: int | None = None
+    factory: Factory, out: TokenOutput, uninterrupted: TokenOutput, *, until: int | None = None
 ) -> None:
     """Checks that tokens and log-probs are equal; with the probe `bits`, log-probs have the same bits."""
-    assert out.token_ids[:until] == whole.token_ids[:until]
+    assert out.token_ids[:until] == uninterrupted.token_ids[:until]
     if "bits" in factory.probes:
-        assert out.log_probs[:until] == whole.log_probs[:until]
+        assert out.log_probs[:until] == uninterrupted.log_probs[:until]
     else:
-        assert out.log_probs[:until] == pytest.approx(whole.log_probs[:until], abs=1e-4)
+        assert out.log_probs[:until] == pytest.approx(uninterrupted.log_probs[:until], abs=1e-4)
 
 
 @clause()
@@ -94,7 +94,7 @@ def tokens_are_streamed_as_they_are_drawn(factory: Factory) -> None:
                 watched = Watched(engine, PROMPT, sampling, "streamed")
                 beside = asyncio.create_task(engine.generate(OTHERS[0], SHORT, "beside"))
                 await watched.in_progress()
-                early = watched.drawn
+                early = watched.num_tokens
             await beside
             return await watched.job, watched.deltas, early
 
@@ -149,9 +149,9 @@ def abort_ends_the_named_requests_alone(factory: Factory) -> None:
         assert 0 < len(ended.token_ids) < sampling.max_tokens, "the tokens drawn before are lost"
         assert len(ended.token_ids) == len(ended.log_probs) == len(ended.versions)
         assert ended.stop_reason is waited.stop_reason is StopReason.ABORT
-        for out, whole in zip(others, alone, strict=True):
+        for out, uninterrupted in zip(others, alone, strict=True):
             assert out.stop_reason is StopReason.LENGTH
-            matches(factory, out, whole)
+            matches(factory, out, uninterrupted)
         again = ask(engine, PROMPT, replace(sampling, max_tokens=len(ended.token_ids)))
     matches(factory, ended, again)
 
@@ -190,14 +190,14 @@ async def _while_paused(
         await engine.pause(keep)
     late = asyncio.create_task(engine.generate(PROMPT, SHORT, "late"))
     await running.settled()
-    drawn = running.drawn
+    num_tokens = running.num_tokens
     done, _ = await asyncio.wait([late], timeout=engine_contract.HOLD_S)
     assert not done, "a request was answered between pause and resume"
-    assert drawn == running.drawn, "tokens were drawn"
+    assert num_tokens == running.num_tokens, "tokens were drawn"
     assert running.job.done() == (not keep)
     await change()
     await engine.resume()
-    return await running.job, drawn, await late
+    return await running.job, num_tokens, await late
 
 
 async def _nothing() -> None: ...
@@ -207,12 +207,12 @@ async def _nothing() -> None: ...
 def pause_ends_what_runs_and_holds_what_comes(factory: Factory) -> None:
     sampling = long(factory)
     with factory.engine(policy()) as engine:
-        whole = ask(engine, PROMPT, sampling)
+        uninterrupted = ask(engine, PROMPT, sampling)
         out, _, late = play(_while_paused(factory, engine, sampling, False, _nothing))
     assert out.stop_reason is StopReason.ABORT
     assert 0 < len(out.token_ids) == len(out.log_probs) == len(out.versions) < sampling.max_tokens
-    matches(factory, out, whole, until=len(out.token_ids))
-    matches(factory, late, whole, until=SHORT.max_tokens)
+    matches(factory, out, uninterrupted, until=len(out.token_ids))
+    matches(factory, late, uninterrupted, until=SHORT.max_tokens)
     assert late.stop_reason is StopReason.LENGTH
 
 
@@ -220,29 +220,34 @@ def pause_ends_what_runs_and_holds_what_comes(factory: Factory) -> None:
 def pause_with_keep_goes_on_where_it_stood(factory: Factory) -> None:
     sampling = long(factory)
     with factory.engine(policy()) as engine:
-        whole = ask(engine, PROMPT, sampling)
-        out, drawn, late = play(_while_paused(factory, engine, sampling, True, _nothing))
+        uninterrupted = ask(engine, PROMPT, sampling)
+        out, num_tokens, late = play(_while_paused(factory, engine, sampling, True, _nothing))
     assert out.stop_reason is StopReason.LENGTH
     assert len(out.token_ids) == sampling.max_tokens
-    matches(factory, out, whole, until=None if "samples_by_position" in factory.traits else drawn)
-    matches(factory, late, whole, until=SHORT.max_tokens)
+    matches(
+        factory,
+        out,
+        uninterrupted,
+        until=None if "samples_by_position" in factory.traits else num_tokens,
+    )
+    matches(factory, late, uninterrupted, until=SHORT.max_tokens)
 
 
 @clause("pause_keeps_requests")
 def a_kept_request_takes_new_weights_from_its_next_token(factory: Factory) -> None:
     sampling = long(factory)
     with factory.engine(policy()) as engine:
-        whole = ask(engine, PROMPT, sampling)
+        uninterrupted = ask(engine, PROMPT, sampling)
 
         async def change() -> None:
             await update(engine, policy(seed=1).lm.named_parameters(), 3)
 
-        out, drawn, late = play(_while_paused(factory, engine, sampling, True, change))
-    assert out.versions == [0] * drawn + [3] * (sampling.max_tokens - drawn)
-    assert 0 < drawn < sampling.max_tokens
-    matches(factory, out, whole, until=drawn)
+        out, num_tokens, late = play(_while_paused(factory, engine, sampling, True, change))
+    assert out.versions == [0] * num_tokens + [3] * (sampling.max_tokens - num_tokens)
+    assert 0 < num_tokens < sampling.max_tokens
+    matches(factory, out, uninterrupted, until=num_tokens)
     if "model" in factory.traits:
-        assert out.token_ids != whole.token_ids, "the old weights were used"
+        assert out.token_ids != uninterrupted.token_ids, "the old weights were used"
     assert late.versions == [3] * SHORT.max_tokens
 
 

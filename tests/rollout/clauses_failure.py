@@ -67,9 +67,9 @@ def together(*works: Callable[[], Answers]) -> Answers:
         thread.start()
     for thread in threads:
         thread.join(engine_contract.DEADLINE_S)
-    missing = [i for i, given in enumerate(answers) if given is None]
+    missing = [i for i, thread_answers in enumerate(answers) if thread_answers is None]
     assert not missing, f"event loops {missing} never ended"
-    return [answer for given in answers for answer in given or []]
+    return [answer for thread_answers in answers for answer in thread_answers or []]
 
 
 def ended_with_cause(answers: Answers, where: str, *, first: bool) -> None:
@@ -182,7 +182,7 @@ def requests_beside_a_driving_thread_that_leaves_wait_for_the_next(factory: Fact
         answers: Answers = []
         thread = threading.Thread(target=lambda: answers.extend(together(beside)), daemon=True)
         thread.start()
-        drawn = together(driver)
+        later_answers = together(driver)
         later()
-    assert [len(a.token_ids) for a in drawn if isinstance(a, TokenOutput)] == [12] * 6
+    assert [len(a.token_ids) for a in later_answers if isinstance(a, TokenOutput)] == [12] * 6
     assert [len(a.token_ids) for a in answers if isinstance(a, TokenOutput)] == [300]

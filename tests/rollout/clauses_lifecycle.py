@@ -74,9 +74,9 @@ def the_end_token_ends_a_response_unless_ignored(factory: Factory) -> None:
     with factory.engine(policy()) as engine:
         free = ask_all(engine, rows, [Sampling(24, 1.0, i, ignore_eos=True) for i in range(16)])
         ended = ask_all(engine, rows, [Sampling(24, 1.0, i) for i in range(16)])
-    found = [i for i, out in enumerate(free) if EOS in out.token_ids[:-1]]
-    assert found, "no response had an end token to go past: ignore_eos did nothing"
-    for i in found:
+    indices = [i for i, out in enumerate(free) if EOS in out.token_ids[:-1]]
+    assert indices, "no response had an end token to go past: ignore_eos did nothing"
+    for i in indices:
         text = free[i].token_ids
         assert len(text) == 24
         assert ended[i].token_ids == text[: text.index(EOS) + 1]
@@ -89,11 +89,11 @@ def the_token_that_completes_a_stop_string_is_the_last(factory: Factory) -> None
     text = free_text(factory)
     begin = next(i for i in range(2, 20) if EOS not in text[i : i + 3])
     for length in (1, 3):
-        wanted = TOKENIZER.decode(text[begin : begin + length])
-        whole = [TOKENIZER.decode(text[:n]) for n in range(1, len(text) + 1)]
-        end = next(n for n, said in enumerate(whole, 1) if wanted in said)
+        stop = TOKENIZER.decode(text[begin : begin + length])
+        prefixes = [TOKENIZER.decode(text[:n]) for n in range(1, len(text) + 1)]
+        end = next(n for n, prefix in enumerate(prefixes, 1) if stop in prefix)
         with factory.engine(policy()) as engine:
-            sampling = Sampling(24, 1.0, 2, stop=("never said!", wanted), ignore_eos=True)
+            sampling = Sampling(24, 1.0, 2, stop=("never said!", stop), ignore_eos=True)
             out = ask(engine, PROMPT, sampling)
         assert out.token_ids == text[:end]
         assert out.stop_reason is StopReason.STOP

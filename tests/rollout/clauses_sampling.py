@@ -19,10 +19,10 @@ def allowed(p: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     order = sorted(range(len(p)), key=lambda i: -float(p[i]))
     keep, before = torch.zeros(len(p), dtype=torch.bool), 0.0
     best = order if sampling.top_k < 0 else order[: sampling.top_k]
-    whole = sum(float(p[token]) for token in best)
+    total_p = sum(float(p[token]) for token in best)
     for rank, token in enumerate(order):
         inside_k = rank < len(best)
-        inside_p = before / whole < sampling.top_p - 1e-9
+        inside_p = before / total_p < sampling.top_p - 1e-9
         inside_m = float(p[token]) >= sampling.min_p * float(p[order[0]])
         keep[token] = rank == 0 or (inside_k and inside_p and inside_m)
         before += float(p[token])
@@ -103,9 +103,9 @@ def a_draw_depends_on_the_absolute_position(factory: Factory) -> None:
     """A response that becomes part of the prompt continues with the same random numbers."""
     prompt, sampling = prompts(1, 11, 11)[0], Sampling(14, 1.0, seed=3, ignore_eos=True)
     with factory.engine(policy()) as engine:
-        whole = ask(engine, prompt, sampling).token_ids
-        rest = ask(engine, prompt + whole[:5], replace(sampling, max_tokens=9)).token_ids
-    assert rest == whole[5:]
+        tokens = ask(engine, prompt, sampling).token_ids
+        continuation = ask(engine, prompt + tokens[:5], replace(sampling, max_tokens=9)).token_ids
+    assert continuation == tokens[5:]
 
 
 @clause("batch_invariant")

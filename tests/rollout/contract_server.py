@@ -123,10 +123,10 @@ class ContractServer(Faults):
             await self.engine.close()
             await self._runner.shutdown()
             await self._runner.cleanup()
-            rest = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in rest:
+            other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in other_tasks:
                 task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
+            await asyncio.gather(*other_tasks, return_exceptions=True)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(30)
         self._ended.set()
@@ -394,17 +394,17 @@ class ContractServer(Faults):
         return web.json_response({"output_ids": out.token_ids, "meta_info": meta})
 
     def _sampling(self, body: Body) -> Sampling:
-        wanted = body["sampling_params"]
-        seed = wanted.get("sampling_seed") if self.deterministic else None
+        params = body["sampling_params"]
+        seed = params.get("sampling_seed") if self.deterministic else None
         return Sampling(
-            max_tokens=wanted["max_new_tokens"],
-            temperature=wanted["temperature"],
+            max_tokens=params["max_new_tokens"],
+            temperature=params["temperature"],
             seed=Random().getrandbits(60) if seed is None else seed,
-            top_k=wanted.get("top_k", -1),
-            top_p=wanted.get("top_p", 1.0),
-            min_p=wanted.get("min_p", 0.0),
-            stop_token_ids=() if wanted["ignore_eos"] else tuple(wanted["stop_token_ids"]),
-            ignore_eos=wanted["ignore_eos"],
+            top_k=params.get("top_k", -1),
+            top_p=params.get("top_p", 1.0),
+            min_p=params.get("min_p", 0.0),
+            stop_token_ids=() if params["ignore_eos"] else tuple(params["stop_token_ids"]),
+            ignore_eos=params["ignore_eos"],
         )
 
     def _meta(

@@ -171,8 +171,8 @@ async def update(
 ) -> None:
     """Updates all weights, in two calls of `load`."""
     await engine.begin_update()
-    given = list(weights)
-    for part in (given[:1], given[1:]):
+    tensors = list(weights)
+    for part in (tensors[:1], tensors[1:]):
         if part:
             await engine.load(part)
     await engine.commit(version)

@@ -129,16 +129,16 @@ def test_two_requests_show_what_the_log_probs_mean(
     asyncio.run(scenario())
 
 
-class Showing(SGLangServer):
+class ReturnsSomeWeights(SGLangServer):
     """A server that returns zeros for some of its weights."""
 
-    shown: tuple[str, ...] = ()
+    returned_names: tuple[str, ...] = ()
 
     async def weight_version(self) -> str:
         return "v"
 
     async def read_weight(self, name: str) -> Any:
-        return [0.0] * 4 if name in self.shown else None
+        return [0.0] * 4 if name in self.returned_names else None
 
 
 @pytest.fixture
@@ -152,8 +152,8 @@ def ones(tmp_path: Path) -> Iterator[WeightFolder]:
 
 
 def test_a_weight_that_is_not_shown_hides_no_other(ones: WeightFolder) -> None:
-    server = Showing("http://gpu:1", 1.0, 1.0)
-    server.shown = ("b",)
+    server = ReturnsSomeWeights("http://gpu:1", 1.0, 1.0)
+    server.returned_names = ("b",)
     with pytest.raises(RolloutError, match="'b' has other values"):
         asyncio.run(server.check_weights("v", ones))
 
@@ -161,7 +161,7 @@ def test_a_weight_that_is_not_shown_hides_no_other(ones: WeightFolder) -> None:
 def test_a_server_that_shows_no_weight_is_named_once(
     ones: WeightFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = Showing("http://gpu:1", 1.0, 1.0)
+    server = ReturnsSomeWeights("http://gpu:1", 1.0, 1.0)
     for _ in range(2):
         asyncio.run(server.check_weights("v", ones))
     (record,) = caplog.records

@@ -13,9 +13,9 @@ from hone.rollout import owned_folder
 from hone.rollout.owned_folder import OwnedFolder
 
 
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("in_parent", [True, False])
 def test_the_folder_of_a_killed_process_is_deleted_and_that_of_a_living_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_parent: bool
 ) -> None:
     monkeypatch.setattr(owned_folder, "SHARED_MEMORY", tmp_path)
     code = (
@@ -24,11 +24,11 @@ def test_the_folder_of_a_killed_process_is_deleted_and_that_of_a_living_one_stay
         "(folder.path / 'update').mkdir(); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    (left,) = tmp_path.iterdir()
+    (abandoned,) = tmp_path.iterdir()
     (tmp_path / "run-of-another-machine").mkdir()
-    parent = tmp_path if given else None
+    parent = tmp_path if in_parent else None
     living = OwnedFolder("run-", parent)
-    assert not left.exists()
+    assert not abandoned.exists()
     another = OwnedFolder("run-", parent)
     assert living.path.exists()
     assert living.path != another.path

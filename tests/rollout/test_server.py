@@ -88,7 +88,7 @@ def test_a_server_that_dies_and_returns_gets_its_weights_again(
         async with open_engine(servers, send_tensors=send_tensors) as engine:
             await updated(engine, 1)
             long = Sampling(max_tokens=150, temperature=1.0, seed=1, ignore_eos=True)
-            whole = await engine.generate(PROMPT, long, "whole")
+            complete = await engine.generate(PROMPT, long, "whole")
             some = asyncio.Event()
             job = asyncio.create_task(
                 engine.generate(PROMPT, long, "job", on_tokens=lambda delta: some.set())
@@ -100,8 +100,8 @@ def test_a_server_that_dies_and_returns_gets_its_weights_again(
                 await asyncio.sleep(0.05)
                 await asyncio.to_thread(servers[0].come_back)
             out = await job
-            assert out.token_ids == whole.token_ids
-            assert out.log_probs == pytest.approx(whole.log_probs, abs=1e-4)
+            assert out.token_ids == complete.token_ids
+            assert out.log_probs == pytest.approx(complete.log_probs, abs=1e-4)
             assert out.versions == [1] * 150
 
     asyncio.run(scenario())

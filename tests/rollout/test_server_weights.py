@@ -69,12 +69,12 @@ def test_buckets_hold_about_their_capacity_in_order() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_payload_is_a_pickle_of_named_tensors(dtype: torch.dtype) -> None:
-    whole = torch.arange(12, dtype=dtype)
-    payload = serialize_for_sglang({"a": whole[2:4], "b": whole.reshape(3, 4).T})
+    storage = torch.arange(12, dtype=dtype)
+    payload = serialize_for_sglang({"a": storage[2:4], "b": storage.reshape(3, 4).T})
     assert len(payload) < 4000, "the payload holds the whole storage of a view"
     (_, a), (_, b) = pickle.loads(base64.b64decode(payload))
-    assert torch.equal(a, whole[2:4])
-    assert torch.equal(b, whole.reshape(3, 4).T)
+    assert torch.equal(a, storage[2:4])
+    assert torch.equal(b, storage.reshape(3, 4).T)
 
 
 def test_the_models_parameters_come_from_its_config_alone(tmp_path: Path) -> None:
@@ -90,9 +90,9 @@ def test_the_models_parameters_come_from_its_config_alone(tmp_path: Path) -> Non
 
 def test_the_folder_of_a_killed_run_is_deleted_from_the_shared_folder(tmp_path: Path) -> None:
     """Models are large, and a folder on a file server outlives its run."""
-    left = WeightFolder(str(tmp_path), "no-model")
-    left.begin()
-    left._folder._lock_file.close()  # type: ignore[union-attr] # as the end of the process does
+    abandoned = WeightFolder(str(tmp_path), "no-model")
+    abandoned.begin()
+    abandoned._folder._lock_file.close()  # type: ignore[union-attr] # as the end of the process does
     next_run = WeightFolder(str(tmp_path), "no-model")
     assert list(tmp_path.iterdir()) == [next_run.root]
     assert next_run.root.stat().st_mode & 0o777 == 0o755

@@ -50,18 +50,18 @@ def test_a_fault_of_the_connection_loses_no_token(
         async with open_engine(
             servers, call_timeout_s=0.4, start_timeout_s=4.0 if late else 10.0
         ) as engine:
-            whole = await engine.generate(PROMPT, SHORT, "whole")
+            complete = await engine.generate(PROMPT, SHORT, "whole")
             servers[0].faults[fault] = 1
             streamed: list[int] = []
             again = await engine.generate(
                 PROMPT, SHORT, "again", on_tokens=lambda delta: streamed.extend(delta.token_ids)
             )
             assert servers[0].faults[fault] == 0, "the fault did not happen"
-            return whole, again, streamed
+            return complete, again, streamed
 
-    whole, again, streamed = asyncio.run(scenario())
-    assert again.token_ids == streamed == whole.token_ids
-    assert again.log_probs == pytest.approx(whole.log_probs, abs=1e-4)
+    complete, again, streamed = asyncio.run(scenario())
+    assert again.token_ids == streamed == complete.token_ids
+    assert again.log_probs == pytest.approx(complete.log_probs, abs=1e-4)
     assert again.stop_reason is StopReason.LENGTH
 
 

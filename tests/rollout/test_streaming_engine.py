@@ -26,12 +26,12 @@ class Counting(StreamingEngine):
 
     def __init__(self, *script: tuple[int, BaseException | None]) -> None:
         super().__init__(RequestRules(frozenset(), vocab_size=100))
-        self.script, self.asked, self.recovered = list(script), [], 0  # type: ignore[var-annotated]
+        self.script, self.streams, self.recovered = list(script), [], 0  # type: ignore[var-annotated]
 
     async def _backend_stream(
         self, request: Request, sampling: Sampling
     ) -> AsyncGenerator[Chunk, None]:
-        self.asked.append((request.length, sampling.max_tokens, sampling.seed))
+        self.streams.append((request.length, sampling.max_tokens, sampling.seed))
         count, error = self.script.pop(0) if self.script else (sampling.max_tokens, None)
         for _ in range(count):
             yield Chunk([request.length], [-0.5])
@@ -44,13 +44,13 @@ class Counting(StreamingEngine):
 
 
 def generate(engine: StreamingEngine, sampling: Sampling = FIVE, **options: Any) -> TokenOutput:
-    async def asked() -> TokenOutput:
+    async def streams() -> TokenOutput:
         try:
             return await engine.generate([1, 2, 3], sampling, "one", **options)
         finally:
             await engine.close()
 
-    return asyncio.run(asked())
+    return asyncio.run(streams())
 
 
 def test_a_broken_stream_is_issued_again_with_its_tokens_in_the_prompt() -> None:
@@ -59,7 +59,7 @@ def test_a_broken_stream_is_issued_again_with_its_tokens_in_the_prompt() -> None
     out = generate(engine, on_tokens=lambda delta: deltas.extend(delta.token_ids))
     assert out.token_ids == deltas == [3, 4, 5, 6, 7]
     assert out.stop_reason is StopReason.LENGTH
-    assert engine.asked == [(3, 5, 7), (5, 3, 7), (6, 2, 7)]
+    assert engine.streams == [(3, 5, 7), (5, 3, 7), (6, 2, 7)]
     assert engine.recovered == 2
 
 
@@ -67,14 +67,14 @@ def test_a_continuation_gets_a_seed_of_its_own_where_draws_are_not_positional() 
     engine = Counting((2, ConnectionLost("reset")))
     engine.traits = Traits(uses_training_module=False, samples_by_position=False)
     generate(engine)
-    assert engine.asked == [(3, 5, 7), (5, 3, fold_seed(7, 2))]
+    assert engine.streams == [(3, 5, 7), (5, 3, fold_seed(7, 2))]
 
 
 def test_a_request_whose_streams_always_break_fails_with_the_last_reason() -> None:
     engine = Counting(*[(0, ConnectionLost("reset"))] * 9)
     with pytest.raises(RolloutError, match=r"request one: its stream broke off 4 times.*reset"):
         generate(engine)
-    assert len(engine.asked) == 4
+    assert len(engine.streams) == 4
 
 
 def test_a_stream_that_ends_without_a_reason_is_continued() -> None:
@@ -148,7 +148,7 @@ def test_an_abort_comes_before_tokens_that_wait_in_a_buffer() -> None:
                 yield Chunk([5], [-0.5])
                 time.sleep(1e-4)
 
-    async def asked() -> TokenOutput:
+    async def work() -> TokenOutput:
         engine, some = Buffered(), asyncio.Event()
         many = replace(FIVE, max_tokens=20000)
         job = asyncio.create_task(
@@ -160,7 +160,7 @@ def test_an_abort_comes_before_tokens_that_wait_in_a_buffer() -> None:
         await engine.close()
         return out
 
-    out = asyncio.run(asked())
+    out = asyncio.run(work())
     assert out.stop_reason is StopReason.ABORT
     assert 0 < len(out) < 20000
 
@@ -182,7 +182,7 @@ def test_a_request_that_was_just_cancelled_is_waited_for(verb: str) -> None:
                 await asyncio.sleep(0.1)
                 self.ended = True
 
-    async def asked() -> None:
+    async def work() -> None:
         engine, some = EndsLate(), asyncio.Event()
         job = asyncio.create_task(
             engine.generate([1], FIVE, "leaves", on_tokens=lambda delta: some.set())
@@ -195,7 +195,7 @@ def test_a_request_that_was_just_cancelled_is_waited_for(verb: str) -> None:
         assert engine.ended
         await engine.close()
 
-    asyncio.run(asked())
+    asyncio.run(work())
 
 
 def test_an_abort_between_a_loss_and_its_recovery_waits_for_no_recovery() -> None:

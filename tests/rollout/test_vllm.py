@@ -68,12 +68,12 @@ def test_a_prefill_over_several_steps_gets_the_draws_of_its_seed() -> None:
         ]
         return [out.token_ids for out in await asyncio.gather(*jobs)]
 
-    drawn = []
+    outputs = []
     for factory in (VLLMFactory(), NativeFactory()):
         engine = factory.build(model)
-        drawn.append(run_with_engine(engine, sampled(engine)))
+        outputs.append(run_with_engine(engine, sampled(engine)))
         run_coroutine(engine.close())
-    assert drawn[0] == drawn[1]
+    assert outputs[0] == outputs[1]
 
 
 def test_only_clauses_that_look_into_the_engine_are_left_out() -> None:
@@ -215,7 +215,7 @@ def with_engine(
     *,
     processes: int = 1,
     environment: dict[str, str] | None = None,
-    **given: Any,
+    **options: Any,
 ) -> None:
     launch = LaunchArguments(fake_python(folder), {"model": "m"}, environment or {})
     engine = VLLMRollout(
@@ -224,7 +224,7 @@ def with_engine(
         SHAPES,
         bucket_bytes=512,
         device=torch.device("cpu"),
-        **given,
+        **options,
     )
 
     async def run() -> None:

@@ -152,8 +152,8 @@ def test_five_grpo_steps_with_adapters_on_two_devices_agree_with_the_trainer(
         tmp_path, *overrides(tmp_path, 5), *keys, "actor_rollout_ref.actor.optim.lr=0.05"
     )
     agrees(lines, 5)
-    whole = (tmp_path / "model/model.safetensors").stat().st_size
-    assert max(line["perf/weight_bytes"] for line in lines) < whole / 2
+    model_bytes = (tmp_path / "model/model.safetensors").stat().st_size
+    assert max(line["perf/weight_bytes"] for line in lines) < model_bytes / 2
 
 
 @vllm
@@ -163,8 +163,8 @@ def test_grpo_steps_with_weights_that_are_broadcast_agree_with_the_trainer(tmp_p
     settings = [*overrides(tmp_path, 2), *(f"{ROLLOUT}.{key}" for key in keys)]
     lines = trained(tmp_path, *settings, "actor_rollout_ref.model.lora_rank=4")
     agrees(lines, 2)
-    whole = (tmp_path / "model/model.safetensors").stat().st_size
-    assert max(line["perf/weight_bytes"] for line in lines) > whole / 2
+    model_bytes = (tmp_path / "model/model.safetensors").stat().st_size
+    assert max(line["perf/weight_bytes"] for line in lines) > model_bytes / 2
 
 
 KILLS = int(os.environ.get("HONE_VLLM_KILLS", "1"))

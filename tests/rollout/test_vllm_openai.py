@@ -41,8 +41,8 @@ def server(**state: Any) -> VLLMServer:
 
 
 def choice(**changes: Any) -> dict[str, Any]:
-    whole = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": None}
-    return {"choices": [whole | changes]}
+    complete = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": None}
+    return {"choices": [complete | changes]}
 
 
 def test_an_event_is_its_token_ids_with_their_log_probs() -> None:

@@ -73,10 +73,10 @@ def test_a_worker_that_dies_between_two_broadcasts_costs_no_weight() -> None:
         await engine.prepare(models.policy())
         before = engine._processes[0].pid
         await engine.begin_update()
-        first, *rest = new.lm.named_parameters()
+        first, *others = new.lm.named_parameters()
         await engine.load([first])
         os.kill(max(workers(before)), signal.SIGKILL)
-        await engine.load(rest)
+        await engine.load(others)
         await engine.commit(1)
         assert engine._processes[0].pid != before
         out = await engine.generate(prompt, Sampling(12, 1.0, 7, ignore_eos=True), "r")

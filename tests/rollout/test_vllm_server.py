@@ -23,12 +23,12 @@ def test_a_pause_holds_tokens_and_what_was_drawn_comes_before_its_answer(tmp_pat
         process.send("add", key="k", prompt=[1], sampling=ENDLESS)
         await queue.get()
         await process.call("pause")
-        drawn = queue.qsize()
+        num_chunks = queue.qsize()
         await asyncio.sleep(0.05)
-        assert queue.qsize() == drawn
+        assert queue.qsize() == num_chunks
         process.send("add", key="late", prompt=[1], sampling=ENDLESS)
         await process.call("resume")
-        chunks = [await queue.get() for _ in range(drawn + 3)]
+        chunks = [await queue.get() for _ in range(num_chunks + 3)]
         tokens = [token for c in chunks if isinstance(c, Chunk) for token in c.token_ids]
         assert tokens == [i % 90 for i in range(2, len(tokens) + 2)]
         process.send("abort", keys=["k", "late", "unknown"])

@@ -61,10 +61,10 @@ def test_log_probs_are_after_temperature_and_greedy_ones_at_one(worker: Any, by_
     extension.report_log_probs_before_truncation()
     logits = torch.randn(3, 7)
     metadata = SimpleNamespace(temperature=torch.tensor([0.5, 1.0, 0.0]))
-    given = {"sampling_metadata": metadata} if by_name else {}
-    got = extension.model_runner.sampler(logits, *([] if by_name else [metadata]), **given)
+    keywords = {"sampling_metadata": metadata} if by_name else {}
+    sampled = extension.model_runner.sampler(logits, *([] if by_name else [metadata]), **keywords)
     divisor = torch.tensor([[0.5], [1.0], [1.0]])
-    assert torch.equal(got, (logits / divisor).log_softmax(-1))
+    assert torch.equal(sampled, (logits / divisor).log_softmax(-1))
     greedy = SimpleNamespace(temperature=None)  # all requests are greedy
     assert torch.equal(extension.model_runner.sampler(logits, greedy), logits.log_softmax(-1))
 

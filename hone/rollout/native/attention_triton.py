@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from hone.rollout.native.kernels_reference import RotaryTable
     from hone.rollout.native.paged_cache import PagedCache
 
-_SMALL_HEAD_LAUNCH = {"KEYS": 64, "num_warps": 2, "num_stages": 3}
-_LARGE_HEAD_LAUNCH = {"KEYS": 64, "num_warps": 4, "num_stages": 3}
-"""Keys per tile and launch options, for head dimensions up to 64 and above 64."""
+_KEYS_PER_TILE = 64
 
 
 @triton.jit
@@ -246,7 +244,9 @@ class _Launch:
             "SPLITS": splits,
             "WINDOWED": window is not None,
             "PRECISION": "ieee" if inputs.dtype == torch.float32 else "tf32",
-            **(_SMALL_HEAD_LAUNCH if self._padded_dim <= 64 else _LARGE_HEAD_LAUNCH),
+            "KEYS": _KEYS_PER_TILE,
+            "num_warps": 2 if self._padded_dim <= 64 else 4,
+            "num_stages": 3,
         }
 
     def combine(self) -> Tensor:

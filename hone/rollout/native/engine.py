@@ -10,20 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from torch import Tensor
-
 from hone.event_loop import call_soon_in_loop
 from hone.models.policy import PolicyModel
-from hone.rollout.contract import (
-    RolloutError,
-    StopReason,
-    TokenOutput,
-    Traits,
-)
+from hone.rollout.contract import RolloutError, StopReason, TokenOutput, Traits, Weights
 from hone.rollout.requests import (
     Request,
     RequestEngine,
@@ -83,8 +76,8 @@ class NativeRollout(RequestEngine):
         # `drive` holds `_step_lock` for one step, and before each step waits until `_control_lock` is free.
         self._control_lock, self._step_lock = threading.Lock(), threading.Lock()
         self._is_driven = False
-        self._notified = False
-        self._num_in_core = 0
+        self._notified = False  # whether `drive` must call `until`
+        self._num_in_core = 0  # number of requests
         self._streaming: dict[int, Request] = {}  # pending requests with `on_tokens`
 
     @property
@@ -136,7 +129,7 @@ class NativeRollout(RequestEngine):
             self._raise_if_stopped()
             self._update.begin(0 if self._paused else len(self._awaited_requests()))
 
-    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def load(self, weights: Weights) -> None:
         with self._between_steps():
             self._raise_if_stopped()
             with self._update.loading():
@@ -358,13 +351,11 @@ def _post_results(requests: list[Request]) -> list[Request]:
 
 def _set_results(requests: list[Request]) -> None:
     for request in requests:
-        request.stream()
-        if request.awaited_future.done():
-            continue
         try:
-            request.awaited_future.set_result(request.output())
+            outcome: TokenOutput | RolloutError = request.output()
         except Exception as error:  # fails this request only
-            request.awaited_future.set_exception(decoding_error(error))
+            outcome = decoding_error(error)
+        request.set_outcome(outcome)
 
 
 def _set_exception(request: Request, error: RolloutError) -> None:

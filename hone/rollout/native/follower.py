@@ -7,9 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
-from torch import Tensor
-
-from hone.rollout.contract import RolloutError, TokenOutput
+from hone.rollout.contract import RolloutError, TokenOutput, Weights
 from hone.rollout.native.engine import Core
 from hone.rollout.native.peers import SHARDED_TRAITS, Command, Peers, Replica
 from hone.rollout.requests import Request, RequestEngine
@@ -74,7 +72,7 @@ class FollowerRollout(RequestEngine):
                 raise RolloutError(error)
             self._update.begin(0)
 
-    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def load(self, weights: Weights) -> None:
         self._raise_if_stopped()
         policy = cast("ShardedPolicy", self._replica.core.policy)
         with self._update.loading():

@@ -126,13 +126,13 @@ def rope_attention(
 
 
 def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
-    """Samples one token per row from logits [R, V] and advances the rows."""
+    """Samples one token per row from logits [R, V], and calls `advance`."""
     z = logits.float() * rows.inverse_temperature[:, None]
     sample_from(torch.log_softmax(z, -1), z.argmax(-1), rows, block_size)
 
 
 def sample_from(log_p: Tensor, greedy_token: Tensor, rows: BatchState, block_size: int) -> None:
-    """Samples from log_p [R, V], or `greedy_token` in greedy rows, and advances the rows."""
+    """Samples from log_p [R, V], or takes `greedy_token` in greedy rows, and calls `advance`."""
     cumulative = log_p.exp().cumsum(-1)
     threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
@@ -141,7 +141,7 @@ def sample_from(log_p: Tensor, greedy_token: Tensor, rows: BatchState, block_siz
 
 
 def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int) -> None:
-    """Writes the sampled tokens and advances the rows; finished rows are unchanged."""
+    """Writes the sampled tokens and moves each row to its next position; finished rows are unchanged."""
     running_rows = (rows.finished == 0).nonzero().flatten()
     index = rows.num_sampled[running_rows]
     rows.tokens_out[running_rows, index] = tokens[running_rows].to(rows.tokens_out.dtype)

@@ -230,7 +230,7 @@ def _advance(  # type: ignore[no-untyped-def]
     table_stride, stop_ids_ptr,
     NUM_STOP_IDS: tl.constexpr, BLOCK_SIZE: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Writes one sampled token and advances its row, unless the row is finished."""
+    """Writes one sampled token and moves its row to the next position, unless the row is finished."""
     # The factors of state_stride are indices in STATE_FIELDS of decode_step.py.
     position = tl.load(state_ptr + 1 * state_stride + row)
     max_length = tl.load(state_ptr + 4 * state_stride + row)

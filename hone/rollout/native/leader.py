@@ -5,14 +5,12 @@ Requests arrive only here. Each change of the core is also sent to the other ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, cast
 
-from torch import Tensor
-
-from hone.rollout.contract import RolloutError
+from hone.rollout.contract import RolloutError, Weights
 from hone.rollout.native.engine import Core, NativeRollout
 from hone.rollout.native.peers import SHARDED_TRAITS, Command, Peers, Replica
 from hone.rollout.requests import Request, select
@@ -137,7 +135,7 @@ class LeaderRollout(NativeRollout):
         with self._between_steps():
             self._leader_core.send({"do": "update"})
 
-    async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    async def load(self, weights: Weights) -> None:
         await super().load(cast("ShardedPolicy", self._core.policy).shards(weights))
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
 """The paged key-value cache: the block pool with its prefix cache, and the tensor of all blocks.
 
 Blocks are reference-counted, so the sequences of a group share the full blocks of their prompt.
-Full blocks are inserted into the prefix cache, keyed by tokens, for later turns and later samples
-of the same prompt.
+Full blocks are inserted into the prefix cache, keyed by tokens, for later turns and for later
+requests with the same prompt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The core of the native engine on a GPU: a step admits requests and samples a chunk of tokens.
 
-scheduler.py decides which sequences run. The host reads results once per chunk; within a chunk the
-device advances the rows. CPU tests run this core with the reference kernels.
+scheduler.py decides which sequences run. The host reads results once per chunk; within a chunk, the
+device moves each row to its next position. CPU tests run this core with the reference kernels.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class PagedCore:
     def _prefill(self, admitted: list[RunningSequence]) -> None:
         """Computes each distinct prompt once and samples a token for every admitted sequence.
 
-        The partial last block of a prompt is copied for every further sample of the prompt.
+        The partial last block of a prompt is copied for every other request of the prompt.
         """
         prompts = [tuple(s.request.prompt_ids + s.request.token_ids) for s in admitted]
         first_indices = first_equal_indices(prompts)

@@ -58,13 +58,14 @@ class Peers:
     """Whether `fail` has closed the groups."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Returns the sum of `x` over the ranks, the same bits on each; overwrites a contiguous `x`."""
+        """Returns the sum of `x` over the ranks, the same bits on all ranks; overwrites a contiguous `x`."""
         x = x.contiguous()
         with self._wrap_errors():
             _require_open(self.compute_group).allreduce([x]).wait()
         return x
 
     def gather_columns(self, x: Tensor) -> Tensor:  # [M, n] -> [M, size · n]
+        """Concatenates the columns of all ranks."""
         rows, columns = x.shape
         out = x.new_empty(self.size * rows, columns)
         with self._wrap_errors():

@@ -123,7 +123,7 @@ class TruncatedSampling:
     def sample(
         self, logits: Tensor, rows: BatchState, kernels: ModuleType, block_size: int
     ) -> None:
-        """Samples one token per row from logits [R, V] and advances the rows.
+        """Samples one token per row from logits [R, V] and moves each row to its next position.
 
         Rows without truncation are sampled first, then rows with truncation. Finished rows are not
         sampled, so in each pass the rows of the other pass are marked as finished.

@@ -6,7 +6,7 @@ all-reduce; logits are gathered, so every rank samples the same token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from hone.models.load import empty_causal_lm
 from hone.models.policy import PolicyModel
 from hone.ops.packed_linear import PackableLinear
 from hone.rollout.build import build_slot_core, paged_core_factory
-from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
+from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Weights
 from hone.rollout.native.decoder import FusedDecoder, ModuleDecoder, PlainDecoder, RmsNorm
 from hone.rollout.native.engine import Core
 from hone.rollout.native.follower import FollowerRollout
@@ -143,7 +143,7 @@ class ShardedPolicy(PolicyModel):
     def logits(self, hidden: Tensor) -> Tensor:
         return self.peers.gather_columns(super().logits(hidden))[:, : self._vocab_size]
 
-    def shards(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def shards(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """Yields this rank's shard of each whole tensor; raises for a wrong name or shape."""
         for name, tensor in weights:
             check_name_and_shape(name, tensor, self._whole_parameters)

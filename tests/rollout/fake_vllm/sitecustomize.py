@@ -158,7 +158,7 @@ if not sys.argv[0].endswith("-c"):
     base = type("Base", (), {})
     names = ("WeightTransferEngine", "WeightTransferInitInfo", "WeightTransferUpdateInfo")
     module("torch", Tensor=object)
-    module("vllm", LLM=LLM, SamplingParams=lambda **given: given, __version__="fake")
+    module("vllm", LLM=LLM, SamplingParams=lambda **params: params, __version__="fake")
     module("vllm.config", WeightTransferConfig=lambda backend: backend)
     module("vllm.lora")
     module(

@@ -36,8 +36,8 @@ def sampling_of(number: int) -> Sampling:
 
 def answers(engine: RolloutEngine) -> list[TokenOutput]:
     async def ask_all() -> list[TokenOutput]:
-        asked = enumerate(prompts(REQUESTS, longest=8, seed=5))
-        jobs = (engine.generate(p, sampling_of(i), f"request {i}") for i, p in asked)
+        numbered_prompts = enumerate(prompts(REQUESTS, longest=8, seed=5))
+        jobs = (engine.generate(p, sampling_of(i), f"request {i}") for i, p in numbered_prompts)
         return list(await asyncio.gather(*jobs))
 
     return run_with_engine(engine, ask_all())
@@ -54,8 +54,8 @@ def margin(number: int, tokens: list[int], other: list[int]) -> float:
         return float(best[0] - best[1])
     if sampling.top_p < 1:
         ordered, order = p.sort(descending=True)
-        kept = ordered.cumsum(0) - ordered < sampling.top_p
-        p = torch.zeros_like(p).scatter(0, order, ordered * kept)
+        included = ordered.cumsum(0) - ordered < sampling.top_p
+        p = torch.zeros_like(p).scatter(0, order, ordered * included)
     edges = p.cumsum(0)
     seed, position = torch.tensor([sampling.seed]), torch.tensor([len(prompt) + same])
     return float((edges - uniform(seed, position).double() * edges[-1]).abs().min())
@@ -63,7 +63,7 @@ def margin(number: int, tokens: list[int], other: list[int]) -> float:
 
 def law(rank: int, size: int) -> dict[str, Any]:
     """Compares both cores with one rank; returns margins of responses that differ, and the worst log-prob."""
-    model, found = policy(), {}
+    model, results = policy(), {}
     peers = connect(rank, size, size, torch.device("cpu"), 120.0)
     (shard,) = shards_of(model, [peers])
     expected = answers(NativeFactory().build(model, max_num_seqs=256)) if rank == 0 else []
@@ -77,10 +77,12 @@ def law(rank: int, size: int) -> dict[str, Any]:
         outputs = answers(engine)
         engine.release()
         pairs = list(enumerate(zip(outputs, expected, strict=True)))
-        apart = [(i, a.token_ids, b.token_ids) for i, (a, b) in pairs if a.token_ids != b.token_ids]
-        found[name] = {
+        different = [
+            (i, a.token_ids, b.token_ids) for i, (a, b) in pairs if a.token_ids != b.token_ids
+        ]
+        results[name] = {
             "requests": len(outputs),
-            "margins": [margin(*row) for row in apart],
+            "margins": [margin(*row) for row in different],
             "worst": max(
                 abs(x - y)
                 for _, (a, b) in pairs
@@ -88,8 +90,8 @@ def law(rank: int, size: int) -> dict[str, Any]:
                 for x, y in zip(a.log_probs, b.log_probs, strict=True)
             ),
         }
-    found |= exit_of_a_rank(rank, size)
-    return found
+    results |= exit_of_a_rank(rank, size)
+    return results
 
 
 def exit_of_a_rank(rank: int, size: int) -> dict[str, Any]:

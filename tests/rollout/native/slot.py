@@ -161,8 +161,8 @@ class SlotRollout:
         )
 
     async def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        whole = list(weights)
-        await self._all(self.leader.load(whole), *(f.load(whole) for f in self.slot.followers))
+        tensors = list(weights)
+        await self._all(self.leader.load(tensors), *(f.load(tensors) for f in self.slot.followers))
 
     async def commit(self, version: int) -> None:
         await self._all(

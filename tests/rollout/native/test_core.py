@@ -86,12 +86,12 @@ def test_a_prefill_takes_no_more_distinct_tokens_than_allowed() -> None:
     engine = core(max_num_seqs=8, max_num_batched_tokens=20)
     for i, prompt in enumerate([*prompts(4, 8, 8), prompts(1, 30, 30)[0]]):
         engine.add(request(prompt, 9, i))
-    seen = []
+    prefilled_tokens_by_step = []
     for _ in range(3):
         before = engine.prefilled_tokens
         engine.step()
-        seen.append(engine.prefilled_tokens - before)
-    assert seen == [16, 16, 30]
+        prefilled_tokens_by_step.append(engine.prefilled_tokens - before)
+    assert prefilled_tokens_by_step == [16, 16, 30]
 
 
 def test_slots_freed_by_finished_sequences_are_filled_at_once() -> None:
@@ -129,14 +129,14 @@ def test_an_abort_returns_running_and_waiting_requests() -> None:
 @pytest.mark.parametrize("slots", [1, 3])
 def test_long_responses_outgrow_the_first_cache(slots: int) -> None:
     prompt = prompts(1, 5, 5)[0]
-    engine, whole = core(slots), request(prompt, 150)
-    engine.add(whole)
+    engine, complete = core(slots), request(prompt, 150)
+    engine.add(complete)
     drain(engine)
     short = core(slots)
-    rest = request(prompt + whole.token_ids[:100], 50)
-    short.add(rest)
+    continuation = request(prompt + complete.token_ids[:100], 50)
+    short.add(continuation)
     drain(short)
-    assert rest.token_ids == whole.token_ids[100:]
+    assert continuation.token_ids == complete.token_ids[100:]
 
 
 def test_parameters_changed_in_place_are_decoded_with_at_once() -> None:

@@ -153,10 +153,10 @@ def test_a_replay_gives_the_log_probs_of_a_rollout_that_chose_other_experts() ->
     assert batch.batch["routed_experts"].dtype == torch.int16
     assert batch.batch["routed_experts"].shape[1:] == (batch.batch["attention_mask"].shape[1], 2, 2)
     trainer.enable_routing()
-    apart, _ = gaps(trainer, batch, replayed=False)
-    together, agreement = gaps(trainer, batch, replayed=True)
-    assert apart > 1e-2
-    assert together < 1e-5
+    gap_without_replay, _ = gaps(trainer, batch, replayed=False)
+    gap_with_replay, agreement = gaps(trainer, batch, replayed=True)
+    assert gap_without_replay > 1e-2
+    assert gap_with_replay < 1e-5
     assert agreement < 1.0
 
 

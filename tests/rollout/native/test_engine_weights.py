@@ -53,16 +53,16 @@ def test_a_refused_update_is_begun_again_and_leaves_no_keys_of_the_old_weights()
 
 def test_a_loop_that_closed_before_its_turn_holds_up_no_other_request() -> None:
     engine = NativeFactory().build(policy())
-    left = asyncio.new_event_loop()
+    closed_loop = asyncio.new_event_loop()
 
     async def ask_and_leave() -> asyncio.Task[Any]:
-        task = left.create_task(engine.generate(prompts(1)[0], sampling(4), "left"))
+        task = closed_loop.create_task(engine.generate(prompts(1)[0], sampling(4), "left"))
         await asyncio.sleep(0)
-        left.stop()
+        closed_loop.stop()
         return task
 
-    task = left.run_until_complete(ask_and_leave())
-    left.close()
+    task = closed_loop.run_until_complete(ask_and_leave())
+    closed_loop.close()
     assert not task.done()
     task._log_destroy_pending = False  # type: ignore[attr-defined]
 
@@ -82,7 +82,7 @@ def running_core(model: PolicyModel, forward: Callable[[PolicyModel], Any] | Non
 
 def test_a_running_request_takes_new_weights_from_its_next_token() -> None:
     """The model's own modules cache nothing of the old weights, so their result is the reference."""
-    drawn = []
+    requests = []
     for forward in (None, ModuleDecoder):
         core = running_core(policy(), forward)
         request = Request(prompts(1, 9, 9)[0], sampling(30), "r")
@@ -93,17 +93,17 @@ def test_a_running_request_takes_new_weights_from_its_next_token() -> None:
         while core.busy:
             core.step()
         assert request.versions == [0] * 10 + [1] * 20
-        drawn.append(request)
-    ours, expected = drawn
+        requests.append(request)
+    ours, expected = requests
     assert ours.token_ids == expected.token_ids
     assert ours.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
-    kept = Request(prompts(1, 9, 9)[0], sampling(30), "old weights")
+    with_old_weights = Request(prompts(1, 9, 9)[0], sampling(30), "old weights")
     core = running_core(policy(), None)
-    core.add(kept)
+    core.add(with_old_weights)
     while core.busy:
         core.step()
-    assert kept.token_ids[:10] == ours.token_ids[:10]
-    assert kept.log_probs[11:] != pytest.approx(ours.log_probs[11:], abs=1e-2)
+    assert with_old_weights.token_ids[:10] == ours.token_ids[:10]
+    assert with_old_weights.log_probs[11:] != pytest.approx(ours.log_probs[11:], abs=1e-2)
 
 
 @pytest.mark.parametrize("factory", [NativeFactory(), HFFactory()], ids=["native", "hf"])

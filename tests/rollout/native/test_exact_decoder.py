@@ -120,16 +120,16 @@ def test_a_cached_prefix_and_a_preempted_row_change_no_bit() -> None:
     policy = exact_policy("llama")
     rows, lengths = [row[:6] for row in groups(10, 1, seed=4)[0]], [90] * 10
     sampling = [Sampling(n, 1.0, seed=i, ignore_eos=True) for i, n in enumerate(lengths)]
-    told = []
+    log_probs_by_run = []
     for blocks in (None, 30):
         engine = engine_of(policy, blocks=blocks)
         first = ask_all(engine, rows, sampling)
         again = ask_all(engine, rows, sampling)  # prompts are found in the cache now
         assert [o.log_probs for o in first] == [o.log_probs for o in again]
-        told.append([o.log_probs for o in first])
+        log_probs_by_run.append([o.log_probs for o in first])
         asyncio.run(engine.close())
     assert any(output.num_preempted for output in first)
-    assert told[0] == told[1]
+    assert log_probs_by_run[0] == log_probs_by_run[1]
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -149,14 +149,14 @@ def test_gradients_are_the_plain_models(family: str) -> None:
         out = policy(packed, temperature=0.8, with_entropy=True)
         (out["log_probs"].sum() + out["entropy"].sum()).backward()
         grads.append({n: p.grad.clone() for n, p in policy.named_parameters()})
-    for name, wanted in grads[1].items():
+    for name, expected_grad in grads[1].items():
         # The keys' bias moves all scores of a query alike: its gradient is rounding alone.
         scale = (
-            wanted.norm()
+            expected_grad.norm()
             if "k_proj.bias" not in name
             else grads[1][name.replace("k_", "q_")].norm()
         )
-        assert (grads[0][name] - wanted).norm() <= 1e-4 * scale, name
+        assert (grads[0][name] - expected_grad).norm() <= 1e-4 * scale, name
 
 
 def test_new_weights_are_seen_by_both_sides() -> None:

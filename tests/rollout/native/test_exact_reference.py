@@ -24,9 +24,9 @@ def _weight(rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ROWWISE)
 def test_a_row_has_the_same_bits_wherever_it_stands(name: str) -> None:
     x = torch.randn(150, 96)
-    whole = ROWWISE[name](x)
+    expected = ROWWISE[name](x)
     for begin, end in ((0, 1), (5, 6), (3, 40), (33, 65), (1, 150)):
-        assert torch.equal(ROWWISE[name](x[begin:end]), whole[begin:end])
+        assert torch.equal(ROWWISE[name](x[begin:end]), expected[begin:end])
 
 
 @pytest.mark.parametrize("group", [1, 3, 7])
@@ -46,6 +46,6 @@ def test_a_query_has_the_same_bits_in_any_company(group: int) -> None:
         queries = Queries(position[at], row[at], table, None)
         return exact_reference.query_attention(q[at], cache, 0, queries, scaling=0.25)
 
-    whole = attend(slice(0, 120))
+    expected = attend(slice(0, 120))
     for begin, end in ((0, 1), (5, 6), (3, 40), (1, 120)):
-        assert torch.equal(attend(slice(begin, end)), whole[begin:end])
+        assert torch.equal(attend(slice(begin, end)), expected[begin:end])

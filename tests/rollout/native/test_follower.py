@@ -47,8 +47,8 @@ def test_weights_change_between_two_steps_on_all_ranks() -> None:
     assert out.versions[-1] == 1
     first, second = (core.policy for core in engine.slot.cores)
     name = "model.layers.0.mlp.up_proj.weight"
-    whole = torch.cat([dict(p.lm.named_parameters())[name] for p in (first, second)])
-    assert torch.equal(whole, dict(other)[name])
+    joined = torch.cat([dict(p.lm.named_parameters())[name] for p in (first, second)])
+    assert torch.equal(joined, dict(other)[name])
 
 
 def test_an_update_that_does_not_end_fails_all_ranks_with_the_cause() -> None:

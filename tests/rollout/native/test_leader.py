@@ -60,16 +60,16 @@ def test_an_error_on_one_rank_ends_all_with_its_cause(rank: int) -> None:
 def test_a_refused_update_is_told_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the driving thread sends commands too; two threads must not send at once."""
     leader: Any = Slot(policy()).leader
-    told: list[tuple[str, bool]] = []
+    refusals: list[tuple[str, bool]] = []
     monkeypatch.setattr(
         leader._leader_core,
         "send",
-        lambda command: told.append((command["refused"], leader._step_lock.locked())),
+        lambda command: refusals.append((command["refused"], leader._step_lock.locked())),
     )
     monkeypatch.setattr(leader, "_awaited_requests", lambda: ["a request"])
     with pytest.raises(RolloutError, match="begin_update while 1 requests run"):
         asyncio.run(leader.begin_update())
-    ((refusal, between_steps),) = told
+    ((refusal, between_steps),) = refusals
     assert "begin_update while 1 requests run" in refusal
     assert between_steps
 

@@ -110,13 +110,13 @@ def test_no_block_is_lost_or_held_by_two_that_do_not_share(seed: int) -> None:
             pool.release(blocks)
         else:
             tokens = [chooser.randrange(2) for _ in range(chooser.randint(1, 8))]
-            found = pool.match_prefix(tokens)
-            pool.acquire(found)
-            need = -(-len(tokens) // 2) - len(found)
-            if need > pool.num_available:
-                pool.release(found)
+            cached_blocks = pool.match_prefix(tokens)
+            pool.acquire(cached_blocks)
+            num_new_blocks = -(-len(tokens) // 2) - len(cached_blocks)
+            if num_new_blocks > pool.num_available:
+                pool.release(cached_blocks)
                 continue
-            live.append((tokens, [*found, *pool.allocate(need)]))
+            live.append((tokens, [*cached_blocks, *pool.allocate(num_new_blocks)]))
         owned = [block for _, blocks in live for block in blocks]
         assert pool.num_available + len(set(owned)) == 11
         for block in set(owned):

@@ -112,14 +112,14 @@ def test_the_longest_allowed_starts_first_and_equals_in_order_of_arrival() -> No
 def test_the_order_of_arrival_changes_no_token_and_recomputes_no_shared_block() -> None:
     """Two groups of mixed lengths through three slots: their samples start at different times."""
     arguments = [(p, n) for p in prompts(2, 40, 40) for n in (9, 70, 33, 2, 50)]
-    seen = []
+    token_ids_by_run = []
     for order in (range(10), range(9, -1, -1)):
         core = paged_core(policy(), max_num_seqs=3)
         requests = {i: ask(*arguments[i], seed=i) for i in order}
         finish(core, list(requests.values()))
-        seen.append([requests[i].token_ids for i in range(10)])
+        token_ids_by_run.append([requests[i].token_ids for i in range(10)])
         assert core.prefilled_tokens <= 2 * 40 + 8 * (40 % BLOCK_SIZE)
-    assert seen[0] == seen[1]
+    assert token_ids_by_run[0] == token_ids_by_run[1]
 
 
 def test_a_prefill_that_fails_leaves_its_requests_to_be_aborted() -> None:
@@ -199,12 +199,12 @@ def test_parameters_that_rested_on_the_host_are_found_again() -> None:
     core = paged_core(model)
     prompt = prompts(1, 20, 20)[0]
     expected = finish(core, [ask(prompt)])
-    rest = OffloadedTensors(model.parameters, device_types=("cpu",))
-    rest.to_host()
+    offloaded = OffloadedTensors(model.parameters, device_types=("cpu",))
+    offloaded.to_host()
     assert not any(p.untyped_storage().nbytes() for p in model.parameters())
     blockers = [torch.empty(1 << 16) for _ in range(8)]  # its old place may be taken
     for _ in range(2):
-        with rest.on_device():
+        with offloaded.on_device():
             core.invalidate()
             assert finish(core, [ask(prompt)]) == expected
     del blockers

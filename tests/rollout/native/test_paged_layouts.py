@@ -73,8 +73,8 @@ def test_joined_queries_keys_and_values_are_turned_first() -> None:
     angles = torch.arange(16)[:, None] * torch.rand(HEAD_DIM // 2).repeat(2)
     rotary = RotaryTable(angles.cos(), angles.sin())
     joined = torch.randn(6, 8 * HEAD_DIM)
-    whole = PagedPrefill(paged_cache(), kernels_reference, [[3, 7]], [0], [6], CPU)
-    expected = whole.attend_qkv(joined, rotary, PLAIN)
+    unsplit = PagedPrefill(paged_cache(), kernels_reference, [[3, 7]], [0], [6], CPU)
+    expected = unsplit.attend_qkv(joined, rotary, PLAIN)
     cache = paged_cache()
     PagedPrefill(cache, kernels_reference, [[3, 7]], [0], [5], CPU).attend_qkv(
         joined[:5], rotary, PLAIN

@@ -66,28 +66,29 @@ def test_what_a_neighbour_cuts_off_changes_no_plain_request(more: dict[str, Any]
 
 def test_a_cut_that_keeps_every_token_draws_what_no_cut_draws() -> None:
     plain = finish(paged_core(policy()), [ask(p, 30, i) for i, p in enumerate(prompts(3))])
-    kept = [ask(p, 30, i, top_k=VOCABULARY) for i, p in enumerate(prompts(3))]
-    assert finish(paged_core(policy()), kept) == plain
+    all_tokens_allowed = [ask(p, 30, i, top_k=VOCABULARY) for i, p in enumerate(prompts(3))]
+    assert finish(paged_core(policy()), all_tokens_allowed) == plain
 
 
 @pytest.mark.parametrize(("tokens", "steps"), [(1, 0), (2, 1), (40, 39)])
 def test_the_token_that_a_prompt_draws_needs_no_decode_step(tokens: int, steps: int) -> None:
     core = paged_core(policy())
-    taken: list[int] = []
+    steps_run: list[int] = []
     run = core._decode_step.run
-    core._decode_step.run = lambda rows, *, sample: (taken.append(rows), run(rows, sample=sample))[
-        1
-    ]  # type: ignore
-    (drawn,) = finish(core, [ask(prompts(1)[0], tokens, 0)])
-    assert (len(drawn), len(taken)) == (tokens, steps)
+    core._decode_step.run = lambda rows, *, sample: (
+        steps_run.append(rows),
+        run(rows, sample=sample),
+    )[1]  # type: ignore
+    (tokens_sampled,) = finish(core, [ask(prompts(1)[0], tokens, 0)])
+    assert (len(tokens_sampled), len(steps_run)) == (tokens, steps)
 
 
 def move(model: PolicyModel) -> list[torch.Tensor]:
     """Moves the parameters; keeps the old memory allocated, so that no other tensor gets these addresses."""
-    kept = [parameter.data for parameter in model.parameters()]
+    old_memory = [parameter.data for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
-    return kept
+    return old_memory
 
 
 def through_modules(model: PolicyModel) -> PagedCore:
@@ -112,9 +113,9 @@ def test_recorded_steps_are_dropped_when_parameters_move(
     core._decode_step.discard_graphs = lambda: forgotten.append(1)  # type: ignore[method-assign]
     finish(core, [ask(prompts(1)[0], 3, 0)])
     assert forgotten == []
-    kept = move(model)
+    old_memory = move(model)
     if trained_between:  # the trainer sees the new place before the rollout does
         trainer_log_probs(model, prompts(1)[0], [3, 4, 5], 1.0)
     finish(core, [ask(prompts(1)[0], 3, 0)])
     assert forgotten == [1]
-    del kept
+    del old_memory

@@ -27,10 +27,10 @@ from .slot import cores_of, hollow, on_ranks, peers_of, shards_of
 
 
 def test_a_shard_past_the_end_is_padding() -> None:
-    whole = torch.arange(10.0).view(5, 2)
-    assert Shard(0, 4, 2).take(whole).tolist() == [[8, 9], [0, 0]]
-    assert Shard(0, 6, 2).take(whole).tolist() == [[0, 0], [0, 0]]
-    assert Shard(1, 1, 1).take(whole).shape == (5, 1)
+    tensor = torch.arange(10.0).view(5, 2)
+    assert Shard(0, 4, 2).take(tensor).tolist() == [[8, 9], [0, 0]]
+    assert Shard(0, 6, 2).take(tensor).tolist() == [[0, 0], [0, 0]]
+    assert Shard(1, 1, 1).take(tensor).shape == (5, 1)
 
 
 def test_a_tensor_of_another_name_or_shape_is_refused_as_a_whole() -> None:
@@ -75,14 +75,14 @@ def test_two_processes_say_what_one_says_and_an_exit_is_told(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     mp.spawn(run_rank, (2, free_port(), str(tmp_path)), nprocs=2)
-    found = torch.load(tmp_path / "rank0.pt", weights_only=False)
+    results = torch.load(tmp_path / "rank0.pt", weights_only=False)
     for core in ("slots", "pages"):
-        record_property(core, found[core])
-        assert found[core]["requests"] == REQUESTS
-        assert all(margin < NEAR for margin in found[core]["margins"])
-        assert len(found[core]["margins"]) < REQUESTS // 100
-        assert found[core]["worst"] < 1e-5
-    assert "another of 2 tensor-parallel ranks has exited" in found["exit"]
+        record_property(core, results[core])
+        assert results[core]["requests"] == REQUESTS
+        assert all(margin < NEAR for margin in results[core]["margins"])
+        assert len(results[core]["margins"]) < REQUESTS // 100
+        assert results[core]["worst"] < 1e-5
+    assert "another of 2 tensor-parallel ranks has exited" in results["exit"]
 
 
 def test_what_ranks_cannot_share_is_refused_before_weights_are_read(tmp_path: Path) -> None:
@@ -114,10 +114,12 @@ def assert_ranks_say_what_one_says(model: PolicyModel, size: int, *, paged: bool
     one: Any = NativeFactory().build(model)
     expected = decoded(one._core, samplings)
     cores = cores_of(shards_of(model, peers_of(size)), paged=paged)
-    for found in on_ranks(size, lambda rank: decoded(cores[rank], samplings)):
-        for (tokens, log_probs), (wanted, numbers) in zip(found, expected, strict=True):
-            assert tokens == wanted
-            assert log_probs == pytest.approx(numbers, abs=1e-5)
+    for outputs in on_ranks(size, lambda rank: decoded(cores[rank], samplings)):
+        for (tokens, log_probs), (expected_tokens, expected_log_probs) in zip(
+            outputs, expected, strict=True
+        ):
+            assert tokens == expected_tokens
+            assert log_probs == pytest.approx(expected_log_probs, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,6 @@ def test_ranks_repeat_key_heads_pad_the_vocabulary_and_columns_and_add_biases_on
             linear.bias = torch.nn.Parameter(torch.randn(32))
     assert_ranks_say_what_one_says(PolicyModel(lm), 4)
     shards = shards_of(PolicyModel(lm), peers_of(4))
-    whole = sum(p.numel() for p in lm.parameters())
-    assert all(sum(p.numel() for p in s.parameters()) < 0.35 * whole for s in shards)
+    num_parameters = sum(p.numel() for p in lm.parameters())
+    assert all(sum(p.numel() for p in s.parameters()) < 0.35 * num_parameters for s in shards)
     assert {s.key_shape for s in shards} == {(1, 8)}

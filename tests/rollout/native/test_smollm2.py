@@ -37,9 +37,9 @@ DEVICES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """`HONE_SMOLLM2` names a folder with the model; else the model is downloaded."""
-    given = os.environ.get("HONE_SMOLLM2")
-    if given and Path(given, "config.json").is_file():
-        return given
+    local_folder = os.environ.get("HONE_SMOLLM2")
+    if local_folder and Path(local_folder, "config.json").is_file():
+        return local_folder
     try:
         return str(fetch_model("smollm2-135m", tmp_path_factory.mktemp("smollm2")))
     except FetchError as error:
