@@ -14,7 +14,7 @@ from hone.config.data import DataConfig
 from hone.config.rollout import BUILT_IN_LOOPS
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.chat_template import BrokenTemplate
-from hone.data.messages import Prompt, PromptError, PromptTooLong, as_messages
+from hone.data.messages import Prompt, PromptError, PromptTooLong, as_messages, content_text
 from hone.data.prompt_ids import render_prompt
 from hone.data.prompts import FileRows
 from hone.data.reading import read_file
@@ -32,7 +32,7 @@ _RESPONSE_COLUMNS = ("response", SFTDataConfig.response_key)
 _ANSWER_COLUMNS = {*_RESPONSE_COLUMNS, "chosen", "rejected"}
 BAR_WIDTH = 40
 ScoreGroundTruth = Callable[[Row], float | str]
-"""Maps a row to its score when the ground truth is the response, or to the scorer's error."""
+"""Returns the score of a row whose response is the ground truth, or the scorer's error message."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,8 @@ class _Check:
             self.num_rows += 1
             for name, value in row.items():
                 self.types_by_column.setdefault(name, Counter())[json_type(value)] += 1
-            if (
-                problem := schema.problem(row)
-                or self._target_problem(row)
-                or self._loop_problem(row)
-            ):
+            problem = schema.problem(row) or self._target_problem(row) or self._loop_problem(row)
+            if problem:
                 self.bad_rows.report(problem.reason, f"{file.where(index)}: {problem}")
                 continue
             number, prompt = int(file.row_numbers[index]), row[config.prompt_key]
@@ -207,28 +204,29 @@ class _Check:
     def _prompt_hash(self, row: Row) -> str:
         """Returns a hash of the prompt, its images and, in supervised rows, its answers."""
         config = self.kind.config
-        column = row.get(config.image_key)
-        images = [
+        images = row.get(config.image_key)
+        image_names = [
             image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
-            for image in (column if isinstance(column, list) else ())
+            for image in (images if isinstance(images, list) else ())
         ]
         answers = [row.get(name) for name in sorted(_ANSWER_COLUMNS) if self.kind.is_supervised]
-        text = json.dumps([row[config.prompt_key], images, answers], sort_keys=True, default=str)
+        content = [row[config.prompt_key], image_names, answers]
+        text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def _prompt_length(self, prompt: Prompt) -> int:
+        """Returns the number of tokens, or of characters without a tokenizer."""
         config = self.kind.config
         if self.tokenizer is not None:
-            options, max_tokens = config.apply_chat_template_kwargs, config.max_prompt_length
-            max_tokens *= MAX_LENGTH_FACTOR
-            return len(
-                render_prompt(
-                    prompt, self.tokenizer, config.prompt_format, None, options, max_tokens
-                )
+            ids = render_prompt(
+                prompt,
+                self.tokenizer,
+                config.prompt_format,
+                template_kwargs=config.apply_chat_template_kwargs,
+                max_tokens=MAX_LENGTH_FACTOR * config.max_prompt_length,
             )
-        contents = [message["content"] for message in as_messages(prompt)]
-        parts = [[{"text": text}] if isinstance(text, str) else text for text in contents]
-        return sum(len(part.get("text") or "") for content in parts for part in content)
+            return len(ids)
+        return sum(len(content_text(message["content"])) for message in as_messages(prompt))
 
     def errors(self, is_known_source: Callable[[str], bool] | None) -> Iterator[str]:
         for reason, count in sorted(self.bad_rows.counts.items()):
@@ -239,19 +237,19 @@ class _Check:
                 f" (rows {_format_numbers(self.rows_without_truth)}), but other rows of a rule do"
             )
         if is_known_source is not None:
-            sources = [
-                name for name in sorted(self.rule_source_counts) if not is_known_source(name)
+            unknown_sources = [
+                repr(name) for name in sorted(self.rule_source_counts) if not is_known_source(name)
             ]
-            if sources:
+            if unknown_sources:
                 yield (
-                    f"no scorer knows data_source {', '.join(map(repr, sources))}; rename it, or name"
+                    f"no scorer knows data_source {', '.join(unknown_sources)}; rename it, or name"
                     " your score function: --reward FILE.py (in a run, custom_reward_function.path)"
                 )
         if self.score_errors:
-            first = next(iter(self.score_errors))
+            number, message = next(iter(self.score_errors.items()))
             yield (
                 f"{len(self.score_errors):,} rows cannot be scored (rows "
-                f"{_format_numbers(self.score_errors)}); row {first}: {self.score_errors[first]}"
+                f"{_format_numbers(self.score_errors)}); row {number}: {message}"
             )
 
     def warnings(self) -> Iterator[str]:
@@ -282,8 +280,8 @@ class _Check:
         if self.score_counts:
             counts = sorted(self.score_counts.items(), reverse=True)
             parts = [f"{score:g} in {count:,}" for score, count in counts[:MAX_SHOWN_EXAMPLES]]
-            others = len(counts) - MAX_SHOWN_EXAMPLES
-            remainder = f", and {others} other scores" if others > 0 else ""
+            num_others = len(counts) - MAX_SHOWN_EXAMPLES
+            remainder = f", and {num_others} other scores" if num_others > 0 else ""
             yield f"scores when the ground truth is the response: {', '.join(parts)} rows{remainder}"
         yield from histogram(self.lengths, "characters" if self.tokenizer is None else "tokens")
 
@@ -293,8 +291,10 @@ def _plural(number: int, noun: str) -> str:
 
 
 def _format_numbers(numbers: Iterable[int]) -> str:
-    names = [str(number) for number in numbers]
-    return ", ".join(names[:MAX_SHOWN_EXAMPLES] + ["…"] * (len(names) > MAX_SHOWN_EXAMPLES))
+    texts = [str(number) for number in numbers]
+    if len(texts) > MAX_SHOWN_EXAMPLES:
+        texts[MAX_SHOWN_EXAMPLES:] = ["…"]
+    return ", ".join(texts)
 
 
 def histogram(lengths: list[int], unit: str, num_buckets: int = 8) -> list[str]:

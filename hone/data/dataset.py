@@ -84,7 +84,7 @@ class RLHFDataset(PromptRows):
         return len(self.positions) + len(self.added_rows)
 
     def set_prompt_builder(self, prompt_builder: PromptBuilder) -> None:
-        """Sets `prompt_builder`, and filters overlong prompts again with the text that it adds."""
+        """Sets `prompt_builder`, and filters overlong prompts again with the added text."""
         self.prompt_builder, self._prompt_lengths = prompt_builder, None
         if self.settings.filter_overlong_prompts:
             self._filter_overlong()
@@ -92,7 +92,7 @@ class RLHFDataset(PromptRows):
             self.__dict__.pop("fingerprint", None)
 
     def prompt_lengths(self) -> Iterator[int | PromptError]:
-        """Yields the number of tokens of each prompt before truncation, or its rendering error."""
+        """Yields the number of tokens, before truncation, or the rendering error of each prompt."""
         if self._prompt_lengths is not None and not self.added_rows:
             return iter(self._prompt_lengths)
         rows = map(self.raw_row, range(len(self)))
@@ -102,7 +102,8 @@ class RLHFDataset(PromptRows):
         """Returns row indices by data file, in the order of data.train_files."""
         indices: list[list[int]] = [[] for _ in self.store.files]
         for index, position in enumerate(self.positions):
-            indices[self.store.file_index_of(position)].append(index)
+            file_index, _ = self.store.locate(position)
+            indices[file_index].append(index)
         return indices
 
     @cached_property
@@ -115,7 +116,7 @@ class RLHFDataset(PromptRows):
         return None
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Adds rows in verl's schema; bad rows and overlong prompts are handled like those of files."""
+        """Adds rows in verl's schema; bad rows and overlong prompts are treated as in files."""
         check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
         where, good_rows = "a row added by on_batch_end", []
         for row in rows:
@@ -241,7 +242,7 @@ class RLHFDataset(PromptRows):
     def _fitting_prompts(
         self, rows: Iterable[Row], where: Callable[[int], str]
     ) -> Iterator[tuple[int, int]]:
-        """Yields (index, number of tokens) of the prompts that fit; counts overlong and bad prompts."""
+        """Yields (index, number of tokens) of the prompts within the limit, and counts the others."""
         limit = self.max_prompt_length
         for index, length in enumerate(self._count_tokens(rows, limit)):
             if isinstance(length, PromptTooLong) or (isinstance(length, int) and length > limit):

@@ -1,7 +1,7 @@
 """Loads batches of prompts epoch after epoch; a restored loader continues with the same rows.
 
-`PromptBatches` draws and collates the rows; `PromptLoader` starts the epochs and has the state of
-the checkpoint.
+`PromptBatches` draws and collates the rows; `PromptLoader` starts the epochs, and saves and restores
+the position for a checkpoint.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class PromptLoader(PromptBatches):
         }
 
     def load_state_dict(self, state: Settings) -> None:
-        """Continues from a state, which a loader with another batch size may have saved."""
+        """Restores a state; the loader that saved the state may have had another batch size."""
         if state["version"] != STATE_VERSION:
             raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")
         if state["order"] != self.order_name:

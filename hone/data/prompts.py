@@ -41,7 +41,7 @@ SINGLE_TURN_AGENT = "single_turn_agent"
 KWARGS_COLUMNS = ("tools_kwargs", "interaction_kwargs", "tool_config")
 """The columns with keyword arguments of agent loops."""
 MAX_CHARACTERS_PER_TOKEN = 32
-"""If a text has more characters per allowed token, the start of the text is tokenised first."""
+"""The start of a text with more characters per allowed token is tokenised first."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class FileRows:
         """Yields all rows in order; `columns` selects the columns."""
         if isinstance(self.content, list):
             for row in self.content:
-                yield row if columns is None else {n: row[n] for n in columns if n in row}
+                yield row if columns is None else {c: row[c] for c in columns if c in row}
             return
         names = self.content.column_names
         table = self.content.select([name for name in columns or names if name in names])
@@ -98,10 +98,10 @@ class RowStore:
         return self._file_starts[-1]
 
     def __getitem__(self, position: int) -> Row:
-        file_index, index = self._locate(position)
+        file_index, index = self.locate(position)
         return self.files[file_index][index]
 
-    def _locate(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """Returns (index of the file, index of the row in it)."""
         if not 0 <= position < len(self):
             raise IndexError(f"row {position} of {len(self)}")
@@ -111,17 +111,14 @@ class RowStore:
     def scan(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
         return (row for file in self.files for row in file.scan(columns))
 
-    def file_index_of(self, position: int) -> int:
-        return self._locate(position)[0]
-
     def where(self, position: int) -> str:
         """Returns the file and number of a row, for messages."""
-        file_index, index = self._locate(position)
+        file_index, index = self.locate(position)
         return self.files[file_index].where(index)
 
     def key(self, position: int) -> tuple[str, int]:
         """Returns (dataset name, row number in it), from which a uid is made."""
-        file_index, index = self._locate(position)
+        file_index, index = self.locate(position)
         return self._dataset_names[file_index], int(self.files[file_index].row_numbers[index])
 
     @property
@@ -135,7 +132,7 @@ class RowStore:
 
 
 class PromptRows:
-    """Rows with their prompts: `rows[i]` is one row as a dict, with the token ids of its prompt."""
+    """Rows with rendered prompts: `rows[i]` is one row as a dict, with the token ids of its prompt."""
 
     tokenizer: Tokenizer
     processor: Processor | None
@@ -151,19 +148,19 @@ class PromptRows:
     added_rows: list[Row]
     """Rows that on_batch_end added; their indices follow those of `positions`."""
     prompt_builder: PromptBuilder | None = None
-    """Builds prompts with what agent loops add, such as instructions."""
+    """Adds the text of agent loops, such as instructions, to prompts."""
 
     def __getitem__(self, index: int) -> Row:
         try:
             row = self._prepare(dict(self.raw_row(index)))
         except PromptError as error:
             raise DataError(f"{self.where(index)}: {error}") from error
-        number = row["extra_info"].get("index")
-        row["index"] = index if number is None else number
+        original_index = row["extra_info"].get("index")
+        row["index"] = index if original_index is None else original_index
         return row
 
     def raw_row(self, index: int) -> Row:
-        """Returns a row as the file, or on_batch_end, gave it."""
+        """Returns a row before its prompt is rendered, of a file or of on_batch_end."""
         if index < len(self.positions):
             return self.store[self.positions[index]]
         return self.added_rows[index - len(self.positions)]
@@ -182,22 +179,22 @@ class PromptRows:
 
     @property
     def _tokenise_limit(self) -> int | None:
-        """With truncation=error, a far too long text fails before all of it is tokenised."""
+        """The limit at which `tokenise` stops; None unless long prompts are errors."""
         return self.max_prompt_length if self.settings.truncation == "error" else None
 
     def _prepare(self, row: Row) -> Row:
         settings, prompt = self.settings, row[self.prompt_key]
-        text = self._render(row)  # or token ids
-        limit = self._tokenise_limit
-        ids = tokenise(text, self.tokenizer, limit) if isinstance(text, str) else text
-        row["prompt_ids"] = truncate(ids, self.max_prompt_length, settings.truncation)
+        rendering = self._render(row)
+        if isinstance(rendering, str):
+            rendering = tokenise(rendering, self.tokenizer, self._tokenise_limit)
+        row["prompt_ids"] = truncate(rendering, self.max_prompt_length, settings.truncation)
         if settings.prompt_format == "raw":
             row["raw_prompt"] = raw_text(prompt)
         elif self.processor is None:
             row["raw_prompt"] = as_messages(prompt)
         else:
-            keys = self.image_key, self.video_key
-            row["raw_prompt"] = with_typed_parts(as_messages(prompt), row, *keys)
+            messages = as_messages(prompt)
+            row["raw_prompt"] = with_typed_parts(messages, row, self.image_key, self.video_key)
         if self.prompt_key != "raw_prompt":
             del row[self.prompt_key]
         defaults = {"extra_info": {}, "data_source": "unknown", "reward_model": {}}
@@ -207,6 +204,7 @@ class PromptRows:
         return row
 
     def _render(self, row: Row) -> str | list[int]:
+        """Returns the prompt of a row as text, or as ids if only the tokenizer can produce them."""
         prompt: Prompt = row[self.prompt_key]
         tools: Tools | None = self.tools or None
         if row.get("agent_name") == SINGLE_TURN_AGENT:
@@ -271,7 +269,7 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
     length = MAX_CHARACTERS_PER_TOKEN * ((max_tokens or 0) + 64)
     while max_tokens is not None and length < len(text):
         num_tokens = len(_encode(text[:length], tokenizer))
-        if num_tokens > 2 * max_tokens + 64:  # a word cut at the end may have more tokens
+        if num_tokens > 2 * max_tokens + 64:  # the whole text may have fewer tokens than its start
             raise PromptTooLong(
                 f"the first {length:,} of its {len(text):,} characters have {num_tokens:,} tokens, "
                 f"at most {max_tokens:,} fit"
@@ -311,18 +309,18 @@ def truncate(ids: Sequence[int], max_length: int, truncation: str) -> list[int]:
 
 
 class PromptBatches(ABC):
-    """Batches of a dataset's rows, epoch after epoch, in the order of a sampler."""
+    """Loads batches of a dataset's rows, epoch after epoch, in the order of a sampler."""
 
     dataset: Dataset
     batch_size: int
     drop_last: bool
-    order_name: str
+    order_name: str  # describes the sampler in messages and checkpoints
     epoch: int
     _epoch_size: int  # rows of this epoch
     _num_drawn: int  # rows of this epoch that were drawn
     _draw_counts: Counter[int]  # draws of each row in this epoch
     _indices: Iterator[int] | None
-    """Yields the remaining row indices of this epoch; None before its first and after its last draw."""
+    """Yields the remaining row indices of this epoch; None between two epochs."""
 
     @abstractmethod
     def start_epoch(self, epoch: int) -> None:
@@ -380,7 +378,7 @@ class PromptBatches(ABC):
 
 
 def row_uid(dataset: str, row: int, epoch: int, occurrence: int) -> str:
-    """Returns 16 hex characters that identify a draw of a row, the same in a replayed run."""
+    """Returns 16 hex characters that identify one draw of a row, and are equal in a resumed run."""
     text = f"{dataset}\x1f{row}\x1f{epoch}\x1f{occurrence}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -390,11 +388,11 @@ def collate_fn(rows: Sequence[Row]) -> Batch:
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: np.empty(len(rows), dtype=object) for name in names}
     for name, column in columns.items():
-        for index, row in enumerate(rows):  # one by one, or numpy would convert lists to arrays
+        for index, row in enumerate(rows):  # numpy would convert a slice of lists to an array
             column[index] = row.get(name)
     return columns
 
 
 def exhaust(indices: Iterator[int], num_remaining: int) -> None:
-    """Draws the remaining indices, and ends a generator, which ends only after its last yield."""
+    """Draws the remaining indices, and one more, because a generator ends after its last yield."""
     deque(islice(indices, num_remaining + 1), maxlen=0)

@@ -41,12 +41,13 @@ PURE_DATA_SOURCE = "numina_olympiads"  # PURE's data source for rows that have n
 
 
 def _parse_json_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
+    """Returns (row, problem); a problem is (reason, message), or None."""
     try:
         row = read_json(line)
     except BadText as error:
         flaw = find_flaw(line)
         return None, ("invalid text", flaw) if flaw else ("not json", f"not JSON: {error}")
-    # Only an escape or a byte that is not UTF-8 (`surrogateescape`) can make the text invalid.
+    # Only escapes and bytes that are not UTF-8 (`surrogateescape`) can make the text invalid.
     if not line.isascii() or "\\u" in line:
         return _with_text_problem(row)
     return row, None
@@ -60,7 +61,7 @@ def _with_text_problem(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | Non
 def _read_json(path: str, bad_rows: BadRowPolicy) -> FileRows:
     open_file: Callable[..., Any] = gzip.open if path.endswith(".gz") else open
     rows: list[Row] = []
-    numbers = []
+    row_numbers = []
     # Bytes that are not UTF-8 become lone surrogates, so that only their row is rejected. The
     # encoding drops a byte order mark, which some editors write.
     with open_file(path, "rt", encoding="utf-8-sig", errors="surrogateescape") as file:
@@ -74,12 +75,12 @@ def _read_json(path: str, bad_rows: BadRowPolicy) -> FileRows:
         for number, (row, problem) in enumerate(values):
             if problem is None and isinstance(row, dict):
                 rows.append(row)
-                numbers.append(number)
+                row_numbers.append(number)
                 continue
-            kind = type(row).__name__
-            reason, text = problem or ("not an object", f"a {kind}, not an object of columns")
+            type_name = type(row).__name__
+            reason, text = problem or ("not an object", f"a {type_name}, not an object of columns")
             bad_rows.report(reason, f"{path}, row {number}: {text}")
-    return FileRows(path, rows, numbers)
+    return FileRows(path, rows, row_numbers)
 
 
 def _read_parquet(path: str, bad_rows: BadRowPolicy) -> FileRows:
@@ -95,21 +96,21 @@ def _read_parquet(path: str, bad_rows: BadRowPolicy) -> FileRows:
             return FileRows(path, table, range(table.num_rows))
         except pa.ArrowInvalid:  # the error names no row
             pass
-    numbers = []
+    row_numbers = []
     for number in range(table.num_rows):
         try:
             table.slice(number, 1).to_pylist()
-            numbers.append(number)
+            row_numbers.append(number)
         except (ValueError, OverflowError) as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "unreadable value"
             bad_rows.report(reason, f"{path}, row {number}: {reason}: {error}")
-    return FileRows(path, table.take(numbers), numbers)
+    return FileRows(path, table.take(row_numbers), row_numbers)
 
 
 def read_file(
     path: str | os.PathLike[str], bad_rows: BadRowPolicy, setting: str = TRAINING_SETTING
 ) -> FileRows | None:
-    """Reads one file; returns None if it has no good row and the policy is `skip`."""
+    """Reads one file; returns None if the file has no good row and the policy is `skip`."""
     import pyarrow as pa
 
     path = os.path.expanduser(os.fspath(path))
@@ -157,7 +158,9 @@ def as_data_config(config: DataConfig | Settings) -> DataConfig:
     defaults: Fields = {"tool_config_path": None, "trust_remote_code": False}
     if isinstance(config, DataConfig):
         replacements = {
-            n: v for n, v in defaults.items() if str(getattr(config, n)).startswith("${")
+            name: value
+            for name, value in defaults.items()
+            if str(getattr(config, name)).startswith("${")
         }
         return dataclasses.replace(config, **replacements) if replacements else config
     names = {field.name for field in dataclasses.fields(DataConfig)}

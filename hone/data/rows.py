@@ -32,7 +32,7 @@ class DataError(ValueError, AssertionError):
 
 
 class SettingError(DataError):
-    """Raised for a file that a config key names and that cannot be used; `path` is the key's value."""
+    """Raised for an unusable file of the configuration; `path` is the value of the config key."""
 
     def __init__(self, message: str, path: str) -> None:
         super().__init__(message)
@@ -84,13 +84,13 @@ def expand_files(files: Files, setting: str = TRAINING_SETTING) -> list[str]:
         is_pattern = glob.has_magic(path) and not os.path.exists(path)
         try:
             glob_files = glob_remote if is_non_local(path) else glob.glob
-            names_of_files = sorted(glob_files(path)) if is_pattern else [path]
-            matches = [copy_to_local(file) for file in names_of_files]
+            files_of_name = sorted(glob_files(path)) if is_pattern else [path]
+            local_paths = [copy_to_local(file) for file in files_of_name]
         except OSError as error:
             raise SettingError(f"{path} cannot be read: {error}; check {setting}", path) from error
-        if not matches:
+        if not local_paths:
             raise DataError(f"no file matches {path!r}; check {setting}")
-        paths.extend(matches)
+        paths.extend(local_paths)
     return paths
 
 
@@ -106,7 +106,7 @@ def file_fingerprint(path: str) -> str:
 def sample_positions(
     positions: list[int], count: int, *, shuffle: bool, seed: int | None
 ) -> list[int]:
-    """Returns `count` positions (all if not positive): a random sample with `shuffle`, or the first."""
+    """Returns a random sample (`shuffle`) or the first `count` positions; all if `count` <= 0."""
     if not 0 < count < len(positions):
         return positions
     if not shuffle:
@@ -126,7 +126,9 @@ def as_table(rows: Sequence[Row]) -> pa.Table:
         values = [row.get(name) for row in rows]
         try:
             column = pa.array(values)
-            if has_type(column.type, lambda t: pa.types.is_struct(t) and not t.num_fields):
+            if has_type(
+                column.type, lambda type_: pa.types.is_struct(type_) and not type_.num_fields
+            ):
                 column = pa.array([_without_empty_structs(value) for value in values])
         except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
             raise DataError(

@@ -47,8 +47,8 @@ class AllRows(EpochOrder):
 class MixtureSampler(EpochOrder):
     """Draws rows from several data files in given proportions.
 
-    Each draw takes the file that is furthest behind its share. Each row of a file is drawn once
-    before any is repeated; an exhausted file starts over with a new permutation.
+    Each draw takes the file that is furthest behind its share. The rows of a file are drawn once
+    each, then again in a new permutation.
     """
 
     has_added_rows = False
@@ -91,7 +91,9 @@ class MixtureSampler(EpochOrder):
             file_index = deficits.index(max(deficits))
             counts[file_index] += 1
             order.append(file_index)
-        draws = [self._draws_from(index, epoch * count) for index, count in enumerate(counts)]
+        draws = [
+            self._draws_from(file_index, epoch * count) for file_index, count in enumerate(counts)
+        ]
         return (next(draws[file_index]) for file_index in order)
 
     def _draws_from(self, file_index: int, start: int) -> Iterator[int]:

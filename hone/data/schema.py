@@ -28,10 +28,15 @@ class Problem:
 
 def json_type(value: JsonValue) -> str:
     """Returns the JSON type of a value."""
-    names = ((bool, "boolean"), ((int, float), "number"), (str, "text"), (Mapping, "object"))
     if value is None:
         return "null"
-    return next((name for types, name in names if isinstance(value, types)), "list")
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    if isinstance(value, str):
+        return "text"
+    return "object" if isinstance(value, Mapping) else "list"
 
 
 class SchemaCheck:
@@ -74,9 +79,11 @@ class SchemaCheck:
             "reward_model.ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
         }
         types = {name: json_type(value) for name, value in values.items() if value is not None}
-        for name, kind in types.items():
-            if (earlier := self._types.get(name, kind)) != kind:
-                return Problem("mixed schema", f"{name} is {kind}, earlier rows have {earlier}")
+        for name, json_type_name in types.items():
+            first_type = self._types.get(name, json_type_name)
+            if first_type != json_type_name:
+                message = f"{name} is {json_type_name}, earlier rows have {first_type}"
+                return Problem("mixed schema", message)
         self._types.update(types)
         return None
 
@@ -90,18 +97,19 @@ def text_problem(row: Row, columns_without_nul: Collection[str]) -> Problem | No
 
 
 def _type_problems(row: Row) -> Iterator[Problem]:
+    """Yields a problem for each name that is not text and each object column that is no object."""
     for name in NAME_COLUMNS:
         if (actual_type := json_type(row.get(name))) not in ("text", "null"):
             yield Problem("wrong type", f"column {name!r} must be text, got {actual_type}")
     values = {f"column {name!r}": row.get(name) for name in OBJECT_COLUMNS}
-    extra_info = row.get("extra_info") if isinstance(row.get("extra_info"), Mapping) else {}
-    for prefix, fields in (("", row), ("extra_info.", extra_info or {})):
-        for name in KWARGS_COLUMNS:
-            arguments = fields.get(name)
-            if prefix:
-                values[f"{prefix}{name}"] = arguments
-            if name == "tools_kwargs" and isinstance(arguments, Mapping):
-                values |= {f"{prefix}{name}.{tool}": kwargs for tool, kwargs in arguments.items()}
+    extra_info = row.get("extra_info")
+    nested_columns = extra_info if isinstance(extra_info, Mapping) else {}
+    values |= {f"extra_info.{name}": nested_columns.get(name) for name in KWARGS_COLUMNS}
+    for prefix, fields in (("", row), ("extra_info.", nested_columns)):
+        tools_kwargs = fields.get("tools_kwargs")
+        if isinstance(tools_kwargs, Mapping):
+            for tool, kwargs in tools_kwargs.items():
+                values[f"{prefix}tools_kwargs.{tool}"] = kwargs
     for path, value in values.items():
         if (actual_type := json_type(value)) not in ("object", "null"):
             yield Problem("wrong type", f"{path} must be an object, got {actual_type}")

@@ -1,4 +1,4 @@
-"""Counts the tokens of many prompts: prompts are tokenised in batches by a thread pool."""
+"""Counts the tokens of many prompts with a thread pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RenderedPrompt = str | list[int]
 """A rendered prompt: text, or ids if only the tokenizer can produce them."""
 COUNT_BATCH_SIZE = 64
 PROBE = "What is 6 × 7?\n<think> 42 </think>"
-"""A text whose token count shows whether the tokenizer's backend alone gives the same tokens."""
+"""A text whose token count tells whether the tokenizer does more than its backend."""
 
 
 def token_counts(
@@ -41,7 +41,7 @@ def token_counts(
     can_batch = backend is not None and count_texts([PROBE]) == [probe_tokens]
 
     def render_one(render: Callable[[], RenderedPrompt]) -> str | int | PromptError:
-        """Returns a prompt's token count or rendering error, or its text for a batch to count."""
+        """Returns the token count or rendering error of a prompt, or its text for `count_batch`."""
         try:
             prompt = render()
             if isinstance(prompt, list):

@@ -189,7 +189,7 @@ def test_several_files_are_one_store_with_the_location_of_each_row(tmp_path: Pat
     )
     assert len(store) == 3
     assert store[2] == {"a": 3}
-    assert store.file_index_of(2) == 1
+    assert store.locate(2) == (1, 0)
     assert store.where(1) == f"{tmp_path}/x.parquet, row 1"
     assert store.key(2)[1] == 0
 
