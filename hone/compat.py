@@ -111,7 +111,7 @@ class VerlLoader(Loader):
             )
         elif path in PROGRAMS:
             module, *arguments = PROGRAMS[path].split()
-            # For a module without a file, runpy sets sys.argv[0] to None.
+            # sys.argv[0] is None here, because runpy found no file of the module.
             source_code = (
                 f"import runpy, sys\nsys.argv[:1] = {[module, *arguments]!r}\n"
                 f"runpy.run_module({module!r}, run_name='__main__')\n"

@@ -321,7 +321,9 @@ async def run_with_deadline(
                 work.close()  # the task was cancelled before the work started
     if not done:
         raise DeadlineExceeded(f"not done after {seconds:g} s")
-    if task.cancelled():  # by itself: a cancellation of this function would have been raised above
+    if (
+        task.cancelled()
+    ):  # by the coroutine: a cancellation of this function is raised by the wait above
         raise RuntimeError("it cancelled itself (asyncio.CancelledError)")
     return task.result()
 

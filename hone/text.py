@@ -94,7 +94,7 @@ def _text_flaw(text: str, allow_nul: bool) -> str | None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        if 0xDC80 <= code <= 0xDCFF:  # what `surrogateescape` makes of an invalid byte
+        if 0xDC80 <= code <= 0xDCFF:  # `surrogateescape` decodes an invalid byte to this range
             return f"is not UTF-8 (byte 0x{code - 0xDC00:02x}) or contains a lone surrogate"
         return f"contains a lone surrogate (\\u{code:04x}), which is not Unicode text"
     return None
@@ -111,7 +111,7 @@ def read_json(text: str, *, strict: bool = False) -> Any:
         value = json.loads(text, **options)
     except RecursionError:
         raise BadText(f"it is nested more than {MAX_DEPTH} levels deep") from None
-    except ValueError as error:  # also for integers with more digits than Python parses
+    except ValueError as error:  # raised also for integers with more digits than Python parses
         raise BadText(clean_text(str(error))[:MAX_MESSAGE_CHARACTERS]) from None
     if text.count("[") + text.count("{") > MAX_DEPTH:  # otherwise the value cannot be too deep
         level = next(itertools.islice(_levels(value), MAX_DEPTH, None), [])

@@ -300,7 +300,7 @@ def _new_folder(name: str) -> Path:
         folder = Path("runs", f"{name}-{number}")
         try:
             folder.mkdir()
-        except FileExistsError:  # of an earlier run, or of another process that starts now
+        except FileExistsError:  # an earlier run or another process has created the folder
             number += 1
         else:
             return folder

@@ -90,7 +90,7 @@ def build_engine(
     policy = PolicyModel(lm.eval())
     eos_token_ids = eos_ids(policy.lm.config, policy.lm.generation_config, tokenizer)
     if model.lora_adapter_path:
-        # The other settings are those of the adapter on disk.
+        # Rank, alpha, dropout and modules are read from the adapter's folder.
         settings = AdapterSettings(0, 0.0, 0.0, (), adapter_path=model.lora_adapter_path)
         policy.lm = wrap_lora(policy.lm, settings)
     policy.requires_grad_(False).eval()

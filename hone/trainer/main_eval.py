@@ -77,7 +77,7 @@ def run(
     output = config.output
     for name in ("json_path", "plot_path", "scores_path"):
         if path := output[name]:
-            # Only the scores may replace the responses, because they are written with all columns.
+            # The file of scores may replace the responses, because it keeps all of their columns.
             inputs = [] if name == "scores_path" else expand_files(config.data.path, "data.path")
             check_output_file(path, f"output.{name}", inputs)
     if Path(output.scores_path or "").suffix not in ("", ".parquet"):

@@ -46,7 +46,8 @@ class StepScorer:
 
     def score(self, solutions: Sequence[Solution]) -> list[np.ndarray]:
         """Returns p(good) of every step of each solution."""
-        rows = [  # the labels are not read
+        # StepDataset needs labels, but the engine does not read them here.
+        rows = [
             {
                 "prompt": solution.prompt,
                 "completions": solution.steps,
@@ -200,7 +201,7 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
             scores, model_scores = list(map(float, row["scores"][:k])), model_scores[:k]
             votes = [extract_answer(text) for text in row["responses"][:k]]
             weights = model_scores
-            if aggregate == "soft_min":  # −1 … 1, but a vote must not have a negative weight
+            if aggregate == "soft_min":  # scores are in −1 … 1, but weights must not be negative
                 weights = [(model_score + 1) / 2 for model_score in model_scores]
             values = {
                 "oracle": max(scores),

@@ -238,7 +238,7 @@ class SFTRun:
         source = source if is_first_rank else checkpoint.resume_source(*resume_arguments)
         if source is not None:
             self._load(*source)
-        self.ranks.barrier()  # until every rank has found its checkpoint
+        self.ranks.barrier()  # the first rank discards checkpoints only after all ranks have loaded
         if is_first_rank and self.trainer.step_number < self.total_steps:
             checkpoint.discard_after(self.folder, source)
 
