@@ -1,4 +1,4 @@
-"""Runs assertions about an untrusted program, which cannot tamper with the assertions."""
+"""Runs assertions about an untrusted program in a second box, out of the program's reach."""
 
 from __future__ import annotations
 

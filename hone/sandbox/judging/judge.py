@@ -1,7 +1,7 @@
-"""Starts the program's box, and lets the judge's box run the tests.
+"""Starts the box of a program, and sends the tests to the judge's box, which runs the tests.
 
-Each process has one judge's box per plan, which runs every judgement in a separate child. If the box is lost,
-its judgements are repeated in a new box.
+A process has one judge's box per plan; a separate child in the box runs each judgement. If the box ends, a
+new box repeats the judgements.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from hone.sandbox.plan import BoxPlan
 from hone.sandbox.result import MAX_TIMEOUT_S, Job, SandboxError
 
 _FOLDER = Path(__file__).parent
-_MAX_CONCURRENT = 8  # judgements in one box
+_MAX_CONCURRENT = 8  # judgements in the judge's box
 _CHILD_MEMORY_MB = 1024  # address space of one judgement
-_START_TIMEOUT_S, _GRACE_S = 30.0, 2.0
+_START_TIMEOUT_S = 30.0
+_GRACE_S = 2.0  # for the end of the tests, after the time limit of the program
 _MAX_ATTEMPTS = 3
 
 
@@ -38,11 +39,11 @@ class Judgement:
 
     passed: bool
     reason: str
-    """Why the tests failed; use it only in logs, because the program can influence it."""
+    """Why the tests failed. Only for logs, because the program can influence this text."""
     answers: int
-    """Number of plain values that the tests received from the program; 0 if they called nothing."""
+    """Number of plain values that the program sent to the tests; 0 for tests that call nothing."""
     usable: bool = True
-    """False if the tests cannot run with any program."""
+    """False if the tests cannot run, whatever the program."""
 
 
 class JudgeBoxLost(SandboxError):
@@ -60,10 +61,10 @@ def judge(
     interpreter: str | None = None,
     caller_socket: socket.socket | None = None,
 ) -> Judgement:
-    """Runs `tests` (Python source) against `program`; the preamble runs first in both boxes.
+    """Runs `tests` (Python source) against `program`; both boxes run the preamble first.
 
-    Raises SandboxError if a box fails; if the program fails, the Judgement has the reason.
-    caller_socket: the run ends if this connection closes.
+    Raises SandboxError if a box fails; a failure of the program is a Judgement. The run ends if
+    `caller_socket` closes.
     """
     plan = plan_for(minimum, interpreter)
     start_code = (
@@ -81,9 +82,9 @@ def judge(
 def _judge_once(
     job: Job, plan: BoxPlan, sources_json: str, caller_socket: socket.socket | None
 ) -> Judgement:
-    with _judge_boxes_lock:  # one box per plan and process: a fork must not share its parent's box
+    with _judge_boxes_lock:  # the pid is a part of the key, because a fork needs its own box
         box = _judge_boxes.setdefault((os.getpid(), repr(plan)), JudgeBox(plan))
-    box.start()  # before the program's time limit starts
+    box.start()  # before the time of the program starts
     with box.slots, Run(job, plan, has_channel=True, caller_socket=caller_socket) as run:
         channel_fd = run.take_channel()
         verdict_socket, judge_socket = socket.socketpair()
@@ -111,7 +112,7 @@ def _judge_once(
 
 
 class JudgeBox:
-    """A judge's box of this process, which starts on first use."""
+    """The judge's box of a plan, which starts on first use."""
 
     def __init__(self, plan: BoxPlan) -> None:
         self.slots = threading.BoundedSemaphore(_MAX_CONCURRENT)
@@ -121,7 +122,7 @@ class JudgeBox:
         self._control_socket: socket.socket | None = None
 
     def start(self) -> socket.socket:
-        """Starts the box unless it runs, and returns its control socket."""
+        """Starts the box if it does not run yet, and returns the control socket."""
         with self._lock:
             if self._control_socket is not None:
                 return self._control_socket
@@ -149,6 +150,7 @@ class JudgeBox:
             return self._control_socket
 
     def send_request(self, timeout_s: float, descriptors: list[int]) -> None:
+        """Sends a request with the descriptors of the channel, the verdict socket and the sources."""
         message = REQUEST_STRUCT.pack(timeout_s + _GRACE_S, _CHILD_MEMORY_MB << 20)
         with self._lock:
             try:
@@ -158,7 +160,7 @@ class JudgeBox:
                 raise JudgeBoxLost("sandbox: the judge's box has ended") from error
 
     def close(self) -> None:
-        """Ends the box; the next judgement starts a new one."""
+        """Ends the box; the next judgement starts a new box."""
         with self._lock:
             if self._control_socket is not None:
                 self._control_socket.close()
@@ -173,6 +175,7 @@ _judge_boxes_lock = threading.Lock()
 
 @functools.lru_cache(maxsize=1)
 def _judge_files() -> dict[str, str]:
+    """Returns the files of the judge's box by path: the modules of the server in empty packages."""
     packages = ("hone/__init__.py", "hone/sandbox/__init__.py", "hone/sandbox/judging/__init__.py")
     modules = {
         f"hone/sandbox/judging/{name}.py": (_FOLDER / f"{name}.py").read_text()
@@ -185,7 +188,7 @@ def _judge_files() -> dict[str, str]:
 def _program_server_expression() -> str:
     """Returns a Python expression for the code object of program_server.py.
 
-    It contains the compiled code, and the source for a box that has another version of Python.
+    A box with this version of Python loads the compiled code; another version compiles the source.
     """
     source = (_FOLDER / "program_server.py").read_text()
     compiled = marshal.dumps(compile(source, "program_server.py", "exec", dont_inherit=True))

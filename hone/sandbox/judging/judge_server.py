@@ -1,4 +1,4 @@
-"""The server in the judge's box: a child per request runs the tests and writes the verdict."""
+"""The server in the judge's box: for each request, a child runs the tests and writes the verdict."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hone.sandbox.judging.proxies import Session, TestNamespace, TestsFailed
 
 REQUEST_STRUCT = struct.Struct("!dQ")  # timeout_s, memory_bytes
 READY_MESSAGE = b"judge ready\n"
-_SERVER_FRAMES = 64  # stack frames of this file, added to the recursion limit of the tests
+_SERVER_FRAMES = 64  # stack frames of this file, by which the recursion limit is raised
 _PRELOADED_MODULES = (
     "bisect copy datetime functools heapq itertools math operator random re string typing"
 )
-"""Modules that tests import most often, loaded once before any child is forked."""
+"""Modules that tests often import; the server imports them once for all children."""
 
 
 class UnusableTests(Exception):
@@ -31,7 +31,7 @@ class UnusableTests(Exception):
 
 
 def main() -> None:
-    """Serves requests from standard input, which is a socket; output is discarded."""
+    """Serves requests from standard input, which is a socket, and discards all output."""
     control = socket.socket(fileno=os.dup(0))
     null_fd = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -42,7 +42,7 @@ def main() -> None:
     verdict_fds: dict[int, int] = {}  # by the pid of the child
 
     def on_child_exit(number: int, frame: FrameType | None) -> None:
-        """Writes a failure for each child that has ended; the caller reads only the first verdict."""
+        """Writes a failure for each child that ended; the caller ignores it after a verdict of the child."""
         while verdict_fds:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -63,7 +63,7 @@ def main() -> None:
         if len(data) != REQUEST_STRUCT.size or len(descriptors) != 3:
             os._exit(0)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        with contextlib.suppress(OSError):  # fork failed; the caller sees a disconnect
+        with contextlib.suppress(OSError):  # if the fork fails, the caller sees a disconnect
             pid = os.fork()
             if pid == 0:
                 _run_child(data, *descriptors)
@@ -79,7 +79,7 @@ def _run_child(request: bytes, channel_fd: int, verdict_fd: int, sources_fd: int
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         timeout_s, memory_bytes = REQUEST_STRUCT.unpack(request)
-        # The timer kills this child; on_child_exit then writes the verdict.
+        # SIGALRM kills this child, and `on_child_exit` writes the verdict.
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         sources = json.loads(os.pread(sources_fd, os.fstat(sources_fd).st_size, 0))
@@ -90,7 +90,7 @@ def _run_child(request: bytes, channel_fd: int, verdict_fd: int, sources_fd: int
             _write_verdict(verdict_fd, reason is None, reason or "", session.answers)
         except UnusableTests as error:
             _write_verdict(verdict_fd, False, str(error), 0, usable=False)
-        except BaseException as error:  # any exception of the tests fails the program
+        except BaseException as error:  # the tests fail with any exception, also SystemExit
             reason = f"{type(error).__name__}: {error}"[:500]
             _write_verdict(verdict_fd, False, reason, session.answers)
     finally:

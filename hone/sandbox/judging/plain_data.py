@@ -1,7 +1,7 @@
-"""Writes requests to the program's box, and reads its answers.
+"""Writes requests to the program's box, and reads the answers.
 
-Answers are untrusted: tagged JSON is read as exact built-in types, instances of shared classes or proxies;
-any other answer raises MalformedAnswer.
+An answer is untrusted JSON with tags, which becomes values of built-in types, instances of shared classes
+(the classes of the preamble) and proxies. Any other answer raises MalformedAnswer.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, NoReturn, TypeAlias
 
 Value: TypeAlias = Any  # a value of any type, of the program or of its tests
 Shape: TypeAlias = type | list[type]
-"""The exact type of a tag's content, or the exact types of its items."""
+"""The exact type of the content of a tag, or the exact types of the items in a list."""
 
 MAX_ANSWER_BYTES = 16 << 20
-_MAX_DIGITS = 1 << 18
+_MAX_DIGITS = 1 << 18  # of a large integer or decimal
 _SCALAR_TYPES = frozenset({type(None), bool, int, float, str, bytes, complex})
 _PICKLED_TYPES = (
     *(collections.deque, collections.Counter, collections.OrderedDict, collections.defaultdict),
@@ -48,7 +48,7 @@ class NotPlainData(TypeError):
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A regular expression match; it is truthy and equal only to itself."""
+    """A match of a regular expression, which is true and equal only to itself."""
 
     group: Value
     start: Value
@@ -56,14 +56,14 @@ class Match:
 
 
 class Absent:
-    """The type of ABSENT, which stands for a name that the program does not define."""
+    """The type of ABSENT, the answer for a name that the program does not define."""
 
 
 ABSENT = Absent()
 
 
 class AnswerReader:
-    """Reads one answer: first its values, then the attributes of its instances of shared classes."""
+    """Reads one answer: first the values, then the attributes of instances of shared classes."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class AnswerReader:
         }
 
     def read(self, data: bytes) -> tuple[str, Value, list[Value]]:
-        """Returns the kind of a message, its value and the arguments that the program changed."""
+        """Returns the kind of a message, the value, and the arguments that the program changed."""
         try:
             message = json.loads(data, object_hook=self._decode_tag)
             kind, value, object_states, changes = _check_shape(message, list)
@@ -109,14 +109,14 @@ class AnswerReader:
         return convert(_check_shape(value, shape))
 
     def _get_object(self, content: list[Value]) -> Value:
-        """Returns the object with this number; the first use of a number creates it."""
+        """Returns the object of a number; the first use of the number creates the object."""
         number, name = content
         if number not in self._objects:
             self._objects[number] = object.__new__(self._shared_classes[name])
         return self._objects[number]
 
     def _get_member(self, content: list[Value]) -> Value:
-        """Returns a member of an enumeration of the preamble."""
+        """Returns a member of a shared enumeration."""
         name, value = content
         shared_class = self._shared_classes[_check_shape(name, str)]
         if not issubclass(shared_class, enum.Enum):
@@ -132,7 +132,7 @@ class AnswerReader:
 
     @staticmethod
     def _set_attributes(instance: Value, attributes: dict[Value, Value]) -> None:
-        """Replaces all attributes; raises MalformedAnswer if one would shadow a method."""
+        """Replaces all attributes; raises MalformedAnswer for an attribute with the name of a method."""
         slots = slots_of(instance)
         for name in attributes.keys() - slots.keys():
             member = getattr(type(instance), _check_shape(name, str), None)
@@ -150,15 +150,16 @@ class AnswerReader:
 
 def slots_of(instance: Value) -> dict[str, MemberDescriptorType]:
     """Returns the slots of an object by name."""
-    members = [item for base in type(instance).__mro__ for item in vars(base).items()]
     return {
-        name: slot
-        for name, slot in members
-        if isinstance(slot, MemberDescriptorType) and not name.startswith("__")
+        name: member
+        for base in type(instance).__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType) and not name.startswith("__")
     }
 
 
 def _attributes(instance: Value) -> dict[str, Value]:
+    """Returns the attributes of an object, also of its slots."""
     slots = {
         name: getattr(instance, name) for name in slots_of(instance) if hasattr(instance, name)
     }
@@ -168,10 +169,10 @@ def _attributes(instance: Value) -> dict[str, Value]:
 def _check_shape(value: Value, shape: Shape) -> Value:
     """Returns the value, or raises MalformedAnswer if it does not have exactly this shape."""
     if isinstance(shape, type):
-        fits = type(value) is shape
+        has_shape = type(value) is shape
     else:
-        fits = type(value) is list and [type(item) for item in value] == shape
-    if not fits:
+        has_shape = type(value) is list and [type(item) for item in value] == shape
+    if not has_shape:
         raise MalformedAnswer(f"{shape} was expected")
     return value
 
@@ -183,7 +184,7 @@ def _non_negative(number: int) -> int:
 
 
 def _pair_up(items: list[Value]) -> dict[Value, Value]:
-    """Returns the dict of [key, value, key, value, …]."""
+    """Returns the dict of a list [key, value, key, value, …]."""
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
@@ -220,16 +221,16 @@ _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
     "-": (type(None), lambda _: ABSENT),
     ".": (type(None), lambda _: ...),
 }
-"""Tag → the shape of its content, and the function that turns the content into a value."""
+"""By tag: the shape of the content, and the function that converts the content to a value."""
 
 
 def resolve(kind: str, key: Value) -> NoReturn:
-    """Stands for an object in a request; program_server.py replaces the call with that object."""
+    """A call of this function in a pickle is a placeholder; program_server.py replaces it by the object."""
     raise NotImplementedError(kind, key)
 
 
 class RequestWriter(pickle.Pickler):
-    """Writes one request: plain data, and other objects and functions as numbers."""
+    """Pickles one request: plain data, and other objects and functions as numbers."""
 
     def __init__(
         self,
@@ -245,10 +246,10 @@ class RequestWriter(pickle.Pickler):
 
     def write(self, request: tuple[Value, ...]) -> bytes:
         try:
-            if _is_marshalable(request):  # the usual case: reading marshal needs no imports
+            if _is_marshalable(request):  # the program reads marshal faster than a pickle
                 return b"m" + marshal.dumps(request)
         except (RecursionError, ValueError):
-            pass  # a value contains itself, or is too deep for marshal
+            pass  # a value contains itself, or is nested too deeply for marshal
         self.dump(request)
         for instance in self.shared_objects:  # dump() may append
             self.dump(_attributes(instance))
@@ -281,6 +282,7 @@ class RequestWriter(pickle.Pickler):
 
 
 def _is_marshalable(value: Value) -> bool:
+    """Returns whether a value has only types that marshal supports."""
     value_type = type(value)
     if value_type in (list, tuple, set, frozenset):
         return _SCALAR_TYPES.issuperset(map(type, value)) or all(map(_is_marshalable, value))
@@ -290,7 +292,7 @@ def _is_marshalable(value: Value) -> bool:
 
 
 def update_in_place(local: Value, remote: Value) -> Value:
-    """Copies `remote` into `local` and returns `local`; returns `remote` if `local` cannot hold it."""
+    """Copies the content of `remote` into `local` and returns `local`, or `remote` if this is impossible."""
     value_type = type(local)
     if type(remote) is not value_type:
         return remote
@@ -311,5 +313,5 @@ def update_in_place(local: Value, remote: Value) -> Value:
         (local.update if value_type is set else local.extend)(remote)
         return local
     if value_type is tuple and len(local) == len(remote):
-        return tuple([update_in_place(a, b) for a, b in zip(local, remote, strict=True)])
+        return tuple(map(update_in_place, local, remote))
     return remote

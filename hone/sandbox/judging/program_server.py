@@ -1,7 +1,7 @@
-"""The server in the program's box: loads the program, then answers the judge until it disconnects.
+"""The server in the program's box: loads the program, then answers requests of the judge.
 
-This file imports few modules, because its startup delays every program, and none of hone, because the box has
-no hone. The program can tamper with this code, so the judge alone decides.
+This file imports few modules, because the imports delay every program, and nothing of hone, which the box
+does not contain. The program can tamper with this code, so only the judge decides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from _json import encode_basestring_ascii, make_encoder
 
-TYPE_CHECKING = False  # importing typing takes longer than most programs run
+TYPE_CHECKING = False  # the import of typing takes longer than most programs
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SCALAR_TYPES = frozenset({type(None), bool, int, float, str})
 _SlotType = type(type(lambda: None).__dict__["__globals__"])  # types.MemberDescriptorType
 _LARGE_INT = 1 << 4096  # larger integers are sent as hexadecimal text
-_SERVER_FRAMES = 64  # stack frames of this file, added to the program's recursion limit
+_SERVER_FRAMES = 64  # stack frames of this file, by which the recursion limit is raised
 # An instance of a subclass is sent as its base type.
 _TO_BASE_TYPE: dict[type, Callable[[Value], Value]] = {
     **{base: base for base in (bytes, list, tuple, dict, set, frozenset)},
@@ -31,20 +31,20 @@ _TO_BASE_TYPE: dict[type, Callable[[Value], Value]] = {
 
 
 def _flatten_items(value: dict[Value, Value]) -> list[Value]:
-    """Returns [key, value, key, value, …]."""
+    """Returns the list [key, value, key, value, …] of a dict."""
     return [part for pair in value.items() for part in pair]
 
 
 def _attributes(value: Value) -> dict[str, Value]:
-    """Returns the attributes of an object, also those in slots."""
-    slots = [
+    """Returns the attributes of an object, also of its slots."""
+    slot_names = [
         name
         for base in type(value).__mro__
         for name, member in vars(base).items()
         if type(member) is _SlotType and not name.startswith("__")
     ]
-    named = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**named, **getattr(value, "__dict__", {})}
+    slots = {name: getattr(value, name) for name in slot_names if hasattr(value, name)}
+    return {**slots, **getattr(value, "__dict__", {})}
 
 
 _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] = {
@@ -72,15 +72,15 @@ _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] =
     ("datetime", "datetime"): ("T", lambda value: value.isoformat()),
     ("datetime", "timedelta"): ("U", lambda value: [value.days, value.seconds, value.microseconds]),
 }
-"""Type → its tag, and a function that turns a value into plain data.
+"""By type: the tag, and the function that converts a value to plain data.
 
-A key is a type, or the module and name of a type that is not imported here.
+A key is a type, or the module and name of a type that this file does not import.
 """
 _to_json = make_encoder(None, repr, encode_basestring_ascii, None, ":", ",", False, False, True)
 
 
 class Request:
-    """A decoded request of the judge: its fields, and its instances of shared classes."""
+    """A request of the judge: the fields, and the instances of shared classes."""
 
     def __init__(self, session: ProgramSession, data: bytes) -> None:
         self.shared_objects: list[Value] = []
@@ -106,7 +106,7 @@ class Request:
         return fields
 
     def _resolve(self, kind: str, key: Value) -> Value:
-        """Returns the object that a call of `plain_data.resolve` in the request stands for."""
+        """Returns the object for a placeholder of `plain_data.resolve`."""
         if kind == "handle":
             return self._session.handles[key]
         if kind == "callback":
@@ -123,7 +123,7 @@ class Request:
 
 
 class ProgramSession:
-    """The connection to the judge, the program's names, and the objects that the judge has handles of."""
+    """The connection to the judge, the program's names, and the objects that the judge knows by handle."""
 
     def __init__(self, channel: int, scope: dict[str, Value]) -> None:
         self.scope = scope  # the program's global names
@@ -169,14 +169,14 @@ class ProgramSession:
                     changes = self._changed_arguments(encoder, arguments, request)
                     self.send("v", encoder.encode(value), changes, encoder)
                     return
-                except ValueError:  # a list that was not checked has a large integer
+                except ValueError:  # an unchecked list contains a large integer
                     if not skip_list_check:
                         raise
-        except BaseException as error:  # any exception of the program is sent to the judge
+        except BaseException as error:  # the judge gets every exception of the program
             self.send_error(error)
 
     def _execute(self, operation: str, key: Value, *values: Value) -> tuple[Value, Value]:
-        """Returns the value, and the arguments if the program may have changed them."""
+        """Returns the value of an operation, and of a call the arguments, which the program may change."""
         if operation == "get":
             return self.scope.get(key, Absent), None
         target = self.handles[key]
@@ -201,19 +201,19 @@ class ProgramSession:
 
     @staticmethod
     def _changed_arguments(encoder: Encoder, arguments: Value, request: Request) -> list[Value]:
-        """Returns [position or name, new value] for every argument that the call changed."""
+        """Returns [position or name, new value] for the arguments that the call may have changed."""
         if arguments is None:
             return []
         items = [*enumerate(arguments[0]), *arguments[1].items()]
-        candidates = [(key, value) for key, value in items if type(value) not in _SCALAR_TYPES]
-        if candidates and request.data[:1] == b"m":
+        changed = [(key, value) for key, value in items if type(value) not in _SCALAR_TYPES]
+        if changed and request.data[:1] == b"m":  # marshal gives a second copy for a comparison
             positional, named = marshal.loads(request.data[1:])[2:]
-            values_before = {**dict(enumerate(positional)), **named}
-            candidates = [(key, value) for key, value in candidates if value != values_before[key]]
-        return [[key, encoder.encode(value)] for key, value in candidates]
+            old_values = {**dict(enumerate(positional)), **named}
+            changed = [(key, value) for key, value in changed if value != old_values[key]]
+        return [[key, encoder.encode(value)] for key, value in changed]
 
     def make_callback(self, number: int) -> Callable[..., Value]:
-        """Returns a function that calls a function of the tests in the judge's box."""
+        """Returns a function that calls function `number` of the tests, in the judge's box."""
 
         def callback(*arguments: Value, **named: Value) -> Value:
             encoder = Encoder(self, [], False)
@@ -232,14 +232,14 @@ class ProgramSession:
 
 
 class Absent:
-    """Stands for a name that the program does not define."""
+    """The answer for a name that the program does not define."""
 
 
 class Encoder:
     """Encodes the values of one answer as tagged JSON.
 
-    With `skip_list_check`, lists of scalars are not searched for large integers; `send` raises
-    ValueError for a list that has one.
+    With `skip_list_check`, lists of scalars are not searched for large integers, for which `send` raises
+    ValueError.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ def main(program: str, preamble: str) -> None:
                 and (value.__module__, value.__name__) == ("__main__", name)
             )
         exec(compile(program, "main.py", "exec", dont_inherit=True), scope)
-    except BaseException as error:  # the judge receives the error and decides
+    except BaseException as error:  # the judge decides what the error means
         session.send_error(error)
     else:
         session.send("v", None, [], Encoder(session, [], True))

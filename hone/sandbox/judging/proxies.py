@@ -1,7 +1,6 @@
 """Proxies through which the tests use names, functions and objects of the program's box.
 
-The program never decides what is equal, true or contained: the tests fail if one of its objects would
-decide.
+An object of the program never decides what is equal, true or contained: the tests fail if they compare it.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from hone.sandbox.judging.plain_data import (
     update_in_place,
 )
 
-# Only these operators are forwarded, because others show the program the expected value, such as
-# `-` in `abs(f(x) - 3) < 1e-6`.
+# Other operators would show the program the expected value, such as `-` in `abs(f(x) - 3) < 1e-6`.
 _FORWARDED_OPERATORS = (
     *("len", "getitem", "setitem", "delitem", "str", "repr", "enter", "exit"),
     *("abs", "neg", "pos", "int", "float", "index", "round"),
@@ -42,7 +40,7 @@ _PREDICATE_METHODS = frozenset(
 
 
 class TestsFailed(BaseException):
-    """Ends the judgement with a failure, even when a bare `except` in the tests catches it."""
+    """Fails the tests; the judgement fails even if a bare `except` of the tests catches this exception."""
 
     reason: str | None = None
 
@@ -55,8 +53,8 @@ class Session:
     """The connection to the program's box."""
 
     def __init__(self, channel: int) -> None:
-        self.shared_classes: dict[str, type] = {}  # the preamble's classes, in both boxes
-        self.answers = 0  # number of plain values received, for the Judgement
+        self.shared_classes: dict[str, type] = {}  # the classes of the preamble
+        self.answers = 0  # number of plain values from the program, for the Judgement
         self._channel = channel
         self._callbacks: list[Callable[..., Value]] = []
         self._exception_classes: dict[str, type] = {}
@@ -69,7 +67,7 @@ class Session:
     def request(
         self, operation: str, *fields: Value, arguments: tuple[list[Value], dict[str, Value]]
     ) -> Value:
-        """Sends a request, runs the program's callbacks, and returns the answer or raises its exception."""
+        """Sends a request, runs callbacks, and returns the answer or raises the exception of the program."""
         positional, named = arguments
         content = (positional, named) if operation == "call" else (positional,)
         objects = self._send((operation, *fields, *content))
@@ -78,7 +76,7 @@ class Session:
             if kind == "b":
                 self._run_callback(value)
                 continue
-            try:  # apply the program's changes to the tests' arguments
+            try:  # the program may have changed arguments of the call
                 for key, new_value in changes:
                     local = named[key] if type(key) is str else positional[key]
                     update_in_place(local, new_value)
@@ -91,13 +89,13 @@ class Session:
             return value
 
     def request_value(self, operation: str, *fields: Value, arguments: Value = ((), {})) -> Value:
-        """Like `request`, but also counts the answer if it is plain data."""
+        """Sends a request like `request`, and counts an answer of plain data."""
         value = self.request(operation, *fields, arguments=([*arguments[0]], arguments[1]))
         self.answers += not isinstance(value, RemoteObject)
         return value
 
     def _send(self, request: tuple[Value, ...]) -> list[Value]:
-        """Sends a request and returns its instances of shared classes."""
+        """Sends a request, and returns the instances of shared classes in the request."""
         writer = RequestWriter(self.shared_classes, _find_handle, self._register_callback)
         data = writer.write(request)
         view = memoryview(len(data).to_bytes(8, "big") + data)
@@ -138,7 +136,7 @@ class Session:
         return RemoteIterator(self, handle) if kind == "iterator" else RemoteObject(self, handle)
 
     def _make_exception_class(self, names: list[str]) -> type:
-        """Returns a local class for the program's exception; `names` are those of its class and bases."""
+        """Returns a class for an exception of the program; `names` are its class and all bases."""
         base = _builtin_exception(names)
         if names and names[0] != base.__name__ and names[0] not in self._exception_classes:
             self._exception_classes[names[0]] = type(names[0], (base,), {})
@@ -151,7 +149,7 @@ class Session:
             raise TestsFailed(f"the program raised {_error_text(value)}")
         try:
             error = self._make_exception_class(names)(message)
-        except TypeError:  # UnicodeDecodeError and others need more than a message
+        except TypeError:  # UnicodeDecodeError, for example, needs more than a message
             error = ValueError(message)
         return error if isinstance(error, Exception) else RuntimeError(message)
 
@@ -160,7 +158,7 @@ class Session:
         return len(self._callbacks) - 1
 
     def _run_callback(self, value: Value) -> None:
-        """Runs the function of the tests that the program called, and sends its result."""
+        """Runs a function of the tests that the program called, and sends the result."""
         try:
             number, positional, named = value
             function = self._callbacks[number]
@@ -224,16 +222,17 @@ for _name in _FORWARDED_OPERATORS:
 
 
 class RemoteIterator(RemoteObject):
-    """The proxy of a generator or iterator of the program; it reads items in growing chunks."""
+    """The proxy of an iterator of the program, which is read in growing chunks."""
 
-    __slots__ = ("_chunk_size", "_done", "_items")
+    __slots__ = ("_chunk_size", "_is_done", "_items")
 
     def __init__(self, session: Session, handle: int) -> None:
         super().__init__(session, handle)
         self._set_state([], False, 1)
 
-    def _set_state(self, items: list[Value], done: bool, chunk_size: int) -> None:
-        for name, value in (("_items", items), ("_done", done), ("_chunk_size", chunk_size)):
+    def _set_state(self, items: list[Value], is_done: bool, chunk_size: int) -> None:
+        state = {"_items": items, "_is_done": is_done, "_chunk_size": chunk_size}
+        for name, value in state.items():
             object.__setattr__(self, name, value)
 
     def __iter__(self) -> Iterator[Value]:
@@ -243,12 +242,12 @@ class RemoteIterator(RemoteObject):
         raise TypeError("an iterator of the program has no len()")
 
     def __next__(self) -> Value:
-        if not self._items and not self._done:
+        if not self._items and not self._is_done:
             answer = self._session.request_value("next", self._handle, self._chunk_size)
             if type(answer) is not list or len(answer) != 2 or type(answer[0]) is not list:
                 raise TestsFailed("the program's box sent invalid items")
-            done = answer[1] is not False or not answer[0]
-            self._set_state(answer[0][::-1], done, min(2 * self._chunk_size, 1024))
+            is_done = answer[1] is not False or not answer[0]
+            self._set_state(answer[0][::-1], is_done, min(2 * self._chunk_size, 1024))
         if not self._items:
             raise StopIteration
         return self._items.pop()
@@ -272,21 +271,21 @@ def _error_text(value: Value) -> str:
 
 
 def _builtin_exception(names: list[str]) -> type:
-    """Returns the first built-in exception in `names`; RuntimeError replaces one that would end a loop."""
+    """Returns the first built-in exception in `names`; RuntimeError replaces one that ends a loop."""
     for name in names:
         exception_class = getattr(builtins, name, None)
         if isinstance(exception_class, type) and issubclass(exception_class, Exception):
-            ends_loops = issubclass(exception_class, (StopIteration, StopAsyncIteration))
-            return RuntimeError if ends_loops else exception_class
+            is_stop = issubclass(exception_class, (StopIteration, StopAsyncIteration))
+            return RuntimeError if is_stop else exception_class
     return Exception
 
 
 class TestNamespace(dict[str, Value]):
-    """The global names of the tests; other names are looked up in the program.
+    """The global names of the tests; other names are names of the program.
 
-    The name of a built-in refers to the program only if the tests use no other name of the program:
+    The name of a built-in belongs to the program only if the tests use no other name of the program:
     `set` in `set(f(x)) == {1}` must not be a function of the program. The name of a standard module
-    refers to the program only if it is used without an attribute.
+    belongs to the program only if the tests use the name without an attribute.
     """
 
     def __init__(self, session: Session, content: dict[str, Value]) -> None:
@@ -295,16 +294,17 @@ class TestNamespace(dict[str, Value]):
         self._codes: list[CodeType] = []
 
     def set_code(self, code: CodeType) -> None:
-        """Sets the tests' code; looks up names of class bodies now, because these ignore __missing__."""
+        """Sets the code of the tests; adds the names of class bodies, which do not call `__missing__`."""
         self._codes = [code]
         for outer_code in self._codes:  # the loop appends to this list
             constants = outer_code.co_consts
             self._codes += [constant for constant in constants if isinstance(constant, CodeType)]
         for inner_code in self._codes[1:]:
             is_class_body = not inner_code.co_flags & CO_OPTIMIZED
-            for name in inner_code.co_names if is_class_body else ():
-                with contextlib.suppress(KeyError):
-                    self[name] = self[name]
+            if is_class_body:
+                for name in inner_code.co_names:
+                    with contextlib.suppress(KeyError):
+                        self[name] = self[name]
 
     def __missing__(self, name: str) -> Value:
         if not self._codes or name.startswith("__"):
@@ -315,7 +315,9 @@ class TestNamespace(dict[str, Value]):
                 return self.setdefault(name, getattr(builtins, name))
             self._session.answers += not isinstance(value, RemoteObject)
             return value
-        if name in sys.stdlib_module_names and not any(_loads_bare(c, name) for c in self._codes):
+        if name in sys.stdlib_module_names and not any(
+            _loads_bare(code, name) for code in self._codes
+        ):
             return self.setdefault(name, __import__(name))
         value = self._session.request_value("get", name)
         if value is ABSENT:
@@ -323,29 +325,29 @@ class TestNamespace(dict[str, Value]):
         return value
 
     def _program_names(self) -> set[str]:
-        """Returns the names that the tests load but do not define; built-ins only if there is no other."""
+        """Returns the names that the tests load but do not define; built-ins only without another name."""
         instructions = [
             (instruction.opname, instruction.argval)
             for code in self._codes
             for instruction in dis.get_instructions(code)
         ]
-        loaded = {name for opname, name in instructions if opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-        stored = {name for opname, name in instructions if opname in ("STORE_GLOBAL", "STORE_NAME")}
-        undefined = {name for name in loaded - stored if name not in self}
-        not_builtin = {name for name in undefined if not hasattr(builtins, name)}
-        if not_builtin:
-            return not_builtin
-        return {name for name in undefined if _can_be_replaced(getattr(builtins, name))}
+        loads, stores = ("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "STORE_NAME")
+        used_names = {name for opname, name in instructions if opname in loads}
+        defined_names = {name for opname, name in instructions if opname in stores}
+        undefined_names = {name for name in used_names - defined_names if name not in self}
+        program_names = {name for name in undefined_names if not hasattr(builtins, name)}
+        if program_names:
+            return program_names
+        return {name for name in undefined_names if _can_be_replaced(getattr(builtins, name))}
 
 
 def _can_be_replaced(value: Value) -> bool:
-    """Whether the name of this built-in may refer to a function of the program; not if it is a constant or an
-    exception."""
+    """Returns whether a built-in is callable and no exception, so that a program may use its name."""
     return callable(value) and not (isinstance(value, type) and issubclass(value, BaseException))
 
 
 def _loads_bare(code: CodeType, name: str) -> bool:
-    """Whether the name is loaded without its attributes: `calendar(3)`, not `calendar.month(3)`."""
+    """Returns whether code uses a name without an attribute: `calendar(3)`, not `calendar.month(3)`."""
     previous_name, is_loaded = "", False
     for instruction in dis.get_instructions(code):
         if previous_name == name:
