@@ -1,8 +1,13 @@
-"""The workers of the policy, its objective, and the updates of one step."""
+"""The policy: the workers that train it and compute reference log-probs, its objective and its updates.
+
+`Roofline` measures how much of the GPU updates and generation use.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +25,7 @@ from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, register
-from hone.engine.contract import (
-    ModelFacts,
-    ObjectiveOutput,
-    Options,
-    TrainEngine,
-)
+from hone.engine.contract import ModelFacts, ObjectiveOutput, Options, TrainEngine
 from hone.models.from_config import build_tokenizer, import_external
 from hone.ops.rows import masked_mean, shared_prompt_lengths, zero_outside_mask
 from hone.protocol import PADDED_ROW, DataProto
@@ -36,6 +36,7 @@ from hone.workers.train_worker import TrainWorker
 
 _GIB = 2**30
 _PREPARED_PREFIX = "prepared/"
+"""The prefix of the columns that `PolicyObjective.prepare` computes once per mini-batch."""
 
 
 class ActorWorker(TrainWorker):
@@ -62,14 +63,18 @@ class ActorWorker(TrainWorker):
         with_sum_pi_squared: bool = False,
         temperature: float | None = None,
     ) -> DataProto:
-        """Computes the log-prob and entropy of each token and, if `with_sum_pi_squared` is set, Σπ²."""
+        """Computes the log-prob and entropy of each token and, with `with_sum_pi_squared`, Σπ².
+
+        `temperature` is the temperature of the log-probs; None stands for that of the rollout.
+        """
         options: Options = {"temperature": self.temperature(temperature), "with_entropy": True}
         options["with_sum_pi_squared"] = with_sum_pi_squared
         if self.config.actor_rollout_ref.actor.router_replay.mode == "R2":
             options["with_routing"] = True
         outputs = self.engine.infer(data, **options)
-        names = {"log_probs": "old_log_probs", "entropy": "entropys"}
-        return DataProto.from_dict({names.get(name, name): v for name, v in outputs.items()})
+        outputs["old_log_probs"] = outputs.pop("log_probs")
+        outputs["entropys"] = outputs.pop("entropy")
+        return DataProto.from_dict(outputs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(
@@ -102,6 +107,7 @@ class ActorWorker(TrainWorker):
         return self.engine.updates
 
     def _policy_objective(self, temperature: float | None) -> PolicyObjective:
+        """Returns the objective at this temperature; None stands for the temperature of the rollout."""
         return PolicyObjective(
             self.config.actor_rollout_ref.actor,
             temperature=self.temperature(temperature),
@@ -177,14 +183,17 @@ class PolicyObjective:
         reference = ("ref_log_prob",) if self._config.use_kl_loss else ()
         return ("response_mask", "loss_mask", *policy, *reference, *self._extra_columns)
 
-    def mask(self, batch: DataProto) -> Tensor:
+    def mask(self, batch: DataProto) -> Tensor:  # [B, T]
+        """Returns the tokens that the loss counts: `loss_mask`, else `response_mask`, without padded rows."""
         mask = require(batch, "loss_mask" if batch.has_column("loss_mask") else "response_mask")
         return zero_padded_rows(mask, batch) if batch.has_column(PADDED_ROW) else mask
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
+        """Computes the statistics of the whole mini-batch, for a loss with `needs_batch_statistics`."""
         log_prob = outputs["log_probs"]
-        has_old = batch.has_column("old_log_probs")
-        old_log_prob = batch.column("old_log_probs") if has_old else log_prob
+        old_log_prob = log_prob
+        if batch.has_column("old_log_probs"):
+            old_log_prob = batch.column("old_log_probs")
         inputs = old_log_prob, log_prob, require(batch, "advantages"), self.mask(batch)
         prepared = self._loss.prepare(*inputs, self._config)
         return {_PREPARED_PREFIX + name: values for name, values in prepared.items()}
@@ -269,23 +278,25 @@ def minibatches(
     """Yields this rank's rows of each mini-batch; a rank may have no rows of some mini-batches.
 
     `num_step_rows` is the number of rows of the step on all ranks: mini-batches are drawn from all of these
-    rows, by their numbers in the column `step_row`. If it is None, each of `ranks` ranks draws its part of
-    every mini-batch from its own rows.
+    rows, by their numbers in the column `step_row`. If `num_step_rows` is None, each of `ranks` ranks draws
+    its part of every mini-batch from its own rows.
     """
     if num_step_rows is not None:
         row_numbers, total_rows = require(batch, "step_row"), num_step_rows
     else:
         row_numbers, total_rows = torch.arange(len(batch)), len(batch)
         rows_per_update //= ranks
+    num_updates = math.ceil(total_rows / rows_per_update)
     for epoch in range(epochs):
         positions = torch.arange(total_rows)  # the position of each row in this epoch's order
         if shuffle_seed is not None:
             generator = torch.Generator().manual_seed(shuffle_seed + epoch)
             positions = torch.randperm(total_rows, generator=generator).argsort()
         local_positions = positions[row_numbers]
-        rows = local_positions.argsort(stable=True)
-        for index in range(-(-total_rows // rows_per_update)):
-            yield batch.select_idxs(rows[local_positions[rows] // rows_per_update == index])
+        row_order = local_positions.argsort(stable=True)
+        update_of_row = local_positions[row_order] // rows_per_update
+        for update in range(num_updates):
+            yield batch.select_idxs(row_order[update_of_row == update])
 
 
 def end_updates(
@@ -303,13 +314,18 @@ def end_updates(
 
 
 def mean_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Averages metrics over the updates of a step; `skipped_updates` is a counter, so its maximum is used."""
-    names = dict.fromkeys(name for metrics in updates for name in metrics)
-    values = {name: [metrics[name] for metrics in updates if name in metrics] for name in names}
-    return {
-        name: max(numbers) if name == "skipped_updates" else sum(numbers) / len(numbers)
-        for name, numbers in values.items()
-    }
+    """Averages metrics over the updates of a step.
+
+    `skipped_updates` counts all skipped updates of the run so far, so its maximum is returned.
+    """
+    values_by_name: defaultdict[str, list[float]] = defaultdict(list)
+    for metrics in updates:
+        for name, value in metrics.items():
+            values_by_name[name].append(value)
+    means = {name: sum(values) / len(values) for name, values in values_by_name.items()}
+    if "skipped_updates" in means:
+        means["skipped_updates"] = max(values_by_name["skipped_updates"])
+    return means
 
 
 _CEILINGS_BY_DEVICE = {
@@ -340,8 +356,10 @@ class Roofline:
         if device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(device)
-        ceilings = next((v for part, v in _CEILINGS_BY_DEVICE.items() if part in name), None)
-        return None if ceilings is None else Roofline(*ceilings, facts)
+        for part_of_name, ceilings in _CEILINGS_BY_DEVICE.items():
+            if part_of_name in name:
+                return Roofline(*ceilings, facts)
+        return None
 
     def mfu(self, lengths: Sequence[int], shared_lengths: Sequence[int], seconds: float) -> float:
         """Returns the model FLOPs utilization of forward and backward over rows of these lengths.

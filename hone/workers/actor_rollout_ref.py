@@ -48,13 +48,15 @@ def collect_trajectories(group: WorkerGroupLike, results: list[DataProto]) -> Da
 def with_row_ids(prompts: DataProto) -> DataProto:
     """Returns the rows without tensors; adds columns `uid`, `sample_index` and, if known, `prompt_ids`."""
     columns, meta_info = dict(prompts.non_tensor_batch), dict(prompts.meta_info)
+    # Rows without a known prompt are told apart by their index.
     row_prompts: Iterable[object] = columns.get("raw_prompt", range(len(prompts)))
-    if (prompt_ids := _prompt_ids(prompts)) is not None:
+    prompt_ids = _prompt_ids(prompts)
+    if prompt_ids is not None:
         columns["prompt_ids"] = object_array(prompt_ids)
         row_prompts = prompt_ids
     if "uid" not in columns:
-        uids = [hashlib.blake2b(repr(x).encode(), digest_size=8).hexdigest() for x in row_prompts]
-        columns["uid"] = np.array(uids, dtype=object)
+        digests = [hashlib.blake2b(repr(p).encode(), digest_size=8) for p in row_prompts]
+        columns["uid"] = np.array([digest.hexdigest() for digest in digests], dtype=object)
         meta_info[HAS_GENERATED_UIDS] = True
     if "sample_index" not in columns:
         counters: defaultdict[str, count[int]] = defaultdict(count)
@@ -77,7 +79,7 @@ def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
 
 
 def _delegate(member: str, method: Function) -> Function:
-    """Returns a method that calls `method` of a member."""
+    """Returns a method that calls `method` of the member with this name."""
 
     @functools.wraps(method)  # copies the registration
     def forward(worker: ActorRolloutRefWorker, *args: Any, **kwargs: Any) -> Any:
@@ -109,12 +111,14 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        for member in (self.actor, self.rollout) if "actor" in self.members else ():
-            member.init_model()
+        if "actor" in self.members:
+            self.actor.init_model()
+            self.rollout.init_model()
         if "ref" in self.members:
             self.reference.init_model()
-        train_workers = [m for m in self.members.values() if isinstance(m, TrainWorker)]
-        mesh, *other_meshes = {worker.engine.mesh for worker in train_workers}
+        members = self.members.values()
+        meshes = {member.engine.mesh for member in members if isinstance(member, TrainWorker)}
+        mesh, *other_meshes = meshes
         if other_meshes:  # all engines get the same rows
             raise ValueError(
                 f"actor and reference have different meshes ({mesh}, {other_meshes[0]}); give both the same "
@@ -133,7 +137,7 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generates one trajectory per row with the row's agent loop."""
         self._call_count += 1
-        rows, info = with_row_ids(prompts), prompts.meta_info
+        rows, meta_info = with_row_ids(prompts), prompts.meta_info
         columns, rollout = rows.non_tensor_batch, self.config.actor_rollout_ref.rollout
         if rows.meta_info.get(HAS_GENERATED_UIDS):
             # The call number makes the next call with the same prompts sample other responses.
@@ -141,10 +145,11 @@ class ActorRolloutRefWorker(Worker):
             columns["uid"] = np.array(uids, dtype=object)
         samples = zip(columns["uid"], columns["sample_index"], strict=True)
         columns["trajectory_id"] = np.array([f"{uid}-{i}" for uid, i in samples], dtype=object)
-        sampling = (validation_sampling if info.get("validate") else default_sampling)(rollout)
-        if not info.get("do_sample", True):
-            sampling |= {"temperature": 0.0}
-        rows.meta_info = {"sampling_params": info.get("sampling_params", sampling)}
+        is_validation = meta_info.get("validate")
+        sampling = validation_sampling(rollout) if is_validation else default_sampling(rollout)
+        if not meta_info.get("do_sample", True):
+            sampling["temperature"] = 0.0
+        rows.meta_info = {"sampling_params": meta_info.get("sampling_params", sampling)}
         self.rollout.submit(rows)
         result = self.rollout.finished(None, 0.0)
         if not self.rollout.is_leader:

@@ -20,9 +20,8 @@ from hone.workers.device import pick_dtype
 def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
     """Returns the actor's spec; as in verl, log-probs use the micro-batch size of the rollout config."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    inputs = config, worker, device, actor, actor.fsdp_config
     return _spec(
-        *inputs,
+        *(config, worker, device, actor, actor.fsdp_config),
         train_rule=_rule_for_slots(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
         infer_rule=_rule_for_slots(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
         optim=actor.optim,
@@ -37,8 +36,12 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
     """Returns the spec of the reference, which is not trained."""
     ref = config.actor_rollout_ref.ref
     rule = _rule_for_slots(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
-    fields = {"train_rule": rule, "infer_rule": rule, "compile_blocks": ref.use_torch_compile}
-    return _spec(config, worker, device, ref, ref.fsdp_config, **fields)
+    return _spec(
+        *(config, worker, device, ref, ref.fsdp_config),
+        train_rule=rule,
+        infer_rule=rule,
+        compile_blocks=ref.use_torch_compile,
+    )
 
 
 def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
@@ -47,9 +50,8 @@ def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) 
     adapters, rank = None, model.lora_rank
     if rank > 0:
         adapters = AdapterSettings(rank, model.lora_alpha, 0.0, model.target_modules, None, None)
-    inputs = config, worker, device, critic, model.fsdp_config
     return _spec(
-        *inputs,
+        *(config, worker, device, critic, model.fsdp_config),
         head="value",
         model_path=model.path or config.actor_rollout_ref.model.path,
         override_config=model.override_config,
@@ -68,9 +70,8 @@ def implicit_reward_spec(
     """Returns the spec of PRIME's reward model, or of its frozen reference."""
     reward, model = config.reward_model, config.reward_model.model
     rule = _rule_for_slots(reward, "", reward.forward_max_token_len_per_gpu)
-    inputs = config, worker, device, reward, model.fsdp_config
     return _spec(
-        *inputs,
+        *(config, worker, device, reward, model.fsdp_config),
         model_path=(model.ref_path if frozen else None) or model.path,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing and not frozen,

@@ -48,8 +48,10 @@ class JudgeWorker(Worker):
         lm = load_causal_lm(path, dtype=dtype, device=self.device)
         policy = PolicyModel(lm.to(self.device).eval()).requires_grad_(False)
         text_config, max_tokens = lm.config.get_text_config(), config.judge.max_tokens
+        # A model without max_position_embeddings, such as a recurrent one, has no limit of its own.
         max_positions = getattr(text_config, "max_position_embeddings", None) or 1 << 20
         max_row_length = run_config.data.max_prompt_length + run_config.data.max_response_length
+        # The judge's tokenizer may need more tokens than the policy's, and the judge's prompt adds a task.
         max_length = config.max_length or 2 * max_row_length + 1024
         self._max_prompt_length = min(max_length, max_positions - max_tokens)
         if self._max_prompt_length < 1:
@@ -77,7 +79,7 @@ class JudgeWorker(Worker):
     def complete(self, requests: DataProto) -> DataProto:
         """Returns the `completion` of each row's `text`, or None if the text is too long.
 
-        The column `vote` numbers the completions of one text, and so gives each a seed of its own.
+        The column `vote` numbers the completions of one text; the number is part of the completion's seed.
         """
         columns = requests.non_tensor_batch
 
@@ -94,6 +96,7 @@ class JudgeWorker(Worker):
         return DataProto(None, {"completion": object_array(completions)})
 
     async def _complete_one(self, text: str, vote: int) -> str | None:
+        """Returns a completion of the text, or None if the text is too long."""
         tokenizer = self.tokenizer
         if tokenizer.chat_template:
             messages = [{"role": "user", "content": text}]
@@ -123,6 +126,7 @@ class JudgeWorkerClient:
         self._group = group
 
     async def complete(self, requests: Sequence[Request]) -> list[str | Failed]:
+        """Returns the completion of each request, which is a text and the number of its vote."""
         unique_requests = list(dict.fromkeys(requests))
         if not unique_requests:
             return []
@@ -132,8 +136,11 @@ class JudgeWorkerClient:
         result = self._group.call(JudgeWorker.complete, DataProto(None, columns))
         completions = dict(zip(unique_requests, result.non_tensor_batch["completion"], strict=True))
         message = "the text is longer than the judge accepts; see reward_model.max_length"
-        results = (completions[request] for request in requests)
-        return [Failed("too_long", message) if text is None else text for text in results]
+        too_long = Failed("too_long", message)
+        return [
+            too_long if completions[request] is None else completions[request]
+            for request in requests
+        ]
 
     def pop_metrics(self) -> dict[str, float]:
         return {}

@@ -3,7 +3,7 @@
 The frozen model is a token classifier of two labels (PURE), or a causal language model whose logits of two
 tokens give the score (Math-Shepherd). A step ends at a token whose text ends in `split_step_char`, and at the
 end of the response. The model reads `step_separator` in place of that token and scores the step there. If the
-vocabularies of both models differ, the response is decoded, split by characters and encoded step by step.
+policy has another vocabulary, the response is decoded, split by characters and encoded step by step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 
 import torch
 from torch import Tensor
@@ -108,9 +108,9 @@ class ProcessRewardModelWorker(TrainWorker):
         rewards = step_rewards(self.engine.infer(batch)["scores"])
         scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
         step_mask = torch.zeros(scores.shape, dtype=torch.bool)
-        row_indices = [row for row, positions in enumerate(position_maps) for _ in positions]
-        score_positions = [p for positions in position_maps for p in positions]
-        policy_positions = [p for positions in position_maps for p in positions.values()]
+        row_indices = [i for i, positions in enumerate(position_maps) for _ in positions]
+        score_positions = [*chain.from_iterable(position_maps)]
+        policy_positions = [*chain.from_iterable(map(dict.values, position_maps))]
         scores[row_indices, policy_positions] = rewards[row_indices, score_positions]
         step_mask[row_indices, policy_positions] = True
         if not scores.isfinite().all():
@@ -133,9 +133,9 @@ class ProcessRewardModelWorker(TrainWorker):
             ids = [*row.prompt_ids, *row.response_ids]
             excess = max(0, len(ids) - (max_length or len(ids)))
             ids, start = ids[excess:], max(1, len(row.prompt_ids) - excess)
-            # Added to an index in `response_ids`, this gives the index of the next token in `ids[start:]`.
+            # Index i in `response_ids` is index i + shift - 1 in `ids[start:]`; its score is one token later.
             shift = len(row.prompt_ids) - excess + 1 - start
-            # Scores before the first token have been truncated.
+            # The scores of truncated tokens have positions before the first token.
             pairs = zip(row.score_positions, row.policy_positions, strict=True)
             positions = {i + shift: policy_i for i, policy_i in pairs if i + shift + start > 0}
             response = [*ids[start:], pad_id]
@@ -176,13 +176,14 @@ class ProcessRewardModelWorker(TrainWorker):
         _, is_token = split_at_response(columns["attention_mask"].bool(), columns["responses"])
         prompts = _prompt_ids(data) if self._has_policy_vocabulary else self._render_prompts(data)
         rows = []
-        for row, prompt_ids in enumerate(prompts):
-            ids = columns["responses"][row][is_token[row]].tolist()
-            policy_mask = columns["response_mask"][row][is_token[row]].tolist()
-            token_texts, response_ids = self._token_texts(ids), list[int]()
+        for index, prompt_ids in enumerate(prompts):
+            ids = columns["responses"][index][is_token[index]].tolist()
+            policy_mask = columns["response_mask"][index][is_token[index]].tolist()
+            token_texts = self._token_texts(ids)
+            response_ids: list[int] = []
             score_positions, policy_positions = [], []
             for position, step in split_steps(token_texts, policy_mask, self._step_end_text):
-                # Text that spells a special token is encoded as text.
+                # Text such as "<|im_end|>" is encoded as text, not as the special token.
                 response_ids += self.tokenizer.encode(
                     step.strip(), add_special_tokens=False, split_special_tokens=True
                 )

@@ -97,7 +97,7 @@ class RewardModelWorker(Worker):
                 output_loading_info=True,
                 **config_overrides,
             )
-        # transformers initializes missing weights at random.
+        # transformers initializes mismatched and missing weights at random.
         key = f"reward_model.model.path={model.path}"
         for name, stored_shape, _ in loading_info["mismatched_keys"]:
             raise UnsupportedModel(
@@ -140,8 +140,8 @@ class RewardModelWorker(Worker):
         with self._offload.on_device():
             for indices in self._micro_batch_rule.split([len(ids) for ids in rows]):
                 batch_scores = self._score([rows[i] for i in indices])
-                for row, score in zip(indices, batch_scores.tolist(), strict=True):
-                    scores[row] = score
+                for i, score in zip(indices, batch_scores.tolist(), strict=True):
+                    scores[i] = score
         if not all(map(math.isfinite, scores)):
             raise ValueError(
                 f"reward_model.model.path={self.config.reward_model.model.path} gave a score that is not "
@@ -150,6 +150,7 @@ class RewardModelWorker(Worker):
         return scores
 
     def _truncate(self, ids: list[int]) -> list[int]:
+        """Truncates a row from the left to the maximum length; warns the first time."""
         if self._max_length is None or len(ids) <= self._max_length:
             return ids
         if not self._has_warned:

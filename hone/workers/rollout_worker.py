@@ -56,6 +56,7 @@ class RolloutWorker(Worker):
         self.config = config
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         check_exact_mode(rollout, model.path)  # an error here comes before any model loads
+        # Another engine distributes its model itself.
         size = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
         if size > 1:
             from hone.rollout.native.sharding import check_sharding
@@ -172,6 +173,7 @@ class RolloutWorker(Worker):
             self.engine.release()
 
     def _decode(self, n_groups: int | None) -> FinishedGroups:
+        """Decodes in this thread until `n_groups` groups are finished (None: all), and returns them."""
         runner, start_time = self.runner, time.perf_counter()
         rollout = self.config.actor_rollout_ref.rollout
         with ExitStack() as stack:
@@ -201,6 +203,7 @@ class RolloutWorker(Worker):
         self.runner.abort(uids)
 
     def _lease_policy(self) -> AbstractContextManager[Lease]:
+        """Lends the module for decoding: the actor's, or this worker's own."""
         return self.actor.engine.lease() if self.actor else nullcontext(self._lease)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -251,6 +254,7 @@ class RolloutWorker(Worker):
         run_coroutine(self._update(stream, version))
 
     async def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Pauses the engine, loads the weights as this version, and resumes."""
         await self.engine.pause(keep=self.engine.traits.pause_keeps_requests)
         await self.engine.begin_update()
         await self.engine.load(weights)

@@ -43,22 +43,25 @@ class Service:
         return app
 
     async def _answer(self, request: web.Request) -> web.Response:
+        """Answers `/classify` or `/score`; an invalid request gets status 400."""
         from aiohttp import web
 
         is_classify = request.path == "/classify"
         encode_body = self._encode_texts if is_classify else self._encode_pairs
 
-        def score(body: JsonObject) -> list[float]:
+        def score_body(body: JsonObject) -> list[float]:
             return self._worker.score_rows(encode_body(body))
 
         try:
             body = await request.json()
             loop = asyncio.get_running_loop()
-            scores = await loop.run_in_executor(self._executor, score, body)
+            scores = await loop.run_in_executor(self._executor, score_body, body)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return web.json_response({"error": f"{type(error).__name__}: {error}"}, status=400)
-        values = [{"probs": [value]} if is_classify else {"score": value} for value in scores]
-        data = [{"index": i} | value for i, value in enumerate(values)]
+        data: list[JsonObject] = [
+            {"index": i, "probs": [score]} if is_classify else {"index": i, "score": score}
+            for i, score in enumerate(scores)
+        ]
         return web.json_response({"object": "list", "data": data})
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -78,7 +81,7 @@ class Service:
         worker = self._worker
         prompts = _text_list(body, "text_1")
         responses = _text_list(body, "text_2", may_be_empty=True)
-        if len(prompts) == 1:  # as in vLLM, one prompt may have several responses
+        if len(prompts) == 1:  # as in vLLM, a single prompt belongs to all responses
             prompts *= len(responses)
         conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
         texts = [escape_special_tokens(response, worker.tokenizer) for response in responses]
@@ -86,6 +89,7 @@ class Service:
 
 
 def _text_list(body: JsonObject, key: str, *, may_be_empty: bool = False) -> list[str]:
+    """Returns the texts under a key of the request; raises ValueError unless they are a text or a list."""
     texts: Any = body[key]
     texts = [texts] if isinstance(texts, str) else texts
     is_list = isinstance(texts, list) and all(isinstance(text, str) for text in texts)

@@ -64,7 +64,8 @@ class TrainWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
         """Writes this rank's part of a checkpoint; the parent of the folder must exist."""
-        if not (parent := Path(folder).parent).is_dir():
+        parent = Path(folder).parent
+        if not parent.is_dir():
             raise FolderNotShared(
                 f"rank {self.rank} on {socket.gethostname()} does not see {parent}, where the checkpoint is "
                 "written; every node must see the same trainer.default_local_dir"
@@ -94,20 +95,17 @@ class TrainWorker(Worker):
         )
         return self._sender.address
 
-    def named_weights(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yields the tensors for a rollout engine: the adapters of a LoRA model, or its merged weights.
-
-        Only an engine that loads `adapters` gets adapters.
-        """
-        if adapters and self.engine.facts.has_adapters:
+    def named_weights(self, loads_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors for a rollout engine; adapters are merged unless the engine loads adapters."""
+        if loads_adapters and self.engine.facts.has_adapters:
             return self.engine.named_adapter_weights()
         return self.engine.named_hf_weights()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, adapters: bool) -> int:
+    def send_weights(self, loads_adapters: bool) -> int:
         """Sends `named_weights` and returns the number of bytes; every rank gathers, and rank 0 sends."""
-        weights = self.named_weights(adapters)
-        if self.rank != 0:
+        weights = self.named_weights(loads_adapters)
+        if self.rank != 0:  # takes part in gathering the shards
             for _ in weights:
                 pass
             return 0
@@ -117,7 +115,7 @@ class TrainWorker(Worker):
 
 
 def full_config(config: Block) -> PPOTrainerConfig:
-    """Returns the config of a run; verl passes one block, and the other blocks then have their defaults."""
+    """Returns the config of a run; if `config` is one block, as in verl, the other blocks have defaults."""
     if isinstance(config, PPOTrainerConfig):
         return config
     defaults: PPOTrainerConfig = load_config()
