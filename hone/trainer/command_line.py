@@ -79,7 +79,7 @@ _USER_ERRORS = {
     "hone.trainer.job_files": "GenerationError",
     "hone.trainer.ppo.alarms": "AlarmsRaised",
     "hone.trainer.ppo.checkpoint": "CheckpointError",
-    "hone.trainer.ppo.collect": "NotEnoughSignal",
+    "hone.trainer.ppo.selection": "NotEnoughSignal",
     "hone.trainer.ppo.memory": "OutOfMemory",
     "hone.trainer.ppo.preflight": "PreflightError",
     "hone.trainer.ranks": "LaunchError",

@@ -1,4 +1,4 @@
-"""Checks the agent loops of a run, and what its rows pass to them, before models load."""
+"""Checks the agent loops of a run, and the arguments of the loops in the rows, before models load."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ class AgentChecks:
     def _loop_names_in_rows(self) -> set[str]:
         """Returns the names of the agent loops in the rows; `check_rows` reports unknown names."""
         names = set()
-        for name in {n if isinstance(n, str) else None for n in self._column("agent_name")}:
+        column = self._column("agent_name")
+        for name in {name if isinstance(name, str) else None for name in column}:
             with contextlib.suppress(PluginError):
                 names.add(self.loop_names.name_of_row(name))
         return names or {self.loop_names.default}

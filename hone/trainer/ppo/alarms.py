@@ -2,8 +2,8 @@
 
 A rule compares the last `patience` steps with the reference, which is up to `window` earlier steps. An alarm
 is raised if each of the last steps differs from the reference's median by more than the threshold, and by
-more than `deviations` times the reference's scaled median absolute deviation. A true score that has also
-risen to its highest value prevents every alarm, since the policy is then learning.
+more than `deviations` times the reference's scaled median absolute deviation. No alarm is raised if the true
+score has risen to its highest value, since the policy is then learning.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Alarms:
         """Returns the steps whose checkpoints must not be deleted.
 
         An alarm protects the last checkpoint from before its `patience` steps. An alarm at the next step
-        protects the newest of `old_steps`; a later one may protect the first checkpoint after `old_steps`.
+        protects the newest of `old_steps`; a later alarm may protect the first checkpoint after `old_steps`.
         """
         if not self.config.enable or self.config.action == "warn":
             return []

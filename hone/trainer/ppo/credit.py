@@ -263,7 +263,7 @@ def estimate_advantages(batch: DataProto, estimator: Estimator, config: PPOTrain
 def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tuple[Tensor, Tensor]:
     """Returns advantages and returns [B, T] from `columns` and the estimator's optional columns."""
     mask = require(batch, "response_mask")
-    optional_columns = [c for c in (TRAJECTORY_COLUMN, *estimator.uses) if batch.has_column(c)]
+    optional_columns = filter(batch.has_column, (TRAJECTORY_COLUMN, *estimator.uses))
     trajectories = Trajectories(
         require(batch, "token_level_rewards"),
         mask,
@@ -359,13 +359,13 @@ def data_metrics(
         accuracies = [float(value) for value in arrays["acc"] if value is not None]
         metrics["accuracy"] = sum(accuracies) / len(accuracies)
     for name in ("num_turns", "tool_call_counts", "tool_failures"):
-        counts = torch.tensor([float(n) for n in arrays.get(name, ()) if n is not None])
-        metrics |= mean_max_min(name, counts)
+        counts = [float(count) for count in arrays.get(name, ()) if count is not None]
+        metrics |= mean_max_min(name, torch.tensor(counts))
     for name in environment_columns(batch):
         policy_tokens = int(mask.sum())
         metrics["state_tokens/total"] = policy_tokens
         metrics["state_tokens/coverage"] = policy_tokens / max(int(response_length.sum()), 1)
-        numbers = torch.tensor([float(n) for n in arrays[name] if n is not None])
+        numbers = torch.tensor([float(value) for value in arrays[name] if value is not None])
         if name == "env/number_of_actions":
             metrics |= mean_max_min(name, numbers)
         else:

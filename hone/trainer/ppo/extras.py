@@ -1,4 +1,4 @@
-"""The extras of a score function: what it returns next to its score. Each extra is a column of the batch."""
+"""The extras of a score function: values that the function returns next to the score. Each is a column."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAILURE_COLUMN = "reward_failure"
 
 
 def has_extra(batch: DataProto, name: str) -> bool:
-    """Returns whether the scorer returns the extra `name`; True if it failed on every row."""
+    """Returns whether the scorer returns the extra `name`; True if the scorer failed on every row."""
     failures = batch.non_tensor_batch.get(FAILURE_COLUMN, np.empty(0, dtype=object))
     last_failures = failures[is_last_row(batch)] if len(failures) else failures
     all_failed = len(last_failures) > 0 and all(failure is not None for failure in last_failures)

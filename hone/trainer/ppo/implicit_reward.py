@@ -1,4 +1,4 @@
-"""Trains PRIME's implicit reward model, and computes a reward per token from its log-probs."""
+"""Trains PRIME's implicit reward model, and computes a reward per token from the model's log-probs."""
 
 from __future__ import annotations
 

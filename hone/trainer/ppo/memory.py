@@ -15,7 +15,7 @@ class OutOfMemory(RuntimeError):
 
 @contextmanager
 def explain_out_of_memory(step: str) -> Iterator[None]:
-    """Replaces an out-of-memory error with one that says which settings lower the memory use."""
+    """Replaces an out-of-memory error with `OutOfMemory`, which names the settings that save memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError

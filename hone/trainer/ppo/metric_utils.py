@@ -104,8 +104,8 @@ def reduce_metrics(metrics: Fields) -> dict[str, float]:
             metrics[name] = values.aggregate()
             continue
         numbers = np.asarray(values, dtype=np.float64)
-        reduce = np.max if "max" in name else np.min if "min" in name else np.mean
-        metrics[name] = float(reduce(numbers)) if numbers.size else float("nan")
+        reduction = next((kind for kind in ("max", "min") if kind in name), "mean")
+        metrics[name] = float(getattr(np, reduction)(numbers)) if numbers.size else float("nan")
     return metrics
 
 
@@ -114,7 +114,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     widths = [part.shape[1] for part in split_attention_mask(batch)]
     metrics = data_metrics(batch, max_prompt_length=widths[0], max_response_length=widths[1])
     critic_prefixes = ("critic/values/", "critic/vf_explained_var")
-    return {k: v for k, v in metrics.items() if use_critic or not k.startswith(critic_prefixes)}
+    if use_critic:
+        return metrics
+    return {k: v for k, v in metrics.items() if not k.startswith(critic_prefixes)}
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:

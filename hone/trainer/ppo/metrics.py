@@ -14,7 +14,7 @@ from hone.types import JsonValue
 
 def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[str, float]:
     """Returns the mean score and the share of trajectories of each `reward_model.style`."""
-    styles = [m.get("style") if isinstance(m, dict) else None for m in reward_models]
+    styles = [value.get("style") if isinstance(value, dict) else None for value in reward_models]
     is_model = torch.tensor([style == "model" for style in styles])
     metrics: dict[str, float] = {}
     for style, is_in_style in (("model", is_model), ("rule", ~is_model)):

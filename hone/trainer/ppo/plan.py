@@ -182,7 +182,9 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         return None, problems
     readers = list(_readers(config, estimator, loss))
     for reader in readers:
-        problems += [p for c in reader.columns if (p := _missing_column_problem(c, reader, config))]
+        for column in reader.columns:
+            problem = _missing_column_problem(column, reader, config)
+            problems += [problem] if problem else []
     columns = frozenset(column for reader in readers for column in reader.columns)
     needs_critic = "values" in columns
     critic_rows_per_update = (config.critic.sequences_per_update,) if needs_critic else ()
@@ -206,7 +208,7 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
 
 def _log_prob_columns(config: PPOTrainerConfig, columns: Set[str]) -> tuple[str, ...]:
     """Returns the columns that the log-prob pass writes; entropies are always among them."""
-    if config.algorithm.rollout_correction.bypass_mode:  # the rollout's log-probs are the old ones
+    if config.algorithm.rollout_correction.bypass_mode:  # the rollout's are the old log-probs
         columns = columns - {"old_log_probs"}
     names = tuple(name for name in _LOG_PROB_COLUMNS if name in columns)
     if not names:
@@ -358,4 +360,4 @@ def _algorithm_keys(estimator: type[Estimator]) -> set[str]:
     """Returns the keys of `algorithm` that an estimator reads."""
     keys = {field.name for field in dataclasses.fields(AlgorithmConfig)}
     fields = dataclasses.fields(estimator)
-    return {f.name for f in fields if f.metadata != CALL_ONLY} & keys
+    return {field.name for field in fields if field.metadata != CALL_ONLY} & keys

@@ -37,8 +37,8 @@ class StepProfiler:
         self._ranks: dict[Role, list[int]] = {}
         for role, group in groups.items():
             ranks, all_ranks = profiled_ranks(config, role), range(group.world_size)
-            self._ranks[role] = [r for r in all_ranks if ranks is None or r in ranks]
-        self._steps = profiler.steps or () if self._tool else ()
+            self._ranks[role] = [rank for rank in all_ranks if ranks is None or rank in ranks]
+        self._steps = (profiler.steps or ()) if self._tool else ()
         if self._steps and not any(self._ranks.values()):
             self._steps = ()
             screen().line(

@@ -65,7 +65,9 @@ def response_metrics(
     if (outcome := outcome_rewards(batch, config.reward_model)) is not None:
         missing = object_array([None] * len(batch))
         reward_models = last_row_values(batch, batch.non_tensor_batch.get("reward_model", missing))
-        is_scored = torch.tensor([has_model_style(m) or not route_by_style for m in reward_models])
+        is_scored = torch.tensor(
+            [has_model_style(value) or not route_by_style for value in reward_models]
+        )
         metrics |= mean_max_min("instant_rewards/outcome_reward", outcome[is_scored])
         verdicts = correct[torch.from_numpy(is_last_row(batch))]
         is_compared = is_scored & ~verdicts.isnan()
@@ -73,7 +75,7 @@ def response_metrics(
             threshold = CORRECT_THRESHOLD if config.reward_model.type == "judge" else 0.0
             agrees = ((outcome > threshold) == (verdicts == 1))[is_compared]
             metrics["instant_rewards/orm_match_vr"] = agrees.float().mean().item()
-    log_prob_columns = [n for n in ("old_log_probs", "rollout_log_probs") if batch.has_column(n)]
+    log_prob_columns = [*filter(batch.has_column, ("old_log_probs", "rollout_log_probs"))]
     if log_prob_columns and batch.has_column("ref_log_prob"):
         kl = k3(batch.batch[log_prob_columns[0]], batch.batch["ref_log_prob"])
         metrics["instant_rewards/kl/mean"] = masked_mean(kl, batch.batch["response_mask"]).item()

@@ -28,7 +28,7 @@ RELEASE_DEADLINE_S = 30.0
 
 
 def attempts(config: PPOTrainerConfig) -> Iterator[AbstractContextManager[PPOTrainerConfig]]:
-    """Yields one context per attempt: the first, and one after each lost process (`trainer.max_restarts`).
+    """Yields a context per attempt: the first, and another after each lost process (`trainer.max_restarts`).
 
     A context yields the config to train with, and suppresses the error of a lost process.
     """

@@ -124,7 +124,7 @@ def rollout_table(
     columns["turns"] = _text_array(turn_texts)
     names = [*SCHEMA, *(name for name in columns if name not in SCHEMA)]
     metadata = {SCHEMA_KEY: str(SCHEMA_VERSION)} | ({TEMPORARY_KEY: "1"} if temporary else {})
-    return pa.table({n: columns[n] for n in names}).replace_schema_metadata(metadata)
+    return pa.table({name: columns[name] for name in names}).replace_schema_metadata(metadata)
 
 
 def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
@@ -170,7 +170,7 @@ def _array_column(name: str, values: np.ndarray) -> pa.Array:
 
     arrow_type = _arrow_type(name)
     if name in JSON_COLUMNS:
-        # Responses to one prompt share value objects, so each is serialized once.
+        # Responses to one prompt share value objects, so each object is serialized once.
         texts = {id(value): _clean(_as_json(value)) for value in values}
         return pa.array([texts[id(value)] for value in values], arrow_type)
     try:

@@ -76,7 +76,7 @@ class RolloutWriter:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *exc: object) -> None:
-        """Waits for the last file, so that none is written after the run has released its folder."""
+        """Waits for the last file, so that no file is written after the run has released its folder."""
         with contextlib.suppress(*(() if error_type is None else (Exception,))):
             self.flush()
 

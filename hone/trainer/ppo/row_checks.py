@@ -61,7 +61,7 @@ def check_rows(
 
 
 def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """Yields position and columns of each row that the data set uses; a filter may have dropped others."""
+    """Yields position and columns of each row that the data set uses, in the order of the files."""
     positions = set(dataset.positions)
     return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in positions)
 

@@ -154,7 +154,7 @@ class TrajectorySource:
         """
         num_groups = self.pending if n_groups is None else min(n_groups, self.pending)
         while len(self._finished_groups) < num_groups:
-            # With several leaders, it is unknown which one finishes next, so each returns after the poll.
+            # With several leaders, any of them may finish next, so each leader returns after the poll.
             has_one_leader = len(self._leader_ranks) == 1
             groups_needed = num_groups - len(self._finished_groups) if has_one_leader else None
             rank_results = self._workers.call_all(RolloutWorker.finished, groups_needed, _POLL_S)
@@ -184,8 +184,10 @@ class TrajectorySource:
         """Returns the metrics of generation, over all groups that were taken since the last call."""
         loops, self._loop_metrics = self._loop_metrics, []
         ranks, self._rank_metrics = self._rank_metrics, []
-        names = {name for metrics in ranks for name in metrics}
-        values_by_name = {name: [m[name] for m in ranks if name in m] for name in names}
+        values_by_name: dict[str, list[float]] = {}
+        for metrics in ranks:
+            for name, value in metrics.items():
+                values_by_name.setdefault(name, []).append(value)
         return (loop_metrics(loops) if loops else {}) | mean_over_ranks(values_by_name)
 
     def abort(self) -> None:
@@ -284,16 +286,17 @@ class Publisher:
 
 def environment_columns(batch: DataProto) -> list[str]:
     """Returns the names of numeric columns that agent loops wrote with the prefix `env/`."""
-    names = [n for n in batch.meta_info.get("loop_columns", ()) if n.startswith("env/")]
-    return [name for name in names if are_numbers(batch.non_tensor_batch[name])]
+    arrays, names = batch.non_tensor_batch, batch.meta_info.get("loop_columns", ())
+    return [name for name in names if name.startswith("env/") and are_numbers(arrays[name])]
 
 
 def are_numbers(values: Iterable[JsonValue]) -> bool:
     """Returns whether there are values besides None, and all of them are numbers that fit a float."""
-    numbers = [v for v in values if v is not None]
-    return bool(numbers) and all(
-        abs(v) <= sys.float_info.max
-        if isinstance(v, int)
-        else isinstance(v, (float, np.bool_, np.number))
-        for v in numbers
-    )
+    numbers = [value for value in values if value is not None]
+    return bool(numbers) and all(map(_is_number, numbers))
+
+
+def _is_number(value: JsonValue) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, (float, np.bool_, np.number))

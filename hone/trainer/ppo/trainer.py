@@ -24,7 +24,7 @@ from hone.tokenizer import Processor, Tokenizer
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import Bar
 from hone.tracking.lock import lock_folder
-from hone.trainer.ppo import checkpoint, collect, credit, metrics, off_policy, roles
+from hone.trainer.ppo import checkpoint, credit, metrics, off_policy, roles, selection
 from hone.trainer.ppo.alarms import Alarms, StepWarnings
 from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.managers import load_managers
@@ -112,7 +112,7 @@ class PPOTrainer:
             pad_token_id=self.tokenizer.pad_token_id,
             keep_log_probs=rollout.calculate_log_probs,
         )
-        self.dynamic_sampling = collect.DynamicSampling(
+        self.dynamic_sampling = selection.DynamicSampling(
             config, self.loader, self.source, submit=self.submit, take=self.take, score=self.score
         )
         self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine)
@@ -201,12 +201,12 @@ class PPOTrainer:
             self.submit(self.loader.next_batch())
             batch = self.score(self.take())
             if self.plan.filters_groups:
-                batch = collect.filter_batch(batch, self.config)
+                batch = selection.filter_batch(batch, self.config)
         batch.meta_info.setdefault("metrics", {}).update(self.source.pop_metrics())
         if self.plan.needs_greedy_baselines:
-            self.submit(collect.unique_prompts(batch, self.loader), greedy=True)
+            self.submit(selection.unique_prompts(batch, self.loader), greedy=True)
             greedy_batch = self.score(self.take(phase="gen_max"))
-            write(batch, "reward_baselines", collect.greedy_baselines(batch, greedy_batch))
+            write(batch, "reward_baselines", selection.greedy_baselines(batch, greedy_batch))
         return batch
 
     def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
@@ -267,7 +267,7 @@ class PPOTrainer:
         with self.timer("adv"):
             train_batch = batch
             if self.config.algorithm.use_pf_ppo:
-                train_batch = collect.resample(batch, self.config, step=self.global_step)
+                train_batch = selection.resample(batch, self.config, step=self.global_step)
             train_batch, balance_metrics = credit.balance(
                 train_batch, ranks, self.plan.rows_per_update, by_length=trainer.balance_batch
             )

@@ -13,13 +13,13 @@ from hone.config import PPOTrainerConfig, load_config
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
-from hone.trainer.ppo.collect import keep_mask
 from hone.trainer.ppo.response_metrics import (
     correctness,
     filter_metrics,
     reflection_score,
     response_metrics,
 )
+from hone.trainer.ppo.selection import keep_mask
 
 from ..runs import Run
 

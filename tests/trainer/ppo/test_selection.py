@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hone.config import load_config
 from hone.protocol import DataProto
-from hone.trainer.ppo.collect import DynamicSampling, NotEnoughSignal
+from hone.trainer.ppo.selection import DynamicSampling, NotEnoughSignal
 
 from ..runs import Run, Task, task_row
 

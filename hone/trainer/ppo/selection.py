@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,8 +65,8 @@ class DynamicSampling:
     """Generates overlapping rounds of prompts until enough groups are informative.
 
     The batch is the first informative groups in submission order; with `filter_groups.order=finish`, it is
-    the first to finish. Rounds that are not needed are aborted; in submission order, the loader returns to
-    its state after the last round that is needed.
+    the first informative groups to finish. Rounds that are not needed are aborted; in submission order, the
+    loader returns to the state after the last round that is needed.
     """
 
     def __init__(
@@ -106,22 +107,23 @@ class DynamicSampling:
                 num_reported += 1
                 self._report_round(num_reported)
         self._source.abort()
-        rounds_needed = next(
-            n for n, r in enumerate(self._rounds, 1) if max(accepted_numbers) in r.group_numbers
-        )
+        last_number = max(accepted_numbers)
+        rounds_needed = 1
+        while last_number not in self._rounds[rounds_needed - 1].group_numbers:
+            rounds_needed += 1
         if self._filters.order == "submission":
             self._loader.load_state_dict(self._rounds[rounds_needed - 1].loader_state)
         batch = self._select_groups(accepted_numbers)
         metrics = batch.meta_info.setdefault("metrics", {})
         metrics["training/num_gen_batches"] = float(rounds_needed)
         if self._config.logs_response_metrics:
-            numbers = [n for n in sorted(self._groups) if n <= max(accepted_numbers)]
+            numbers = [number for number in sorted(self._groups) if number <= last_number]
             metrics |= filter_metrics(self._select_groups(numbers), batch, self._config)
         return batch
 
     def _needs_round(self) -> bool:
         """Returns whether to start a round: if none runs, or if another is probably needed and is allowed."""
-        running_rounds = [r for r in self._rounds if not self._is_scored(r)]
+        running_rounds = [entry for entry in self._rounds if not self._is_scored(entry)]
         if not running_rounds:
             return True
         max_concurrent_rounds = self._filters.max_inflight_gen_batches if self._scores_chunks else 1
@@ -129,7 +131,8 @@ class DynamicSampling:
         if len(running_rounds) >= max_concurrent_rounds or 0 < max_rounds <= len(self._rounds):
             return False
         num_informative = sum(group.is_informative for group in self._groups.values())
-        num_unscored = sum(len(r.group_numbers) for r in self._rounds) - len(self._groups)
+        num_submitted = sum(len(entry.group_numbers) for entry in self._rounds)
+        num_unscored = num_submitted - len(self._groups)
         informative_rate = (num_informative + 1) / (len(self._groups) + 1)
         return num_informative + informative_rate * num_unscored < self._groups_needed
 
@@ -152,7 +155,7 @@ class DynamicSampling:
         """Returns the numbers of the step's groups, or None while there are too few."""
         scored_numbers = iter(self._groups)
         if self._filters.order != "finish":
-            order = (number for r in self._rounds for number in r.group_numbers)
+            order = (number for entry in self._rounds for number in entry.group_numbers)
             scored_numbers = takewhile(self._groups.__contains__, order)
         informative_numbers = [
             number for number in scored_numbers if self._groups[number].is_informative
@@ -172,18 +175,20 @@ class DynamicSampling:
             total += len(self._chunks[chunk_index])
         chunks = [self._chunks[chunk_index] for chunk_index in chunk_offsets]
         batch = chunks[0] if len(chunks) == 1 else pad_and_concat(chunks)
-        return batch.select_idxs(torch.cat([g.rows + chunk_offsets[g.chunk_index] for g in groups]))
+        group_rows = [group.rows + chunk_offsets[group.chunk_index] for group in groups]
+        return batch.select_idxs(torch.cat(group_rows))
 
     def _report_round(self, round_number: int) -> None:
         """Prints the result of a round; raises an error if groups are missing and no round is left."""
-        rounds = [[self._groups[n] for n in r.group_numbers] for r in self._rounds[:round_number]]
+        group_numbers = [entry.group_numbers for entry in self._rounds[:round_number]]
+        rounds = [[self._groups[number] for number in numbers] for numbers in group_numbers]
         informative_counts = [sum(group.is_informative for group in groups) for groups in rounds]
         total = sum(informative_counts)
         screen().line(
             f"filter_groups, round {round_number}: kept {informative_counts[-1]} of {len(rounds[-1])} "
             f"groups; {min(total, self._groups_needed)} of the {self._groups_needed} needed"
         )
-        empty_rounds = len(list(takewhile(lambda n: n == 0, reversed(informative_counts))))
+        empty_rounds = len(list(takewhile(operator.not_, reversed(informative_counts))))
         max_rounds = self._filters.max_num_gen_batches
         max_empty_rounds = self._filters.max_empty_gen_batches
         is_last_round = 0 < max_rounds <= round_number
@@ -198,7 +203,7 @@ class DynamicSampling:
             f"{value:g} in {100 * n / values.total():.0f} % of the responses"
             for value, n in values.most_common(3)
         ]
-        num_equal_groups = sum(len(g.values) > 1 and len(set(g.values)) == 1 for g in groups)
+        num_equal_groups = sum(len(set(group.values)) == 1 < len(group.values) for group in groups)
         raise NotEnoughSignal(
             f"{round_number} generation rounds gave {total} groups with signal, {self._groups_needed} are "
             f"needed. In {num_equal_groups} of {len(groups)} groups all responses have the same "
