@@ -37,15 +37,15 @@ MAX_CHARACTERS = 1 << 26  # maximum characters per rendering
 _TRIAL_TIMEOUT_S = 120.0  # wall-clock limit of the subprocess; it usually takes a tenth of a second
 _POLL_INTERVAL_S = 0.25
 _INTERRUPT_WAIT_S = 0.1
-"""Longest wait for an interrupt that was sent; Python raises it at the next line."""
+"""Longest wait until Python raises an interrupt, which it does at the next line."""
 
 _trial_lock = threading.Lock()
 _template_faults: dict[str, str | None] = {}
-"""Template -> its fault, or None if it has none; only templates that this process rendered."""
+"""Fault of each template that this process has rendered; None for a template without a fault."""
 
 
 class BrokenTemplate(ValueError):
-    """Raised for a chat template that does not terminate or exceeds a limit; the row is not the cause."""
+    """Raised for a chat template that does not terminate or exceeds a limit, whatever the row."""
 
 
 def _broken_template(tokenizer: Tokenizer, fault: str) -> BrokenTemplate:
@@ -62,9 +62,9 @@ def render_chat(
     tools: Tools | None = None,
     template_kwargs: Settings | None = None,
 ) -> str | list[int]:
-    """Renders messages with the generation prompt: to text, or to ids if there is no text.
+    """Renders messages and the generation prompt to text, or to ids if the tokenizer returns no text.
 
-    A tokenizer without a template returns a plain string unchanged.
+    Without a chat template, a plain string is returned unchanged.
     """
     options = {"add_generation_prompt": True, **(template_kwargs or {})}
     if not getattr(tokenizer, "chat_template", None) and "chat_template" not in options:

@@ -63,12 +63,16 @@ def encode_conversation(
         ids += segment.ids + end_ids
         num_targets = segment.num_targets + len(end_ids)
         mask += [0] * (len(segment.ids) - segment.num_targets) + [1] * num_targets
-        separator = segment.separator  # part of the next segment; added below after the last one
+        separator = (
+            segment.separator
+        )  # the next segment begins with it; the last one is added below
     return ids + separator, mask + [0] * len(separator)
 
 
 class _Segment(NamedTuple):
-    ids: list[int]  # token ids from the end of the previous assistant turn to the end of this one
+    """The tokens of an assistant turn and of the turns before it, up to the previous assistant turn."""
+
+    ids: list[int]
     num_targets: int  # the last `num_targets` ids are the assistant's own
     separator: list[int]  # tokens after the end of the turn, often a newline; never targets
 
@@ -134,7 +138,7 @@ class _Template:
             ids = self._render([*probe, *turns])
             # Later turns may change the rendering of an answer, but not of the text after it.
             start = len(ids) - _common_suffix_length(ids, self._render([*other_probe, *turns]))
-            # That text may begin with the end tokens of the probe's answer.
+            # The text after the probe's answer may begin with its end tokens.
             start += _common_prefix_length(self._end_tokens, ids[start:])
         if turns[-1]["role"] != "assistant":
             return _Segment(ids[start:], 0, [])
@@ -163,12 +167,12 @@ class _Template:
         return None if answer_start < context_length else answer_start
 
     def _first_probe_difference(self, context: Sequence[Message], ids: list[int]) -> int:
-        """Returns the first index at which two probe answers differ, or the first of them and `ids`."""
+        """Returns the first index at which the two probe answers, or the first and `ids`, differ."""
         first, second = self._probe_answers(context)
         return min(_common_prefix_length(first, second), _common_prefix_length(first, ids))
 
     def _end_tokens_and_separator(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
-        """Returns the template's tokens that end a turn, and its tokens after that end."""
+        """Returns (tokens with which the template ends a turn, tokens between two turns)."""
         first, second = self._probe_answers(context)
         if first == second:
             raise PromptError(
@@ -181,8 +185,10 @@ class _Template:
         if not end_indices:  # the template ends a turn with another token or with words
             texts = (self._tokenizer.decode([token]).strip() for token in closing)
             end_indices = [index + 1 for index, text in enumerate(texts) if text]
-        # Whitespace ends a turn only if the tokenizer has no end token.
-        end = end_indices[-1] if end_indices else len(closing) if eos is None else 0
+        if end_indices:
+            end = end_indices[-1]
+        else:  # whitespace ends a turn only if the tokenizer has no end token
+            end = len(closing) if eos is None else 0
         return closing[:end], closing[end:]
 
     def _probe_answers(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:

@@ -28,7 +28,7 @@ EncodedRow = dict[str, list[Any]]  # columns of one row, such as `input_ids` and
 
 
 class UntrainableRow(PromptError):
-    """Raised for a valid row that training cannot use; such rows are counted by `reason`."""
+    """Raised for a valid row without use for training; such rows are counted by `reason`."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class EncodedDataset:
             self.template_kwargs["chat_template"] = config.chat_template
         self.max_length, self.truncation = config.max_length, config.truncation
         self.max_tokens = config.max_length if config.truncation == "error" else None
-        """Token limit of a row; None if longer rows are truncated."""
+        """Limit of the tokens of a row; None if longer rows are truncated."""
         positions = []
         for position, row in enumerate(self.store.scan()):
             try:

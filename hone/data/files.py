@@ -163,19 +163,19 @@ def copy(src: StrPath, dst: StrPath) -> bool:
 def upload(source: Path, url: str, last: str | None = None) -> None:
     """Copies a local file or folder to a remote path.
 
-    Remote stores have no atomic rename, so the file `last` marks the folder as complete: it is
-    deleted first and written last.
+    Remote stores have no atomic rename, so the file `last` marks a complete folder: an old copy of
+    the file is deleted first, and the new copy is written last.
     """
     system, root = file_system(url)
     if source.is_file():
         system.makedirs(root.rpartition("/")[0], exist_ok=True)
         system.put_file(str(source), root)
         return
-    names = sorted(str(p.relative_to(source)) for p in source.rglob("*") if p.is_file())
+    names = sorted(str(path.relative_to(source)) for path in source.rglob("*") if path.is_file())
     if last is not None:
         if system.exists(f"{root}/{last}"):
             system.rm_file(f"{root}/{last}")
-        names.sort(key=lambda name: name == last)
+        names.sort(key=lambda name: name == last)  # False sorts before True
     for name in names:
         target = f"{root.rstrip('/')}/{name}"
         system.makedirs(target.rpartition("/")[0], exist_ok=True)

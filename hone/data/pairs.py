@@ -33,7 +33,7 @@ class Pair:
 
     @property
     def first_user_turn(self) -> str:
-        """The text of the first user turn; cross-validation keeps pairs with the same text in one fold."""
+        """The text of the first user turn."""
         if isinstance(self.prompt, str):
             return self.prompt
         return next((str(m["content"]) for m in self.prompt if m["role"] == "user"), "")
@@ -68,9 +68,11 @@ class PairDataset(EncodedDataset):
             prompt = prompt if isinstance(prompt, str) else as_messages(prompt)
         margin = row.get(config.margin_key)
         is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+        # The comparison is false for NaN, and for integers that are too large for a float.
         if margin is not None and not (is_number and abs(margin) <= sys.float_info.max):
-            text = short_repr(margin)
-            raise PromptError(f"column {config.margin_key!r} must be a number, got {text}")
+            raise PromptError(
+                f"column {config.margin_key!r} must be a number, got {short_repr(margin)}"
+            )
         return Pair(prompt, chosen_text, rejected_text, float(margin or 0.0))
 
     def check(self, row: Row) -> None:
@@ -84,14 +86,14 @@ class PairDataset(EncodedDataset):
         if not self.config.drop_duplicates:
             return
         pairs_seen: set[tuple[str, str, str]] = self.__dict__.setdefault("_pairs_seen", set())
-        key = (str(pair.prompt), pair.chosen.strip(), pair.rejected.strip())
-        if key in pairs_seen:
+        prompt, chosen, rejected = str(pair.prompt), pair.chosen.strip(), pair.rejected.strip()
+        if (prompt, chosen, rejected) in pairs_seen:
             raise UntrainableRow("duplicate", "an earlier row has the same pair")
-        if (key[0], key[2], key[1]) in pairs_seen:
+        if (prompt, rejected, chosen) in pairs_seen:
             raise UntrainableRow(
                 "contradiction", "an earlier row has the pair in the opposite order"
             )
-        pairs_seen.add(key)
+        pairs_seen.add((prompt, chosen, rejected))
 
     def encode_row(self, row: Row) -> EncodedRow:
         pair = self.pair(row)
@@ -128,6 +130,7 @@ def _response_text(value: Any) -> str:
 
 
 def _as_turns(value: Any) -> list[Message]:
+    """Converts a list or array of turns to messages."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (list, tuple)) or not value:
@@ -154,8 +157,8 @@ def _split_dialogue(value: Any) -> tuple[list[Message], str]:
     if not isinstance(value, str):
         messages = _as_turns(value)
     else:
-        intro, *parts = _TURN_START.split(value)
-        turns = zip(parts[::2], parts[1::2], strict=True)
+        intro, *speakers_and_texts = _TURN_START.split(value)
+        turns = zip(speakers_and_texts[::2], speakers_and_texts[1::2], strict=True)
         messages = [{"role": _ROLES[speaker], "content": text.strip()} for speaker, text in turns]
         if intro.strip() or not messages or messages[0]["role"] != "user":
             raise PromptError(

@@ -30,7 +30,7 @@ Builder = Callable[..., Splits]
 
 @dataclass(frozen=True)
 class DatasetRecipe:
-    """How one dataset is built."""
+    """The functions and arguments that build one dataset."""
 
     builder: Builder | None  # builds rows from a source; None if the dataset is only generated
     summary: str
@@ -173,7 +173,8 @@ def prepare(
     arguments = {**recipe.preset, **options}
     if not is_generated:
         arguments["source"] = Source(source_dir)
-    folder, row_counts = Path(local_dir).expanduser(), {}
+    folder = Path(local_dir).expanduser()
+    row_counts: dict[str, int] = {}
     for split, rows in builder(**arguments).items():
         if not rows:
             raise DataError(f"split {split!r} has no rows; nothing was written for it")
@@ -191,7 +192,7 @@ def _option_parameters(recipe: DatasetRecipe, builder: Builder) -> Mapping[str, 
     """Returns the builder's keyword arguments that the recipe does not set."""
     parameters = inspect.signature(builder).parameters.values()
     keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    return {p.name: p for p in keywords if p.name not in recipe.preset}
+    return {keyword.name: keyword for keyword in keywords if keyword.name not in recipe.preset}
 
 
 def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentParser:
@@ -223,7 +224,7 @@ def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentP
 def prepare_from_arguments(
     name: str, arguments: Sequence[str] | None = None, program: str | None = None
 ) -> PrepareReport:
-    """Runs `prepare` with command-line options; `program` is the name in the help."""
+    """Runs `prepare` with command-line options; the help shows the name `program`."""
     return prepare(name, **vars(argument_parser(name, program).parse_args(arguments)))
 
 

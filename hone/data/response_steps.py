@@ -38,11 +38,11 @@ class TokenTextSplitter:
         texts = [self._decode([i]) for i in text_ids]
         if "".join(texts) != self._decode(text_ids):
             texts = self._decode_in_context(text_ids)
-        next_text = iter(texts)
-        return ["" if i in self._special_ids else next(next_text) for i in ids]
+        remaining_texts = iter(texts)
+        return ["" if i in self._special_ids else next(remaining_texts) for i in ids]
 
     def _decode_in_context(self, ids: Sequence[int]) -> list[str]:
-        """Decodes each token after the previous one, on which a space or character may depend."""
+        """Decodes each token with the previous one, on which a space or a character may depend."""
         texts: list[str] = []
         start = decoded_end = 0
         for end in range(1, len(ids) + 1):
@@ -74,18 +74,18 @@ def split_steps(
     """
     last_index = max((i for i, is_policy in enumerate(is_policy_token) if is_policy), default=-1)
     steps: list[tuple[int, str]] = []
-    text = ""  # of the step so far
-    policy_text = ""  # written by the policy since the last observation
+    text = ""  # the text of the current step
+    policy_text = ""  # the policy's text since the step's start or the last observation
     for index in range(last_index + 1):
         text += texts[index]
         policy_text = policy_text + texts[index] if is_policy_token[index] else ""
-        # A separator that this token does not complete ended an earlier step.
+        # An earlier separator has already ended a step.
         has_separator = separator in policy_text[-len(separator) - len(texts[index]) :]
-        before, *after = policy_text.split(separator) if has_separator else [policy_text]
-        rest = after[-1] if after else ""
-        if index == last_index and rest:  # the last token has text after the separator
+        step_end, *later_texts = policy_text.split(separator) if has_separator else [policy_text]
+        next_step = later_texts[-1] if later_texts else ""
+        if index == last_index and next_step:  # the last token has text after the separator
             steps.append((index, text))
-        elif index == last_index or after:
-            steps.append((index, text[: len(text) - len(policy_text)] + before))
-            text = policy_text = rest
+        elif index == last_index or later_texts:
+            steps.append((index, text[: len(text) - len(policy_text)] + step_end))
+            text = policy_text = next_step
     return steps

@@ -27,7 +27,8 @@ def parse_row_numbers(text: str, count: int) -> list[int]:
     """Parses row numbers such as `0,3-5`; raises DataError for a number outside the file."""
     numbers: list[int] = []
     for part in text.replace(" ", "").split(","):
-        if not (match := re.fullmatch(r"(\d+)(?:-(\d+))?", part)):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match:
             raise DataError(f"--rows {text}: write numbers and ranges, as in 0,3-5")
         first, last = int(match[1]), int(match[2] or match[1])
         if last >= count:
@@ -89,7 +90,7 @@ def _prompt_lines(
 def _supervised_lines(
     row: Row, kind: FileKind, tokenizer: Tokenizer | None, tools: Tools | None
 ) -> Iterator[str]:
-    """Yields the decoded tokens; the prefix of a line tells whether its tokens are targets."""
+    """Yields the decoded tokens; the lines of target tokens have the prefix `learnt`."""
     key, response_key = kind.config.prompt_key, kind.response_key
     if tokenizer is None or (key != MESSAGES_COLUMN and response_key is None):
         if row.get(key) is not None:  # a pair of two dialogues has no prompt
@@ -130,7 +131,7 @@ def _indent(text: str, prefix: str = "  | ") -> str:
 
 
 def format_value(value: JsonValue) -> str:
-    """Formats a value on one line, shortened: text as it is, anything else as JSON."""
+    """Formats a value on one line, shortened; a value that is not text becomes JSON."""
     if isinstance(value, str):
         text = value.replace("\n", "\\n")
     else:

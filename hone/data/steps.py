@@ -1,7 +1,7 @@
 """Solutions with a label per step, for process reward models.
 
-A solution is encoded as in RL: the policy's prompt, then every step and its separator, at which the
-step is scored. A label is the probability that a step is good; steps without a label are context.
+A solution is encoded as in RL: the policy's prompt, then each step and its separator. The model scores a
+step at its separator. A label is the probability that a step is good; steps without a label are context.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hone.tokenizer import Tokenizer
 from hone.types import Row
 
 MATH_SHEPHERD_STEP_END = "ки"
-"""Ends each step in Math-Shepherd's `input`; its `label` has + or - in that place."""
+"""Ends each step in Math-Shepherd's `input`; `label` has + or - instead."""
 _FIRST_STEP_HEADING = "Step 1:"
 MAX_CACHED_TEXTS = 100_000
 
@@ -51,7 +51,7 @@ def single_token_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separ
 
 @dataclass(frozen=True)
 class StepSeparator:
-    """The separator tokens after each step, and where the step is scored."""
+    """The separator tokens after each step, and the token at which the step is scored."""
 
     tokens: list[int]
     score_index: int  # index in `tokens` of the token after which the step is scored
@@ -78,7 +78,8 @@ def build_step_separator(
             f"{key}={separator!r} must not be empty, and {labels_key}={list(label_texts)} must"
             " be two different tokens"
         )
-    return StepSeparator(tokens, text_indices[-1] if text_indices else len(tokens) - 1, (bad, good))
+    score_index = text_indices[-1] if text_indices else len(tokens) - 1
+    return StepSeparator(tokens, score_index, (bad, good))
 
 
 def unescape_newlines(text: str) -> str:
@@ -108,18 +109,20 @@ class StepDataset(EncodedDataset):
         expanded_files, num_unrated = [], 0
         for file in store.files:
             rows: list[Row] = []
-            numbers: list[int] = []
+            row_numbers: list[int] = []
             for number, row in zip(file.row_numbers, file.scan(), strict=True):
-                parts = rated_parts = [row]
-                if _layout_of(row, self.config) == "prm800k":
-                    parts = _split_into_completions(row)
-                    # A row without a rating column stays, so that it is reported as a bad row.
+                step_rows = rated_rows = [row]
+                if _layout_of(row, config) == "prm800k":
+                    step_rows = _split_into_completions(row)
+                    # A row without a rating column is kept, and then reported as a bad row.
                     unrated = (None,) if config.neutral_label is not None else (None, 0)
-                    rated_parts = [part for part in parts if part.get("rating", 1) not in unrated]
-                num_unrated += len(parts) - len(rated_parts)
-                rows += rated_parts
-                numbers += [number] * len(rated_parts)
-            expanded_files.append(replace(file, content=rows, row_numbers=numbers))
+                    rated_rows = [
+                        step for step in step_rows if step.get("rating", 1) not in unrated
+                    ]
+                num_unrated += len(step_rows) - len(rated_rows)
+                rows += rated_rows
+                row_numbers += [number] * len(rated_rows)
+            expanded_files.append(replace(file, content=rows, row_numbers=row_numbers))
         if num_unrated:
             self.bad_rows.counts["no rating"] += num_unrated
             self.bad_rows.examples.append(f"{num_unrated} steps of PRM800K have no rating")
@@ -151,11 +154,11 @@ class StepDataset(EncodedDataset):
         ids, mask, labels = list(prompt), [0] * len(prompt), [0.0] * len(prompt)
         for step, label in zip(solution.steps, solution.labels, strict=True):
             tokens, separator = self._step_ids(step.strip()), self.separator
-            before = len(tokens) + separator.score_index
-            after = len(separator.tokens) - separator.score_index - 1
+            num_before = len(tokens) + separator.score_index
+            num_after = len(separator.tokens) - separator.score_index - 1
             ids += [*tokens, *separator.tokens]
-            mask += [*[0] * before, int(label is not None), *[0] * after]
-            labels += [*[0.0] * before, label or 0.0, *[0.0] * after]
+            mask += [*[0] * num_before, int(label is not None), *[0] * num_after]
+            labels += [*[0.0] * num_before, label or 0.0, *[0.0] * num_after]
         self.check_length(len(ids))
         length, truncation = self.max_length, self.truncation
         surplus = max(0, len(ids) - length) if truncation == "left" else 0
@@ -214,16 +217,22 @@ def _parse_prm800k(row: Row, config: StepDataConfig) -> Solution:
 
 
 def _split_into_completions(row: Row) -> list[Row]:
-    """Splits a row of PRM800K's own layout (question, label.steps) into one row per completion of a step."""
-    parts: list[Row] = []
+    """Returns one row per completion of each step, of a row in PRM800K's own layout."""
+    rows: list[Row] = []
     previous_steps: list[str] = []
     try:
         problem = row["question"]["problem"]
         for step in row["label"]["steps"]:
             completions = step["completions"] or ()
             for completion in completions:
-                text = {"next_response": completion["text"], "rating": completion["rating"]}
-                parts.append({"instruction": problem, "responses": list(previous_steps), **text})
+                rows.append(
+                    {
+                        "instruction": problem,
+                        "responses": list(previous_steps),
+                        "next_response": completion["text"],
+                        "rating": completion["rating"],
+                    }
+                )
             choice, human_completion = step["chosen_completion"], step.get("human_completion")
             if choice is None and not human_completion:
                 break
@@ -233,7 +242,7 @@ def _split_into_completions(row: Row) -> list[Row]:
             )
     except (KeyError, IndexError, TypeError):
         return [row]
-    return parts
+    return rows
 
 
 def _parse_rating(rating: object, config: StepDataConfig) -> float | None:
@@ -250,32 +259,34 @@ def _parse_math_shepherd(row: Row, config: StepDataConfig) -> Solution:
     text, labelled_text = row.get("input"), row.get("label")
     if not isinstance(text, str) or not isinstance(labelled_text, str):
         raise PromptError("'input' and 'label' must be text in the Math-Shepherd layout")
-    *parts, rest = text.split(MATH_SHEPHERD_STEP_END)
-    if not parts:
+    *step_texts, ending = text.split(MATH_SHEPHERD_STEP_END)
+    if not step_texts:
         raise PromptError(f"'input' has no {MATH_SHEPHERD_STEP_END!r}, which ends a step")
     labels: list[float | None] = []
     start = 0
-    for number, part in enumerate(parts, start=1):
-        sign = labelled_text[start + len(part) : start + len(part) + 1]
-        if labelled_text[start : start + len(part)] != part or sign not in ("+", "-"):
+    for number, step_text in enumerate(step_texts, start=1):
+        end = start + len(step_text)
+        sign = labelled_text[end : end + 1]
+        if labelled_text[start:end] != step_text or sign not in ("+", "-"):
             raise PromptError(
                 f"'label' differs from 'input' at step {number}; it must have the same text, with "
                 f"+ or - in place of each {MATH_SHEPHERD_STEP_END!r}"
             )
         labels.append(float(sign == "+"))
-        start += len(part) + 1
-    if labelled_text[start:].strip() != rest.strip():
+        start = end + 1
+    if labelled_text[start:].strip() != ending.strip():
         raise PromptError(f"'label' differs from 'input' after the last {MATH_SHEPHERD_STEP_END!r}")
-    prompt, heading, step = parts[0].partition(_FIRST_STEP_HEADING)
+    prompt, heading, first_step = step_texts[0].partition(_FIRST_STEP_HEADING)
     if not heading:
         raise PromptError(f"'input' has no {_FIRST_STEP_HEADING!r} after the problem")
-    steps = _check_step_texts([heading + step, *parts[1:]], "input")
+    steps = _check_step_texts([heading + first_step, *step_texts[1:]], "input")
     return Solution(prompt.strip(), steps, labels)
 
 
 def _parse_processbench(row: Row, config: StepDataConfig) -> Solution:
     """Parses steps and the index of the first wrong step (-1: none); later steps have no label."""
-    steps, first_wrong = _check_step_texts(_list_column(row, "steps"), "steps"), row.get("label")
+    steps = _check_step_texts(_list_column(row, "steps"), "steps")
+    first_wrong = row.get("label")
     if not isinstance(first_wrong, int) or not -1 <= first_wrong < len(steps):
         raise PromptError(
             f"'label' must be the index of the first wrong of {len(steps)} steps, or -1; got "
@@ -306,6 +317,7 @@ def _list_column(row: Row, key: str) -> list[Any]:
 
 
 def _check_step_texts(steps: Sequence[Any], key: str) -> list[str]:
+    """Returns the steps; raises PromptError if there is no step or a step is not text."""
     if not steps:
         raise PromptError(f"column {key!r} has no steps")
     for number, step in enumerate(steps):

@@ -22,6 +22,8 @@ MAX_CONSECUTIVE_REPEATS = 100_000
 
 @dataclass(frozen=True)
 class Problem:
+    """The problem `a operation b`."""
+
     a: int
     operation: str
     b: int
@@ -56,8 +58,10 @@ def distinct_problems(seed: int, operations: Sequence[str]) -> Iterator[Problem]
         if operation == "-" and a < b:
             a, b = b, a
         problem = Problem(a, operation, b)
-        repeats = repeats + 1 if problem.key in drawn_keys else 0
-        if repeats == 0:
+        if problem.key in drawn_keys:
+            repeats += 1
+        else:
+            repeats = 0
             drawn_keys.add(problem.key)
             yield problem
     raise DataError(f"there are only about {len(drawn_keys)} distinct problems; ask for fewer rows")

@@ -48,6 +48,8 @@ def problem_key(numbers: Iterable[int], target: int) -> ProblemKey:
 
 @dataclass(frozen=True)
 class CountdownProblem:
+    """The numbers, their target, and an expression of the numbers that equals the target."""
+
     numbers: tuple[int, ...]
     target: int
     solution: str
@@ -105,17 +107,19 @@ def generate_problems(
     problems: list[CountdownProblem] = []
     misses = 0
     while len(problems) < count:
-        problem = _draw_problem(rng, ranges)
-        is_in_range = problem and ranges.min_target <= problem.target <= ranges.max_target
-        if problem and is_in_range and problem.key not in used_keys:
-            misses = 0
-            used_keys.add(problem.key)
-            problems.append(problem)
-        elif (misses := misses + 1) > MAX_CONSECUTIVE_MISSES:
+        if misses > MAX_CONSECUTIVE_MISSES:
             raise DataError(
                 f"found only {len(problems)} of {count} distinct countdown problems; widen the"
                 " range of numbers or targets, or ask for fewer"
             )
+        misses += 1
+        problem = _draw_problem(rng, ranges)
+        if problem is None or not ranges.min_target <= problem.target <= ranges.max_target:
+            continue
+        if problem.key not in used_keys:
+            misses = 0
+            used_keys.add(problem.key)
+            problems.append(problem)
     return problems
 
 
@@ -127,8 +131,10 @@ def countdown_row(record: Row, split: str, index: int, *, template: str) -> Row:
     prompt = TEMPLATES[template].format(numbers=numbers, target=record["target"])
     truth: Fields = {"target": target, "numbers": list(numbers)}
     row = task_row("countdown", prompt, "math", truth, split, index)
-    solution = {"solution": record["solution"]} if record.get("solution") is not None else {}
-    return {"target": target, "nums": numbers, **row, **solution}
+    row = {"target": target, "nums": numbers, **row}
+    if record.get("solution") is not None:
+        row["solution"] = record["solution"]
+    return row
 
 
 def upstream_splits(

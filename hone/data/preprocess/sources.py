@@ -15,7 +15,7 @@ from hone.types import JsonValue, Row
 
 Splits = dict[str, list[Row]]
 MakeRow = Callable[[Row, str, int], Row | None]
-"""(record, split, index) -> row, or None to skip the record."""
+"""Maps (record, split, index) to a row, or to None to skip the record."""
 
 
 @dataclass(frozen=True)
