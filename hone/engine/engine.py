@@ -43,7 +43,10 @@ _INPUTS = ("prompts", "responses", "attention_mask", "response_mask", "routed_ex
 
 
 class Engine:
-    """A `TrainEngine` over one module that maps packed rows to values per token; ranks may shard it."""
+    """A `TrainEngine` over one module, which maps packed rows to values per token; ranks may shard it.
+
+    contract.py documents the methods of a `TrainEngine`.
+    """
 
     def __init__(
         self,
@@ -206,6 +209,7 @@ class Engine:
         return outputs
 
     def _pack(self, micro_batch: DataProto) -> PackedRows:
+        """Packs the rows of a micro-batch on the device; a sequence group splits the packed tokens."""
         columns = micro_batch.batch
         packed = pack_rows(
             columns["prompts"],

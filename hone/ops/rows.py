@@ -220,6 +220,7 @@ class MicroBatchRule:
     def _split_by_tokens(
         self, lengths: Sequence[int], shared_lengths: Sequence[int]
     ) -> list[list[int]]:
+        """Fills each micro-batch with consecutive rows up to the token budget."""
         micro_batches: list[list[int]] = []
         tokens_left = 0
         for row, (length, shared) in enumerate(zip(lengths, shared_lengths, strict=True)):

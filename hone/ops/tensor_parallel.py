@@ -86,6 +86,7 @@ def _all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def _local_part(x: Tensor, group: Group) -> Tensor:
+    """Returns this rank's part of the last dimension."""
     return x.chunk(group.size(), -1)[group.rank()].contiguous()
 
 

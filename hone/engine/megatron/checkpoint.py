@@ -103,6 +103,7 @@ def _gather_moments(stage: StageTensors, optimizer: ShardedOptimizer) -> State:
 
 
 def _load_moments(stage: StageTensors, optimizer: ShardedOptimizer, moments: Moments) -> None:
+    """Writes this rank's part of the full moments into the state of the optimizer."""
     masters = list(optimizer.masters.values())
     element_keys, scalars = optimizer.state_schema(masters[0].device)
     saved_scalars = next(iter(moments.values()))  # scalar state is the same for all parameters

@@ -151,6 +151,7 @@ def _experts_to_local(
 
 
 def _experts_to_full(kind: Kind, shards: Sequence[Tensor], expert_parallel_size: int) -> Tensor:
+    """Joins the shards of all expert × expert-tensor-parallel ranks, in rank order."""
     tensor_size = len(shards) // expert_parallel_size
     full_experts = []
     for start in range(0, len(shards), tensor_size):
@@ -245,6 +246,7 @@ class StageTensors:
                 yield name, tensor
 
     def _gather(self, entry: Entry, get_local_tensor: Callable[[str], Tensor]) -> list[Tensor]:
+        """Returns the full Hugging Face tensors of an entry; all ranks of its group must call this."""
         local_shard = get_local_tensor(entry.stage_name).detach().contiguous()
         group = self.groups.group_for(entry.kind)
         if group.size() == 1 or entry.kind == "same":
