@@ -66,8 +66,16 @@ class Trajectories:
         return self.columns.get(TRAJECTORY_COLUMN)
 
     def outcomes(self, name: str, rewards: Tensor) -> Outcomes:
-        """Returns the outcomes of the trajectories for these rewards; errors name the estimator `name`."""
-        return outcomes(name, rewards, self.mask, self.uid, self.trajectory_id)
+        """Returns the outcomes of the trajectories for these rewards, grouped by prompt; errors name the
+        estimator `name`."""
+        uid, device = checked_labels(name, self.uid, len(self.mask)), self.mask.device
+        if self.trajectory_id is None:
+            return Outcomes(rewards, self.mask.bool(), None, Groups.of(uid, device))
+        prompt = factorise(uid)
+        trajectory, first_rows = factorise_pairs(prompt, factorise(self.trajectory_id))
+        row_trajectory = torch.from_numpy(trajectory).to(device)
+        groups = Groups.of(prompt[first_rows], device)
+        return Outcomes(rewards, self.mask.bool(), row_trajectory, groups)
 
     def column(self, name: str) -> Tensor:
         """Returns a column that the estimator requires."""
@@ -270,26 +278,6 @@ class OutcomeEstimator(Estimator):
         outcome = batch.outcomes(type(self).__name__, batch.rewards)
         advantages = outcome.broadcast(self.advantages(outcome))
         return advantages, advantages
-
-
-def outcomes(
-    name: str,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Labels | None,
-    trajectory_id: Labels | None,
-) -> Outcomes:
-    """Returns the outcomes of a batch's trajectories, grouped by `index` (the prompt's uid)."""
-    index, device = checked_labels(name, index, len(response_mask)), response_mask.device
-    mask = response_mask.bool()
-    if trajectory_id is None:
-        return Outcomes(token_level_rewards, mask, None, Groups.of(index, device))
-    prompt = factorise(index)
-    trajectory, first_rows = factorise_pairs(prompt, factorise(trajectory_id))
-    row_trajectory = torch.from_numpy(trajectory).to(device)
-    return Outcomes(
-        token_level_rewards, mask, row_trajectory, Groups.of(prompt[first_rows], device)
-    )
 
 
 def checked_labels(name: str, index: Labels | None, num_rows: int) -> Labels:

@@ -1,5 +1,5 @@
-"""A user's function as an estimator: it gets what its signature takes, and returns a pair; totals of
-trajectories, in batches larger than one block.
+"""A user's function as an estimator gets the arguments of its signature and returns a pair. Trajectories of
+several rows have sums, also in batches larger than one block.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ import torch
 from hone.algorithms.advantages.estimator import (
     Estimator,
     FunctionEstimator,
+    Outcomes,
     Trajectories,
     create_estimator,
-    outcomes,
     row_sums,
 )
 from hone.plugins import PluginError
 
 REWARDS, MASK = torch.tensor([[1.0, 2.0]]), torch.ones(1, 2)
+
+
+def outcomes_of(rewards, mask, uid, trajectory_id=None) -> Outcomes:
+    return Trajectories(rewards, mask, uid, {"trajectory_id": trajectory_id}).outcomes(
+        "test", rewards
+    )
 
 
 def test_a_function_that_returns_a_pair_is_an_estimator() -> None:
@@ -91,14 +97,14 @@ def test_sums_cover_every_row_of_a_large_batch():
 
 
 def test_a_value_per_trajectory_is_broadcast_to_every_row_of_a_large_batch():
-    outcome = outcomes("test", REWARDS, MASK, [i % 7 for i in range(ROWS)], None)
+    outcome = outcomes_of(REWARDS, MASK, [i % 7 for i in range(ROWS)])
     values = torch.arange(1.0, ROWS + 1).double()
     np.testing.assert_array_equal(outcome.broadcast(values), values[:, None] * MASK)
     np.testing.assert_array_equal(outcome.lengths, MASK.sum(1))
 
 
 def test_rows_of_one_trajectory_add_up():
-    outcome = outcomes("test", REWARDS[:4], MASK[:4], list("ppqq"), list("xxxy"))
+    outcome = outcomes_of(REWARDS[:4], MASK[:4], list("ppqq"), list("xxxy"))
     rows = np.where(MASK[:4], REWARDS[:4], 0).sum(1)
     np.testing.assert_allclose(
         sorted(outcome.scores), sorted([rows[0] + rows[1], rows[2], rows[3]])
@@ -111,7 +117,7 @@ def test_rows_of_one_trajectory_add_up():
 
 
 def test_whitening_of_trajectories_is_whitening_of_their_tokens():
-    outcome = outcomes("test", REWARDS, MASK, [0] * ROWS, None)
+    outcome = outcomes_of(REWARDS, MASK, [0] * ROWS)
     white = outcome.broadcast(outcome.whiten(outcome.scores))
     values = white[MASK]
     assert abs(values.mean().item()) < 1e-12
