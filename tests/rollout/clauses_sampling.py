@@ -79,7 +79,9 @@ def top_p_keeps_the_smallest_set_that_reaches_p(factory: Factory) -> None:
 
 @clause("model", "honors_seeds")
 def top_p_is_a_share_of_what_top_k_left(factory: Factory) -> None:
-    check_distribution(factory, top_k=3, top_p=0.7)  # two tokens stay; of all mass 0.7 holds more
+    check_distribution(
+        factory, top_k=3, top_p=0.7
+    )  # allows two tokens; without top-k, top_p=0.7 allows more
 
 
 @clause("model", "honors_seeds")

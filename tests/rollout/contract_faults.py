@@ -32,7 +32,7 @@ class Faults:
         meta, pairs = event["meta_info"], event["meta_info"]["output_token_logprobs"]
         if self.fails("version is old"):
             meta["weight_version"] = "default"
-        if count <= 3 or not pairs:  # some tokens come first
+        if count <= 3 or not pairs:  # the first tokens have no fault
             return False
         if self.fails("connection is reset"):
             assert request.transport is not None

@@ -200,7 +200,7 @@ class ContractServer(Faults):
 
     async def _release_memory_occupation(self, request: web.Request) -> web.Response:
         if self.running and self.paused != "retract":
-            return self._scheduler_ends(request)  # it asserts that it is idle
+            return self._scheduler_ends(request)  # the scheduler of SGLang asserts that it is idle
         self.released |= set((await request.json())["tags"])
         if "kv_cache" in self.released:
             await self.engine.sleep()
@@ -343,7 +343,7 @@ class ContractServer(Faults):
         fits = config["r"] <= self.max_lora_rank and targets <= set(self.lora_target_modules)
         if not self.lora or self.dp_size > 1 or not fits or body["lora_name"] in self.adapters:
             return web.json_response({"success": False, "error_message": "no LoRA"}, status=400)
-        # Its one scaling is alpha / r, whatever else the file says.
+        # SGLang scales by alpha / r and ignores the other scalings of the file.
         config |= {"use_rslora": False, "alpha_pattern": {}, "rank_pattern": {}}
         file.write_text(json.dumps(config))
         base = copy.deepcopy(self.policy.lm)

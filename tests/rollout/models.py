@@ -28,10 +28,9 @@ def sharp_lm(family: str, seed: int) -> Any:
         lm.config.sliding_window = 12
         for layer in lm.model.layers:
             layer.self_attn.sliding_window = 12
+    # With the usual initialisation, all next-token distributions are nearly equal.
     with torch.no_grad():
-        for (
-            parameter
-        ) in lm.parameters():  # the usual tiny initialisation says nearly the same always
+        for parameter in lm.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(6.0)
     return lm.eval()

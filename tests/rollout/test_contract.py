@@ -25,7 +25,10 @@ from hone.rollout.contract import Sampling
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.1}, "top_p=1.1"),
         ({"min_p": 1.5}, "min_p=1.5"),
-        ({"stop": ("a", "")}, "stop=.* at least one character"),  # it would end every response
+        (
+            {"stop": ("a", "")},
+            "stop=.* at least one character",
+        ),  # an empty string would end every response
     ],
 )
 def test_values_out_of_range_are_refused(wrong: dict[str, Any], words: str) -> None:

@@ -176,7 +176,7 @@ def test_requests_of_a_prefix_and_a_trajectory_stay_on_one_server(
             for group in prompts(4, 6, 9, seed=12):
                 jobs = (engine.generate(group, SHORT, f"{group}-{i}") for i in range(4))
                 await asyncio.gather(*jobs)
-                later = [*group, 4, 5]  # the next turn of one of them
+                later = [*group, 4, 5]  # the next turn of one trajectory
                 await engine.generate(later, SHORT, f"{group}-0")
                 holders = [
                     server
@@ -385,7 +385,7 @@ def test_no_request_that_waits_for_a_lost_server_outlives_an_abort_or_a_close(
             await some.wait()
             setattr(servers[0], loss, True)
             while engine._servers[0].recovery is None:
-                if loss == "hung":  # a stream that is under way does not pass the door
+                if loss == "hung":  # a running stream does not notice that the server hangs
                     servers[0].dead = True
                 await asyncio.sleep(0.01)
             await asyncio.wait_for(getattr(engine, ending)(), 30)

@@ -67,7 +67,9 @@ def test_vllm_servers_refuse_to_train_mixtures_of_experts_before_anything_starts
     server = "rollout.server."
     words = [f"{server}urls=[http://127.0.0.1:9]", f"{server}max_start_wait_time=0.1"]
     config = replace(load_config(words, config_name="generation").rollout, name="vllm")
-    with pytest.raises(RolloutError, match="not healthy"):  # it generates
+    with pytest.raises(
+        RolloutError, match="not healthy"
+    ):  # the servers of `hone generate` get no weights
         build_rollout(replace(spec, config=config))
 
 

@@ -144,7 +144,7 @@ def test_an_abort_comes_before_tokens_that_wait_in_a_buffer() -> None:
         async def _backend_stream(
             self, request: Request, sampling: Sampling
         ) -> AsyncGenerator[Chunk, None]:
-            while True:  # never waits, as with a stream whose tokens have all arrived
+            while True:  # never waits, like a stream that has received all tokens
                 yield Chunk([5], [-0.5])
                 time.sleep(1e-4)
 

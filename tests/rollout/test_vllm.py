@@ -77,7 +77,7 @@ def test_a_prefill_over_several_steps_gets_the_draws_of_its_seed() -> None:
 
 
 def test_only_clauses_that_look_into_the_engine_are_left_out() -> None:
-    probes = {"memory", "prefill"}  # vLLM cannot be looked into
+    probes = {"memory", "prefill"}  # vLLM does not have these probes
     assert not [n for n, c in CLAUSES.items() if n not in APPLY and not c.needs & probes]
 
 
@@ -346,7 +346,7 @@ def test_an_update_that_begins_again_and_one_that_lacks_tensors(tmp_path: Path) 
         await engine.load(weights(3)[:1])
         with pytest.raises(RolloutError, match="lacks 1, for example 'shift'"):
             await engine.commit(1)
-        await update(engine, 8, 2)  # from the beginning
+        await update(engine, 8, 2)  # a new update
         assert (await engine.generate([1], LONG, "r")).token_ids == expected_tokens([1], 8)
 
     with_engine(tmp_path, work)
@@ -424,7 +424,7 @@ def test_a_process_that_dies_while_another_commits_gets_the_new_weights(tmp_path
         async def after_a_death(verb: str, **arguments: object) -> object:
             if verb == "finish":
                 first.kill()
-                for state in (False, True):  # the request that it had starts it again
+                for state in (False, True):  # the request of the dead process restarts it
                     while first.serving is not state:
                         await asyncio.sleep(0.005)
             return await call(verb, **arguments)

@@ -127,7 +127,7 @@ def test_other_mixtures_generate_from_their_files(
     engine = build_vllm(spec)
     run_coroutine(engine.close())
     with pytest.raises(RolloutError, match="only into qwen3_moe"):
-        build_vllm(replace(spec, current_weights=list))  # a merged adapter
+        build_vllm(replace(spec, current_weights=list))  # needs new weights
 
 
 @vllm

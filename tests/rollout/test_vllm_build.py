@@ -50,7 +50,7 @@ def test_settings_of_the_rollout_reach_vllm(arguments: Any) -> None:
     assert (engine["model"], engine["dtype"]) == ("/a/model", "bfloat16")
     assert (engine["max_num_seqs"], engine["max_model_len"]) == (7, 120)
     assert (engine["tensor_parallel_size"], engine["pipeline_parallel_size"]) == (1, 1)
-    assert arguments("max_model_len=9999")["max_model_len"] == 4096  # of the model
+    assert arguments("max_model_len=9999")["max_model_len"] == 4096  # the limit of the model
 
 
 def test_engine_kwargs_are_passed_on(arguments: Any) -> None:
@@ -60,7 +60,7 @@ def test_engine_kwargs_are_passed_on(arguments: Any) -> None:
         "logprobs_mode=processed_logprobs",
         "async_scheduling=true",
         "model=x",
-        "tensor_parallel_size=2",  # the GPUs of the process follow from the rollout's own key
+        "tensor_parallel_size=2",  # only the key of `rollout` sets the number of GPUs
         "pipeline_parallel_size=2",
     ):
         with pytest.raises(RolloutError, match=f"engine_kwargs.vllm.{name.split('=')[0]} cannot"):
@@ -195,7 +195,7 @@ def test_a_run_over_two_engines_that_are_killed_reaches_its_end_and_agrees_with_
         result = await call(self, verb, **arguments)
         if verb == "finish":
             commits.append(self)
-            if len(commits) == 3:  # two at the start
+            if len(commits) == 3:  # the first two commits are those of the start
                 self.kill()
         return result
 

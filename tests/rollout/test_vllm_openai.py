@@ -218,7 +218,7 @@ def test_contract(name: str) -> None:
 
 
 def test_the_weaker_laws_are_named() -> None:
-    probes = {"memory", "prefill"}  # the server cannot be looked into
+    probes = {"memory", "prefill"}  # a server does not have these probes
     lacking = {n for n, c in CLAUSES.items() if n not in APPLY and not c.needs & probes}
     assert lacking == {
         "a draw depends on the absolute position",
@@ -253,7 +253,7 @@ def test_a_run_trains_through_the_server_with_the_trainers_log_probs(tmp_path: P
             "actor_rollout_ref.rollout.name=vllm",
             f"actor_rollout_ref.rollout.server.urls=[{vllm_openai_factory.server_url()}/v1]",
             "actor_rollout_ref.actor.optim.lr=1e-3",
-            "actor_rollout_ref.actor.entropy_coeff=0.1",  # equal scores teach nothing
+            "actor_rollout_ref.actor.entropy_coeff=0.1",  # with equal scores, only the entropy has a gradient
             "algorithm.adv_estimator=grpo",
             f"data.train_files={tmp_path / 'rows.jsonl'}",
             "data.val_files=[]",

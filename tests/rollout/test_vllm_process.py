@@ -115,7 +115,7 @@ def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
         process.send("add", key="k", prompt=prompt, sampling={**SAMPLING, "max_tokens": 10**6})
         if death == "kill":
             await queue.get()
-            os.kill(pid, signal.SIGKILL)  # the process alone, not its group
+            os.kill(pid, signal.SIGKILL)  # kills the process, not its group
         while not isinstance(item := await queue.get(), Exception):
             pass
         assert isinstance(item, EngineDied)
@@ -123,7 +123,7 @@ def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
             await process.call("pause")
         with pytest.raises(EngineDied):
             process.open_stream("late")
-        await process.start()  # another one
+        await process.start()  # a new process
         assert process.pid != pid
         await process.call("pause")
         return pid, str(item)

@@ -84,7 +84,7 @@ def test_a_bucket_gives_its_tensors_also_after_it_is_filled_again(worker: Any) -
     loaded: dict[str, torch.Tensor] = {}
     engine.model = SimpleNamespace(load_weights=loaded.update)
     engine.receive_weights(worker.BucketInfo(**next(buckets)))
-    with_loader: dict[str, torch.Tensor] = {}  # as vLLM 0.22 calls it
+    with_loader: dict[str, torch.Tensor] = {}  # as vLLM 0.22 calls `receive_weights`
     bucket = next(buckets)
     engine.receive_weights(worker.BucketInfo(**bucket), load_weights=with_loader.update)
     for name, tensor in first:

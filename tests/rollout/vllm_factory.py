@@ -36,7 +36,7 @@ def vllm_python() -> str | None:
 
 
 if (python := vllm_python()) is not None:
-    # What vLLM finds out about a model, in a process that imports it, stays for later test sessions.
+    # vLLM's cache of facts about models stays for later test sessions.
     os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(python).absolute().parents[1] / "cache"))
 
 SLOW_MOTION = "slow_motion:SlowMotion"
@@ -99,7 +99,7 @@ def process(tensor: int = 1, pipeline: int = 1, weights: str = "auto") -> Engine
     from hone.rollout.vllm_build import make_environment
 
     folder = tempfile.mkdtemp(prefix="hone-test-vllm-")
-    policy(seed=9).lm.save_pretrained(folder)  # other weights than any test's
+    policy(seed=9).lm.save_pretrained(folder)  # no test has these weights
     arguments = {
         "model": folder,
         "dtype": "float32",

@@ -141,7 +141,7 @@ class LLM:
         if mode == "abort":
             self.llm_engine.requests.clear()
         if level == 2:
-            self.llm_engine.weight = 40  # anything
+            self.llm_engine.weight = 40  # the weights are lost
 
     def wake_up(self): ...
 

@@ -126,4 +126,4 @@ def run_rank(rank: int, size: int, port: int, folder: str) -> None:
     except BaseException:
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # the other rank has gone
+    os._exit(0)  # the other rank has exited

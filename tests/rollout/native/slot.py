@@ -141,7 +141,7 @@ class SlotRollout:
             self.leader.drive(until)
         finally:
             self.leader.release()
-            if self.leader._update.in_progress:  # it will not end
+            if self.leader._update.in_progress:  # the update will not end
                 for follower in self.slot.followers:
                     asyncio.run(follower.close())
             self.slot.join()
@@ -152,7 +152,7 @@ class SlotRollout:
         first, *results = await asyncio.gather(*ranks, return_exceptions=True)
         for result in (first, *results):
             if isinstance(result, BaseException):
-                assert isinstance(first, BaseException)  # all ranks refuse, or none does
+                assert isinstance(first, BaseException)  # if a rank raises, rank 0 raises too
                 raise result
 
     async def begin_update(self) -> None:

@@ -21,7 +21,12 @@ from ..engine_contract import ask_all, play, update
 
 VOCABULARY = 61
 SHAPES = {
-    "llama": {"heads": 6, "kv_heads": 2, "hidden": 96, "mlp": 250},  # odd widths
+    "llama": {
+        "heads": 6,
+        "kv_heads": 2,
+        "hidden": 96,
+        "mlp": 250,
+    },  # widths that are not powers of two
     "qwen2": {"heads": 4, "kv_heads": 4, "hidden": 64, "mlp": 128},  # no grouped heads
 }
 
@@ -31,7 +36,7 @@ def exact_policy(family: str) -> PolicyModel:
     with torch.no_grad():
         for parameter in lm.parameters():
             if parameter.dim() == 2:
-                parameter.mul_(4.0)  # a model that is sure of something rounds everywhere
+                parameter.mul_(4.0)  # larger weights, so that all sums are rounded
     policy = PolicyModel(lm.eval())
     policy.exact = ExactDecoder(policy)
     return policy
@@ -124,7 +129,7 @@ def test_a_cached_prefix_and_a_preempted_row_change_no_bit() -> None:
     for blocks in (None, 30):
         engine = engine_of(policy, blocks=blocks)
         first = ask_all(engine, rows, sampling)
-        again = ask_all(engine, rows, sampling)  # prompts are found in the cache now
+        again = ask_all(engine, rows, sampling)  # now the prompts hit the prefix cache
         assert [o.log_probs for o in first] == [o.log_probs for o in again]
         log_probs_by_run.append([o.log_probs for o in first])
         asyncio.run(engine.close())
@@ -150,7 +155,7 @@ def test_gradients_are_the_plain_models(family: str) -> None:
         (out["log_probs"].sum() + out["entropy"].sum()).backward()
         grads.append({n: p.grad.clone() for n, p in policy.named_parameters()})
     for name, expected_grad in grads[1].items():
-        # The keys' bias moves all scores of a query alike: its gradient is rounding alone.
+        # The bias of the keys adds one number to all scores of a query, so its gradient is only rounding.
         scale = (
             expected_grad.norm()
             if "k_proj.bias" not in name

@@ -188,6 +188,6 @@ def test_a_row_ends_at_a_stop_token_or_its_length_and_keeps_the_token() -> None:
     assert rows.tokens_out[:, 0].tolist() == [7, 8, 9]
     before = rows.state.clone()
     kernels_reference.advance(torch.tensor([1, 2, 3]), torch.zeros(3), rows, BLOCK_SIZE)
-    assert torch.equal(rows.state[:, :2], before[:, :2])  # finished rows stay as they are
+    assert torch.equal(rows.state[:, :2], before[:, :2])  # finished rows are unchanged
     assert rows.num_sampled.tolist() == [1, 1, 2]
     assert rows.tokens_out[2, :2].tolist() == [9, 3]

@@ -22,7 +22,9 @@ def test_a_group_computes_its_prompt_once_and_shares_its_full_blocks() -> None:
     assert core.prefilled_tokens == 40
     tables = [row.blocks for row in core._scheduler.running]
     assert len({tuple(blocks[:2]) for blocks in tables}) == 1
-    assert len({blocks[2] for blocks in tables}) == 6  # the partial block is each one's own
+    assert (
+        len({blocks[2] for blocks in tables}) == 6
+    )  # each sequence has a partial block of its own
 
 
 def test_members_of_a_group_draw_as_they_would_alone() -> None:
@@ -124,7 +126,7 @@ def test_the_order_of_arrival_changes_no_token_and_recomputes_no_shared_block() 
 
 def test_a_prefill_that_fails_leaves_its_requests_to_be_aborted() -> None:
     core = paged_core(policy())
-    core._forward = None  # whatever goes wrong
+    core._forward = None  # so a prefill raises
     requests = [ask(p, seed=i) for i, p in enumerate(prompts(3))]
     for request in requests:
         core._scheduler.add(request)
@@ -202,7 +204,7 @@ def test_parameters_that_rested_on_the_host_are_found_again() -> None:
     offloaded = OffloadedTensors(model.parameters, device_types=("cpu",))
     offloaded.to_host()
     assert not any(p.untyped_storage().nbytes() for p in model.parameters())
-    blockers = [torch.empty(1 << 16) for _ in range(8)]  # its old place may be taken
+    blockers = [torch.empty(1 << 16) for _ in range(8)]  # these may get the old addresses
     for _ in range(2):
         with offloaded.on_device():
             core.invalidate()
@@ -222,7 +224,9 @@ def test_chunks_follow_each_other_until_the_core_must_yield_and_draw_the_same() 
     looks = iter([False, True, *[False] * 9])
     assert core.step(lambda: next(looks)) == []
     assert [len(r.token_ids) for r in requests] == [STEPS_PER_CHUNK + STEPS_PER_LONG_CHUNK + 1] * 3
-    assert core.step(lambda: next(looks)) == [requests[1]]  # hands back when one has ended
+    assert core.step(lambda: next(looks)) == [
+        requests[1]
+    ]  # the step ends when a request has finished
     assert core.step(lambda: next(looks)) == [requests[0], requests[2]]
     assert not core.busy
     assert [r.token_ids for r in requests] == expected

@@ -131,7 +131,9 @@ def test_sleep_gives_the_memory_back_and_graphs_survive_it() -> None:
     asyncio.run(engine.sleep())
     assert core.cache.nbytes == 0
     assert allocated - torch.cuda.memory_allocated() >= held
-    blocker = torch.empty(held // 2, dtype=torch.uint8, device="cuda")  # new memory elsewhere
+    blocker = torch.empty(
+        held // 2, dtype=torch.uint8, device="cuda"
+    )  # new memory at another address
     asyncio.run(engine.wake_up())
     after = [o.token_ids for o in sampled(engine, prompt_ids, 40)]
     asyncio.run(engine.close())

@@ -114,7 +114,7 @@ def test_recorded_steps_are_dropped_when_parameters_move(
     finish(core, [ask(prompts(1)[0], 3, 0)])
     assert forgotten == []
     old_memory = move(model)
-    if trained_between:  # the trainer sees the new place before the rollout does
+    if trained_between:  # the trainer reads the moved parameters first
         trainer_log_probs(model, prompts(1)[0], [3, 4, 5], 1.0)
     finish(core, [ask(prompts(1)[0], 3, 0)])
     assert forgotten == [1]

@@ -23,7 +23,7 @@ def test_a_silent_first_rank_is_noticed_and_a_waiting_one_is_not() -> None:
     with driving(slot.leader):  # sends a command every 0.75 s
         time.sleep(4.0)
         assert not slot.errors
-    time.sleep(4.0)  # `drive` has ended without a word to the others
+    time.sleep(4.0)  # `drive` has ended, and rank 0 sends no more commands
     slot.join()
     (error,) = slot.errors
     assert isinstance(error, PeerLost)

@@ -33,7 +33,7 @@ def test_each_row_is_drawn_as_the_rows_of_its_kind_are(kernels: Any) -> None:
     ]
     logits = 2 * torch.randn(30, 20_000, generator=torch.Generator().manual_seed(0))
     state, alone = row_state(rows), row_state(rows)
-    state.finished[[1, 3]] = 1  # one of each kind
+    state.finished[[1, 3]] = 1  # one finished row with truncation, one without
     exact = kernels is exact_reference
     truncated = TruncatedSampling.of(rows, torch.device("cpu"), exact=exact)
     assert truncated is not None
