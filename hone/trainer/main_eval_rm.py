@@ -102,6 +102,7 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
 
     Pairs with the same first user turn are in the same fold.
     """
+    from hone.data.rows import write_file
     from hone.trainer.ranks import Ranks
     from hone.trainer.sft.run import SFTRun
     from hone.trainer.sft.tasks import PairTask
@@ -124,18 +125,15 @@ def cross_validate(config: RMConfig, folds: int) -> dict[str, Any]:
         for row, turn in zip(good_rows, first_turns, strict=True):
             rows_by_split["test" if fold_of_turn[turn] == fold else "train"].append(row)
         folder = run_folder / f"fold_{fold}"
-        overrides: dict[str, Any] = {
-            "trainer.default_local_dir": str(folder),
-            "trainer.default_hdfs_dir": None,
-            "data.train_max_samples": -1,
-        }
+        fold_config = replace(config, "trainer.default_local_dir", str(folder))
+        fold_config = replace(fold_config, "trainer.default_hdfs_dir", None)
+        fold_config = replace(fold_config, "data.train_max_samples", -1)
         for split, key in (("train", "data.train_files"), ("test", "data.val_files")):
             file = folder / f"{split}.jsonl"
-            _write_jsonl(file, rows_by_split[split])
-            overrides[key] = (str(file),)
-        fold_config = config
-        for key, value in overrides.items():
-            fold_config = replace(fold_config, key, value)
+            lines = (json.dumps(row, default=str) + "\n" for row in rows_by_split[split])
+            with write_file(file) as temporary:
+                temporary.write_text("".join(lines), encoding="utf-8")
+            fold_config = replace(fold_config, key, (str(file),))
         run = SFTRun(fold_config, Ranks(), task=PairTask())
         run.fit()
         assert run.val_rows is not None
@@ -164,15 +162,6 @@ def _read_pairs(config: RMConfig, files: Sequence[str], max_samples: int) -> Pai
         )
     pairs.encode_all()
     return pairs
-
-
-def _write_jsonl(path: Path, rows: Sequence[Row]) -> None:
-    from hone.data.rows import write_file
-
-    with write_file(path) as temporary:
-        temporary.write_text(
-            "".join(json.dumps(row, default=str) + "\n" for row in rows), encoding="utf-8"
-        )
 
 
 def _accuracy_result(

@@ -47,24 +47,22 @@ def first_errors(solutions: Sequence[Probabilities], threshold: float) -> np.nda
     return np.array([steps[0] if len(steps) else -1 for steps in low_steps])
 
 
-def harmonic_mean(first: float, second: float) -> float:
-    return 2 * first * second / (first + second) if first + second > 0 else 0.0
-
-
 def process_bench(predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Returns the accuracies on wrong and on right solutions, and their harmonic mean (F1).
 
     A prediction or label is the index of the first wrong step, or -1 for a right solution.
     """
-    hits, has_error = predictions == labels, labels >= 0
-    wrong_accuracy, right_accuracy = (
+    return _accuracies(predictions == labels, labels)
+
+
+def _accuracies(hits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Returns the accuracies; `hits` has the probability that each solution's prediction is right."""
+    has_error = labels >= 0
+    wrong, right = (
         float(hits[mask].mean()) if mask.any() else 0.0 for mask in (has_error, ~has_error)
     )
-    return {
-        "accuracy_wrong": wrong_accuracy,
-        "accuracy_right": right_accuracy,
-        "f1": harmonic_mean(wrong_accuracy, right_accuracy),
-    }
+    f1 = 2 * wrong * right / (wrong + right) if wrong + right > 0 else 0.0
+    return {"accuracy_wrong": wrong, "accuracy_right": right, "f1": f1}
 
 
 def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
@@ -78,12 +76,7 @@ def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
 
 def chance_f1(step_counts: np.ndarray, labels: np.ndarray) -> float:
     """Returns the F1 of random predictions: "no error" and each step are equally probable."""
-    hit_probabilities, has_error = 1.0 / (step_counts + 1), labels >= 0
-    wrong_accuracy, right_accuracy = (
-        float(hit_probabilities[mask].mean()) if mask.any() else 0.0
-        for mask in (has_error, ~has_error)
-    )
-    return harmonic_mean(wrong_accuracy, right_accuracy)
+    return _accuracies(1.0 / (step_counts + 1), labels)["f1"]
 
 
 def best_threshold(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
@@ -150,8 +143,8 @@ def weighted_vote(
         return float(np.mean(scores))
     max_total = max(totals.values())
     winners = [vote for vote, total in totals.items() if total == max_total]
-    mean_scores = [
-        np.mean([score for score, vote in zip(scores, votes, strict=True) if vote == winner])
-        for winner in winners
-    ]
+    mean_scores = []
+    for winner in winners:
+        winner_scores = [s for s, vote in zip(scores, votes, strict=True) if vote == winner]
+        mean_scores.append(np.mean(winner_scores))
     return float(np.mean(mean_scores))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,18 @@ from hone.agents.contract import AgentLoopOutput
 from hone.data.create import create_sft_dataset, encoded_dataset_class
 from hone.data.encoded import EncodedRow
 from hone.data.loader import Dataset
+from hone.data.pairs import PairDataset
 from hone.data.rows import DataError, Files
+from hone.data.steps import StepDataset
 from hone.engine.contract import Objective
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
-from hone.workers.objectives import SupervisedObjective
+from hone.workers.objectives import (
+    PairObjective,
+    StepObjective,
+    SupervisedObjective,
+    score_gaps,
+)
 
 Sums = dict[str, tuple[float, float]]
 """{metric: (sum, count)}; sums and counts add up over batches and ranks."""
@@ -73,62 +81,47 @@ class CustomRows:
         return None
 
 
-class Task(Protocol):
+class Task(ABC):
     """The data, the head, the objective and the validation metrics of a supervised run."""
 
-    @property
-    def head(self) -> Literal["policy", "steps", "score"]:
-        """The head of the model: next token, p(good) of each step, or one score per sequence."""
+    head: Literal["policy", "steps", "score"]
+    """The head of the model: next token, p(good) of each step, or one score per sequence."""
+    trained_part: Literal["all", "head"] = "all"
+    """Whether all parameters are trained, or only those of the head."""
+    label_tokens: tuple[int, int] | None = None
+    """The tokens whose logits are the step scores of a causal process reward model."""
+    columns: tuple[str, ...]
+    """The columns of an encoded row that `collate` reads."""
+    sequences_per_row = 1
+    """All sequences of a row are in one micro-batch."""
+    objective: Objective
 
-    @property
-    def trained_part(self) -> Literal["all", "head"]:
-        """Whether all parameters are trained, or only those of the head."""
-
-    @property
-    def label_tokens(self) -> tuple[int, int] | None:
-        """The tokens whose logits are the step scores of a causal process reward model."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The columns of an encoded row that `collate` reads."""
-
-    @property
-    def sequences_per_row(self) -> int:
-        """The number of sequences per row; all sequences of a row are in one micro-batch."""
-
-    @property
-    def objective(self) -> Objective: ...
-
+    @abstractmethod
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
         """Returns the data set of the files; `config` is the data block, `max_samples` -1 means all rows."""
 
-    def num_tokens(self, row: EncodedRow) -> int:
-        """Returns the number of tokens of a row."""
-
+    @abstractmethod
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
         """Builds a batch of encoded rows."""
 
+    @abstractmethod
     def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
         """Computes the validation metrics of a batch from the outputs of the engine."""
 
+    def num_tokens(self, row: EncodedRow) -> int:
+        """Returns the number of tokens of a row."""
+        return len(row["input_ids"])
 
-class SupervisedTask:
+
+class SupervisedTask(Task):
     """Trains next-token prediction on the tokens that the loss mask selects."""
 
-    head: Literal["policy"] = "policy"
-    trained_part: Literal["all"] = "all"
-    label_tokens = None
+    head = "policy"
     columns = ("input_ids", "loss_mask")
-    sequences_per_row = 1
-
-    def __init__(self) -> None:
-        self.objective = SupervisedObjective()
+    objective = SupervisedObjective()
 
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
         return create_sft_dataset(files, config, tokenizer, max_samples)
-
-    def num_tokens(self, row: EncodedRow) -> int:
-        return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
         """Builds a batch; the response begins with the first token after token 0 that has a loss."""
@@ -175,19 +168,15 @@ def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> Da
     )
 
 
-class StepTask:
+class StepTask(Task):
     """Trains a process reward model on labelled steps: in PURE's first stage only the head, then all."""
 
-    head: Literal["steps"] = "steps"
+    head = "steps"
     columns = ("input_ids", "loss_mask", "labels", "prompt_tokens")
-    sequences_per_row = 1
-    label_tokens: tuple[int, int] | None = None
+    objective = StepObjective()
 
     def __init__(self, trained_part: Literal["all", "head"] = "all") -> None:
-        from hone.workers.objectives import StepObjective
-
         self.trained_part = trained_part
-        self.objective = StepObjective()
         self._datasets: dict[tuple[str, int], Dataset] = {}
 
     def next_stage(self) -> StepTask:
@@ -198,16 +187,11 @@ class StepTask:
 
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
         """Returns the data set of the files; both stages share it, so that rows are encoded once."""
-        from hone.data.steps import StepDataset
-
         key = (str(files), max_samples)
         if key not in self._datasets:
             dataset_class = encoded_dataset_class(config, StepDataset)
             self._datasets[key] = dataset_class(files, tokenizer, config, max_samples)
         return self._datasets[key]
-
-    def num_tokens(self, row: EncodedRow) -> int:
-        return len(row["input_ids"])
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
         sequences = [
@@ -239,23 +223,15 @@ class StepTask:
         return sums
 
 
-class PairTask:
+class PairTask(Task):
     """Trains an outcome reward model on pairs of responses (Bradley–Terry)."""
 
-    head: Literal["score"] = "score"
-    trained_part: Literal["all"] = "all"
-    label_tokens = None
+    head = "score"
     columns = ("input_ids", "rejected_ids", "prompt_tokens", "margin")
     sequences_per_row = 2
-
-    def __init__(self) -> None:
-        from hone.workers.objectives import PairObjective
-
-        self.objective = PairObjective()
+    objective = PairObjective()
 
     def dataset(self, files: Files, config: Any, tokenizer: Tokenizer, max_samples: int) -> Dataset:
-        from hone.data.pairs import PairDataset
-
         return encoded_dataset_class(config, PairDataset)(files, tokenizer, config, max_samples)
 
     def num_tokens(self, row: EncodedRow) -> int:
@@ -273,8 +249,6 @@ class PairTask:
         return batch
 
     def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
-        from hone.workers.objectives import score_gaps
-
         gaps = score_gaps(outputs["scores"].double(), batch.batch["response_mask"])
         loss = F.softplus(batch.batch["margin"][::2] - gaps)
         count = float(len(gaps))
