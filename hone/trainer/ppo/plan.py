@@ -295,9 +295,9 @@ def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig)
 
 
 def _plan_problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
-    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-    if plan.estimator.groups == "required" and n == 1:
+    if plan.estimator.groups == "required" and rollout.n == 1:
         yield (
             f"{estimator} compares the responses of one prompt, and "
             "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more"

@@ -24,7 +24,7 @@ class ResourceEstimate:
         self.config, self.plan, self.facts = config, plan, facts
         self.parameters = facts.parameters or 0
         folder = Path(config.trainer.default_local_dir).expanduser().absolute()
-        self._disk_folder = next(p for p in (folder, *folder.parents) if p.exists())
+        self._disk_folder = next(path for path in (folder, *folder.parents) if path.exists())
         self.free_bytes = shutil.disk_usage(self._disk_folder).free
         dtype = config.actor_rollout_ref.actor.fsdp_config.dtype
         is_auto_16_bit = dtype == "auto" and uses_gpu(config.trainer.device)

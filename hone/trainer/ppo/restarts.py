@@ -6,9 +6,10 @@ Only the number of nodes changes, so each step has the same rows and, up to roun
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
+from functools import partial
 from pathlib import Path
 
 from hone.config import ConfigError, PPOTrainerConfig, replace
@@ -109,7 +110,7 @@ def _config_for_remaining_nodes(
         nodes = reachable_nodes()
         # The largest config that fits into all resources, and the largest that fits into the free ones.
         largest_config, largest_free_config = (
-            next((c for c in candidates if _fits(c, resources_by_node(nodes, total=total))), None)
+            _largest_fitting(candidates, partial(resources_by_node, nodes, total=total))
             for total in (True, False)
         )
         is_late = time.monotonic() > deadline
@@ -139,6 +140,13 @@ def _smaller_configs(config: PPOTrainerConfig) -> Iterator[PPOTrainerConfig]:
             smaller = replace(candidate, "actor_rollout_ref.rollout.nnodes", rollout_nodes)
             if not list(find_problems(SCHEMA, smaller)):
                 yield smaller
+
+
+def _largest_fitting(
+    configs: Iterable[PPOTrainerConfig], get_resources: Callable[[], FreeResources]
+) -> PPOTrainerConfig | None:
+    """Returns the first config that fits into the resources, or None; `configs` has the largest first."""
+    return next((config for config in configs if _fits(config, get_resources())), None)
 
 
 def _fits(config: PPOTrainerConfig, resources: FreeResources) -> bool:

@@ -184,9 +184,12 @@ def _array_column(name: str, values: np.ndarray) -> pa.Array:
 def split_turns(
     ids: np.ndarray, mask: Sequence[int], spans: Sequence[Fields] | None, tokenizer: Tokenizer
 ) -> list[Fields]:
-    """Splits a response into turns: by `spans` if these cover the response exactly, else by `mask`."""
+    """Splits a response into turns: by `spans` if the spans cover the response exactly, else by `mask`."""
     try:
-        turns = [{**s, "role": str(s["role"]), "tokens": int(s["tokens"])} for s in spans or ()]
+        turns = [
+            {**span, "role": str(span["role"]), "tokens": int(span["tokens"])}
+            for span in spans or ()
+        ]
     except (TypeError, ValueError, KeyError):  # a user's loop may return anything
         turns = []
     counts = [turn["tokens"] for turn in turns]
@@ -208,10 +211,10 @@ def _add_extras(columns: dict[str, pa.Array], batch: DataProto) -> None:
     import pyarrow as pa
 
     arrays, info = batch.non_tensor_batch, batch.meta_info
-    # The file already has a column `score`.
-    scorer_names = (n for n in info.get("reward_extra_names", ()) if n != "score")
+    # The schema already has a column `score`.
+    scorer_names = (name for name in info.get("reward_extra_names", ()) if name != "score")
     schema_names = {TURN_SPANS, *SCHEMA} - set(_NOT_IN_BATCH)
-    loop_names = (n for n in info.get("loop_columns", ()) if n not in schema_names)
+    loop_names = (name for name in info.get("loop_columns", ()) if name not in schema_names)
     names = {*columns, *_DECODED_COLUMNS}
     for name in dict.fromkeys([*scorer_names, *loop_names]):
         if name not in arrays:

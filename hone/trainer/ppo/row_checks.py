@@ -89,7 +89,8 @@ def _is_empty(value: object) -> bool:
 def check_columns(store: RowStore, prompt_key: str) -> None:
     """Raises an error if the data have a column that the training loop writes."""
     parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
-    reserved_columns = [n for n in (*COLUMNS, *parts) if not is_data_column(n) and n != prompt_key]
+    names = [name for name in (*COLUMNS, *parts) if name != prompt_key]
+    reserved_columns = [name for name in names if not is_data_column(name)]
     for file in store.files:
         for index, row in enumerate(file.scan(reserved_columns)):
             for name in row:
@@ -180,7 +181,10 @@ def try_scorers(
     keys = key, config.data.prompt_key
     for positions in list(candidate_positions.values())[:MAX_SOURCES]:
         trial_positions = {positions[0], positions[len(positions) // 2], positions[-1]}
-        rows = [TrialRow.of(store[p], store.where(p), *keys) for p in sorted(trial_positions)]
+        rows = [
+            TrialRow.of(store[position], store.where(position), *keys)
+            for position in sorted(trial_positions)
+        ]
         yield try_scorer(manager, rows)
     if unscorable_positions:
         problem = (

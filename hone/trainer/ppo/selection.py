@@ -123,7 +123,9 @@ class DynamicSampling:
 
     def _needs_round(self) -> bool:
         """Returns whether to start a round: if none runs, or if another is probably needed and is allowed."""
-        running_rounds = [entry for entry in self._rounds if not self._is_scored(entry)]
+        running_rounds = [
+            prompt_round for prompt_round in self._rounds if not self._is_scored(prompt_round)
+        ]
         if not running_rounds:
             return True
         max_concurrent_rounds = self._filters.max_inflight_gen_batches if self._scores_chunks else 1
@@ -131,7 +133,7 @@ class DynamicSampling:
         if len(running_rounds) >= max_concurrent_rounds or 0 < max_rounds <= len(self._rounds):
             return False
         num_informative = sum(group.is_informative for group in self._groups.values())
-        num_submitted = sum(len(entry.group_numbers) for entry in self._rounds)
+        num_submitted = sum(len(prompt_round.group_numbers) for prompt_round in self._rounds)
         num_unscored = num_submitted - len(self._groups)
         informative_rate = (num_informative + 1) / (len(self._groups) + 1)
         return num_informative + informative_rate * num_unscored < self._groups_needed
@@ -155,7 +157,9 @@ class DynamicSampling:
         """Returns the numbers of the step's groups, or None while there are too few."""
         scored_numbers = iter(self._groups)
         if self._filters.order != "finish":
-            order = (number for entry in self._rounds for number in entry.group_numbers)
+            order = (
+                number for prompt_round in self._rounds for number in prompt_round.group_numbers
+            )
             scored_numbers = takewhile(self._groups.__contains__, order)
         informative_numbers = [
             number for number in scored_numbers if self._groups[number].is_informative
@@ -180,7 +184,7 @@ class DynamicSampling:
 
     def _report_round(self, round_number: int) -> None:
         """Prints the result of a round; raises an error if groups are missing and no round is left."""
-        group_numbers = [entry.group_numbers for entry in self._rounds[:round_number]]
+        group_numbers = [prompt_round.group_numbers for prompt_round in self._rounds[:round_number]]
         rounds = [[self._groups[number] for number in numbers] for numbers in group_numbers]
         informative_counts = [sum(group.is_informative for group in groups) for groups in rounds]
         total = sum(informative_counts)

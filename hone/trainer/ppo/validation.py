@@ -73,8 +73,9 @@ def validation_metrics(
     for source, source_metrics in process_validation_metrics(sources, uids, variables).items():
         core_variable = "acc" if "acc" in source_metrics else "reward"
         for name, statistics in source_metrics.items():
-            max_attempts = max(int(s.split("@")[1].split("/")[0]) for s in statistics)
-            core_prefixes = tuple(f"{s}@{max_attempts}" for s in ("mean", "best", "maj"))
+            # A statistic is named like mean@8 or best@4/std; core statistics have the most attempts.
+            attempts = [int(statistic.split("@")[1].split("/")[0]) for statistic in statistics]
+            core_prefixes = [f"{kind}@{max(attempts)}" for kind in ("mean", "best", "maj")]
             for statistic, value in statistics.items():
                 is_core_statistic = statistic.split("/")[0] in core_prefixes
                 is_core = name == core_variable and is_core_statistic
@@ -113,21 +114,21 @@ def process_validation_metrics(
             variables["acc"] += [0.0] * (count - len(variables["acc"]))
     result: dict[str, dict[str, dict[str, float]]] = {}
     for source in dict.fromkeys(data_sources):
-        source_groups = [g for g in groups.values() if g.source == source]
+        source_groups = [group for group in groups.values() if group.source == source]
         result[source] = {}
-        for name in sorted({n for g in source_groups for n in g.variables}):
-            attempts = max(len(g.variables[name]) for g in source_groups)
-            pairs = [(g.variables[name], g.answers) for g in source_groups if g.variables[name]]
-            result[source][name] = _statistics(pairs, attempts)
+        for name in sorted(set().union(*(group.variables for group in source_groups))):
+            attempts = max(len(group.variables[name]) for group in source_groups)
+            pairs = [(group.variables[name], group.answers) for group in source_groups]
+            result[source][name] = _statistics([pair for pair in pairs if pair[0]], attempts)
     return result
 
 
 def _statistics(
     groups: Sequence[tuple[list[float], list[Hashable | None]]], attempts: int
 ) -> dict[str, float]:
-    """Returns the mean over prompts of each statistic over a prompt's attempts.
+    """Returns the mean over prompts of each statistic; `groups` has the values and answers of each prompt.
 
-    A prompt with missing values (the score function failed) counts only in the mean.
+    A prompt with missing values (the score function failed) counts only in `mean@n`.
     """
     prompt_values: dict[str, list[float]] = defaultdict(list)
     for values, answers in groups:
