@@ -9,36 +9,15 @@ from hone.config.sft import SFTDataConfig
 from hone.data.conversation import TokensAndMask, encode_conversation
 from hone.data.encoded import EncodedDataset, EncodedRow, UntrainableRow, check_row_text
 from hone.data.messages import (
-    Prompt,
     PromptError,
     Tools,
     as_messages,
     check_message_roles,
     remove_nulls,
 )
-from hone.data.prompt_ids import render_prompt
-from hone.data.prompts import tokenise, truncate
+from hone.data.prompts import truncate
 from hone.text import BadText, find_flaw, read_json, short_repr
-from hone.tokenizer import Tokenizer
-from hone.types import Row, Settings
-
-
-def encode_single_turn(
-    prompt: Prompt,
-    response: str,
-    tokenizer: Tokenizer,
-    prompt_format: str,
-    template_kwargs: Settings | None = None,
-    max_tokens: int | None = None,
-) -> TokensAndMask:
-    """Encodes the prompt as in rollout; the response and the end token are the targets."""
-    prompt_ids = render_prompt(
-        prompt, tokenizer, prompt_format, template_kwargs=template_kwargs, max_tokens=max_tokens
-    )
-    response_ids = tokenise(response, tokenizer, max_tokens)
-    if tokenizer.eos_token_id is not None:
-        response_ids.append(int(tokenizer.eos_token_id))
-    return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
+from hone.types import Row
 
 
 class SFTDataset(EncodedDataset):
@@ -51,17 +30,12 @@ class SFTDataset(EncodedDataset):
     config: SFTDataConfig
 
     def encode_untruncated(self, row: Row) -> TokensAndMask:
-        """Returns token ids and mask of one row before truncation."""
+        """Returns ids and mask before truncation; the targets are the response and the end token."""
         prompt, response = self._prompt_and_response(row)
-        config = self.config
-        return encode_single_turn(
-            prompt,
-            response,
-            self.tokenizer,
-            config.prompt_format,
-            self.template_kwargs,
-            self.max_tokens,
-        )
+        prompt_ids, response_ids = self.render(prompt), self.tokenise(response)
+        if self.tokenizer.eos_token_id is not None:
+            response_ids.append(int(self.tokenizer.eos_token_id))
+        return prompt_ids + response_ids, [0] * len(prompt_ids) + [1] * len(response_ids)
 
     def check(self, row: Row) -> None:
         """Raises PromptError if the row does not match the schema."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hone.config.sft import SFTDataConfig
 from hone.data.conversation import encode_conversation
 from hone.data.messages import PromptError
-from hone.data.sft import encode_single_turn
+from hone.data.sft import SFTDataset
 
 LOOP = "{% for m in messages %}"
 OPEN = "{% endfor %}{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
@@ -196,8 +198,10 @@ def test_a_template_that_closes_turns_with_nothing_gets_the_end_token_at_each(
 def test_one_question_and_answer_as_messages_are_learnt_as_in_two_columns(tokenizer: Any) -> None:
     kwargs = {"chat_template": NEWLINE_END}
     ids, mask = encode_conversation(conversation("u:q", "a:x"), tokenizer, template_kwargs=kwargs)
-    single_turn_ids, single_turn_mask = encode_single_turn("q", "x", tokenizer, "chat", kwargs)
-    assert (ids[:-1], mask[:-1]) == (single_turn_ids, single_turn_mask)
+    config = dataclasses.replace(SFTDataConfig(), max_length=64, chat_template=NEWLINE_END)
+    rows = [{config.prompt_key: "q", config.response_key: "x"}]
+    single_turn = SFTDataset(None, tokenizer, config, rows=rows)[0]
+    assert (ids[:-1], mask[:-1]) == (single_turn["input_ids"], single_turn["loss_mask"])
     assert (tokenizer.decode(ids[-1:]), mask[-1]) == ("\n", 0)
 
 

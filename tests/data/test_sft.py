@@ -14,7 +14,7 @@ from hone.data.create import create_sft_dataset
 from hone.data.loader import PromptLoader
 from hone.data.prompt_ids import render_prompt
 from hone.data.rows import DataError, write_parquet
-from hone.data.sft import MultiTurnSFTDataset, SFTDataset, encode_single_turn
+from hone.data.sft import MultiTurnSFTDataset, SFTDataset
 
 
 def sft_config(**changes: Any) -> SFTDataConfig:
@@ -28,8 +28,16 @@ def target_text(tokenizer: Any, ids: list[int], mask: list[int]) -> str:
     )
 
 
+def encoded(
+    question: str, answer: str, tokenizer: Any, **settings: Any
+) -> tuple[list[int], list[int]]:
+    rows = [{"question": question, "answer": answer}]
+    row = SFTDataset(None, tokenizer, sft_config(**settings), rows=rows)[0]
+    return row["input_ids"], row["loss_mask"]
+
+
 def test_only_the_response_and_its_end_are_learnt(tokenizer: Any) -> None:
-    ids, mask = encode_single_turn("1+1?", "2", tokenizer, "chat")
+    ids, mask = encoded("1+1?", "2", tokenizer)
     assert target_text(tokenizer, ids, mask) == "2<|im_end|>"
     prompt = render_prompt("1+1?", tokenizer)
     assert ids[: len(prompt)] == prompt
@@ -37,7 +45,7 @@ def test_only_the_response_and_its_end_are_learnt(tokenizer: Any) -> None:
 
 
 def test_a_raw_prompt_is_continued_as_it_is(tokenizer: Any) -> None:
-    ids, mask = encode_single_turn("1+1=", "2", tokenizer, "raw")
+    ids, mask = encoded("1+1=", "2", tokenizer, prompt_format="raw")
     assert tokenizer.decode(ids) == "1+1=2<|im_end|>"
     assert mask == [0, 0, 0, 0, 1, 1]
 
