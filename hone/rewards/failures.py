@@ -16,7 +16,7 @@ NO_GROUND_TRUTH = "no_ground_truth"
 
 
 class SetupError(Exception):
-    """The scorer, an option or the sandbox is unusable; every failure policy lets this error stop the run."""
+    """The scorer, an option or the sandbox is unusable; this error stops the run under every policy."""
 
 
 class WrongSetting(SetupError, ValueError):

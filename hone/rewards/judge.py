@@ -80,9 +80,10 @@ class ChatServer:
     async def _complete_one(self, request: Request) -> str | Failed:
         text, vote = request
         cache, key = self.server.cache, cache_key("chat", self._request_fields, text, vote)
-        if isinstance(cached := cache.get(key), str):
+        cached_text = cache.get(key)
+        if isinstance(cached_text, str):
             self.server.counts["cache_hits"] += 1
-            return cached
+            return cached_text
         messages: JsonValue = [{"role": "user", "content": text}]
         body = self._request_fields | {"messages": messages, "seed": vote}
         answer = await self.server.post(body, _message_content)
@@ -205,11 +206,12 @@ class Judge:
         start = len(text)
         for _ in range(_MAX_GRADE_POSITIONS):
             start = text.rfind(marker, 0, start)
-            match = _NUMBER.match(text, start + len(marker)) if start >= 0 else None
-            if match and (number := _parse_number(match[1].rstrip(".,eE+-"))) is not None:
+            if start < 0:
+                return None
+            match = _NUMBER.match(text, start + len(marker))
+            number = _parse_number(match[1].rstrip(".,eE+-")) if match else None
+            if number is not None:
                 return number
-            if start <= 0:
-                break
         return None
 
 

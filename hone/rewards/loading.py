@@ -95,15 +95,16 @@ def _manager_settings(
     if settings["max_resp_len"] is None:
         settings["max_resp_len"] = config.data.max_response_length
     if settings["num_processes"] is None and sandbox.url:
-        # The scoring processes only wait for the service, so its slots limit their number, not the cores.
+        # A process per slot of the service, not per core, because the processes only wait.
         settings["num_processes"] = sandbox.max_concurrent
     if not issubclass(cls, RuleRewardManager):
         names = accepted_names(cls)
         if names is None:
             return {**settings, **kwargs.extra}
-        if unknown := sorted({*kwargs.extra} - names):
+        unknown_names = sorted({*kwargs.extra} - names)
+        if unknown_names:
             raise WrongSetting(
-                f"reward manager {cls.__name__} takes no argument {', '.join(unknown)}; check "
+                f"reward manager {cls.__name__} takes no argument {', '.join(unknown_names)}; check "
                 "reward_model.reward_kwargs"
             )
         settings = {name: value for name, value in settings.items() if name in names}
@@ -111,7 +112,7 @@ def _manager_settings(
     inits = [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)]
     names = frozenset(name for init in inits for name in inspect.signature(init).parameters)
     settings = {name: value for name, value in settings.items() if name in names}
-    # With type=prime, every row needs a ground truth: its reward model is trained on the rule's score.
+    # With type=prime, every row needs a ground truth, because rule scores train the reward model.
     if reward_model.enable and reward_model.type != "prime":
         settings["skips_rows_without_truth"] = True
     if reward_model.repeatness_punishment:

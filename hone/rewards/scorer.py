@@ -132,7 +132,7 @@ def _split_segments(
 
 def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Fields:
     """Returns `extra_info` of a row, with fields of `reward_model` and rollout statistics."""
-    extra = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
+    extra = {key: reward_model[key] for key in reward_model if key not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
     num_turns = _first_value(columns, _NUM_TURNS_COLUMNS, index)
     num_calls = _first_value(columns, ("tool_call_counts",), index)
@@ -216,9 +216,9 @@ def to_python(value: Any) -> Any:
     if type(value) in _PYTHON_SCALARS:
         return value
     if isinstance(value, (dict, Mapping)):
-        return {k: v if type(v) in _PYTHON_SCALARS else to_python(v) for k, v in value.items()}
+        return {key: to_python(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [v if type(v) in _PYTHON_SCALARS else to_python(v) for v in value]
+        return [to_python(item) for item in value]
     tolist = getattr(value, "tolist", None)
     return value if tolist is None else to_python(tolist())
 
@@ -317,11 +317,10 @@ def _accepted_names(function: Function) -> frozenset[str] | None:
         parameters = inspect.signature(function).parameters.values()
     except ValueError:
         return None
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
-    return frozenset(
-        p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    )
+    keyword_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return frozenset(item.name for item in parameters if item.kind in keyword_kinds)
 
 
 class counted_mishaps:

@@ -118,8 +118,9 @@ class ServedClassifier:
         keys = {text: cache_key(self.kind, name, list(text)) for text in texts}
         scores: dict[tuple[str, ...], float | Failed] = {}
         for text, key in keys.items():
-            if isinstance(cached := cache.get(key), int | float):
-                scores[text] = cached
+            cached_score = cache.get(key)
+            if isinstance(cached_score, int | float):
+                scores[text] = cached_score
         self.server.counts["cache_hits"] += len(scores)
         uncached = [text for text in keys if text not in scores]
         starts = range(0, len(uncached), self._batch_size)

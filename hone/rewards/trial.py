@@ -26,7 +26,7 @@ RESPONSE_FORMATS = (
     "{prompt}\n{truth}",
     "",
 )
-"""Formats of responses, simplest first. A prompt in a response often contains an example answer."""
+"""Formats of responses, simplest first. A repeated prompt often has an example answer."""
 TEXT_ERRORS = {"ValueError", "LookupError", "TypeError", "AttributeError", "AssertionError"}
 """Errors that a scorer may raise for a text that the scorer cannot parse; subclasses are included."""
 
@@ -120,7 +120,7 @@ def _text_of(value: JsonValue) -> str:
 def ground_truth_scorer(
     target: str, source_key: str, prompt_key: str
 ) -> Callable[[Settings], float | str]:
-    """Returns a function that returns the score of a row's ground truth as a response, or why it failed."""
+    """Returns a function that scores the ground truth of a row, or returns the failure as text."""
     path, _, name = target.rpartition(":")  # file.py:name, or file.py
     name = (path and name) or CustomRewardFunctionConfig.name
     function = load_extern_object(path or target, name)

@@ -281,8 +281,9 @@ class Box(DescriptorOwner):
         self._end_event("process", self._pidfd)
         self.pid = 0 if self.request.plan.bwrap_path is not None else self.pid
         self._kill_program()  # children of the program may still run
-        if (namespace_fd := self._init_pidfd) is not None:
-            self._watch("namespace", namespace_fd, lambda: self._on_namespace_end(namespace_fd))
+        pidfd = self._init_pidfd
+        if pidfd is not None:
+            self._watch("namespace", pidfd, lambda: self._on_namespace_end(pidfd))
 
     def _on_namespace_end(self, pidfd: int) -> None:
         self._end_event("namespace", pidfd)

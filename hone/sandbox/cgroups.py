@@ -76,7 +76,8 @@ def _find_v2(memberships: list[str], mounts: list[str]) -> ParentCgroups:
             available = Path(directory, "cgroup.controllers").read_text().split()
             names = [name for name in ("memory", "pids") if name in available]
             enabled = control.read_text().split()
-            if missing := [f"+{name}" for name in names if name not in enabled]:
+            missing = [f"+{name}" for name in names if name not in enabled]
+            if missing:
                 control.write_text(" ".join(missing))
             return ParentCgroups(2, dict.fromkeys(names, directory))
     return ParentCgroups(2, {})

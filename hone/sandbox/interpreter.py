@@ -46,12 +46,12 @@ class Interpreter:
         """Returns whether the user `uid` of the group `gid` can open all paths."""
         for path in map(Path, (self.executable, *self.read_paths)):
             for part in (path, *path.parents):
-                info = part.stat()  # the mode has three bits each for user, group and others
-                group_or_other_shift = 3 if info.st_gid == gid else 0
-                shift = 6 if info.st_uid == uid else group_or_other_shift
+                status = part.stat()  # the mode has three bits each for user, group and others
+                group_or_other_shift = 3 if status.st_gid == gid else 0
+                shift = 6 if status.st_uid == uid else group_or_other_shift
                 # Bit 1 lets a user enter a directory or execute a file, bit 4 read a file.
-                required_bits = 0o1 if stat.S_ISDIR(info.st_mode) else 0o5
-                if (info.st_mode >> shift) & required_bits != required_bits:
+                required_bits = 0o1 if stat.S_ISDIR(status.st_mode) else 0o5
+                if (status.st_mode >> shift) & required_bits != required_bits:
                     return False
         return True
 

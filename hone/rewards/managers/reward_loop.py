@@ -186,7 +186,7 @@ class AsyncTokenBucket:
 
 
 class CallLimits:
-    """Limits concurrent calls, and calls and tokens per minute, also of several event loops in turn."""
+    """Limits concurrent calls, calls per minute and tokens per minute."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ def shared_limits(cls: type, **settings: float) -> CallLimits:
 
 
 class RateLimitedRewardManager(RewardManagerBase):
-    """For score functions that call a service: limits concurrent calls and calls per minute.
+    """Limits concurrent calls and calls per minute, for score functions that call a service.
 
     Settings of the `reward` (or `reward_model`) block: `max_concurrent`, `max_rpm`, `max_tpm` with
     `estimated_tokens_per_request`, `timeout`. Managers with equal settings, such as those of training

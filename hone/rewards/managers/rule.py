@@ -50,7 +50,7 @@ def response_attention(data: DataProto) -> torch.Tensor:
 
 
 def policy_mask(data: DataProto) -> torch.Tensor:
-    """Returns the mask of policy tokens, bool [B, T]: `response_mask`, or all tokens if it is absent."""
+    """Returns the mask of policy tokens, bool [B, T]: `response_mask`, else the attention mask."""
     if "response_mask" in data.batch:
         return data.batch["response_mask"].bool()
     return response_attention(data)
@@ -104,7 +104,7 @@ class AbstractRewardManager(ABC):
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Fields:
         """Returns rewards [B, T]; with `return_dict`, `{"reward_tensor", "reward_extra_info"}`."""
 
-    @functools.cached_property  # a user's `__init__`, as verl's, may not call the one above
+    @functools.cached_property  # the `__init__` of a user's class need not call ours
     def failures(self) -> Counter[str]:
         """The failures since the last `pop_metrics`, by reason."""
         return Counter()
@@ -159,7 +159,7 @@ class RuleRewardManager(AbstractRewardManager):
             bound_options = {**function.keywords, **bound_options}
             function = function.func
         self.uses_table = function is table.default_compute_score
-        """Whether rows are scored by the table of data sources (not by a user's function)."""
+        """Whether the table of data sources scores the rows, not a user's function."""
         if self.uses_table:
             self.compute_score, options = function, {**bound_options, **options}
         module = getattr(unwrap_function(function), "__module__", None)
@@ -254,7 +254,7 @@ class RuleRewardManager(AbstractRewardManager):
     def _mark_rows_without_truth(
         self, rows: Sequence[ScorerInput], outcomes: list[Scored | Failed]
     ) -> None:
-        """Replaces the failure of rows without a ground truth, which a user's function may need."""
+        """Gives failed rows without a ground truth the reason NO_GROUND_TRUTH, and warns once."""
         for index, (row, outcome) in enumerate(zip(rows, outcomes, strict=True)):
             if not isinstance(outcome, Failed) or not is_missing(row.ground_truth):
                 continue

@@ -40,7 +40,7 @@ def extract_answer(text: str) -> tuple[str, bool]:
 
 
 def grade_answer(answer: str, truth: str) -> bool:
-    """Returns whether the answers are equal as text, numbers or expressions, or one is a rounded number.
+    """Returns whether the answers are equal as text, numbers or expressions, also after rounding.
 
     A rounded number must agree in all its decimals, and in at least four digits. An integer
     never counts as rounded.

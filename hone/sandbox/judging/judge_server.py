@@ -50,7 +50,8 @@ def main() -> None:
                 return
             if pid == 0:
                 return
-            if (verdict_fd := verdict_fds.pop(pid, None)) is not None:
+            verdict_fd = verdict_fds.pop(pid, None)
+            if verdict_fd is not None:
                 exit_code = os.waitstatus_to_exitcode(status)
                 reason = f"the tests ended with exit code {exit_code}"
                 _write_verdict(verdict_fd, False, reason, 0)

@@ -297,9 +297,8 @@ def update_in_place(local: Value, remote: Value) -> Value:
     if type(remote) is not value_type:
         return remote
     if value_type in (list, collections.deque):
-        common_length = min(len(local), len(remote))
-        items = [update_in_place(local[i], remote[i]) for i in range(common_length)]
-        items += [remote[i] for i in range(common_length, len(remote))]
+        items = [*map(update_in_place, local, remote)]
+        items += [*remote][len(local) :]
         local.clear()
         local.extend(items)
         return local
