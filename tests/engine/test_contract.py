@@ -22,7 +22,7 @@ def test_a_lease_is_the_module_itself_in_eval_mode():
         assert not any(module.training for module in model.modules())
 
 
-def test_the_generation_stays_while_addresses_stay_and_changes_when_they_may_have(tmp_path):
+def test_the_address_version_changes_when_addresses_may_have_changed(tmp_path):
     engine = make_engine(policy(), ADAM)
 
     def generation():

@@ -38,7 +38,7 @@ def test_a_family_without_a_plan_is_refused_by_name():
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gemma3", "qwen3_moe", "granite_swa"])
-def test_heads_are_never_split(family):
+def test_a_head_is_never_split_over_ranks(family):
     config = tiny_config(family)
     check_tensor_parallel(config, "m", 2)
     with pytest.raises(UnsupportedModel, match=r"num_attention_heads=4, which .*_size=3 does not"):

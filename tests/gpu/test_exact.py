@@ -137,7 +137,7 @@ class TestAttention:
 class TestLogProbs:
     pytestmark = needs_kernels
 
-    def test_the_drawn_token_has_the_log_prob_that_the_trainer_computes(self) -> None:
+    def test_the_sampled_token_has_the_log_prob_that_the_trainer_computes(self) -> None:
         from hone.rollout.native import exact_triton
         from hone.rollout.native.decode_step import BatchState
 

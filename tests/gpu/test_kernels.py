@@ -89,7 +89,7 @@ def test_rotation_and_cache_write_equal_their_reference(
     assert torch.equal(caches[0]._memory[0], caches[1]._memory[0])
 
 
-def test_a_store_touches_only_its_cells() -> None:
+def test_a_cache_write_changes_only_its_cells() -> None:
     from hone.rollout.native import kernels_triton
 
     k, v = torch.randn(2, 1, 3, 5, 64, device=DEVICE)[:, 0].transpose(1, 2)  # strided heads
@@ -223,7 +223,7 @@ def test_sampling_equals_its_reference(dtype: torch.dtype, vocabulary: int) -> N
     assert torch.allclose(actual_state.log_probs_out[same], expected.log_probs_out[same], atol=1e-4)
 
 
-def test_an_impossible_token_is_never_drawn() -> None:
+def test_an_impossible_token_is_never_sampled() -> None:
     from hone.rollout.native import kernels_triton
 
     logits = torch.full((64, 9000), float("-inf"), device=DEVICE)
@@ -251,7 +251,7 @@ def test_advance_equals_its_reference() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [24, 9000])
-def test_rows_beside_a_cut_are_drawn_as_without_it(vocabulary: int) -> None:
+def test_top_k_of_some_rows_does_not_change_the_others(vocabulary: int) -> None:
     from hone.rollout.native import kernels_triton
 
     random.seed(vocabulary)
@@ -260,9 +260,9 @@ def test_rows_beside_a_cut_are_drawn_as_without_it(vocabulary: int) -> None:
         getattr(mixed, name).copy_(getattr(alone, name))
     was_running = alone.finished == 0
     logits = torch.randn(32, vocabulary, device=DEVICE) * 3
-    logits[:, 0] = -9.0  # what nobody draws stands where nothing was written
-    asked = [Sampling(5, 1.0, i, **({"top_k": 1} if i % 4 == 0 else {})) for i in range(32)]
-    truncated = TruncatedSampling.of(asked, DEVICE, exact=False)
+    logits[:, 0] = -9.0  # token 0 is never sampled, so a 0 was not written
+    requests = [Sampling(5, 1.0, i, **({"top_k": 1} if i % 4 == 0 else {})) for i in range(32)]
+    truncated = TruncatedSampling.of(requests, DEVICE, exact=False)
     assert truncated is not None
     truncated.sample(logits, mixed, kernels_triton, 16)
     kernels_triton.sample(logits, alone, 16)

@@ -25,7 +25,7 @@ pytestmark = [
 RULE = MicroBatchRule(rows=100, tokens=10_000)
 
 
-def made_with(fsdp: FSDPConfig, dtype: torch.dtype = torch.bfloat16):
+def make_offload_engine(fsdp: FSDPConfig, dtype: torch.dtype = torch.bfloat16):
     lm = tiny_lm(VOCABULARY, hidden=512, layers=4, mlp=1024, seed=1)
     return build_engine(
         PolicyModel(lm.to("cuda", dtype)),
@@ -59,21 +59,24 @@ OFFLOADS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OFFLOADS)
-def test_training_is_bit_equal_whatever_rests_on_the_host(name, dtype):
-    """`none` says whether the update itself repeats under deterministic kernels."""
-    plain, resting = made_with(FSDPConfig(), dtype), made_with(OFFLOADS[name], dtype)
+def test_training_is_bit_equal_under_every_offload(name, dtype):
+    """`none` shows that the update itself is deterministic."""
+    plain, offloaded = (
+        make_offload_engine(FSDPConfig(), dtype),
+        make_offload_engine(OFFLOADS[name], dtype),
+    )
     for _ in range(3):
-        expected, actual = update(plain), update(resting)
+        expected, actual = update(plain), update(offloaded)
         assert actual[0] == expected[0]
         assert all(torch.equal(actual[1][name], x) for name, x in expected[1].items())
 
 
 def test_memory_falls_between_phases():
-    update(made_with(FSDPConfig()))  # libraries take their workspaces
-    gc.collect()  # engines hold cycles: one that goes later would be counted against the next
+    update(make_offload_engine(FSDPConfig()))  # libraries allocate their workspaces
+    gc.collect()  # engines have reference cycles, whose memory would be counted here
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    engine = made_with(FSDPConfig(param_offload=True, optimizer_offload=True))
+    engine = make_offload_engine(FSDPConfig(param_offload=True, optimizer_offload=True))
     parameters = sum(p.numel() for p in engine.module.parameters())
     slack = 4 << 20
     assert torch.cuda.memory_allocated() - before < slack
@@ -87,8 +90,8 @@ def test_memory_falls_between_phases():
         assert abs(held - 14 * parameters) < slack  # masters and two moments in float32
 
 
-def test_only_the_optimizer_rests_where_only_that_was_asked_for():
-    engine = made_with(FSDPConfig(optimizer_offload=True))
+def test_only_the_optimizer_is_offloaded_with_optimizer_offload_alone():
+    engine = make_offload_engine(FSDPConfig(optimizer_offload=True))
     update(engine)
     parameters = sum(p.numel() for p in engine.module.parameters())
     assert engine.offload.parameters is None
@@ -96,7 +99,7 @@ def test_only_the_optimizer_rests_where_only_that_was_asked_for():
     assert engine.offload.optimizer.offloaded_bytes >= 12 * parameters
 
 
-def test_the_native_rollout_decodes_the_same_after_its_policy_has_rested(tmp_path):
+def test_the_native_rollout_decodes_the_same_after_its_policy_was_offloaded(tmp_path):
     import asyncio
 
     from hone.agents.loop_thread import run_with_engine

@@ -89,7 +89,7 @@ def test_turns_of_a_loop_find_their_prefix_and_stay_exact(train: Callable[..., R
     assert run.series("num_turns/mean") == [4.0] * 2
 
 
-def test_compiled_blocks_train_alike(train: Callable[..., Run]) -> None:
+def test_compiled_layers_train_like_plain_layers(train: Callable[..., Run]) -> None:
     plain = train()
     compiled = train("actor_rollout_ref.actor.use_torch_compile=true", folder="compiled")
     norm = "actor/grad_norm"

@@ -68,7 +68,7 @@ class TestGate:
         for actual, expected in zip(gradients, (a.grad, b.grad, plain), strict=True):
             assert relative_error(actual, expected) < 1e-5
 
-    def test_factors_may_lie_apart_in_memory(self) -> None:
+    def test_the_inputs_of_a_gate_may_be_strided(self) -> None:
         from hone.ops import training_triton
 
         gate, up, g = torch.randn(3, 1111, 5, device=DEVICE).transpose(1, 2)
@@ -211,7 +211,7 @@ class TestNorm:
         more, _ = training_triton.rms_norm_backward(x, weight, scale, g, x)
         assert relative_error(more, a.grad + x) < 1e-4
 
-    def test_rows_may_lie_apart_in_memory(self, width: int) -> None:
+    def test_the_rows_of_a_norm_may_be_strided(self, width: int) -> None:
         from hone.ops import training_triton
 
         x, g = torch.randn(2, width, 37, device=DEVICE).transpose(1, 2)

@@ -148,7 +148,7 @@ def test_the_error_of_a_folder_without_a_model_names_the_expected_file(tmp_path)
         resolve_model_path(str(tmp_path))
 
 
-def test_the_model_has_our_attention_and_the_requested_dtype(folder):
+def test_the_model_has_the_attention_of_hone_and_the_requested_dtype(folder):
     lm = load_causal_lm(str(folder), dtype=torch.bfloat16)
     assert lm.config._attn_implementation == "hone"
     assert {p.dtype for p in lm.parameters()} == {torch.bfloat16}
@@ -187,7 +187,7 @@ def test_a_parameter_that_is_not_in_the_weights_is_never_random(change, message,
         load_causal_lm(str(tmp_path), dtype=torch.float32)
 
 
-def test_a_new_head_is_one_line(folder, caplog, monkeypatch):
+def test_a_new_head_logs_no_report_of_transformers(folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     load_classifier(str(folder), ["score"], dtype=torch.float32)
     assert "newly initialized" not in caplog.text
@@ -248,7 +248,7 @@ def test_one_scaling_for_rotary_tables_per_layer_type_is_refused(tmp_path):
         load_causal_lm(str(tmp_path), dtype=torch.float32, override_config=overrides)
 
 
-def test_another_attention_in_the_overrides_runs_with_ours_and_a_warning(folder, caplog):
+def test_an_attention_implementation_in_the_overrides_is_replaced_with_a_warning(folder, caplog):
     overrides = {"attn_implementation": "flash_attention_2"}
     lm = load_causal_lm(str(folder), dtype=torch.float32, override_config=overrides)
     assert lm.config._attn_implementation == "hone"

@@ -161,7 +161,7 @@ def test_the_gradient_at_tool_tokens_is_exactly_zero():
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_padding_and_rows_without_targets_bring_no_nan(share):
+def test_padding_and_rows_without_targets_cause_no_nan(share):
     policy = PolicyModel(decoder_of("qwen2"))
     batch = rows(prompt_pad=5, response_pad=4)
     batch.batch["response_mask"][:3] = 0
@@ -201,7 +201,7 @@ def test_values_start_at_zero_and_follow_the_head():
     assert (values[mask] != 0).all()
 
 
-def test_the_value_model_has_no_language_head():
+def test_the_value_model_has_no_lm_head():
     model = ValueModel(decoder_of("qwen2", tie_word_embeddings=False))
     assert model.lm.get_output_embeddings() is None
     assert not any("lm_head" in name for name, _ in model.named_parameters())

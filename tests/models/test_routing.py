@@ -72,7 +72,7 @@ def check_family(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", QUICK)
-def test_a_forward_uses_the_experts_that_another_recorded(family: str) -> None:
+def test_a_forward_pass_uses_the_experts_that_another_one_recorded(family: str) -> None:
     check_family(family)
 
 

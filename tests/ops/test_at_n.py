@@ -83,13 +83,13 @@ def test_majority_is_the_mean_over_all_subsets_in_any_order(attempts, data):
     assert majority_at(moved_values, moved, n) == pytest.approx(expected)
 
 
-def test_a_vote_of_two_is_worth_the_mean():
+def test_tied_answers_have_their_mean_value():
     """The right answer comes last, so it would lose ties that go to the first answer."""
     values, answers = [0.0, 0.0, 0.0, 1.0], ["a", "b", "c", "right"]
     assert majority_at(values, answers, 2) == pytest.approx(0.25)
 
 
-def test_a_response_without_an_answer_casts_no_vote_unless_none_has_one():
+def test_a_response_without_an_answer_has_no_vote_unless_no_response_has_one():
     values, answers = [0.0, 0.0, 1.0], [None, None, "right"]
     assert majority_at(values, answers, 3) == 1.0
     assert majority_at(values, answers, 2) == pytest.approx(2 / 3)
@@ -104,7 +104,7 @@ def test_many_subsets_are_sampled_the_same_way_each_time():
     assert 0.25 < first < 0.6
 
 
-def test_a_sample_of_subsets_votes_as_each_of_them_would():
+def test_a_majority_over_random_subsets_is_their_mean():
     chooser = random.Random(5)
     for _ in range(5):
         answers = [chooser.choice(["a", "b", "c", None]) for _ in range(20)]

@@ -79,7 +79,7 @@ def test_values_and_gradients_over_packed_segments(
         torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-5)
 
 
-def test_without_a_bias_it_is_causal() -> None:
+def test_padded_attention_without_a_bias_is_causal() -> None:
     q, k, v = (x.detach() for x in draw(6, False))
     padded = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = padded_attention(*padded, None, AttentionOptions(0, SCALING, softcap=2.0))
@@ -141,7 +141,7 @@ def attend(window: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["flash_attn_interface", "flash_attn"])
 @pytest.mark.parametrize("window", [None, 3])
-def test_an_installed_package_attends(
+def test_the_kernel_of_an_installed_package_is_used(
     monkeypatch: pytest.MonkeyPatch, name: str, window: int | None
 ) -> None:
     used = install(monkeypatch, name)
@@ -150,14 +150,14 @@ def test_an_installed_package_attends(
     torch.testing.assert_close(got, expected)
 
 
-def test_a_package_for_newer_gpus_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_for_newer_gpus_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     newer = install(monkeypatch, "flash_attn_interface", capability=8)
     older = install(monkeypatch, "flash_attn", capability=8)
     attend()
     assert (newer, older) == ([], ["flash_attn"])
 
 
-def test_a_package_that_does_not_load_is_told_and_left_out(
+def test_a_package_that_does_not_load_is_logged_and_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     used = install(monkeypatch, "flash_attn")
@@ -168,7 +168,7 @@ def test_a_package_that_does_not_load_is_told_and_left_out(
     assert "flash_attn_interface is installed but cannot be used here" in caplog.text
 
 
-def test_without_a_package_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_package_the_kernel_of_torch_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for name, _ in attention._PACKAGES:
         monkeypatch.setitem(sys.modules, name, None)
@@ -282,7 +282,7 @@ def test_no_gradient_crosses_from_one_row_to_another():
 CPU = torch.device("cpu")
 
 
-def test_each_response_sees_its_prompt_and_itself() -> None:
+def test_each_response_attends_to_its_prompt_and_itself() -> None:
     keys = SharedKeys.build([2, 3], [(1, 2), (0, 1), (1, 0)], CPU)
     assert keys.cu_queries.tolist() == [0, 2, 5, 7, 8]
     assert keys.cu_keys.tolist() == [0, 2, 5, 10, 13]
@@ -292,7 +292,7 @@ def test_each_response_sees_its_prompt_and_itself() -> None:
     assert repeated.flatten().tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1, 7]
 
 
-def test_without_children_keys_stay_where_they_lie() -> None:
+def test_without_children_keys_are_not_copied() -> None:
     keys = SharedKeys.build([2, 3], [(0, 0)], CPU)
     k = torch.randn(5, 2, 4)
     repeated = keys.repeat(k, k)
@@ -315,7 +315,7 @@ def test_a_gradient_is_the_sum_over_all_copies() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_uses_are_listed_token_by_token() -> None:
+def test_copies_are_listed_by_token() -> None:
     keys = SharedKeys.build([2], [(0, 1), (0, 2)], CPU)
     assert keys.source is not None
     assert keys.copy_indices is not None

@@ -61,12 +61,12 @@ def test_differencing_by_hand():
     assert loads(parts, [1, 2, 3, 4]) == [5, 5]
 
 
-def test_rows_of_length_nothing_still_fill_every_partition():
+def test_rows_of_length_0_still_fill_every_partition():
     parts = get_seqlen_balanced_partitions([5, 0, 0, 0], 4, equal_size=False)
     assert sorted(map(len, parts)) == [1, 1, 1, 1]
 
 
-def test_impossible_shares_are_refused():
+def test_impossible_numbers_of_partitions_are_refused():
     with pytest.raises(ValueError, match="use 1 to 2"):
         get_seqlen_balanced_partitions([1, 2], 3, equal_size=False)
     with pytest.raises(ValueError, match="use 1 to 2"):
@@ -124,18 +124,18 @@ def test_cheap_micro_batches_come_first_and_last():
     assert loads(parts, [90, 30, 60, 80, 40]) == [30, 60, 90, 80, 40]
 
 
-def test_work_grows_linearly_and_with_the_square():
+def test_the_workload_has_a_linear_and_a_quadratic_term():
     assert calculate_workload([0, 1, 1000]) == [0, 24577, 24576 * 1000 + 1000**2]
 
 
-def test_the_reverse_undoes_the_order():
+def test_the_reverse_index_restores_the_order():
     order = [3, 1, 0, 2]
     rows = ["a", "b", "c", "d"]
     moved = [rows[i] for i in order]
     assert [moved[i] for i in get_reverse_idx(order)] == rows
 
 
-def test_unbalance_metrics_compare_given_order_and_partitions():
+def test_unbalance_metrics_compare_the_original_order_and_the_partitions():
     metrics = log_seqlen_unbalance([1, 2, 3, 10], [[0, 3], [1, 2]], "global_seqlen")
     assert metrics == {
         "global_seqlen/min": 3,
@@ -157,7 +157,7 @@ def batch() -> DataProto:
     )
 
 
-def test_micro_batches_hold_the_budget_and_can_be_put_back() -> None:
+def test_micro_batches_keep_the_budget_and_can_be_restored() -> None:
     pieces, rows = prepare_dynamic_batch(batch(), max_token_len=12)
     assert all(piece.batch["attention_mask"].sum() <= 12 for piece in pieces)
     joined = torch.cat([piece.batch["input_ids"] for piece in pieces])
@@ -166,7 +166,7 @@ def test_micro_batches_hold_the_budget_and_can_be_put_back() -> None:
         restore_dynamic_batch(joined[1:], rows)
 
 
-def test_rows_of_a_forced_group_stay_together_and_counts_are_kept() -> None:
+def test_rows_of_a_forced_group_stay_together_and_minimum_counts_are_kept() -> None:
     _, rows = rearrange_micro_batches(batch().batch, 14, force_group_size=2)
     assert all(part[i] + 1 == part[i + 1] for part in rows for i in range(0, len(part), 2))
     assert sorted(chain(*rows)) == list(range(8))

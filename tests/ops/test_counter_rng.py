@@ -26,13 +26,13 @@ def python_uniform(seed, position):
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**40))
-def test_equals_the_same_arithmetic_in_plain_integers(seed, position):
+def test_uniform_equals_the_same_arithmetic_with_python_integers(seed, position):
     actual = uniform(torch.tensor([seed]), torch.tensor([position])).item()
     assert actual == python_uniform(seed, position)
     assert 0 <= actual < 1
 
 
-def test_a_draw_does_not_depend_on_its_neighbours():
+def test_a_random_number_does_not_depend_on_the_batch():
     seeds, positions = torch.arange(100) * 7919, torch.arange(100)
     together = uniform(seeds, positions)
     order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
@@ -42,7 +42,7 @@ def test_a_draw_does_not_depend_on_its_neighbours():
     )
 
 
-def test_draws_look_uniform_along_seeds_and_along_positions():
+def test_random_numbers_are_uniform_over_seeds_and_over_positions():
     for seed, position in (
         (torch.arange(50_000), torch.zeros(50_000, dtype=torch.int64)),
         (torch.full((50_000,), 42), torch.arange(50_000)),
@@ -55,7 +55,7 @@ def test_draws_look_uniform_along_seeds_and_along_positions():
         assert abs(neighbours) < 0.02
 
 
-def test_seeds_keep_their_parts_apart_and_fit_int64():
+def test_folded_seeds_differ_by_part_and_fit_int64():
     seeds = {
         fold_seed(1, "ab", 0),
         fold_seed(1, "a", "b0"),

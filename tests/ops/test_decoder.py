@@ -32,7 +32,7 @@ def compare(ours: Any, plain: Any, inputs: list[torch.Tensor], *rest: Any) -> No
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_gated_half_equals_torchs_steps() -> None:
+def test_a_gated_mlp_equals_torch_operations() -> None:
     def ours(x, norm, gate, up, down):  # type: ignore[no-untyped-def]
         return add_gated_mlp(x, Norm(norm, 1e-5), gate, up, down)
 
@@ -48,7 +48,7 @@ def test_a_gated_half_equals_torchs_steps() -> None:
 
 
 @pytest.mark.parametrize("biased", [True, False])
-def test_heads_equal_torchs_steps(biased: bool) -> None:
+def test_rotated_heads_equal_torch_operations(biased: bool) -> None:
     cos, sin = torch.randn(2, ROWS, D)
 
     def ours(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
@@ -81,7 +81,7 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("frozen", [["q", "k", "v"], ["k"], ["q_bias"], ["x", "norm", "v_bias"]])
-def test_frozen_maps_of_heads_get_no_gradient_and_the_others_theirs(frozen: list[str]) -> None:
+def test_frozen_projections_of_heads_get_no_gradient_and_the_others_do(frozen: list[str]) -> None:
     heads, kv = HEADS * D, KV_HEADS * D
     shapes = [(ROWS, WIDTH), (WIDTH,), (heads, WIDTH), (kv, WIDTH), (kv, WIDTH)]
     names = ["x", "norm", "q", "k", "v", "q_bias", "k_bias", "v_bias"]

@@ -114,7 +114,7 @@ def test_a_loss_on_one_output_alone_has_its_gradient(only):
     torch.testing.assert_close(weight.grad.double(), truth[3], rtol=2e-5, atol=2e-5)
 
 
-def test_a_frozen_head_gets_no_gradient_but_passes_it_on():
+def test_a_frozen_head_gets_no_gradient_and_its_input_does():
     case = Case(9, 20, 4)
     hidden = case.hidden.clone().requires_grad_()
     out, _ = linear_log_probs(hidden, case.weight, case.target, temperature=1.0)
@@ -152,7 +152,9 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tokens", [256, 1024])
-def test_no_tensor_of_the_pass_grows_with_tokens_times_vocabulary(tokens, monkeypatch):
+def test_no_tensor_of_a_forward_and_backward_pass_has_tokens_times_vocabulary_elements(
+    tokens, monkeypatch
+):
     vocabulary, width, chunk = 512, 4, 2**13
     monkeypatch.setattr(logprobs, "_CHUNK_LOGITS", chunk)
     case = Case(tokens, vocabulary, width)

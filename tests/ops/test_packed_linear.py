@@ -18,7 +18,7 @@ KINDS = [pytest.param(PackedLinear, marks=needs_packing), PlainLinear]
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 3, 5), (4, 64, 32), (70, 17, 128)])
 @torch.inference_mode()
-def test_a_map_equals_the_float64_product(
+def test_a_packed_product_equals_the_float64_product(
     kind: type, biased: bool, rows: int, outputs: int, inputs: int
 ) -> None:
     weight, x, other = (
@@ -39,7 +39,7 @@ def test_a_map_equals_the_float64_product(
 
 @needs_packing
 @torch.inference_mode()
-def test_a_packed_map_is_a_copy_and_a_plain_one_is_not() -> None:
+def test_a_packed_linear_layer_copies_its_weight_and_a_plain_one_does_not() -> None:
     weight, x = torch.ones(4, 4), torch.ones(1, 4)
     packed, plain = PackedLinear(weight, None), PlainLinear(weight, None)
     weight.zero_()
@@ -54,7 +54,7 @@ def test_other_dtypes_are_not_packed() -> None:
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (128, 256), (1024, 256), (17, 100)])
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_in_every_multiple_of_the_row_count(
+def test_a_row_has_the_same_bits_in_every_multiple_of_row_multiple(
     outputs: int, inputs: int, packed: bool
 ) -> None:
     weight, x = torch.randn(outputs, inputs), torch.randn(96, inputs)
@@ -65,7 +65,7 @@ def test_a_row_has_the_same_bits_in_every_multiple_of_the_row_count(
         assert torch.equal(product(x[:rows]), alone[:rows]), rows
 
 
-def test_the_strictest_weight_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_row_multiple_of_all_weights_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         packed_linear, "_row_multiple", lambda o, i, threads, packed: {8: 4, 9: 16}[o]
     )
@@ -73,7 +73,7 @@ def test_the_strictest_weight_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row_multiple(weights, packed=True) == 16
 
 
-def test_a_machine_without_one_is_warned_about(
+def test_a_machine_without_a_row_multiple_gets_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(PlainLinear, "__call__", lambda self, x: torch.randn(len(x), 8))

@@ -40,7 +40,7 @@ def masked(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(masked())
-def test_equal_numpy_on_the_kept_entries(data):
+def test_masked_statistics_equal_numpy_on_the_unmasked_entries(data):
     x, mask = data
     unmasked = x[mask].numpy()
     assert count_unmasked(mask).item() == len(unmasked)
@@ -76,7 +76,7 @@ def test_whitening_equals_numpy_and_is_zero_outside(data):
 
 
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
-def test_neither_value_nor_gradient_sees_what_is_outside(junk):
+def test_masked_entries_change_neither_values_nor_gradients(junk):
     x = torch.tensor([[1.0, junk], [3.0, 5.0]], requires_grad=True)
     mask = torch.tensor([[1, 0], [1, 1]])
     total = masked_mean(x, mask) + masked_whiten(x, mask).pow(3).sum()
@@ -96,7 +96,7 @@ def test_any_mask_dtype_reads_as_a_boolean(dtype):
     assert zero_outside_mask(x, mask).tolist() == [[1, 0, 4]]
 
 
-def test_integers_stay_integers():
+def test_masked_integers_stay_integers():
     assert zero_outside_mask(torch.tensor([1, 2]), torch.tensor([1, 0])).dtype == torch.int64
 
 
@@ -106,7 +106,7 @@ def test_a_mask_may_be_narrower_and_broadcast():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_the_last_true_column_of_a_row_is_found_and_minus_one_where_there_is_none(
+def test_the_last_true_index_of_a_row_is_minus_one_if_all_are_false(
     dtype: torch.dtype,
 ) -> None:
     mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 1, 1]]).to(dtype)
@@ -132,7 +132,7 @@ members = st.lists(st.tuples(labels, st.floats(-100, 100)), min_size=1, max_size
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(members)
-def test_statistics_equal_numpy_a_group_at_a_time(pairs):
+def test_statistics_of_groups_equal_numpy(pairs):
     names = [name for name, _ in pairs]
     x = torch.tensor([value for _, value in pairs], dtype=torch.float64)
     groups = Groups.of(names)
@@ -153,12 +153,12 @@ def test_statistics_equal_numpy_a_group_at_a_time(pairs):
         assert groups.std(x)[g].item() == pytest.approx(spread, abs=1e-9)
 
 
-def test_labels_are_equal_only_where_python_says_so():
+def test_labels_are_equal_as_in_python():
     assert factorise(["1", 1, "a", "1"]).tolist() == [0, 1, 2, 0]
     assert len(set(factorise(np.array(["x", "y", "x"], dtype=object)))) == 2
 
 
-def test_pairs_are_equal_only_where_both_parts_are():
+def test_pairs_are_equal_only_if_both_elements_are_equal():
     a, b = np.array([0, 2, 0, 1, 2, 0]), np.array([1, 0, 1, 0, 0, 2])
     ids, first = factorise_pairs(a, b)
     assert ids[0] == ids[2]
@@ -169,7 +169,7 @@ def test_pairs_are_equal_only_where_both_parts_are():
 
 
 @pytest.mark.parametrize("as_labels", [np.array, torch.tensor, list])
-def test_numbers_in_any_container(as_labels):
+def test_numeric_labels_may_be_in_any_container(as_labels):
     ids = factorise(as_labels([7, -1, 7, 3]))
     assert ids.dtype == np.int64
     assert ids[0] == ids[2]
@@ -178,14 +178,14 @@ def test_numbers_in_any_container(as_labels):
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-30, 12345.678])
 @pytest.mark.parametrize("size", [3, 7, 10])
-def test_equal_members_deviate_by_exactly_nothing(value, size):
+def test_equal_values_of_a_group_have_deviation_0(value, size):
     groups = Groups.of(["g"] * size)
     x = torch.full((size,), value)
     assert (x.double() - groups.mean(x)[groups.ids] == 0).all()
     assert groups.std(x)[0] == 0
 
 
-def test_a_weighted_mean_and_its_empty_case():
+def test_a_weighted_mean_without_weight_is_the_maximum():
     groups = Groups.of(["a", "a", "b"])
     x = torch.tensor([1.0, 4.0, 9.0])
     mean = groups.mean(x, torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64))
@@ -228,7 +228,7 @@ ROWS = [
 ]
 
 
-def test_a_shared_prompt_is_laid_once_and_the_last_tokens_are_not_fed():
+def test_a_shared_prompt_is_packed_once_and_last_tokens_are_not_packed():
     packed = pack_rows(*padded(ROWS), share_prompts=True)
     assert packed.input_ids.tolist() == [1, 2, 3, 4, 10, 11, 20, 30, 31, 32]
     assert packed.position_ids.tolist() == [0, 1, 2, 0, 3, 4, 3, 1, 2, 3]
@@ -299,7 +299,7 @@ def test_unpack_puts_values_back_and_leaves_zero_elsewhere():
     assert values.grad.tolist() == [0, 1, 2, 6, 7, 12, 15]
 
 
-def test_padding_never_changes_the_pack():
+def test_padding_does_not_change_packed_rows():
     narrow = pack_rows(*padded(ROWS), share_prompts=True)
     wide = pack_rows(*padded(ROWS, 9, 11), share_prompts=True)
     for name in ("input_ids", "position_ids", "source", "target", "row", "response_position"):
@@ -323,11 +323,11 @@ def test_an_empty_batch_shares_nothing() -> None:
     assert shared_prompt_lengths(torch.zeros(0, 3), torch.zeros(0, 5)) == []
 
 
-def test_by_rows():
+def test_micro_batches_by_rows():
     assert MicroBatchRule(rows=3, tokens=1).split([9] * 7) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_by_tokens_fills_up_in_order():
+def test_micro_batches_by_tokens_are_filled_in_order():
     rule = MicroBatchRule(rows=None, tokens=10)
     assert rule.split([4, 6, 1, 10, 3, 3, 3, 3]) == [[0, 1], [2], [3], [4, 5, 6], [7]]
 

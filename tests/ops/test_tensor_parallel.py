@@ -87,7 +87,7 @@ def sharded(case, options, group):
 @pytest.mark.parametrize("chunk", [60, 2**24])
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(24, 2), (23, 2), (22, 4), (50, 3)])
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_shards_give_what_the_whole_head_gives(monkeypatch, name, vocabulary, ranks, chunk):
+def test_shards_of_the_vocabulary_equal_the_whole_head(monkeypatch, name, vocabulary, ranks, chunk):
     monkeypatch.setattr(
         logprobs, "_CHUNK_LOGITS", chunk
     )  # ranks with fewer rows take larger chunks

@@ -32,7 +32,7 @@ def test_statistics_over_ranks() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_tensors_by_name_are_sent_and_joined() -> None:
+def test_tensors_by_name_are_broadcast_and_gathered() -> None:
     rows = {"b": torch.tensor([[1.0]]), "a": torch.tensor([[2.0]])}
     F.broadcast_dict_tensor(rows, 0, None)
     assert F.allgather_dict_tensors(rows, 1, None) == rows
@@ -42,7 +42,7 @@ def test_tensors_by_name_are_sent_and_joined() -> None:
     assert F.reduce_timing({"gen": 2.0, "step": 3.0}) == {"gen": 2.0, "step": 3.0}
 
 
-def test_batches_have_one_size() -> None:
+def test_a_batch_size_that_does_not_divide_the_rows_is_refused() -> None:
     rows = TensorDict({"a": torch.arange(6)}, batch_size=[6])
     assert [part["a"].tolist() for part in F.split_dict_tensor_into_batches(rows, 3)] == [
         [0, 1, 2],
@@ -52,7 +52,7 @@ def test_batches_have_one_size() -> None:
         F.split_dict_tensor_into_batches(rows, 4)
 
 
-def test_a_process_of_torchrun_joins_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_of_torchrun_joins_and_leaves_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (world | {"MASTER_PORT": "0"}).items():
         monkeypatch.setenv(name, value)

@@ -56,7 +56,7 @@ def test_lists_are_padded_on_the_right() -> None:
     assert F.compute_position_id_with_mask(mask).tolist() == [[0, 0, 0, 1]]
 
 
-def test_a_random_mask_is_one_run_of_the_asked_length() -> None:
+def test_a_random_mask_is_one_run_of_the_requested_length() -> None:
     mask = F.create_random_mask(torch.zeros(50, 20), 0.8, 0.2, 0.5)
     assert (mask.diff(dim=1).abs().sum(1) <= 2).all()
     assert mask.sum(1).min() >= 10
@@ -86,7 +86,7 @@ def test_schedules_start_low_and_end_at_the_floor() -> None:
     assert no_floor[::2] == pytest.approx([1.0, 0.5, 0.0])
 
 
-def test_a_mask_of_numbers_weighs_the_values() -> None:
+def test_a_mask_of_numbers_weights_the_values() -> None:
     values, weights = torch.tensor([[1.0, 3.0, torch.nan]]), torch.tensor([[0.25, 0.5, 0.0]])
     assert F.masked_sum(values, weights).item() == pytest.approx(1.75)
     assert F.masked_mean(values, weights, 1).tolist() == pytest.approx([1.75 / 0.75])
@@ -94,12 +94,12 @@ def test_a_mask_of_numbers_weighs_the_values() -> None:
     assert F.masked_mean(values, torch.zeros(1, 3)).item() == 0.0
 
 
-def test_the_lower_bound_wins_where_the_bounds_cross() -> None:
+def test_the_lower_bound_is_applied_after_the_upper_bound() -> None:
     clipped = F.clip_by_value(torch.tensor([0.0, 9.0]), torch.tensor(2.0), torch.tensor(1.0))
     assert clipped.tolist() == [2.0, 2.0]
 
 
-def test_groups_by_any_label() -> None:
+def test_group_numbers_and_statistics_by_any_label() -> None:
     assert F.as_torch_index(np.array([1.0000001, 2.0, 1.0])).tolist() == [0, 1, 0]
     assert F.as_torch_index(["a", "0042", 42, "a"]).tolist() == [0, 1, 2, 0]
     mean, std, count = F.group_mean_std(torch.tensor([1.0, 2.0, 3.0]), F.as_torch_index([0, 1, 0]))
@@ -114,7 +114,7 @@ def test_a_value_per_row_is_repeated_along_ragged_rows() -> None:
         F.expand_as_nested(torch.zeros(3), rows)
 
 
-def test_a_models_size_is_told_in_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_size_of_a_model_is_given_in_its_unit(capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Linear(2000, 1)
     assert F.get_model_size(model) == (2.001, "K")
     assert F.get_model_size(model, "") == (2001, "")
@@ -135,7 +135,7 @@ def test_generation_config_is_the_models_own_or_derived(tmp_path: Path) -> None:
     assert own.eos_token_id == 9
 
 
-def test_the_rate_rises_stays_and_decays() -> None:
+def test_the_learning_rate_rises_stays_and_decays() -> None:
     def rates(**options: float) -> list[float]:
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
         schedule = F.get_wsd_schedule_with_warmup(optimizer, 2, 12, **options)

@@ -31,7 +31,7 @@ def test_an_environment_variable_is_put_back() -> None:
     assert "HONE_TEST_VARIABLE" not in os.environ
 
 
-def test_a_function_with_a_limit_answers_raises_or_is_ended() -> None:
+def test_a_function_with_a_time_limit_returns_raises_or_is_killed() -> None:
     @F.timeout_limit(seconds=20)
     def divided(a: float, b: float = 1.0) -> float:
         return a / b
@@ -48,14 +48,14 @@ def test_a_function_with_a_limit_answers_raises_or_is_ended() -> None:
         endless()
 
 
-def test_a_function_whose_process_dies_or_whose_answer_cannot_leave_it_is_an_error() -> None:
+def test_a_function_whose_process_dies_or_whose_result_cannot_be_pickled_raises() -> None:
     with pytest.raises(RuntimeError, match="exitcode: 3"):
         F.timeout_limit(20)(lambda: os._exit(3))()
     with pytest.raises(RuntimeError, match="cannot be pickled"):
         F.timeout_limit(20)(lambda: lambda: 1)()
 
 
-def test_what_is_deprecated_warns_and_works() -> None:
+def test_a_deprecated_function_or_class_warns_and_works() -> None:
     @F.deprecated("better")
     def old(x: int) -> int:
         return x
@@ -72,7 +72,7 @@ def test_what_is_deprecated_warns_and_works() -> None:
     assert isinstance(Old, type)
 
 
-def test_addresses_are_told_apart() -> None:
+def test_ipv4_and_ipv6_addresses_are_recognized() -> None:
     texts = ["10.0.0.1", "::1", "localhost", "1.2.3"]
     assert [F.is_ipv4(text) for text in texts] == [True, False, False, False]
     assert [F.is_ipv6(text) for text in texts] == [False, True, False, False]
@@ -97,7 +97,9 @@ def test_a_checkpoint_is_due_when_a_reserved_machine_expires_before_the_next(
     assert F.should_save_ckpt_esi(40, save_ckpt_duration=60, redundant_time=50) is saves
 
 
-def test_a_time_that_is_no_number_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expiration_time_that_is_not_a_number_saves_no_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP", "soon")
     assert not F.should_save_ckpt_esi(1000)
 
