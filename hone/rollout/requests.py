@@ -123,7 +123,9 @@ class Request:
 
 def select(requests: Iterable[Request], request_ids: Collection[str] | None) -> list[Request]:
     """Returns the requests with these ids; None selects all."""
-    return [r for r in requests if request_ids is None or r.request_id in request_ids]
+    return [
+        request for request in requests if request_ids is None or request.request_id in request_ids
+    ]
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class RequestRules:
         if not prompt:
             raise RolloutError(f"request {request_id} has an empty prompt")
         if self.vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-            invalid_id = next(t for t in prompt if not 0 <= t < self.vocab_size)
+            invalid_id = next(token for token in prompt if not 0 <= token < self.vocab_size)
             raise RolloutError(
                 f"request {request_id} has token id {invalid_id} in its prompt, but the model has ids 0 to "
                 f"{self.vocab_size - 1}; does the prompt come from the tokenizer of another model?"
@@ -187,7 +189,7 @@ class RequestRules:
         assert self.tokenizer is not None, "check() refuses stop strings without a tokenizer"
         # The last `stop_bytes` tokens contain the stop string, because each token has at least one byte. 8
         # more tokens are decoded, because decoding may drop the leading space of the first word.
-        stop_bytes = max(len(s.encode()) for s in request.sampling.stop)
+        stop_bytes = max(len(stop.encode()) for stop in request.sampling.stop)
         begin, tail = max(0, len(request.token_ids) - stop_bytes - 8), ""
         # A character has up to 4 tokens, one per byte. If the tail begins within a character, some tokenizers
         # decode all byte tokens up to the next word as replacement characters; then the tail begins earlier.
@@ -197,7 +199,7 @@ class RequestRules:
             )
             if not tail.startswith("\N{REPLACEMENT CHARACTER}"):
                 break
-        return any(s in tail for s in request.sampling.stop)
+        return any(stop in tail for stop in request.sampling.stop)
 
 
 def decoding_error(cause: BaseException) -> RolloutError:

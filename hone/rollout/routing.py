@@ -43,9 +43,10 @@ class Router(Generic[T]):
         goes to the prefix's target, unless that target is overloaded. Else a request goes to the target with
         the fewest open requests, and among these to the target that has got the fewest requests so far.
         """
-        healthy_targets = [t for t in self._targets if self._is_healthy(t)] or self._targets
+        healthy_targets = list(filter(self._is_healthy, self._targets)) or self._targets
         least_loaded = min(
-            healthy_targets, key=lambda t: (t.num_open_requests, self._num_routed[id(t)])
+            healthy_targets,
+            key=lambda target: (target.num_open_requests, self._num_routed[id(target)]),
         )
         # All requests of a trajectory have the same id.
         trajectory, prefix = request.request_id, tuple(request.prompt_ids[:_PREFIX_TOKENS])

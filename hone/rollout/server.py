@@ -87,7 +87,9 @@ class ServerRollout(StreamingEngine):
             honors_seeds=all(server.honors_seeds for server in self._servers),
             samples_by_position=all(server.samples_by_position for server in self._servers),
             batch_invariant=all(server.samples_by_position for server in self._servers),
-            untruncated_log_probs=all(s.log_probs_before_truncation for s in self._servers),
+            untruncated_log_probs=all(
+                server.log_probs_before_truncation for server in self._servers
+            ),
         )
 
     async def _connect(self, server: HttpServer) -> None:

@@ -65,11 +65,13 @@ class UpdateGroup:
 
     async def send(self, bucket: Mapping[str, Tensor]) -> None:
         """Broadcasts the tensors of a bucket to every server."""
-        tensors = {name: t.detach().to(self._device).contiguous() for name, t in bucket.items()}
+        tensors = {
+            name: tensor.detach().to(self._device).contiguous() for name, tensor in bucket.items()
+        }
         body = {
             "names": list(tensors),
-            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-            "shapes": [list(t.shape) for t in tensors.values()],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+            "shapes": [list(tensor.shape) for tensor in tensors.values()],
             "group_name": self._name,
             "flush_cache": False,
         }
@@ -108,7 +110,7 @@ class UpdateGroup:
 def _address_reachable_from(urls: Sequence[str]) -> str:
     """Returns this machine's address for all servers; 127.0.0.1 if all servers are on this machine."""
     addresses = map(_address_towards, urls)
-    return next((a for a in addresses if not a.startswith("127.")), "127.0.0.1")
+    return next((address for address in addresses if not address.startswith("127.")), "127.0.0.1")
 
 
 def _address_towards(url: str) -> str:

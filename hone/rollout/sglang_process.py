@@ -163,7 +163,10 @@ def command_and_environment(
             command.append(flag)
         elif value is not False and value is not None:
             values = value if isinstance(value, list | tuple) else [value]
-            command += [flag, *(json.dumps(v) if isinstance(v, dict) else str(v) for v in values)]
+            command += [
+                flag,
+                *(json.dumps(item) if isinstance(item, dict) else str(item) for item in values),
+            ]
     environment = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
     sizes = (arguments[name] or 1 for name in ("tp_size", "pp_size", "dp_size"))
     if math.prod(sizes) > 1:

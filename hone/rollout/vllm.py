@@ -138,7 +138,7 @@ class VLLMRollout(StreamingEngine):
 
     async def _call_all(self, verb: str, **arguments: object) -> None:
         """Runs a command in every live process; a dead process gets the current state when it restarts."""
-        calls = [p.call(verb, **arguments) for p in self._processes if p.alive]
+        calls = [process.call(verb, **arguments) for process in self._processes if process.alive]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ConnectionLost):
                 raise result
@@ -259,7 +259,9 @@ class VLLMRollout(StreamingEngine):
     async def _load_bucket(self, bucket: Fields) -> None:
         """Loads a bucket into each process that has all earlier buckets; `commit` restores the others."""
         index = self._num_buckets
-        processes = [p for p in self._processes if p.alive and p.num_buckets == index]
+        processes = [
+            process for process in self._processes if process.alive and process.num_buckets == index
+        ]
         self._num_buckets += 1
         calls = (process.call("load", first=index == 0, bucket=bucket) for process in processes)
         results = await asyncio.gather(*calls, return_exceptions=True)
@@ -277,7 +279,9 @@ class VLLMRollout(StreamingEngine):
                 process.stale = True
         # A process may die while another finishes its update.
         while outdated_processes := [
-            p for p in self._processes if p.stale or p.num_buckets or not p.serving
+            process
+            for process in self._processes
+            if process.stale or process.num_buckets or not process.serving
         ]:
             for process in outdated_processes:
                 await self._ensure_serving(process)

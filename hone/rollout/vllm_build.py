@@ -137,7 +137,7 @@ def lora_engine_arguments(lm: PeftModel) -> Fields | None:
     rank = lm.peft_config[lm.active_adapter].r
     if rank > _SUPPORTED_LORA_RANKS[-1] or not is_plain_lora(lm):
         return None
-    max_rank = min(r for r in _SUPPORTED_LORA_RANKS if r >= rank)
+    max_rank = min(allowed for allowed in _SUPPORTED_LORA_RANKS if allowed >= rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank}
 
 

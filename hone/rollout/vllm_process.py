@@ -130,7 +130,11 @@ class EngineProcess:
         source_folder = Path(__file__).parent
         for source, copy in _COPIED_FILES.items():
             shutil.copyfile(source_folder / source, folder / copy)
-        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "PYTHONHOME")
+        }
         python_path = str(folder)
         # This interpreter may find vLLM by PYTHONPATH; another interpreter has packages of its own.
         if self._launch.python == sys.executable and os.environ.get("PYTHONPATH"):

@@ -140,7 +140,8 @@ class Server:
         outputs = [(key, self._unsent_outputs.pop(key)) for key in keys]
         if outputs:
             fields = [
-                (key, o.token_ids, o.log_probs, o.finished, o.cached_tokens) for key, o in outputs
+                (key, output.token_ids, output.log_probs, output.finished, output.cached_tokens)
+                for key, output in outputs
             ]
             self._send({"tokens": fields})
 

@@ -54,7 +54,7 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for kv in self._kv for t in kv)
+        return sum(tensor.nbytes for kv in self._kv for tensor in kv)
 
     def free(self) -> None:
         """Frees the memory; the next sequence allocates it again."""

@@ -136,9 +136,9 @@ def _join_packed(modules: Sequence[nn.Linear]) -> PackableLinear:
     first, *others = modules
     if not others:
         return make_linear(first.weight, first.bias)
-    biases: list[Tensor] = [m.bias for m in modules]
+    biases: list[Tensor] = [module.bias for module in modules]
     bias = None if first.bias is None else torch.cat(biases)
-    return make_linear(torch.cat([m.weight for m in modules]), bias)
+    return make_linear(torch.cat([module.weight for module in modules]), bias)
 
 
 class RmsNorm:
@@ -219,7 +219,7 @@ class FusedDecoder(JoinedDecoder):
         norms = [*(layer.norm_in for layer in self._layers[1:]), self._norm]
         for layer, next_norm in zip(self._layers, norms, strict=True):
             q_norm, k_norm = (
-                n.weight if n is not None else None for n in (layer.q_norm, layer.k_norm)
+                norm.weight if norm is not None else None for norm in (layer.q_norm, layer.k_norm)
             )
             rotary = RotaryTable(self._cos, self._sin, q_norm, k_norm, self._norm.eps)
             out = layout.attend_qkv(F.linear(h, *layer.qkv), rotary, layer.attention)
@@ -245,10 +245,11 @@ def _join_linears(modules: Sequence[nn.Linear]) -> Linear:
     first = modules[0]
     if len(modules) == 1:
         return Linear(first.weight, first.bias)
-    biases = [m.bias for m in modules if m.bias is not None]
+    biases = [module.bias for module in modules if module.bias is not None]
     assert len(biases) in (0, len(modules)), "either all joined modules have a bias or none has"
     return Linear(
-        _join_parameters([m.weight for m in modules]), _join_parameters(biases) if biases else None
+        _join_parameters([module.weight for module in modules]),
+        _join_parameters(biases) if biases else None,
     )
 
 
@@ -256,9 +257,9 @@ def _join_parameters(parameters: Sequence[Tensor]) -> Tensor:
     """Returns the concatenated parameters; afterwards, each parameter is a view of the result."""
     first = parameters[0].detach()
     are_adjacent = all(
-        b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
-        and b.data_ptr() == a.data_ptr() + a.nbytes
-        for a, b in itertools.pairwise(parameters)
+        following.untyped_storage().data_ptr() == previous.untyped_storage().data_ptr()
+        and following.data_ptr() == previous.data_ptr() + previous.nbytes
+        for previous, following in itertools.pairwise(parameters)
     )
     if are_adjacent:
         rows = sum(len(p) for p in parameters)

@@ -138,7 +138,7 @@ class ExactDecoder(JoinedDecoder):
     def hidden_states(self, packed: PackedRows) -> Tensor:  # [N, d]
         """Returns hidden states of the exact forward; the plain modules compute its gradients."""
         self.refresh()
-        response_lengths = [n for _, n in packed.layout.children]
+        response_lengths = [length for _, length in packed.layout.children]
         self.extend_rotary_table(max(packed.layout.root_lengths) + max(response_lengths, default=0))
         layer, positions = self._layers[0], packed.position_ids
         training_layout = TrainingLayout(

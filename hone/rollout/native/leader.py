@@ -74,7 +74,9 @@ class LeaderCore:
         return self._execute(command)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
-        numbers = [n for n, request in self._requests.items() if select([request], request_ids)]
+        numbers = [
+            number for number, request in self._requests.items() if select([request], request_ids)
+        ]
         return self._queue_and_execute({"do": "abort", "numbers": numbers})
 
     def free_cache(self) -> None:
@@ -92,7 +94,9 @@ class LeaderCore:
         """Executes a command and returns the requests that have finished."""
         copies = dict(self._replica.requests)
         with self._peers.close_on_error():
-            return [self._finish(n, copies[n]) for n in self._replica.execute(command)]
+            return [
+                self._finish(number, copies[number]) for number in self._replica.execute(command)
+            ]
 
     def send(self, command: Command) -> None:
         """Sends the unsent commands and this one; the other ranks must be listening."""

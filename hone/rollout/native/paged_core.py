@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -280,7 +279,9 @@ class PagedCore:
             layout = self._exact.prefill_layout(self.cache, blocks, starts, lengths)
         else:
             layout = PagedPrefill(self.cache, self._kernels, blocks, starts, lengths, self.device)
-        ids = list(chain.from_iterable(p[start:] for p, start in zip(prompts, starts, strict=True)))
+        ids: list[int] = []
+        for prompt, start in zip(prompts, starts, strict=True):
+            ids += prompt[start:]
         inputs = send(torch.from_numpy(np.array(ids, np.int64)), self.device)
         forward: Callable[..., Tensor] = self._forward  # layout types differ
         hidden = forward(inputs, layout.positions, layout)

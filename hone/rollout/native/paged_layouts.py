@@ -55,13 +55,14 @@ class PagedPrefill:
             block, offset = np.divmod(np.arange(end), cache.block_size)
             slots.append(np.array(block_ids)[block] * cache.block_size + offset)
         self._position_ranges = list(zip(starts, ends, strict=True))
-        self.positions = _concat([np.arange(*r) for r in self._position_ranges], device)
-        self.slots = _concat([s[start:] for s, start in zip(slots, starts, strict=True)], device)
+        self.positions = _concat([np.arange(*span) for span in self._position_ranges], device)
+        new_slots = [all_slots[start:] for all_slots, start in zip(slots, starts, strict=True)]
+        self.slots = _concat(new_slots, device)
         self._key_slots = _concat(slots, device) if any(starts) else None
         self._max_lengths = max(lengths), max(ends)
         self._cu_q, self._cu_k = (
-            send(torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
-            for n in (lengths, ends)
+            send(torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+            for counts in (lengths, ends)
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -195,9 +196,9 @@ def segment_queries(
     padded_table = np.zeros((len(blocks), max(map(len, blocks))), np.int32)
     for row, block_ids in enumerate(blocks):
         padded_table[row, : len(block_ids)] = block_ids
-    offsets = [np.arange(0, n, queries_per_tile) for n in lengths]
+    offsets = [np.arange(0, length, queries_per_tile) for length in lengths]
     # For each tile: its segment, and its offset in that segment.
-    segment = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
+    segment = np.repeat(np.arange(len(offsets)), [len(tile_offsets) for tile_offsets in offsets])
     offset = np.concatenate(offsets)
     num_queries = np.minimum(lengths[segment] - offset, queries_per_tile)
     tile_arrays = (

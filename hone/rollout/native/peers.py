@@ -200,7 +200,9 @@ class Replica:
 
     def checksum(self) -> int:
         """Returns a checksum of each request's newest token, to compare between ranks."""
-        tokens = (r.token_ids[-1] if r.token_ids else -1 for r in self.requests.values())
+        tokens = (
+            request.token_ids[-1] if request.token_ids else -1 for request in self.requests.values()
+        )
         return zlib.crc32(array("q", tokens).tobytes())
 
     def execute(self, command: Command) -> list[int]:

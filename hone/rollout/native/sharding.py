@@ -73,7 +73,7 @@ def check_shardable(lm: PreTrainedModel, size: int, path: str) -> None:
     if lm.config.model_type in SHARDED_FAMILIES:
         layers = getattr(lm, lm.base_model_prefix).layers
         unknown_names = sorted(
-            {n for layer in layers for n in _unknown_parameters(layer, head_dim)}
+            {name for layer in layers for name in _unknown_parameters(layer, head_dim)}
         )
     if lm.config.model_type not in SHARDED_FAMILIES or unknown_names:
         reason = (
