@@ -41,7 +41,7 @@ class ColocatedClass(ClassWithInitArgs):
             raise ValueError("no role to colocate; give at least one")
         if any(isinstance(member, ColocatedClass) for member in members.values()):
             raise ValueError("a colocated class cannot be a role of another colocated class")
-        super().__init__(dict)
+        super().__init__(dict)  # not instantiated itself: `build_host` instantiates the members
         self.members = dict(members)
 
     @property

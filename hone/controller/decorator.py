@@ -88,7 +88,7 @@ _MODES: dict[str, DispatchMode] = {
 
 
 class _DispatchNames(type):
-    """Looks up `Dispatch.NAME`, so that user modes are accessed like built-in ones."""
+    """Looks up `Dispatch.NAME`, so that modes of `register_dispatch_mode` are attributes too."""
 
     def __getattr__(cls, name: str) -> DispatchMode:
         if name in _MODES:
@@ -97,7 +97,7 @@ class _DispatchNames(type):
         raise AttributeError(f"no dispatch mode {name!r}.{hint} There are {sorted(_MODES)}")
 
     def __iter__(cls) -> Iterator[DispatchMode]:
-        return iter([*_MODES.values()])
+        return iter(list(_MODES.values()))
 
     def __contains__(cls, mode: object) -> bool:
         return mode in _MODES.values()

@@ -103,11 +103,9 @@ class RefWait:
             raise self.death_error(rank, error) from error
 
     def _process(self, rank: int) -> WorkerProcess:
-        return (
-            self.processes[rank]
-            if rank < len(self.processes)
-            else WorkerProcess(rank, 0, "its node", "", ())
-        )
+        if rank < len(self.processes):
+            return self.processes[rank]
+        return WorkerProcess(rank, 0, "its node", "", ())  # has not reported its location yet
 
     def death_error(self, rank: int, error: Exception) -> WorkerDied:
         """Returns the error about a dead worker; raises NodeLost if its node is lost."""

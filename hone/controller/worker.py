@@ -128,10 +128,10 @@ class Worker:
 
     def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
         """Registers this rank's slot on a named mesh, and whether its results are collected."""
-        current = self._meshes.get(mesh_name)
-        if current is not None and current != (dp_rank, is_collect):
+        registered = self._meshes.get(mesh_name)
+        if registered is not None and registered != (dp_rank, is_collect):
             raise ValueError(
-                f"rank {self.rank} is already registered as {current} on mesh {mesh_name!r}; it "
+                f"rank {self.rank} is already registered as {registered} on mesh {mesh_name!r}; it "
                 f"cannot change to {(dp_rank, is_collect)}, because batches may have been split by this "
                 "mesh: call register_mesh before the first call"
             )

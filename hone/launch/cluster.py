@@ -30,18 +30,19 @@ END_DEADLINE_S = 30.0
 _NamedProcesses: TypeAlias = list[tuple[str, subprocess.Popen[str]]]
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRANSPORTS: dict[str, Callable[[str, str], list[str]]] = {
-    "local": lambda host, line: ["bash", "-c", line],
+    "local": lambda _host, shell_line: ["bash", "-c", shell_line],
     # ssh does not ask for a password, and a dead connection ends after about 60 s.
-    "ssh": lambda host, line: [
+    "ssh": lambda host, shell_line: [
         *("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=20"),
-        *("--", host, shlex.join(["bash", "-c", line])),
+        *("--", host, shlex.join(["bash", "-c", shell_line])),
     ],
-    "srun": lambda host, line: [
+    "srun": lambda host, shell_line: [
         # By default a step of one task gets one core and its share of the memory.
         *("srun", "--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mem=0"),
-        *(f"--nodelist={host}", "bash", "-c", line),
+        *(f"--nodelist={host}", "bash", "-c", shell_line),
     ],
 }
+"""The command of each transport, from a host and a shell line."""
 
 
 class LaunchError(ConfigError):
@@ -172,11 +173,14 @@ class _Node:
 def _start_process(
     plan: LaunchPlan, host: str, module: str, request: Mapping[str, object]
 ) -> subprocess.Popen[str]:
-    line = f"cd {shlex.quote(plan.folder)} && exec {shlex.quote(plan.python)} -m {module}"
-    # `eval` keeps a comment or a `;` at the end of the setup line apart from the command.
-    line = f"eval {shlex.quote(plan.setup)} && {line}" if plan.setup else line
+    """Starts a module on a host and writes the request, as one line of JSON, to its standard input."""
+    shell_line = f"cd {shlex.quote(plan.folder)} && exec {shlex.quote(plan.python)} -m {module}"
+    if (
+        plan.setup
+    ):  # `eval` separates a comment or a `;` at the end of the setup line from the command
+        shell_line = f"eval {shlex.quote(plan.setup)} && {shell_line}"
     process = subprocess.Popen(
-        TRANSPORTS[plan.transport](host, line),
+        TRANSPORTS[plan.transport](host, shell_line),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -42,14 +42,8 @@ def sbatch_script(
         directives.append(f"--gpus-per-node={gpus}")
     # SLURM sends SIGTERM 120 s before the time limit, so that the job can save.
     directives += ["--exclusive", "--output=%x-%j.log", "--signal=B:TERM@120", *options]
-    launch_command = [
-        python,
-        "-m",
-        "hone.cli",
-        "launch",
-        f"--nodes={nodes}",
-        f"--gpus-per-node={gpus}",
-    ]
+    launch_command = [python, "-m", "hone.cli", "launch"]
+    launch_command += [f"--nodes={nodes}", f"--gpus-per-node={gpus}"]
     if setup:
         launch_command.append(f"--setup={setup}")
     if folder:

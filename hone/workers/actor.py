@@ -63,9 +63,10 @@ class ActorWorker(TrainWorker):
         with_sum_pi_squared: bool = False,
         temperature: float | None = None,
     ) -> DataProto:
-        """Computes the log-prob and entropy of each token and, with `with_sum_pi_squared`, Σπ².
+        """Computes the log-prob and entropy of each token.
 
-        `temperature` is the temperature of the log-probs; None stands for that of the rollout.
+        `with_sum_pi_squared` adds the sum of the squared probabilities of the vocabulary. A `temperature` of
+        None stands for the temperature of the rollout.
         """
         options: Options = {"temperature": self.temperature(temperature), "with_entropy": True}
         options["with_sum_pi_squared"] = with_sum_pi_squared

@@ -21,7 +21,11 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
     """Returns the actor's spec; as in verl, log-probs use the micro-batch size of the rollout config."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     return _spec(
-        *(config, worker, device, actor, actor.fsdp_config),
+        config,
+        worker,
+        device,
+        actor,
+        actor.fsdp_config,
         train_rule=_rule_for_slots(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
         infer_rule=_rule_for_slots(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
         optim=actor.optim,
@@ -37,7 +41,11 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
     ref = config.actor_rollout_ref.ref
     rule = _rule_for_slots(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
     return _spec(
-        *(config, worker, device, ref, ref.fsdp_config),
+        config,
+        worker,
+        device,
+        ref,
+        ref.fsdp_config,
         train_rule=rule,
         infer_rule=rule,
         compile_blocks=ref.use_torch_compile,
@@ -47,11 +55,17 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
 def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
     """Returns the critic's spec; without a model path, the critic starts from the actor's model."""
     critic, model = config.critic, config.critic.model
-    adapters, rank = None, model.lora_rank
-    if rank > 0:
-        adapters = AdapterSettings(rank, model.lora_alpha, 0.0, model.target_modules, None, None)
+    adapters = None
+    if model.lora_rank > 0:
+        adapters = AdapterSettings(
+            model.lora_rank, model.lora_alpha, 0.0, model.target_modules, None, None
+        )
     return _spec(
-        *(config, worker, device, critic, model.fsdp_config),
+        config,
+        worker,
+        device,
+        critic,
+        model.fsdp_config,
         head="value",
         model_path=model.path or config.actor_rollout_ref.model.path,
         override_config=model.override_config,
@@ -71,7 +85,11 @@ def implicit_reward_spec(
     reward, model = config.reward_model, config.reward_model.model
     rule = _rule_for_slots(reward, "", reward.forward_max_token_len_per_gpu)
     return _spec(
-        *(config, worker, device, reward, model.fsdp_config),
+        config,
+        worker,
+        device,
+        reward,
+        model.fsdp_config,
         model_path=(model.ref_path if frozen else None) or model.path,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing and not frozen,
@@ -99,9 +117,11 @@ def _rule_for_slots(
     role_config: MicroBatches, key_prefix: str, max_tokens: int
 ) -> MakeMicroBatchRule:
     """Returns a function from the number of data-parallel slots to the micro-batch rule."""
-    return lambda slots: MicroBatchRule(
-        role_config.sequences_per_micro_batch(slots, key_prefix), max_tokens
-    )
+
+    def make_rule(slots: int) -> MicroBatchRule:
+        return MicroBatchRule(role_config.sequences_per_micro_batch(slots, key_prefix), max_tokens)
+
+    return make_rule
 
 
 def _spec(

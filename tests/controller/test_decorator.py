@@ -72,7 +72,16 @@ def test_a_mode_that_does_not_exist_is_helped() -> None:
 
 def test_the_modes_can_be_listed() -> None:
     assert Dispatch.ONE_TO_ALL in Dispatch
-    assert {mode.name for mode in Dispatch} >= {"ONE_TO_ALL", "DP_COMPUTE_PROTO"}
+    assert {mode.name for mode in Dispatch} >= {
+        "RANK_ZERO",
+        "ONE_TO_ALL",
+        "ALL_TO_ALL",
+        "DP_COMPUTE",
+        "DP_COMPUTE_PROTO",
+        "DP_COMPUTE_PROTO_WITH_FUNC",
+        "DP_COMPUTE_METRIC",
+        "DIRECT_ROLLOUT_METHOD",
+    }
 
 
 def test_modes_can_be_added_once_and_updated() -> None:
