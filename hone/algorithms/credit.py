@@ -140,7 +140,8 @@ def outcome_losses(
 ) -> Tensor:
     """Returns the loss [B] of each response: the cross-entropy of σ(β · Σ log-ratio) with its outcome.
 
-    With `rivals` (`rival_logits`), it is −log σ(± (logit − rival logit)): plus for a correct response.
+    With `rivals` (the result of `rival_logits`), the loss is −log σ(± (logit − rival logit)), with plus for a
+    correct response and minus for others.
     """
     logit = beta * masked_sum(log_ratio, response_mask, -1)
     if rivals is None:

@@ -53,7 +53,7 @@ class RouterReplayConfig(SchemaBlock):
     """Routing of mixture-of-experts models: which experts compute a token in the update."""
 
     mode: Literal["disabled", "R2", "R3"] = "disabled"
-    """R2 replays the experts of the old log-prob pass, R3 those that the rollout engine recorded."""
+    """R2 replays the experts of the old log-prob pass; R3 replays the experts that the rollout recorded."""
 
 
 class ActorConfig(UpdateConfig):

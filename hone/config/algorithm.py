@@ -42,8 +42,8 @@ class RolloutCorrectionConfig(SchemaBlock):
     rollout_rs: str | tuple[str, ...] | None = None
     """Rejection options, comma separated: token_k1…k3, seq_sum_k1…, seq_mean_k1…, seq_max_k2|k3."""
     rollout_rs_threshold: float | str | tuple[str, ...] | None = None
-    """Bounds of the rejection options: one for all, or one per option, comma separated or as a list. An
-    option with k1 also takes `lo_hi`."""
+    """Bounds of the rejection options: one for all options, or one per option, comma separated or as a list.
+    An option with k1 also takes `lo_hi`."""
     rollout_token_veto_threshold: Positive | None = None
     """Reject a whole response if the ratio train/rollout of one of its tokens is below this number."""
     bypass_mode: bool = False
@@ -120,7 +120,7 @@ class CurriculumFilterConfig(SchemaBlock):
     enable: bool = False
     """Filter groups by their mean rule score."""
     fn_name: Literal["remove_extreme", "interquartile"] = "remove_extreme"
-    """remove_extreme keeps groups with 0 < mean < 1; interquartile keeps those between two percentiles."""
+    """remove_extreme keeps groups with 0 < mean < 1; interquartile: a mean between two percentiles."""
     fn_params: Settings = block(dict, lower_percentile_bound=25, upper_percentile_bound=75)
     """interquartile: the lower and the upper percentile."""
 
@@ -164,7 +164,7 @@ PRESETS: dict[str, Fields] = {name: _preset_settings(name) for name in _PRESET_N
 
 
 def _preset_method(name: str) -> Function:
-    """Returns the class method that creates a preset, as a function; its arguments are those of verl."""
+    """Returns a function that creates a preset, for a class method with verl's arguments."""
     settings = PRESETS[name]
     has_both_thresholds = _IS_THRESHOLD in settings and _RS_THRESHOLD in settings
     threshold_keys = {

@@ -34,7 +34,7 @@ _OPTION_PREFIX = re.compile(r"([a-z_]+): ")
 
 
 def find_problems(tree: str, config: Config) -> Iterator[str]:
-    """Yields one sentence for each problem of a config; `tree` is the name of its schema."""
+    """Yields one sentence for each problem of a config of the named tree."""
     if isinstance(config, SupervisedConfig):
         # Under torchrun, world_size may be 1 although there are several ranks, so 1 is skipped.
         mesh = mesh_problems(config.world_size, "", config, "engine", config.engine)

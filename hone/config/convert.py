@@ -106,9 +106,9 @@ def show_value(value: Value) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list | tuple):
-        return "[" + ",".join(show_value(v) for v in value) + "]"
+        return "[" + ",".join(map(show_value, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{show_value(v)}" for k, v in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{show_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     if isinstance(value, str) and (not value or value != value.strip() or "\n" in value):
@@ -119,9 +119,9 @@ def show_value(value: Value) -> str:
 def to_plain(value: Value) -> Value:
     """Converts a tree of blocks to nested dicts and lists for YAML or JSON."""
     if isinstance(value, Mapping):  # a block is a mapping
-        return {k: to_plain(v) for k, v in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_plain(v) for v in value]
+        return [to_plain(item) for item in value]
     return value
 
 

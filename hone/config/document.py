@@ -185,14 +185,21 @@ def rollout_yaml() -> str:
 def document() -> str:
     """Returns the whole page."""
     trees = TREES.values()
-    tree_rows = ((f"[`{t.name}`](#{t.name})", str(len(leaves(t.root))), t.purpose) for t in trees)
+    tree_rows = [
+        (f"[`{tree.name}`](#{tree.name})", str(len(leaves(tree.root))), tree.purpose)
+        for tree in trees
+    ]
     rule_rows: list[tuple[str, ...]] = []
     for rule in rules("refused", "neutral"):
         key, values = _rule_cells(rule)
         rule_rows.append((key, rule.state, values, rule.why))
-    value_rows = ((*_rule_cells(r), f"`{r.becomes}`", r.why) for r in rules("values"))
-    name_rows = ((t, f"`{old}`", new) for t in TREES for old, new in other_names(t).items())
-    parts = [
+    value_rows = [(*_rule_cells(rule), f"`{rule.becomes}`", rule.why) for rule in rules("values")]
+    name_rows = [
+        (tree.name, f"`{old_name}`", meaning)
+        for tree in trees
+        for old_name, meaning in other_names(tree.name).items()
+    ]
+    sections = [
         _INTRODUCTION,
         _table("tree | keys | for", tree_rows),
         *map(_tree_section, trees),
@@ -201,7 +208,7 @@ def document() -> str:
         _table("key | written | becomes | note", value_rows),
         _table("tree | written | means", name_rows),
     ]
-    return "\n".join(parts)
+    return "\n".join(sections)
 
 
 def _table(heading: str, rows: Iterable[tuple[str, ...]]) -> str:

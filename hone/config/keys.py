@@ -187,17 +187,19 @@ def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
     """
     all_keys = list(leaves(root))
     first_names, _, name = key.rpartition(".")
-    suggestions = [k for k in all_keys if k.endswith(f".{key}")] or keys_matching(key, all_keys)
+    suggestions = [full_key for full_key in all_keys if full_key.endswith(f".{key}")]
+    suggestions = suggestions or keys_matching(key, all_keys)
     if not suggestions and key.split(".")[0] not in hints(root):  # the last name may be misspelled
         required_names = set(filter(None, first_names.split(".")))
-        paths = [k.split(".") for k in all_keys]
+        paths = [full_key.split(".") for full_key in all_keys]
         last_names = [path[-1] for path in paths if required_names.issubset(path[:-1])]
         suggestions = keys_matching(f"{first_names}.{nearest(name, last_names)}", all_keys)
     elif not suggestions and is_last:
-        keys_with_name = [k for k in all_keys if k.rpartition(".")[2] == name]
-        in_same_block = [k for k in keys_with_name if k.startswith(key.split(".")[0] + ".")]
+        root_block = key.split(".")[0]
+        same_name = [full_key for full_key in all_keys if full_key.split(".")[-1] == name]
+        suggestions = [full_key for full_key in same_name if full_key.startswith(f"{root_block}.")]
         # Of several keys in other blocks, most would set another model.
-        suggestions = in_same_block or (keys_with_name if len(keys_with_name) == 1 else [])
+        suggestions = suggestions or (same_name if len(same_name) == 1 else [])
     return suggestions if len(suggestions) <= 4 else []
 
 
@@ -287,8 +289,10 @@ def resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
 
 
 def resolve_default(default: Value, values: JsonObject) -> Value:
-    """Returns a default of the schema with its references resolved, or unchanged if a value that it refers
-    to contains the text of a reference."""
+    """Returns a default of the schema with its references resolved.
+
+    If a referenced value contains the text of a reference, the default is returned unchanged.
+    """
     with contextlib.suppress(KeyError):
         return resolve_value(default, values)
     return default

@@ -27,8 +27,12 @@ class Range:
 
     def __str__(self) -> str:
         templates = {"{} or more": self.least, "above {}": self.above, "at most {}": self.most}
-        parts = [text.format(show_value(b)) for text, b in templates.items() if math.isfinite(b)]
-        return " and ".join(parts) + (", or -1" if self.minus_one else "")
+        phrases = [
+            template.format(show_value(bound))
+            for template, bound in templates.items()
+            if math.isfinite(bound)
+        ]
+        return " and ".join(phrases) + (", or -1" if self.minus_one else "")
 
 
 Count = Annotated[int, Range(least=1)]

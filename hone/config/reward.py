@@ -103,7 +103,7 @@ class RewardModelModelConfig(SchemaBlock):
     ref_path: str | None = None
     """PRIME: folder or hub name of the frozen reference; null is `path`."""
     update: Literal["before", "after", "reverse", "none"] = "before"
-    """PRIME: train the model before it scores a batch, after it (reverse is the same), or not."""
+    """PRIME: train the model before it scores a batch, after it scored the batch (after, reverse), or not."""
     beta_train: Positive = 0.05
     """PRIME: weight β of the log-ratio."""
     loss_type: Literal["ce", "dpo"] = "ce"

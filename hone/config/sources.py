@@ -1,6 +1,7 @@
 """Reads command-line overrides and YAML files as settings with an origin.
 
-Hydra parses the overrides and orders the files of a defaults list; it knows verl's trees and groups by name.
+Hydra parses the overrides and orders the files of a defaults list. verl's trees and groups are registered
+with Hydra by name.
 """
 
 from __future__ import annotations

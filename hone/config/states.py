@@ -266,4 +266,4 @@ def other_names(tree: str) -> dict[str, str]:
             meanings.setdefault(old_key, []).append(str(rule))
     if tree == "ppo_trainer":
         meanings |= {key.lstrip("!"): [str(compute.__doc__)] for key, compute in COMPUTED.items()}
-    return {old: "; ".join(texts) for old, texts in meanings.items()}
+    return {old_name: "; ".join(texts) for old_name, texts in meanings.items()}

@@ -117,7 +117,8 @@ def _reshape_batch_dims(data: DataProto, num_dims: int, size: tuple[int, ...]) -
     if batch is not None:
         # A tensor on the meta device has a shape but no data.
         batch_size = reshape(torch.empty(tuple(batch.batch_size), device="meta")).shape
-        batch = TensorDict({k: reshape(v) for k, v in batch.items()}, batch_size=batch_size)
+        tensors = {name: reshape(tensor) for name, tensor in batch.items()}
+        batch = TensorDict(tensors, batch_size=batch_size)
     arrays = {name: reshape(array) for name, array in data.non_tensor_batch.items()}
     return type(data)(batch, arrays, dict(data.meta_info))
 

@@ -55,7 +55,7 @@ def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
 
 
 def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
-    """Returns a 1-d object array with one element per value, even for lists; an array is returned as is."""
+    """Returns a 1-d object array with one element per value, even for lists; returns an array unchanged."""
     if isinstance(values, np.ndarray):
         return values
     array = np.empty(len(values), dtype=object)

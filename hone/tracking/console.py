@@ -1,7 +1,7 @@
 """Terminal output during a run: a live line, progress bars and plain text.
 
-On a terminal, text is above the live line and the bars. Elsewhere (a file, a pipe, CI), a step is one short
-line (`trainer.console=full`: every metric), and long waits are reported.
+On a terminal, the live region (the live line and the bars) is below all other text. Elsewhere (a file, a
+pipe, CI), a step is one short line (`trainer.console=full`: every metric), and long waits are reported.
 """
 
 from __future__ import annotations

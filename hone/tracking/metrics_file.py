@@ -27,8 +27,13 @@ MetricsRow: TypeAlias = Fields
 
 def encode_line(metrics: Mapping[str, Number], step: int) -> str:
     """Encodes a line as strict JSON: NaN and infinities become null and are listed in `_nonfinite`."""
-    nonfinite: JsonObject = {k: repr(v) for k, v in metrics.items() if not math.isfinite(v)}
-    line: JsonObject = {k: None if k in nonfinite else v for k, v in metrics.items()}
+    line: JsonObject = {}
+    nonfinite: JsonObject = {}
+    for name, value in metrics.items():
+        is_finite = math.isfinite(value)
+        line[name] = value if is_finite else None
+        if not is_finite:
+            nonfinite[name] = repr(value)
     if nonfinite:
         line[NONFINITE_KEY] = nonfinite
     line[STEP_KEY] = step

@@ -162,7 +162,9 @@ def _group_metrics(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, l
     """Returns metric names by group: the overview, PURE's sections, and a group per prefix; the overview has
     only one of several metrics with equal values."""
     overview = [key for key in names if OVERVIEW_METRICS.fullmatch(key)]
-    overview.sort(key=lambda k: (not k.startswith("val-core/"), not SUMMARY_METRICS.fullmatch(k)))
+    overview.sort(
+        key=lambda key: (not key.startswith("val-core/"), not SUMMARY_METRICS.fullmatch(key))
+    )
     key_by_values: dict[tuple[bytes, ...], str] = {}
     for key in overview:
         values = tuple(numbers.tobytes() for run in runs for numbers in run.metrics.get(key))

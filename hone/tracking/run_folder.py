@@ -147,7 +147,7 @@ def _list_numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
 
 
 def unique_labels(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Returns a label per run: its folder's name; if names repeat, also the parent's or a number."""
+    """Returns a label per run: the folder's name, with the parent's name or a number if names repeat."""
     resolved_paths = [Path(path).resolve() for path in paths]
     folders = [path.parent if path.is_file() else path for path in resolved_paths]
     labels = [folder.name for folder in folders]

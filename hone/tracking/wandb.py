@@ -65,10 +65,12 @@ def build_workspace(project: str, entity: str, name: str) -> Workspace:
             f"hone wandb-workspace needs the package wandb-workspaces ({error}): "
             "pip install 'hone-rl[wandb-workspace]'"
         ) from error
-    sections = [
-        workspaces.Section(name=s.name, panels=[_plot(p) for p in s.panels], is_open=s.is_open)
-        for s in SECTIONS
-    ]
+    sections = []
+    for section in SECTIONS:
+        plots = [_plot(panel) for panel in section.panels]
+        sections.append(
+            workspaces.Section(name=section.name, panels=plots, is_open=section.is_open)
+        )
     settings = workspaces.WorkspaceSettings(max_runs=MAX_RUNS)
     return workspaces.Workspace(
         entity=entity, project=project, name=name, sections=sections, settings=settings

@@ -91,7 +91,7 @@ class Estimator:
     uses: ClassVar[tuple[str, ...]] = ()
     """Optional columns that the estimator reads, in addition to `trajectory_id`."""
     groups: ClassVar[GroupUse | None] = None
-    """How the estimator uses groups. ignored: it compares no responses; compared: a group of one keeps
+    """How the estimator uses groups. ignored: no responses are compared; compared: a group of one keeps
     its raw score; required: a group of one has advantage 0; None: unknown."""
 
     @property

@@ -337,8 +337,8 @@ def call_custom_loss(
 ) -> tuple[Tensor, NamedTensors]:
     """Calls a user's loss by verl's argument names, or by position if its arguments have other names.
 
-    The loss gets only the arguments that it has. A loss without an argument for importance weights would
-    train something else, so they raise an error.
+    The loss gets only the arguments that it has. Importance weights are an error for a loss without such an
+    argument, because it would train something else.
     """
     name = getattr(function, "__name__", type(function).__name__)
     keywords = dict(zip(_ARGUMENTS, (*inputs, config.loss_agg_mode, config, weights), strict=True))
