@@ -33,7 +33,13 @@ def import_path_of(function: str | Function) -> str | Function:
                 "a file and set custom_reward_function.path, or use the naive manager."
             )
         return f"{file}:{name}"
-    return f"{function.__module__}:{name}"
+    path = f"{function.__module__}:{name}"
+    if load_object(path) != function:
+        raise TypeError(
+            f"scorer {path} is another function than the configured one, which may have its name "
+            "from functools.wraps; give the function a name of its own, or use the naive manager."
+        )
+    return path
 
 
 def row_scorer_keywords(compute_score: Function, options: Settings) -> Fields:

@@ -129,6 +129,18 @@ def test_a_local_function_is_refused_with_the_reason(
         prime(lambda solution_str: 1.0)(make_batch(["a"]))
 
 
+@functools.wraps(table.default_compute_score)
+def wrapper(*args: Any, **kwargs: Any) -> Any:
+    return 2.0 * table.default_compute_score(*args, **kwargs)
+
+
+def test_a_wrapper_with_the_name_of_another_function_is_refused(
+    prime: Callable[..., PrimeRewardManager], make_batch: MakeBatch
+) -> None:
+    with pytest.raises(TypeError, match=r"another function.*functools\.wraps.*naive manager"):
+        prime(wrapper)(make_batch(["#### 1"], "gsm8k", ["1"]))
+
+
 def test_a_scorer_that_the_worker_cannot_import_is_an_error(
     prime: Callable[..., PrimeRewardManager],
     make_batch: MakeBatch,
