@@ -171,7 +171,9 @@ def collate_outputs(outputs: Sequence[AgentLoopOutput], *, pad_token_id: int) ->
     columns: dict[str, list[Any]] = {
         "num_turns": [output.num_turns for output in outputs],
         "stop_reason": [output.stop_reason for output in outputs],
-        "versions": [None if o.versions is None else list(o.versions) for o in outputs],
+        "versions": [
+            None if output.versions is None else list(output.versions) for output in outputs
+        ],
     }
     for name in sorted({key for output in outputs for key in output.extra_fields}):
         columns[name] = [output.extra_fields.get(name) for output in outputs]

@@ -51,7 +51,9 @@ def pad_and_concat(batches: Sequence[DataProto]) -> DataProto:
     selected_batches = [
         batch.select(
             batch_keys=[name for name in batch.batch.keys() if name in common_columns],  # noqa: SIM118
-            non_tensor_batch_keys=[n for n in batch.non_tensor_batch if n in common_columns],
+            non_tensor_batch_keys=[
+                name for name in batch.non_tensor_batch if name in common_columns
+            ],
             meta_info_keys=[],
         )
         for batch in padded_batches

@@ -90,7 +90,8 @@ def _read_factory_loaders(path: str) -> dict[str, Callable[[], LoopFactory]]:
         raise PluginError(str(error)) from error
     loaders: dict[str, Callable[[], LoopFactory]] = {}
     for entry in entries if isinstance(entries, list) else [entries]:
-        arguments = {str(k): v for k, v in entry.items()} if isinstance(entry, dict) else {}
+        fields = entry if isinstance(entry, dict) else {}
+        arguments = {str(key): value for key, value in fields.items()}
         name, target = arguments.pop("name", None), arguments.pop("_target_", None)
         if not name or not target:
             raise PluginError(

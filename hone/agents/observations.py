@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hone.data.chat_template import BrokenTemplate, apply_template
+from hone.data.conversation import common_prefix_length
 from hone.data.messages import Message, PromptError
 from hone.data.prompt_ids import render_prompt
 from hone.data.prompts import MAX_CHARACTERS_PER_TOKEN, tokenise, truncate
@@ -102,7 +103,7 @@ def _render_after_assistant(
     except BrokenTemplate:
         raise
     except Exception as error:  # a template is third-party code
-        roles = ", ".join(sorted({str(m["role"]) for m in messages}))
+        roles = ", ".join(sorted({str(message["role"]) for message in messages}))
         raise PromptError(
             f"the tokenizer's chat template cannot render a turn of {roles}: {error_text(error)}; "
             "use a template that knows these roles (actor_rollout_ref.model.custom_chat_template)"
@@ -178,8 +179,7 @@ def _difference(
         rendered_ids = render_prompt(messages, tokenizer, template_kwargs=kwargs)
     if appended_ids == rendered_ids:
         return None
-    pairs = enumerate(zip(appended_ids, rendered_ids, strict=False))
-    start = next((i for i, (a, b) in pairs if a != b), len(rendered_ids))
+    start = common_prefix_length(appended_ids, rendered_ids)
     excerpts = [tokenizer.decode(ids[start : start + 12]) for ids in (appended_ids, rendered_ids)]
     return f"from token {start} the loop has {excerpts[0]!r}, the template {excerpts[1]!r}"
 

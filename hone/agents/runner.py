@@ -372,7 +372,9 @@ class LoopRunner:
             if is_scored and output.reward_score is None:
                 output.reward_score = 0.0  # a trajectory's score is the sum over its rows
             # Columns that the loop copied from its row are already in the batch.
-            output.extra_fields = {k: v for k, v in output.extra_fields.items() if k not in row}
+            output.extra_fields = {
+                name: value for name, value in output.extra_fields.items() if name not in row
+            }
             if len(output.response_ids) > max_tokens:
                 output.truncate(max_tokens)
         return outputs

@@ -117,7 +117,8 @@ def apply_template(
                 special_tokens = getattr(tokenizer, "special_tokens_map", {})
                 variables = {**special_tokens, **options, "messages": messages, "tools": tools}
                 _template_faults[template] = _find_fault(template, variables)
-        if (fault := _template_faults[template]) is not None:
+        fault = _template_faults[template]
+        if fault is not None:
             raise _broken_template(tokenizer, fault)
 
     def render() -> str | list[int]:

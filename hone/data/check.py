@@ -259,7 +259,8 @@ class _Check:
                 f"no {rows} has reward_model.ground_truth: only a reward model or a"
                 " custom_reward_function can score these rows"
             )
-        if duplicates := [numbers for numbers in self.rows_by_prompt.values() if len(numbers) > 1]:
+        duplicates = [numbers for numbers in self.rows_by_prompt.values() if len(numbers) > 1]
+        if duplicates:
             count = sum(len(numbers) - 1 for numbers in duplicates)
             rows = _format_numbers(duplicates[0])
             yield f"{count:,} rows repeat an earlier prompt (such as rows {rows})"
@@ -279,10 +280,10 @@ class _Check:
             yield from (f"  {name}: {count:,}" for name, count in self.source_counts.most_common())
         if self.score_counts:
             counts = sorted(self.score_counts.items(), reverse=True)
-            parts = [f"{score:g} in {count:,}" for score, count in counts[:MAX_SHOWN_EXAMPLES]]
+            texts = [f"{score:g} in {count:,}" for score, count in counts[:MAX_SHOWN_EXAMPLES]]
             num_others = len(counts) - MAX_SHOWN_EXAMPLES
             remainder = f", and {num_others} other scores" if num_others > 0 else ""
-            yield f"scores when the ground truth is the response: {', '.join(parts)} rows{remainder}"
+            yield f"scores when the ground truth is the response: {', '.join(texts)} rows{remainder}"
         yield from histogram(self.lengths, "characters" if self.tokenizer is None else "tokens")
 
 

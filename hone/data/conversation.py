@@ -92,7 +92,9 @@ class _Template:
         self._max_tokens = max_tokens
         self._tools = tools
         self._kwargs = dict(template_kwargs or {})
-        self._roles_with_parts = {m["role"] for m in messages if isinstance(m["content"], list)}
+        self._roles_with_parts = {
+            message["role"] for message in messages if isinstance(message["content"], list)
+        }
         roles = [message["role"] for message in messages]
         self._end_tokens: list[int] = []
         self._separator: list[int] = []
@@ -139,7 +141,7 @@ class _Template:
             # Later turns may change the rendering of an answer, but not of the text after it.
             start = len(ids) - _common_suffix_length(ids, self._render([*other_probe, *turns]))
             # The text after the probe's answer may begin with its end tokens.
-            start += _common_prefix_length(self._end_tokens, ids[start:])
+            start += common_prefix_length(self._end_tokens, ids[start:])
         if turns[-1]["role"] != "assistant":
             return _Segment(ids[start:], 0, [])
         before_answer = probe + turns[:-1]
@@ -160,16 +162,16 @@ class _Template:
             # Many templates reject a generation prompt before the first user turn.
             return self._first_probe_difference(context, ids)
         prompt_ids = self._render(context, add_generation_prompt=True)
-        answer_start = _common_prefix_length(prompt_ids, ids)
+        answer_start = common_prefix_length(prompt_ids, ids)
         if answer_start == len(prompt_ids):
             return answer_start
-        context_length = _common_prefix_length(prompt_ids, self._render(context))
+        context_length = common_prefix_length(prompt_ids, self._render(context))
         return None if answer_start < context_length else answer_start
 
     def _first_probe_difference(self, context: Sequence[Message], ids: list[int]) -> int:
         """Returns the first index at which the two probe answers, or the first and `ids`, differ."""
         first, second = self._probe_answers(context)
-        return min(_common_prefix_length(first, second), _common_prefix_length(first, ids))
+        return min(common_prefix_length(first, second), common_prefix_length(first, ids))
 
     def _end_tokens_and_separator(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
         """Returns (tokens with which the template ends a turn, tokens between two turns)."""
@@ -212,10 +214,11 @@ class _Template:
         )
 
 
-def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Returns the number of equal ids at the start of both sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _common_suffix_length(first: Sequence[int], second: Sequence[int]) -> int:
-    return _common_prefix_length(first[::-1], second[::-1])
+    return common_prefix_length(first[::-1], second[::-1])

@@ -20,10 +20,12 @@ def with_typed_parts(
     for message in messages:
         parts = message["content"]
         if isinstance(parts, str):
-            texts_and_kinds = re.split("<(image|video)>", parts)  # texts and media kinds alternate
+            pieces = re.split("(<image>|<video>)", parts)
             parts = [
-                {"type": piece} if i % 2 else {"type": "text", "text": piece}
-                for i, piece in enumerate(texts_and_kinds)
+                {"type": piece.strip("<>")}
+                if piece in ("<image>", "<video>")
+                else {"type": "text", "text": piece}
+                for piece in pieces
                 if piece
             ]
         kinds = [part["type"] for part in parts if part.get("type") in ("image", "video")]

@@ -99,7 +99,8 @@ def text_problem(row: Row, columns_without_nul: Collection[str]) -> Problem | No
 def _type_problems(row: Row) -> Iterator[Problem]:
     """Yields a problem for each name that is not text and each object column that is no object."""
     for name in NAME_COLUMNS:
-        if (actual_type := json_type(row.get(name))) not in ("text", "null"):
+        actual_type = json_type(row.get(name))
+        if actual_type not in ("text", "null"):
             yield Problem("wrong type", f"column {name!r} must be text, got {actual_type}")
     values = {f"column {name!r}": row.get(name) for name in OBJECT_COLUMNS}
     extra_info = row.get("extra_info")
@@ -111,5 +112,6 @@ def _type_problems(row: Row) -> Iterator[Problem]:
             for tool, kwargs in tools_kwargs.items():
                 values[f"{prefix}tools_kwargs.{tool}"] = kwargs
     for path, value in values.items():
-        if (actual_type := json_type(value)) not in ("object", "null"):
+        actual_type = json_type(value)
+        if actual_type not in ("object", "null"):
             yield Problem("wrong type", f"{path} must be an object, got {actual_type}")

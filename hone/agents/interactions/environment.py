@@ -28,7 +28,7 @@ class EnvironmentInteraction(BaseInteraction):
 
     def __init__(self, make_environment: Callable[..., Any], config: Settings) -> None:
         super().__init__(config)
-        options = {k: v for k, v in config.items() if k != "name"}
+        options = {key: value for key, value in config.items() if key != "name"}
         self._make_environment = functools.partial(make_environment, **options)
         self._environments: dict[str, Any] = {}
         self._total_rewards: dict[str, float] = {}
@@ -98,7 +98,8 @@ async def _make_in_thread(make_environment: Callable[[], Any]) -> Any:
 
 
 async def _close(environment: Any) -> None:
-    if callable(close := getattr(environment, "close", None)):
+    close = getattr(environment, "close", None)
+    if callable(close):
         await _call(close)
 
 

@@ -30,7 +30,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: Messages, **kwargs: JsonValue
     ) -> tuple[bool, str, float, Fields]:
-        turns = [m for m in messages if m.get("role") == "assistant"]
+        turns = [message for message in messages if message.get("role") == "assistant"]
         self._instance_dict[instance_id]["response"] = turns[-1].get("content") if turns else ""
         score = await self.calculate_score(instance_id)
         return score == 1.0, CORRECT_REPLY if score == 1.0 else INCORRECT_REPLY, score, {}

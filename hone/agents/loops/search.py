@@ -55,10 +55,11 @@ def read_action(text: str) -> Action | None:
 
 def format_passages(passages: Sequence[str]) -> str:
     """Formats passages for the model, numbered and with their titles."""
-    parts = [passage.partition("\n") for passage in passages]
-    return "".join(
-        f"Doc {i}(Title: {title}) {text}\n" for i, (title, _, text) in enumerate(parts, 1)
-    )
+    lines = []
+    for number, passage in enumerate(passages, start=1):
+        title, _, text = passage.partition("\n")
+        lines.append(f"Doc {number}(Title: {title}) {text}\n")
+    return "".join(lines)
 
 
 @dataclass

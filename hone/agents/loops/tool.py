@@ -78,7 +78,7 @@ class ToolAgentLoop(AgentLoopBase):
             raise ToolError(f"tool_config has no {unknown[0]!r}; use {', '.join(TOOL_CONFIG_KEYS)}")
         names = options.get("available_tools", [*self.tools])
         key = "tool_config.available_tools"
-        if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             raise ToolError(f"{key}={short_repr(names)}; give a list of names")
         if unknown_tools := [name for name in names if name not in self.tools]:
             tools = ", ".join(self.tools) or "none"
@@ -138,8 +138,10 @@ class ToolAgentLoop(AgentLoopBase):
             exit_stack.push_async_callback(tool_session.release)
             await self._run_turns(agent_data, tool_session, interaction, deadline, sampling_params)
             scores = await tool_session.scores()
-            if interaction is not None and (score := await interaction.score()) is not None:
-                scores[interaction.name] = score
+            if interaction is not None:
+                score = await interaction.score()
+                if score is not None:
+                    scores[interaction.name] = score
         extra_fields = agent_data.extra_fields | {
             "tool_outputs": tool_session.outputs,
             "tool_rewards": agent_data.tool_rewards,
@@ -293,7 +295,9 @@ class ToolAgentLoop(AgentLoopBase):
     def _observation_ids(self, messages: list[Message], text: str, last_id: int) -> Sequence[int]:
         """Returns the ids of tool or user messages after the model turn `text` with last id `last_id`."""
         if messages[0]["role"] == "tool" and not self.parser.template_renders_tools:
-            observation = self.parser.observation(text, [m["content"] for m in messages])
+            observation = self.parser.observation(
+                text, [message["content"] for message in messages]
+            )
             # If the last token is no special token, the model's turn goes on after the observation.
             if self.tokenizer.decode([last_id], skip_special_tokens=True):
                 return self.tokenizer.encode(observation, add_special_tokens=False)
@@ -352,8 +356,10 @@ def _add_instructions(prompt: str | list[Message], text: str) -> str | list[Mess
     first = messages[0]
     if not isinstance(first["content"], str):
         return [{"role": "system", "content": text}, *messages]
-    parts = (first["content"], text) if first["role"] == "system" else (text, first["content"])
-    first["content"] = "\n\n".join(parts)
+    if first["role"] == "system":
+        first["content"] = f"{first['content']}\n\n{text}"
+    else:
+        first["content"] = f"{text}\n\n{first['content']}"
     return messages
 
 

@@ -100,7 +100,10 @@ class ToolParser:
         if type(self).extract_tool_calls is ToolParser.extract_tool_calls:
             return self.calls_with_schemas(tools, text)
         _, calls = await self.extract_tool_calls(list(ids), list(tools))
-        return [as_tool_call(c.name, c.arguments, getattr(c, "tool_call_id", None)) for c in calls]
+        return [
+            as_tool_call(call.name, call.arguments, getattr(call, "tool_call_id", None))
+            for call in calls
+        ]
 
     @classmethod
     def register(cls, name: str) -> Callable[[P], P]:

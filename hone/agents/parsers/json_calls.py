@@ -106,12 +106,13 @@ class Llama3JsonToolParser(ToolParser):
     prefix = "<|python_tag|>"
 
     def content(self, text: str) -> str:
-        before, prefix, _ = text.partition(self.prefix)
-        return before if prefix and not before.lstrip().startswith("{") else ""
+        text_before, prefix, _ = text.partition(self.prefix)
+        is_call = not prefix or text_before.lstrip().startswith("{")
+        return "" if is_call else text_before
 
     def calls(self, text: str) -> list[ToolCall]:
-        before, prefix, body = text.partition(self.prefix)
-        if before.lstrip().startswith("{"):  # a later prefix is part of an argument
+        text_before, prefix, body = text.partition(self.prefix)
+        if text_before.lstrip().startswith("{"):  # a later prefix is part of an argument
             prefix, body = "", text
         calls = [parse_call(piece) for piece in _json_objects(body.lstrip())]
         if prefix:

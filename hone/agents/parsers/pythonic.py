@@ -133,7 +133,8 @@ class _CallListParser:
 def _parse_number(token: str) -> int | float:
     if not set(token) & set(".eE"):
         return int(token)
-    if not math.isfinite(number := float(token)):
+    number = float(token)
+    if not math.isfinite(number):
         raise ValueError(f"{token[:20]} is not a finite number")
     return number
 

@@ -108,7 +108,8 @@ class OpenAIFunctionParametersSchema(_Schema):
         for name in (*properties, *required):
             _require(name, str, "the name of a parameter is text")
         return OpenAIFunctionParametersSchema(
-            properties={k: validate(v) for k, v in properties.items()}, required=tuple(required)
+            properties={name: validate(schema) for name, schema in properties.items()},
+            required=tuple(required),
         )
 
 

@@ -141,7 +141,9 @@ def load_function_tools_from_path(path: str) -> list[FunctionTool]:
     if key not in _LOADED_FUNCTION_TOOL_PATHS:
         values = [value for value in vars(load_module(path)).values() if callable(value)]
         tools = [getattr(value, _TOOL_ATTRIBUTE, None) for value in values]
-        unique_tools = list({id(t): t for t in tools if isinstance(t, FunctionTool)}.values())
+        unique_tools = list(
+            {id(tool): tool for tool in tools if isinstance(tool, FunctionTool)}.values()
+        )
         FUNCTION_TOOL_REGISTRY.update({tool.name: tool for tool in unique_tools})
         if not unique_tools:
             logger.warning("%s: no @function_tool decorators found above its functions", path)

@@ -162,7 +162,8 @@ def mcp_tools(
         raise ToolError(f"{path}: MCP tools need the client: pip install 'hone-rl[mcp]'") from error
     options: Fields = dict(mcp_config) if isinstance(mcp_config, dict) else {}
     servers = options.get("mcpServers")
-    if (file := options.get("mcp_servers_config_path")) is not None:
+    file = options.get("mcp_servers_config_path")
+    if file is not None:
         try:
             data = read_json(Path(str(file)).expanduser().read_text())
         except (OSError, BadText) as error:

@@ -64,6 +64,8 @@ class SearchTool(BaseTool):
 
 
 def _format_passages(passages: list[str]) -> str:
-    parts = [passage.partition("\n") for passage in passages]
-    blocks = [f"Doc {i} (Title: {title})\n{text}" for i, (title, _, text) in enumerate(parts, 1)]
+    blocks = []
+    for number, passage in enumerate(passages, start=1):
+        title, _, text = passage.partition("\n")
+        blocks.append(f"Doc {number} (Title: {title})\n{text}")
     return "\n\n".join(blocks)

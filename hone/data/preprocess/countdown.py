@@ -153,7 +153,11 @@ def upstream_splits(
         test_start = min(train_size or len(train), len(train) - test_size)
         train, test = train[:test_start], train[test_start : test_start + test_size]
     test_keys = {problem_key(record["nums"], record["target"]) for record in test}
-    train = [r for r in train[:train_size] if problem_key(r["nums"], r["target"]) not in test_keys]
+    train = [
+        record
+        for record in train[:train_size]
+        if problem_key(record["nums"], record["target"]) not in test_keys
+    ]
     return rows_by_split(
         {"train": train, "test": test}, partial(countdown_row, template=template_type)
     )

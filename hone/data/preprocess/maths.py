@@ -74,14 +74,14 @@ def last_boxed(text: str) -> str | None:
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None
-    after = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
-    if after.startswith(" "):
-        return after[1:].split("$")[0].strip()
+    argument = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
+    if argument.startswith(" "):
+        return argument[1:].split("$")[0].strip()
     depth = 0
-    for position, character in enumerate(after):
+    for position, character in enumerate(argument):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return after[1:position] if character == "}" else None
+            return argument[1:position] if character == "}" else None
     return None
 
 
@@ -131,11 +131,10 @@ def benchmark_splits(source: Source, *, name: str) -> Splits:
         problem = record.get("problem") or record.get("question")
         if not problem:
             raise DataError(f"record {index} of {data_source} has no problem")
-        prompt = (
-            instruction.format(problem=problem)
-            if instruction is ANSWER_LINE_PROMPT
-            else f"{problem} {instruction}"
-        )
+        if instruction is ANSWER_LINE_PROMPT:
+            prompt = instruction.format(problem=problem)
+        else:
+            prompt = f"{problem} {instruction}"
         return task_row(data_source, prompt, "math", tidy_answer(record["answer"]), split, index)
 
     return source.build_rows(upstream, make_row)

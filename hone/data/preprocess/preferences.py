@@ -66,7 +66,7 @@ def hh_rlhf_splits(source: Source, *, subsets: str = ",".join(SUBSETS)) -> Split
     if not subset_names or not set(subset_names) <= set(SUBSETS):
         raise DataError(f"hh-rlhf has the subsets {', '.join(SUBSETS)}, not {subsets!r}")
     records = source.existing_splits(HH_RLHF)["train"]
-    pairs = [row for record in records if (row := split_pair(record)) is not None]
+    pairs = [pair for pair in map(split_pair, records) if pair is not None]
     num_train = round(len(pairs) * 0.75)
     sft = [
         {"prompt": row["prompt"], "response": row[kind]}

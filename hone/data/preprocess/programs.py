@@ -39,7 +39,9 @@ def humaneval_tests(record: Row) -> str:
         module = ast.parse(record.get("prompt") or "")
     except SyntaxError:
         module = ast.Module([], [])
-    module.body = [n for n in module.body if getattr(n, "name", None) != record["entry_point"]]
+    module.body = [
+        node for node in module.body if getattr(node, "name", None) != record["entry_point"]
+    ]
     if any(isinstance(node, ast.FunctionDef) for node in module.body):
         helpers = ast.unparse(module)
     return f"{helpers}\n{record['test']}\ncheck({record['entry_point']})\n"

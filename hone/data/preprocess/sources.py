@@ -58,7 +58,8 @@ class Source:
         for name in upstream.splits[split]:
             *subfolders, stem = name.split("/")
             for folder, suffix in product(subfolders or (*upstream.folders, "."), SUFFIXES):
-                if (path := self.folder / folder / f"{stem}{suffix}").is_file():
+                path = self.folder / folder / f"{stem}{suffix}"
+                if path.is_file():
                     return path
         return None
 
