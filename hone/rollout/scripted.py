@@ -82,7 +82,10 @@ class ScriptedRollout(StreamingEngine):
 
     def _next_answer(self, request: Request) -> ScriptedAnswer:
         if self._answer_function is not None:
-            answer = self._answer_function(request.prompt_ids)
+            try:
+                answer = self._answer_function(request.prompt_ids)
+            except SystemExit as error:  # would end the event loop of the engine
+                raise RuntimeError(f"the script raised {error!r}") from error
         else:
             try:
                 answer = next(self._listed_answers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -102,3 +104,18 @@ def test_pause_and_resume_work_over_several_event_loops() -> None:
             return (await job).token_ids
 
         assert play(held()) == [9]
+
+
+def test_a_script_that_exits_fails_its_request() -> None:
+    """Otherwise asyncio would end the event loop of the engine, and the request would wait forever."""
+
+    def script(prompt: list[int]) -> str:
+        raise SystemExit(3)
+
+    async def generate() -> None:
+        engine = ScriptedRollout(script)
+        with pytest.raises(RolloutError, match=r"the script raised SystemExit\(3\)"):
+            await asyncio.wait_for(engine.generate([1], Sampling(2, 1.0, 0), "r"), 10)
+        await engine.close()
+
+    asyncio.run(generate())
