@@ -161,7 +161,8 @@ def _reward_call(part: RewardPart, columns: Collection[str]) -> Callable[[Row], 
         return lambda row: scorer(row["completion"])
     if not names and len(required_names) == 2:
         return lambda row: scorer(row["completion"], row["answer"])
-    if unknown_names := [name for name in required_names if name not in known_names]:
+    unknown_names = [name for name in required_names if name not in known_names]
+    if unknown_names:
         column_names = ", ".join(sorted(known_names - {*RESPONSE_NAMES, *ANSWER_NAMES}))
         raise ScorerSignatureError(
             f"the reward function {describe(scorer)} takes {', '.join(unknown_names)}, which no row has; "

@@ -67,7 +67,8 @@ def evaluate(
     (`top_p`, …) and of the `evaluation` config (`pass_at`, …).
     """
     if isinstance(model, Trained):
-        data, reward = data if data is not None else model.data, reward or model.reward
+        data = model.data if data is None else data
+        reward = reward or model.reward
         model = model.policy
     if data is None:
         raise DataError("the run had no validation data; pass the rows to evaluate on")
@@ -225,8 +226,10 @@ class _RunInputs:
         Files in the dataset schema are returned unchanged; other rows are converted and written to a file
         that begins with `name`.
         """
-        files, parts, needs_prompt = file_names(data), self._parts, reads_prompt(self._parts)
+        parts = self._parts
+        needs_prompt = reads_prompt(parts)
         default_source = parts[0].name if len(parts) == 1 else "python"
+        files = file_names(data)
         if files is not None and not needs_prompt:
             store = read_rows(files, BadRowPolicy("skip"), "data")
             if "reward_model" in next(store.scan()):

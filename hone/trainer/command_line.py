@@ -390,9 +390,9 @@ def _prefix_with_key(message: str, path: str | None) -> str:
 
 def _user_error_classes() -> tuple[type[BaseException], ...]:
     """Returns the classes of `_USER_ERRORS` whose modules are imported."""
-    return tuple(
-        getattr(sys.modules[module], name)
-        for module, names in _USER_ERRORS.items()
-        for name in names.split()
-        if module in sys.modules and hasattr(sys.modules[module], name)
-    )
+    classes: list[type[BaseException]] = []
+    for module_name, class_names in _USER_ERRORS.items():
+        module = sys.modules.get(module_name)
+        # A module that is still being imported may not have its classes yet.
+        classes += [getattr(module, n) for n in class_names.split() if hasattr(module, n)]
+    return tuple(classes)

@@ -170,9 +170,10 @@ def _scorer_inputs(row: Row, location: str, config: EvaluationConfig) -> list[Sc
             )
     scorer_info = {k: v for k, v in reward_model.items() if k not in ("ground_truth", "style")}
     scorer_info |= extra_info
-    source, truth = str(row[data.data_source_key]), reward_model.get("ground_truth")
+    source = str(row[data.data_source_key])
+    ground_truth = reward_model.get("ground_truth")
     return [
-        ScorerInput(source, text, truth, scorer_info | policy_transcript_info(text))
+        ScorerInput(source, text, ground_truth, scorer_info | policy_transcript_info(text))
         for text in texts
     ]
 
@@ -299,7 +300,8 @@ def _source_result(
     """Returns the metrics of these rows, with intervals; `failures` counts failures by reason."""
     min_responses = min(len(row.scores) for row in rows)
     ks = list(config.pass_at) if config.pass_at is not None else [1, *attempt_counts(min_responses)]
-    if invalid_ks := [k for k in ks if not 1 <= k <= min_responses]:
+    invalid_ks = [k for k in ks if not 1 <= k <= min_responses]
+    if invalid_ks:
         raise EvaluationError(
             f"metrics.pass_at has {invalid_ks[0]}, but rows of {rows[0].source} have {min_responses} "
             f"responses; use 1 to {min_responses}, or generate more (data.n_samples)"

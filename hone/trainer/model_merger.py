@@ -127,9 +127,10 @@ class BaseModelMerger:
         from peft import LoraConfig
         from safetensors.torch import save_file
 
+        lora_names = [name for name in state_dict if "lora_" in name]
         matrices = {
             name.replace(".default.weight", ".weight"): state_dict.pop(name).contiguous()
-            for name in [name for name in state_dict if "lora_" in name]
+            for name in lora_names
         }
         if not matrices:
             return None

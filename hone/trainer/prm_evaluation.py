@@ -197,8 +197,9 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
         "mean@1": [float(np.mean(row["scores"])) for row in rows]
     }
     for k in attempt_counts(min_responses):
-        for row, model_scores in zip(rows, model_scores_by_row, strict=True):
-            scores, model_scores = list(map(float, row["scores"][:k])), model_scores[:k]
+        for row, row_model_scores in zip(rows, model_scores_by_row, strict=True):
+            scores = [float(score) for score in row["scores"][:k]]
+            model_scores = row_model_scores[:k]
             votes = [extract_answer(text) for text in row["responses"][:k]]
             weights = model_scores
             if aggregate == "soft_min":  # scores are in −1 … 1, but weights must not be negative

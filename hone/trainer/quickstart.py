@@ -190,7 +190,8 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
         from hone.trainer.ppo.plan import Plan
         from hone.trainer.threads import resolve_threads
 
-    files, model = {name: folder / file for name, file in DATA_FILES.items()}, folder / BASE_FOLDER
+    files = {name: folder / file for name, file in DATA_FILES.items()}
+    model = folder / BASE_FOLDER
     config = load_config([*overrides(files, model, folder / RUN_FOLDER, seed), *extra])
     Plan.of(config)  # raises for an unknown estimator
     with lock_target(folder):

@@ -78,7 +78,8 @@ def sweep(arguments: Sequence[str], schema: str, command: Sequence[str]) -> int:
     from hone.tracking.console import screen
 
     flags = [argument.partition("=")[0] for argument in arguments]
-    if refused_flags := [flag for flag in flags if flag in _REFUSED_FLAGS]:
+    refused_flags = [flag for flag in flags if flag in _REFUSED_FLAGS]
+    if refused_flags:
         raise ConfigError(
             f"-m does not work with {refused_flags[0]}; run the command once per value"
         )

@@ -35,7 +35,8 @@ def check_divisible(batch_rows: int, num_slots: int) -> None:
 
 def data_parallel_slots(config: SupervisedConfig, num_ranks: int) -> int:
     """Returns the number of data-parallel slots; raises an error if ranks cannot be divided into slots."""
-    if problems := list(mesh_problems(num_ranks, "", config, "engine", config.engine)):
+    problems = list(mesh_problems(num_ranks, "", config, "engine", config.engine))
+    if problems:
         raise ConfigError(problems)
     return num_ranks // config.ranks_per_slot
 

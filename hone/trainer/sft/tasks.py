@@ -69,7 +69,8 @@ class CustomRows:
 
     def _problem(self, row: EncodedRow) -> str | None:
         """Returns why a row cannot be used, or None."""
-        if missing_columns := [name for name in self._columns if name not in row]:
+        missing_columns = [name for name in self._columns if name not in row]
+        if missing_columns:
             return f"has no {' and no '.join(missing_columns)}"
         num_tokens, mask = len(row["input_ids"]), row.get("loss_mask")
         if num_tokens < 2:
@@ -208,7 +209,8 @@ class StepTask(Task):
 
     def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
         mask = batch.batch["response_mask"].bool()
-        scores, labels = outputs["scores"][mask].double(), batch.batch["labels"][mask].double()
+        scores = outputs["scores"][mask].double()
+        labels = batch.batch["labels"][mask].double()
         loss = F.binary_cross_entropy_with_logits(scores, labels, reduction="sum")
         is_good = labels > 0.5
         is_correct = (scores > 0) == is_good
