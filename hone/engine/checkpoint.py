@@ -208,7 +208,7 @@ def _saved_entry_shapes(folder: Path) -> EntryShapes:
 
 
 def _entry_shapes(value: State | list[State] | Tensor | float, name: str) -> EntryShapes:
-    """Returns the shapes of the entries below `value`, which has the dotted name `name` in the state."""
+    """Returns the shapes of the entries below `value`; `name` is the dotted name of `value` in the state."""
     if isinstance(value, Mapping):
         children = [(str(key), child) for key, child in value.items()]
     elif isinstance(value, list) and value and isinstance(value[0], Mapping):

@@ -357,7 +357,7 @@ def select_columns(batch: DataProto, columns: Collection[str]) -> DataProto:
 
 
 def _dummy_row(batch: DataProto) -> DataProto:
-    """Returns a row without response tokens, with which a rank without rows joins the collectives."""
+    """Returns a row without response tokens, so that a rank without rows can join the collectives."""
     tensors = {name: x.new_zeros(1, *x.shape[1:]) for name, x in batch.batch.items()}
     tensors["attention_mask"][:, batch.batch["prompts"].shape[1] - 1] = 1
     if "routed_experts" in tensors:

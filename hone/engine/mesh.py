@@ -29,10 +29,10 @@ class ProcessGroups:
     sequence: dist.ProcessGroup | None
     """The ranks that split the sequences of a slot; None if sequences are not split."""
     fsdp_mesh: DeviceMesh
-    """The mesh over which FSDP2 shards, with the dimensions (shard), or (replicate, shard) for HSDP."""
+    """The mesh over which FSDP2 shards; its dimensions are (shard), or (replicate, shard) for HSDP."""
     tensor_mesh: DeviceMesh | None
-    """The mesh of the ranks that split a layer's matrices; it shares a root mesh with `fsdp_mesh`. None if
-    the matrices are not split."""
+    """The mesh of the ranks that split a layer's matrices, with the root mesh of `fsdp_mesh`; None if no
+    matrices are split."""
 
 
 def mesh_for_rank(rank: int, world_size: int, *, sequence: int = 1, tensor: int = 1) -> Mesh:

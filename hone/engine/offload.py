@@ -17,7 +17,7 @@ from hone.config.engine import FSDPConfig
 from hone.engine.optimizer import Optimizer, local_shard
 
 TensorLister = Callable[[], Iterable[Tensor]]
-"""Lists the tensors of a model or optimizer, which may have new tensors at each call."""
+"""Lists the tensors of a model or optimizer; each call may return new tensors."""
 
 ACCELERATORS = frozenset({"cuda", "xpu", "npu"})
 """Device types with their own memory; on other devices, offloading would free nothing."""
@@ -35,7 +35,7 @@ class OffloadedTensors:
         self.reload_count = 0
         """Number of moves back to the device; each may change the addresses."""
         self._offloaded: list[tuple[torch.UntypedStorage, Tensor]] = []
-        """Each storage with the host buffer that holds its bytes."""
+        """Pairs of a storage and the host buffer with its bytes."""
         self._free_buffers: dict[int, list[Tensor]] = {}
         """Unused host buffers by size in bytes; they are kept because pinning new memory is slow."""
 
@@ -99,7 +99,7 @@ class OffloadedTensors:
 
 @dataclass(frozen=True)
 class Offload:
-    """The parameters and optimizer state of one engine, each None if it stays on the device."""
+    """The offloaded tensors of one engine; None for parameters or optimizer state that stay on the device."""
 
     parameters: OffloadedTensors | None = None
     optimizer: OffloadedTensors | None = None
@@ -131,7 +131,7 @@ def build_offload(
     fsdp: FSDPConfig,
     device_types: Iterable[str] | None = None,
 ) -> Offload | None:
-    """Returns the Offload that `param_offload` and `optimizer_offload` configure, or None without them."""
+    """Returns what `param_offload` and `optimizer_offload` configure, or None if both are false."""
     if not (fsdp.param_offload or (fsdp.optimizer_offload and optimizer is not None)):
         return None
 

@@ -204,7 +204,7 @@ class Optimizer:
                 master.copy_(parameter)
 
     def _parameters_and_masters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yields each trained parameter with its master weight, which is itself if it is float32."""
+        """Yields each trained parameter with its master weight; a float32 parameter is its own master."""
         return zip(self._parameters, self.masters.values(), strict=True)
 
 

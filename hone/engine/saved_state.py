@@ -133,7 +133,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 @contextmanager
 def no_single_process_warning() -> Iterator[None]:
-    """Suppresses torch's warning about saving or loading in a single process, which is intended."""
+    """Suppresses torch's warning about saving or loading in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
         yield

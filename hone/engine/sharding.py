@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from hone.engine.tensor_parallel import TensorParallel
 
 TIMEOUT_S = 600.0
-"""Timeout of collectives in programs that have no config key for it (SFT, tools)."""
+"""Timeout of collectives in programs without a config key for the timeout (SFT, tools)."""
 
 _ROOT_FORWARD = "enter_as_root"
-"""Name of the forward method that makes FSDP2 take the module as the root."""
+"""Name of the forward method that makes the module the root of FSDP2."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ def shard(module: Model, config: FSDPConfig, device: torch.device, mesh: Mesh) -
 
 
 def _no_op() -> None:
-    """Computes nothing; as a forward method, it makes FSDP2 take the module as the root."""
+    """Computes nothing; calling this forward method makes the module the root of FSDP2."""
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """Returns the decoder layers: the largest ModuleList, since it contains all lists of experts."""
+    """Returns the decoder layers: the ModuleList with the most parameters, because experts are inside it."""
 
     def parameter_count(layers: nn.ModuleList) -> int:
         return sum(p.numel() for p in layers.parameters())

@@ -132,7 +132,7 @@ def _placement(style: str, dims: int) -> Placement:
 
 @dataclass
 class _ParallelForward:
-    """The parallel forward of one module that owns parameters; it computes with this rank's shards."""
+    """The parallel forward of one module with parameters of its own; it uses this rank's shards."""
 
     module: nn.Module
     style: str
@@ -208,7 +208,7 @@ def _experts_forward(layer: _ParallelForward, *args: Any, **kwargs: Any) -> Tens
 
 
 def _mla_latent_forward(layer: _ParallelForward, x: Tensor) -> Tensor:
-    """Runs the compressed KV projection of MLA, whose rotary keys are shared by the heads of all ranks."""
+    """Runs MLA's compressed KV projection; the heads of all ranks share its rotary keys."""
     latent, rotary = layer.original_forward(x).tensor_split((-layer.rope_dim,), -1)
     return torch.cat([latent, copy_to_group(rotary, layer.group)], -1)
 
@@ -298,7 +298,7 @@ class TensorParallel:
         return style_a if adapter[2] == "A" else style_b
 
     def _default_style(self, name: str, owner: nn.Module) -> str:
-        """Returns the style of a module outside the plan: replicated, unless it acts on split features."""
+        """Returns the style of a module outside the plan: replicated, unless its input features are split."""
         parent, _, leaf = name.rpartition(".")
         is_norm = re.fullmatch(r"[qk]_(layer)?norm", leaf) is not None
         if is_norm and self._plan.get(f"{parent}.q_proj") == "colwise":

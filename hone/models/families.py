@@ -64,7 +64,7 @@ FAMILIES_WITHOUT_TP_PLAN = frozenset(
     persimmon stablelm
     """.split()  # noqa: SIM905
 )
-"""Families without a tensor-parallel plan in transformers, which tensor-parallel training needs."""
+"""Families that tensor-parallel training refuses, because transformers has no plan for them."""
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families that `strategy=megatron` supports."""
 FAMILIES_DROPPING_KEYWORDS = frozenset({"falcon", "nemotron", "stablelm"})

@@ -244,7 +244,7 @@ def empty_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedMode
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Moves each new parameter to the meta device, which uses no memory, when a module registers it."""
+    """Moves each parameter that a module registers to the meta device, which uses no memory."""
     module_class = torch.nn.Module
     register = module_class.register_parameter
 

@@ -70,7 +70,9 @@ def wrap_lora(lm: PreTrainedModel, adapters: AdapterSettings) -> PeftModel:
     from peft import LoraConfig, get_peft_model
 
     adapter_path, exclude_modules = adapters.adapter_path, adapters.exclude_modules
-    is_classifier = hasattr(lm, "score")  # its head is trained fully, without an adapter
+    is_classifier = hasattr(
+        lm, "score"
+    )  # the head of a classifier is trained fully, without an adapter
     try:
         if adapter_path:
             adapter_path = str(Path(copy_to_local(adapter_path)).expanduser())
@@ -142,7 +144,7 @@ def _load_adapter(lm: PeftModel, path: str) -> None:
 
     weights = load_peft_weights(path, device="cpu")
     initial = get_peft_model_state_dict(lm, save_embedding_layers=False)
-    # The adapter of a language model lacks the head of a classifier, which stays as it is.
+    # The adapter of a language model lacks the head of a classifier, so the initial head is kept.
     head = {name: weight for name, weight in initial.items() if name.endswith(_HEAD_SUFFIXES)}
     result = set_peft_model_state_dict(lm, head | weights, lm.active_adapter)
     missing = [name for name in result.missing_keys if ".lora_" in name]

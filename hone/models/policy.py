@@ -274,7 +274,7 @@ class ValueModel(DecoderModel):
 
 
 class ScoreModel(DecoderModel):
-    """A Hugging Face classifier as a reward model: for each response token, a score of the text before it.
+    """A Hugging Face classifier as a reward model: it scores the text before each response token.
 
     With one label, the score is the logit. With two labels (bad, good), the score is the log-odds of good:
     the difference of the logits.
@@ -282,7 +282,7 @@ class ScoreModel(DecoderModel):
 
     @property
     def head(self) -> nn.Module:
-        """The linear layer over the last hidden state, or PEFT's trained copy of it."""
+        """The linear layer over the last hidden state, or PEFT's trained copy of the layer."""
         return without_peft(self.lm).score
 
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:

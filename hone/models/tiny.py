@@ -28,7 +28,7 @@ TURN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 )
-"""A chat template of one line per message. A role is its first letter, because every letter is a token."""
+"""A chat template of one line per message. Roles are shortened to one letter, because a letter is a token."""
 
 
 class TinyModelError(ValueError):

@@ -217,7 +217,7 @@ class Padding(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """The queries and keys of each segment; the keys of a child are its root's, copied, and its own."""
+    """The queries and keys of each segment; a child has copies of its root's keys, then its own keys."""
 
     cu_queries: Tensor  # [S + 1] int32, cumulative number of queries
     cu_keys: Tensor  # [S + 1] int32, cumulative number of keys

@@ -28,4 +28,4 @@ class Context(FunctionCtx):
     backward_function: Callable[[Tensor, ProcessGroup], Tensor]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Saves tensors for the backward pass; torch allows None among them."""
+        """Saves tensors for the backward pass; torch allows None too."""

@@ -294,7 +294,7 @@ def silu_gate_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def silu_gate_backward(gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns both gradients and silu(gate) · up, which is cheaper to recompute than to save."""
+    """Returns both gradients, and silu(gate) · up, because recomputing it is cheaper than saving it."""
     gate, up, g = gate.contiguous(), up.contiguous(), g.contiguous()
     g_gate, g_up, out = (torch.empty_like(gate) for _ in range(3))
     grid = (triton.cdiv(gate.numel(), _GATE_BLOCK),)

@@ -91,7 +91,7 @@ class PackedExperts(nn.Module):
             for shape in shapes
         )
         for parameter in (self.gate_up, self.down):
-            # The gradients of experts are reduced over other ranks than those of dense layers.
+            # megatron-core reduces the gradients of experts over the ranks that hold the same experts.
             parameter.allreduce = False  # type: ignore[attr-defined]
 
     def forward(
@@ -108,7 +108,7 @@ class MoETransformerLayer(TransformerLayer):  # type: ignore[misc]
     """A MoE layer that passes the parameters of the micro-batch to its router."""
 
     def forward(self, *args: Any, packed_seq_params: MicroBatchParams, **kwargs: Any) -> Any:
-        # Set in each forward, because a recomputed layer runs again in the backward pass of its micro-batch.
+        # A recomputed layer runs again in the backward pass, so each forward sets its own parameters.
         self.mlp.router.params = packed_seq_params
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 

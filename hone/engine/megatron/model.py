@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class RmsNorm(nn.Module):
-    """An RMS norm whose weight has megatron-core's mark for sequence parallel, which torch's norm lacks."""
+    """An RMS norm whose weight has the attribute `sequence_parallel` that megatron-core reads."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any

@@ -46,7 +46,7 @@ class BucketShard:
         return self.group.rank() * self.parameters.numel()
 
     def pieces(self, flat_shard: Tensor) -> Iterator[tuple[nn.Parameter, Tensor, slice]]:
-        """Yields each parameter in the shard, its piece of `flat_shard`, and its slice of the parameter."""
+        """Yields each parameter in the shard, its piece of `flat_shard`, and the slice of its elements."""
         for parameter, start, end in self.ranges:
             low, high = max(start, self.start), min(end, self.start + flat_shard.numel())
             if low < high:

@@ -27,7 +27,7 @@ Kind = Literal["same", "columns", "vocabulary", "qkv", "gate_up", "experts_gate_
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter of one stage and the Hugging Face tensors that it is made of."""
+    """A parameter of one stage and the Hugging Face tensors that it contains."""
 
     kind: Kind
     stage_name: str
@@ -112,7 +112,7 @@ def to_local(
         return part(F.pad(first_tensor, (0, 0, 0, -first_tensor.shape[0] % num_ranks)), 0)
     if kind == "gate_up":
         return torch.cat([part(tensor, 0) for tensor in tensors])
-    # qkv: megatron-core stores, per key-value head, its queries, its key and its value.
+    # qkv: megatron-core stores one block per key-value head: queries, key, value.
     row_shape = first_tensor.shape[1:]
     heads = [tensor.reshape(sizes.kv_heads, -1, *row_shape) for tensor in tensors]
     return part(torch.cat(heads, 1), 0).reshape(-1, *row_shape)
@@ -221,7 +221,7 @@ class StageTensors:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yields the full tensors of this stage by Hugging Face name; all ranks of the stage must iterate.
 
-        `get_local_tensor` maps the name of a parameter to this rank's tensor, just before it is gathered.
+        `get_local_tensor` returns this rank's shard of a parameter by name; it is called before each gather.
         """
         for entry in self.entries:
             if not self._is_copy(entry):
