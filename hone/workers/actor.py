@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ class ActorWorker(TrainWorker):
         self.tokenizer = build_tokenizer(config.model)
         fsdp_configs = (config.actor.fsdp_config, config.ref.fsdp_config)
         self.build_engine(config.actor.strategy, actor_spec, *fsdp_configs)
+        self._minibatches = minibatches_of_role(config.actor, self.engine)
         self._objective = self._policy_objective(None)
         self._roofline = Roofline.for_device(self.engine.facts, self.engine.device)
 
@@ -93,10 +95,9 @@ class ActorWorker(TrainWorker):
         """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
         start_time = time.perf_counter()
         objective = self._objective if temperature is None else self._policy_objective(temperature)
-        config = self.config.actor_rollout_ref.actor
         updates = []
         with self.engine.on_device(optimizer=True):
-            for minibatch in step_minibatches(self.engine, data, config, num_step_rows):
+            for minibatch in self._minibatches(data, num_step_rows=num_step_rows):
                 updates.append(self.engine.train_minibatch(minibatch, objective))
         metrics = end_updates(self.engine, "actor", updates)
         metrics |= self._device_metrics(data, time.perf_counter() - start_time)
@@ -247,22 +248,15 @@ class PolicyObjective:
         return agg_loss(values, mask, self._config.loss_agg_mode, loss_scale_factor=scale)
 
 
-def step_minibatches(
-    engine: TrainEngine,
-    data: DataProto,
-    config: ActorConfig | CriticConfig,
-    num_step_rows: int | None,
-) -> Iterator[DataProto]:
-    """Returns the mini-batches of all epochs of one step, split as the role's config says.
-
-    `num_step_rows` is the number of rows of the step on all ranks; None splits each rank's own rows.
-    """
-    return minibatches(
-        data,
+def minibatches_of_role(
+    config: ActorConfig | CriticConfig, engine: TrainEngine
+) -> partial[Iterator[DataProto]]:
+    """Returns the function `minibatches` with the settings of a role."""
+    return partial(
+        minibatches,
         rows_per_update=config.sequences_per_update,
         epochs=config.ppo_epochs,
         shuffle_seed=config.data_loader_seed if config.shuffle else None,
-        num_step_rows=num_step_rows,
         ranks=engine.mesh.data_parallel_size,
     )
 

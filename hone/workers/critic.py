@@ -15,7 +15,7 @@ from hone.engine.contract import ObjectiveOutput
 from hone.models.from_config import import_external
 from hone.ops.rows import masked_mean
 from hone.protocol import DataProto
-from hone.workers.actor import end_updates, step_minibatches
+from hone.workers.actor import end_updates, minibatches_of_role
 from hone.workers.engine_specs import critic_spec
 from hone.workers.objectives import TokenObjective
 from hone.workers.train_worker import TrainWorker
@@ -57,6 +57,7 @@ class CriticWorker(TrainWorker):
         config = self.config.critic
         import_external(config.model.external_lib)
         self.build_engine(config.strategy, critic_spec, config.model.fsdp_config)
+        self._minibatches = minibatches_of_role(config, self.engine)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
@@ -65,9 +66,9 @@ class CriticWorker(TrainWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto, *, num_step_rows: int | None = None) -> DataProto:
         """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
-        config, objective = self.config.critic, ValueObjective(self.config.critic)
+        objective = ValueObjective(self.config.critic)
         with self.engine.on_device(optimizer=True):
-            batches = step_minibatches(self.engine, data, config, num_step_rows)
+            batches = self._minibatches(data, num_step_rows=num_step_rows)
             updates = [self.engine.train_minibatch(batch, objective) for batch in batches]
         metrics = end_updates(self.engine, "critic", updates)
         return DataProto(meta_info={"metrics": metrics})
