@@ -1,1 +1,1 @@
-"""Agents: how one row becomes a trajectory, in one turn or many."""
+"""Agent loops, which produce trajectories of one or several turns, and their tools."""

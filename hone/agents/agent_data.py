@@ -44,9 +44,9 @@ class AgentData:
     assistant_turns: int = 0
     user_turns: int = 0  # observations: the answers of tools and the replies of the simulated user
     turn_scores: list[float] = field(default_factory=list)
-    """Scores that the interaction gave with its replies."""
+    """Scores of the interaction's replies."""
     tool_rewards: list[float] = field(default_factory=list)
-    """Rewards that the tools gave with their answers."""
+    """Rewards of the tools' answers."""
     turn_rewards: list[dict[str, Any]] = field(default_factory=list)
     """Rewards of tools and interactions; `token` is the response index of the turn's last token."""
     extra_fields: Fields = field(default_factory=dict)

@@ -40,7 +40,7 @@ RESERVED_COLUMNS = (
 
 
 class BadTrajectory(ValueError):
-    """A loop returned an output that cannot be collated."""
+    """Raised for an output of a loop that cannot be collated."""
 
 
 def metric_values(metrics: AgentLoopMetrics | Settings) -> dict[str, float]:
@@ -224,7 +224,7 @@ def _routed_experts(
 
 def check_all_or_none(num_scored: int, total: int) -> None:
     """Raises BadTrajectory if some but not all of `total` trajectories have a score."""
-    # The message has no counts, because it must not depend on the number of ranks.
+    # The message has no counts, which would depend on the number of ranks.
     if 0 < num_scored < total:
         raise BadTrajectory(
             "only some trajectories have a reward_score, and the others would count as 0; let every "

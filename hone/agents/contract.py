@@ -122,7 +122,7 @@ class MergeResult:
 
 
 class DictConfigWrap(Generic[C]):
-    """Wraps a config so that `hydra.utils.instantiate` passes it unchanged."""
+    """Wraps a config, which `hydra.utils.instantiate` then passes unchanged."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -134,7 +134,7 @@ class DictConfigWrap(Generic[C]):
 
 
 class ToolListWrap:
-    """Wraps a list of tools so that `hydra.utils.instantiate` passes it unchanged."""
+    """Wraps a list of tools, which `hydra.utils.instantiate` then passes unchanged."""
 
     def __init__(self, tools: list[Tool]) -> None:
         self.tools = tools
@@ -166,7 +166,7 @@ class ServerManager:
         priority: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
-        """Returns one completion; `on_tokens` gets the tokens as they are sampled."""
+        """Returns one completion; `on_tokens` is called with each sampled chunk of tokens."""
         max_tokens = self._max_tokens
         if self._max_model_len is not None:
             max_tokens = min(max_tokens, self._max_model_len - len(prompt_ids))
@@ -227,7 +227,7 @@ class AgentLoopBase(ABC):
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
-        self.request_id = uuid4().hex  # the loop runner replaces it by `trajectory_id`
+        self.request_id = uuid4().hex  # the loop runner sets the row's `trajectory_id` instead
         self.prompt_length: int = self.rollout_config.prompt_length
         self.response_length: int = self.rollout_config.response_length
         self.loop = asyncio.get_event_loop()
@@ -350,7 +350,7 @@ class AgentLoopBase(ABC):
         return merged, [*response_mask, *[1] * count], log_probs
 
     def problems(self) -> Iterable[str]:
-        """Returns messages about problems that would make this loop fail; called once before training."""
+        """Returns messages about problems with which this loop would fail; called before training."""
         return ()
 
     @abstractmethod

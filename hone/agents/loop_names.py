@@ -44,7 +44,7 @@ class LoopNames:
         self._factories: dict[str, LoopFactory] = {}
 
     def name_of_row(self, agent_name: object) -> str:
-        """Returns the loop name for a row's `agent_name`; raises PluginError if it is unknown."""
+        """Returns the loop name for a row's `agent_name`; raises PluginError for an unknown name."""
         if agent_name is None:
             return self.default
         if not isinstance(agent_name, str):

@@ -28,7 +28,7 @@ _PHASE = "agent loops"
 
 
 class AgentLoopFailed(RuntimeError):
-    """A loop raised; the message names the loop, the row and the error."""
+    """Raised after the failure of a loop; the message names the loop, the row and the error."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class FinishedGroup:
 
 @dataclass(eq=False)
 class _Group:
-    """The rows of one uid, from submission until they are returned or aborted."""
+    """The rows of one uid, from their submission until they are returned or aborted."""
 
     uid: str
     submission: int
@@ -380,7 +380,7 @@ class LoopRunner:
         return outputs
 
     def _factory_of(self, agent_name: object) -> tuple[str, LoopFactory]:
-        """Returns the name and the factory of the loop that a row names; raises on an unknown name."""
+        """Returns (name, factory) of the loop for a row's `agent_name`; raises on an unknown name."""
         if not isinstance(agent_name, str | None) or agent_name not in self._factories:
             name = self._loop_names.name_of_row(agent_name)
             self._factories[agent_name] = name, self._loop_names.factory(name)

@@ -34,7 +34,7 @@ TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "
 RENDER_CPU_S = 10.0  # CPU seconds per rendering
 TRIAL_MEMORY_BYTES = 1 << 31  # memory limit of the subprocess
 MAX_CHARACTERS = 1 << 26  # maximum characters per rendering
-_TRIAL_TIMEOUT_S = 120.0  # wall-clock limit of the subprocess; it usually takes a tenth of a second
+_TRIAL_TIMEOUT_S = 120.0  # wall-clock limit of the subprocess, which usually takes 0.1 s
 _POLL_INTERVAL_S = 0.25
 _INTERRUPT_WAIT_S = 0.1
 """Longest wait until Python raises an interrupt, which it does at the next line."""

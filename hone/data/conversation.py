@@ -17,7 +17,7 @@ from hone.types import Settings
 TokensAndMask = tuple[list[int], list[int]]  # (input_ids, loss_mask), two lists of equal length
 
 PROBES = ("0", "1")
-"""Two texts without a common token, so that common tokens of renderings are the template's."""
+"""Two texts without a common token: the common tokens of their renderings are the template's."""
 
 
 def encode_conversation(
@@ -63,9 +63,7 @@ def encode_conversation(
         ids += segment.ids + end_ids
         num_targets = segment.num_targets + len(end_ids)
         mask += [0] * (len(segment.ids) - segment.num_targets) + [1] * num_targets
-        separator = (
-            segment.separator
-        )  # the next segment begins with it; the last one is added below
+        separator = segment.separator  # the first ids of the next segment, if there is one
     return ids + separator, mask + [0] * len(separator)
 
 

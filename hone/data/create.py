@@ -58,7 +58,7 @@ def create_run_dataset(
     *,
     is_train: bool,
 ) -> Dataset:
-    """Returns the given dataset, or creates one from the given rows or the configured files."""
+    """Returns the given dataset, or creates a dataset of the given rows or of the configured files."""
     if data is not None:
         rows = rows_of(data)
         if rows is None:

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face Hub; the only file that imports `datasets`."""
+"""Datasets of the Hugging Face Hub, read with the package `datasets`."""
 
 from __future__ import annotations
 

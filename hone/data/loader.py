@@ -97,7 +97,9 @@ class PromptLoader(PromptBatches):
             self._indices = self._row_indices(epoch)
         else:
             self._epoch_size = len(self.sampler)
-            self._indices = None  # the sampler is iterated once the last batch has updated it
+            self._indices = (
+                None  # `next_batch` iterates the sampler, after `update` by the last batch
+            )
         if self.batch_size < 1:
             raise DataError(f"the batch size is {self.batch_size}; it must be at least 1")
         if self._epoch_size == 0:

@@ -22,7 +22,7 @@ def permutation(values: Sequence[int], seed: str) -> list[int]:
 
 
 class EpochOrder(ABC):
-    """A built-in order of the rows of an epoch; it depends on the number of the epoch alone."""
+    """A built-in order of the rows of an epoch, which depends on the number of the epoch alone."""
 
     has_added_rows = True
     """Whether the order includes rows that the dataset adds during training."""
@@ -97,7 +97,7 @@ class MixtureSampler(EpochOrder):
         return (next(draws[file_index]) for file_index in order)
 
     def _draws_from(self, file_index: int, start: int) -> Iterator[int]:
-        """Yields row indices of one file endlessly; `start` rows of the file were drawn before."""
+        """Yields row indices of one file endlessly, after the first `start` draws of the file."""
         pass_number, offset = divmod(start, max(len(self.indices_by_file[file_index]), 1))
         while True:
             indices = self.indices_by_file[file_index]

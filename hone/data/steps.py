@@ -83,7 +83,7 @@ def build_step_separator(
 
 
 def unescape_newlines(text: str) -> str:
-    r"""Replaces each `\n` of two characters, which is what a shell passes, with a line break."""
+    r"""Replaces `\n` as a shell passes it, backslash and n, with a line break."""
     return text.replace("\\n", "\n")
 
 
@@ -102,7 +102,7 @@ class StepDataset(EncodedDataset):
         self.separator = build_step_separator(
             self.tokenizer, config.step_separator, config.step_labels
         )
-        # Rows of one problem share their prompt and most of their steps.
+        # The rows of one problem have the same prompt and mostly the same steps.
         self._prompt_ids = lru_cache(MAX_CACHED_TEXTS)(self.render)
         self._step_ids = lru_cache(MAX_CACHED_TEXTS)(self.tokenise)
         store = super().read(files)
@@ -179,7 +179,7 @@ class StepDataset(EncodedDataset):
 
 
 def _layout_of(row: Row, config: StepDataConfig) -> str | None:
-    """Returns the configured layout, or the one that the row's columns have."""
+    """Returns the configured layout, or by default the layout with the row's columns."""
     if config.format != "auto":
         return config.format
     if config.completions_key in row:
@@ -204,7 +204,7 @@ def _parse_trl(row: Row, config: StepDataConfig) -> Solution:
 
 
 def _parse_prm800k(row: Row, config: StepDataConfig) -> Solution:
-    """Parses a rated step and those before it: instruction, responses, next_response, rating."""
+    """Parses a rated step and its context: instruction, responses, next_response, rating."""
     if "next_response" not in row:
         raise PromptError(
             "the row is in neither layout of PRM800K: it has no next_response, and its "

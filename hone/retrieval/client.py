@@ -104,7 +104,7 @@ class RetrievalClient:
 
     def _retrieve(self, queries: list[str]) -> Sequence[list[str] | None]:
         """Returns the passages of each query, or None for every query if all attempts fail."""
-        # A service that is known to be down gets one attempt, so that backoff delays no training step.
+        # There is one attempt while the service is down, so that backoff delays no training step.
         for attempt in range(self._retries + 1 if self._is_reachable else 1):
             if attempt:
                 time.sleep(_FIRST_BACKOFF_S * 2 ** (attempt - 1))

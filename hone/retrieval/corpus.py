@@ -1,4 +1,4 @@
-"""A corpus file, whose passages are read one at a time, and the interface of an index over them.
+"""A corpus file, which is read passage by passage, and the interface of its indexes.
 
 A corpus is JSON lines, plain or gzipped: `{"id", "contents"}`, where the first line of `contents` is the
 quoted title, or `{"id", "title", "text"}`. Only the line offsets are kept in memory.

@@ -1,4 +1,4 @@
-"""`hone serve-retriever`: serves a corpus over HTTP; its index is built once and then reused.
+"""`hone serve-retriever`: serves a corpus over HTTP; the index is built once and then reused.
 
 `python -m hone.retrieval.serve` also accepts the flags of Search-R1's retrieval_server.
 """

@@ -104,7 +104,7 @@ async def _close(environment: Any) -> None:
 
 
 async def _call(function: Function, *arguments: Any, **kwargs: Any) -> Any:
-    """Calls an environment's method; a synchronous one runs in a thread."""
+    """Calls an environment's method; a synchronous method runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **kwargs)
     return await run_in_thread(functools.partial(function, *arguments, **kwargs))
@@ -134,7 +134,7 @@ def _observation_text(observation: Any) -> str:
 
 
 class OpenEnvEnvironment:
-    """A client of the OpenEnv server at `base_url`; it sends a model turn as `{field: text}`."""
+    """A client of the OpenEnv server at `base_url`; `step` sends a model turn as `{field: text}`."""
 
     def __init__(self, base_url: str, field: str = "message", **options: JsonValue) -> None:
         try:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class InteractionSession:
-    """Calls one trajectory's interaction; after a failure, it calls only `finalize_interaction`."""
+    """Calls one trajectory's interaction; after a failure, only its `finalize_interaction`."""
 
     def __init__(self, interaction: BaseInteraction, kwargs: Settings, timeout_s: float) -> None:
         self._interaction = interaction

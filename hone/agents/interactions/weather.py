@@ -7,7 +7,7 @@ from hone.types import Fields, JsonValue, Settings
 
 
 class WeatherInteraction(BaseInteraction):
-    """Ends the conversation with its first reply; the score is 1 if a tool was called before, else 0."""
+    """Ends the conversation after the first turn; the score is 1 if a tool was called, else 0."""
 
     def __init__(self, config: Settings) -> None:
         super().__init__(config)

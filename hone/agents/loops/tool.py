@@ -329,7 +329,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     def _interaction_session(self, row: Row) -> InteractionSession | None:
-        """Returns a session with the interaction that the row names, or else with the first one."""
+        """Returns a session with the row's interaction (by default, the first); None without one."""
         kwargs = row.get("interaction_kwargs") or {}
         if not self.interactions or not kwargs:
             return None
@@ -349,7 +349,7 @@ class ReactAgentLoop(ToolAgentLoop):
 
 
 def _add_instructions(prompt: str | list[Message], text: str) -> str | list[Message]:
-    """Returns the prompt with the text `text` in its system message, or before its first message."""
+    """Adds instructions to the prompt: in the system message, or before the first message."""
     if isinstance(prompt, str):
         return f"{text}\n\n{prompt}"
     messages = [dict(message) for message in as_messages(prompt)]

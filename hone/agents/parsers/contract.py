@@ -70,7 +70,7 @@ class ToolParser:
         return self.calls_with_schemas((), text)
 
     def calls_with_schemas(self, tools: Schemas, text: str) -> list[ToolCall]:
-        """Returns every call in the text; overridden by parsers that need the tool schemas."""
+        """Returns every call in the text; parsers that need the tool schemas override this method."""
         return self.calls(text)
 
     def content(self, text: str) -> str:
@@ -185,7 +185,7 @@ def parse_call(text: str) -> ToolCall:
 
 
 def texts_between(text: str, opening: str, closing: str) -> Iterator[str]:
-    """Yields the text between each opening delimiter and the next closing one."""
+    """Yields the text between each opening delimiter and the next closing delimiter."""
     start = text.find(opening)
     while start >= 0:
         end = text.find(closing, start + len(opening))

@@ -39,7 +39,7 @@ class PythonicToolParser(ToolParser):
 
 
 class _CallListParser:
-    """A recursive-descent parser of a list of calls; it raises ValueError on a syntax error."""
+    """A recursive-descent parser of a list of calls; a syntax error raises ValueError."""
 
     def __init__(self, text: str, start: int) -> None:
         self._text, self._position = text[: start + MAX_CALL_CHARS], start
@@ -47,7 +47,7 @@ class _CallListParser:
         self._advance()
 
     def _advance(self) -> str:
-        """Returns the current token and moves to the next one."""
+        """Returns the current token and moves to the next token."""
         token = self._token
         match = _TOKEN.match(self._text, self._position)
         self._kind = (match.lastgroup or "") if match else "end"

@@ -1,8 +1,7 @@
-"""The tool contract: the function schema that the model sees, a tool's methods, and what it returns.
+"""The tool contract: the function schema for the model, the methods of a tool, and their results.
 
-Methods per trajectory: `create`, `execute` once per call, `calc_reward` at the end, `release`.
-The tool loop enforces the limits on calls. A tool returns text, a ToolResponse or JSON data, alone
-or as (answer[, reward[, metrics]]).
+For each trajectory, the tool loop calls `create`, `execute` once per tool call, `calc_reward` at the end
+and `release`. A tool returns text, a ToolResponse or JSON data, alone or as (answer[, reward[, metrics]]).
 """
 
 from __future__ import annotations

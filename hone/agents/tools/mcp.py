@@ -120,7 +120,7 @@ class McpServer:
     async def _run_session(
         self, session_future: asyncio.Future[Any], close_event: asyncio.Event
     ) -> None:
-        """Keeps a session open until `close_event`; anyio requires that one task opens and closes it."""
+        """Keeps a session open until `close_event`; anyio requires the same task to open and close."""
         from mcp import ClientSession
 
         try:

@@ -133,7 +133,7 @@ class ToolSession:
         return None
 
     async def _execute(self, call: ToolCall, error: _Answer | None) -> _Answer:
-        """Returns `error` if there is one, else runs the call."""
+        """Runs a call and returns the answer; returns `error` instead if the call has an error."""
         if error is not None:
             return error
         tool, arguments = self.tools[call.name], dict(call.arguments)
@@ -212,7 +212,7 @@ def _accepts(function: Function, name: str) -> bool:
 
 
 def _clean_call(call: ToolCall) -> ToolCall:
-    """Cleans a call, which is untrusted model output, so that it can be printed and stored."""
+    """Returns a copy of a call, which is untrusted model output, with printable text and plain values."""
     error = call.error
     if not isinstance(call.name, str) or not isinstance(call.arguments, Mapping):
         error = error or "a call needs a name, and its arguments as a JSON object"

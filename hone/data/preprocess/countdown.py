@@ -176,7 +176,7 @@ def generated_splits(
     min_target: int = Ranges.min_target,
     max_target: int = Ranges.max_target,
 ) -> Splits:
-    """Generates the test problems first, then training problems that are not among them."""
+    """Generates the test problems first, then other problems for training."""
     ranges = Ranges(min_numbers, max_numbers, min_number, max_number, min_target, max_target)
     test = generate_problems(test_size, seed=seed, ranges=ranges)
     test_keys = {problem.key for problem in test}

@@ -44,7 +44,7 @@ TOOL_PROMPT = (
     " times as you want." + _ANSWER_INSTRUCTION
 )
 STYLES = {"search_r1": SEARCH_PROMPT, "reason": REASON_PROMPT, "tool": TOOL_PROMPT}
-"""Style -> prompt: Search-R1's, one without search, and one for verl's search tool."""
+"""Prompts by style: for Search-R1's loop, without search, and for verl's search tool."""
 
 
 def golden_answers(record: Row) -> list[str]:

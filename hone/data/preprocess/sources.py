@@ -22,13 +22,13 @@ MakeRow = Callable[[Row, str, int], Row | None]
 class UpstreamDataset:
     """The names of a dataset: its local folders and file stems, its path and config on the Hub."""
 
-    folders: Sequence[str]  # possible folder names; the first is the usual one
+    folders: Sequence[str]  # possible folder names, the usual name first
     hub_path: str
     config_name: str | None = None
     splits: Mapping[str, Sequence[str]] = field(
         default_factory=lambda: {"train": ("train",), "test": ("test",)}
     )
-    """Split -> its possible upstream names (`stem` or `folder/stem`), preferred first."""
+    """Possible upstream names of each split (`stem` or `folder/stem`), preferred first."""
 
 
 class Source:
