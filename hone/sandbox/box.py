@@ -29,13 +29,13 @@ _BUBBLEWRAP_MEMORY_BYTES = 8 << 20
 
 
 class Box(DescriptorOwner):
-    """The processes, limits and output of one run, or a spare without a request."""
+    """The processes, limits and output of one run, or of a spare."""
 
     def __init__(self, request: RunRequest, box_id: int, selector: selectors.BaseSelector) -> None:
         super().__init__(selector)
         self.request = request
         self.pid = 0
-        self.send_to_caller: Callable[[list[int]], None] | None = None  # takes descriptors
+        self.send_to_caller: Callable[[list[int]], None] | None = None  # sends descriptors
         self._box_id = box_id
         self._deadline = time.monotonic() + SETUP_S
         self._next_check = time.monotonic() + CHECK_INTERVAL_S
@@ -46,8 +46,8 @@ class Box(DescriptorOwner):
         self._pending_events: set[str] = set()  # the run is done when this is empty
         self._cgroup: Cgroup | None = None
         self._home: str | None = None
-        self._partial_status_line = b""  # of bubblewrap's JSON status
-        self._pidfd: int | None = None  # of bubblewrap, or of the program if there is no bubblewrap
+        self._partial_status_line = b""  # the last line of JSON from bubblewrap, if incomplete
+        self._pidfd: int | None = None  # of bubblewrap, or without bubblewrap of the program
         self._init_pidfd: int | None = None  # of the first process of the box's PID namespace
         self._init_pid = 0
         self._channel: int | None = None  # the caller's end of stdin, before the caller gets it

@@ -73,10 +73,10 @@ def _find_v2(memberships: list[str], mounts: list[str]) -> ParentCgroups:
         if filesystem == "cgroup2":
             directory = _own_directory(mount_point, own_path)
             control = Path(directory, "cgroup.subtree_control")
-            available = Path(directory, "cgroup.controllers").read_text().split()
-            names = [name for name in ("memory", "pids") if name in available]
-            enabled = control.read_text().split()
-            missing = [f"+{name}" for name in names if name not in enabled]
+            available_names = Path(directory, "cgroup.controllers").read_text().split()
+            names = [name for name in ("memory", "pids") if name in available_names]
+            enabled_names = control.read_text().split()
+            missing = [f"+{name}" for name in names if name not in enabled_names]
             if missing:
                 control.write_text(" ".join(missing))
             return ParentCgroups(2, dict.fromkeys(names, directory))
@@ -134,18 +134,22 @@ class Cgroup:
 
     def _set_memory_limit(self, limit_bytes: str) -> None:
         if self.version == 2:
-            required = "memory.max"
-            files = [(required, limit_bytes), ("memory.swap.max", "0"), ("memory.oom.group", "1")]
+            required_file = "memory.max"
+            files = [
+                (required_file, limit_bytes),
+                ("memory.swap.max", "0"),
+                ("memory.oom.group", "1"),
+            ]
         else:
-            required = "memory.limit_in_bytes"
+            required_file = "memory.limit_in_bytes"
             with_swap = ("memory.memsw.limit_in_bytes", limit_bytes)
             # The limit with swap may not be below the limit without: write it before and after.
-            files = [with_swap, (required, limit_bytes), with_swap, ("memory.swappiness", "0")]
+            files = [with_swap, (required_file, limit_bytes), with_swap, ("memory.swappiness", "0")]
         for name, value in files:
             try:
                 (self.directories["memory"] / name).write_text(value)
             except OSError:
-                if name == required:
+                if name == required_file:
                     raise  # other files do not exist without swap accounting
 
     @contextlib.contextmanager

@@ -25,8 +25,8 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text_without_punctuation).split())
 
 
-def golden_answers(ground_truth: JsonValue) -> list[str]:
-    """Returns the reference answers of `{"target": answer or answers}`, or of the value itself."""
+def reference_answers(ground_truth: JsonValue) -> list[str]:
+    """Returns the reference answers: `target` of a dict, or the ground truth itself; one or several."""
     decoded = decode_json(to_python(ground_truth))
     target = decoded.get("target") if isinstance(decoded, dict) else decoded
     if isinstance(target, str):
@@ -38,10 +38,10 @@ def golden_answers(ground_truth: JsonValue) -> list[str]:
     )
 
 
-def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
+def em_check(prediction: str, golden_answers: str | Iterable[str]) -> bool:
     """Returns whether the prediction equals a reference answer; a text of articles only is not normalized."""
     normalized = normalize_answer(prediction)
-    for answer in [golden] if isinstance(golden, str) else golden:
+    for answer in [golden_answers] if isinstance(golden_answers, str) else golden_answers:
         if normalized and normalized == normalize_answer(answer):
             return True
         if not normalized and prediction.strip() and prediction.strip().lower() == answer.lower():
@@ -49,10 +49,10 @@ def em_check(prediction: str, golden: str | Iterable[str]) -> bool:
     return False
 
 
-def subem_check(prediction: str, golden: str | Iterable[str]) -> bool:
+def subem_check(prediction: str, golden_answers: str | Iterable[str]) -> bool:
     """Returns whether the prediction contains a reference answer."""
     normalized = normalize_answer(prediction)
-    answers = [golden] if isinstance(golden, str) else golden
+    answers = [golden_answers] if isinstance(golden_answers, str) else golden_answers
     return any(answer and answer in normalized for answer in map(normalize_answer, answers))
 
 
@@ -140,7 +140,7 @@ def _grade_answer(
     answer = extract_solution(text)
     if answer is None:
         return {"score": 0.0, "acc": 0.0}
-    if not is_match(answer, golden_answers(ground_truth)):
+    if not is_match(answer, reference_answers(ground_truth)):
         return {"score": format_score, "acc": 0.0}
     is_spam = max(text.count("<answer>"), text.count("</answer>")) > MAX_TAGS
     return {"score": score / 4 if is_spam else score, "acc": 1.0}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from hone.rewards.scorer import POLICY, Segments, all_answers
-from hone.rewards.scores.qa_em import em_check, extract_solution, golden_answers, subem_check
+from hone.rewards.scores.qa_em import em_check, extract_solution, reference_answers, subem_check
 from hone.types import JsonValue, Settings
 
 _TAGS = ("think", "search", "information", "answer")
@@ -109,7 +109,7 @@ def score_details(
     The passages are the observations in `extra_info["transcript_segments"]`; with `score_observations`,
     they are the information blocks in the text, as in Search-R1.
     """
-    golden = golden_answers(ground_truth)
+    references = reference_answers(ground_truth)
     if score_observations:
         is_well_formed, _ = is_valid_sequence(solution_str)
         passages = all_answers(solution_str, "information")
@@ -120,8 +120,8 @@ def score_details(
         observations = (segment["text"] for segment in segments if segment["role"] != POLICY)
         passages = [passage for passage in map(_passage, observations) if passage is not None]
     answer = extract_solution(solution_str)
-    is_correct = answer is not None and em_check(answer, golden)
-    has_hit = is_well_formed and any(subem_check(passage, golden) for passage in passages)
+    is_correct = answer is not None and em_check(answer, references)
+    has_hit = is_well_formed and any(subem_check(passage, references) for passage in passages)
     if is_correct:
         value = score if is_well_formed else score - structure_format_score
     elif is_well_formed:

@@ -136,14 +136,14 @@ class ProgramSession:
         return Request(self, self._read(int.from_bytes(self._read(8), "big")))
 
     def _read(self, size: int) -> bytes:
-        parts = []
+        chunks = []
         while size:
-            part = os.read(self._channel, min(size, 1 << 20))
-            if not part:
+            chunk = os.read(self._channel, min(size, 1 << 20))
+            if not chunk:
                 os._exit(0)
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+            chunks.append(chunk)
+            size -= len(chunk)
+        return b"".join(chunks)
 
     def send(self, kind: str, value: Value, changes: list[Value], encoder: Encoder) -> None:
         message = [kind, value, encoder.object_states(), changes]
@@ -207,17 +207,17 @@ class ProgramSession:
         items = [*enumerate(arguments[0]), *arguments[1].items()]
         changed = [(key, value) for key, value in items if type(value) not in _SCALAR_TYPES]
         if changed and request.data[:1] == b"m":  # marshal gives a second copy for a comparison
-            positional, named = marshal.loads(request.data[1:])[2:]
-            old_values = {**dict(enumerate(positional)), **named}
+            args, kwargs = marshal.loads(request.data[1:])[2:]
+            old_values = {**dict(enumerate(args)), **kwargs}
             changed = [(key, value) for key, value in changed if value != old_values[key]]
         return [[key, encoder.encode(value)] for key, value in changed]
 
     def make_callback(self, number: int) -> Callable[..., Value]:
         """Returns a function that calls function `number` of the tests, in the judge's box."""
 
-        def callback(*arguments: Value, **named: Value) -> Value:
+        def callback(*args: Value, **kwargs: Value) -> Value:
             encoder = Encoder(self, [], False)
-            content = [number, encoder.encode([*arguments]), encoder.encode(named)]
+            content = [number, encoder.encode([*args]), encoder.encode(kwargs)]
             self.send("b", content, [], encoder)
             while True:
                 request = self.receive()

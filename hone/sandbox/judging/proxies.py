@@ -68,8 +68,8 @@ class Session:
         self, operation: str, *fields: Value, arguments: tuple[list[Value], dict[str, Value]]
     ) -> Value:
         """Sends a request, runs callbacks, and returns the answer or raises the exception of the program."""
-        positional, named = arguments
-        content = (positional, named) if operation == "call" else (positional,)
+        args, kwargs = arguments
+        content = (args, kwargs) if operation == "call" else (args,)
         objects = self._send((operation, *fields, *content))
         while True:
             kind, value, changes = self._receive(objects)
@@ -78,7 +78,7 @@ class Session:
                 continue
             try:  # the program may have changed arguments of the call
                 for key, new_value in changes:
-                    local = named[key] if type(key) is str else positional[key]
+                    local = kwargs[key] if type(key) is str else args[key]
                     update_in_place(local, new_value)
             except (LookupError, TypeError, ValueError):
                 raise TestsFailed("the program's box changed an unknown argument") from None
@@ -120,17 +120,17 @@ class Session:
             raise TestsFailed(f"the program's box sent a malformed answer: {error}") from None
 
     def _read(self, size: int) -> bytes:
-        parts = []
+        chunks = []
         while size:
             try:
-                part = os.read(self._channel, min(size, 1 << 20))
+                chunk = os.read(self._channel, min(size, 1 << 20))
             except OSError:
-                part = b""
-            if not part:
+                chunk = b""
+            if not chunk:
                 raise TestsFailed("the program ended before the tests did")
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+            chunks.append(chunk)
+            size -= len(chunk)
+        return b"".join(chunks)
 
     def _make_proxy(self, kind: str, handle: int) -> RemoteObject:
         return RemoteIterator(self, handle) if kind == "iterator" else RemoteObject(self, handle)
@@ -160,12 +160,12 @@ class Session:
     def _run_callback(self, value: Value) -> None:
         """Runs a function of the tests that the program called, and sends the result."""
         try:
-            number, positional, named = value
+            number, args, kwargs = value
             function = self._callbacks[number]
         except (TypeError, ValueError, LookupError):
             raise TestsFailed("the program's box called an unknown function") from None
         try:
-            self._send(("return", function(*positional, **named)))
+            self._send(("return", function(*args, **kwargs)))
         except Exception as error:
             self._send(("raise", type(error).__name__, str(error)))
 
@@ -179,8 +179,8 @@ class RemoteObject:
         object.__setattr__(self, "_session", session)
         object.__setattr__(self, "_handle", handle)
 
-    def __call__(self, *arguments: Value, **named: Value) -> Value:
-        return self._session.request_value("call", self._handle, arguments=(arguments, named))
+    def __call__(self, *args: Value, **kwargs: Value) -> Value:
+        return self._session.request_value("call", self._handle, arguments=(args, kwargs))
 
     def __getattr__(self, name: str) -> Value:
         if name.startswith("__") and name.endswith("__") and name not in _FORWARDED_DUNDERS:
@@ -211,8 +211,8 @@ class RemoteObject:
 
 
 def _forwarding_method(name: str) -> Callable[..., Value]:
-    def method(self: RemoteObject, *positional: Value) -> Value:
-        return self._session.request_value("method", self._handle, name, arguments=(positional, {}))
+    def method(self: RemoteObject, *args: Value) -> Value:
+        return self._session.request_value("method", self._handle, name, arguments=(args, {}))
 
     return method
 
