@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from hone.rollout.contract import RolloutError
 from hone.rollout.requests import Chunk
-from hone.rollout.vllm_process import EngineDied, EngineProcess
+from hone.rollout.vllm_process import _LENGTH, EngineDied, EngineProcess
 
 from .test_vllm_process import started, with_process
 
 ENDLESS = {"max_tokens": 10**6, "stop_token_ids": []}
+
+
+@pytest.mark.parametrize("size", [0, 2, 20_000, 100_000])
+def test_frames_of_any_length_arrive_whole(size: int) -> None:
+    """`EngineProcess` writes and reads the frames itself; the server uses `multiprocessing`."""
+    here, there = socket.socketpair()
+    content = bytes(size)
+    with here, Connection(there.detach()) as connection, here.makefile("rb") as file:
+        here.sendall(_LENGTH.pack(size) + content)
+        assert connection.recv_bytes() == content
+        connection.send_bytes(content)
+        assert file.read(_LENGTH.size + size) == _LENGTH.pack(size) + content
 
 
 def test_a_pause_holds_tokens_and_what_was_drawn_comes_before_its_answer(tmp_path: Path) -> None:
