@@ -77,9 +77,9 @@ class HttpServer:
     kind = "server"
     """The name of the server software."""
     log_prob_hint = "use temperature=1"
-    """What to do if the server reports log-probs at temperature 1."""
+    """The advice to users whose server reports log-probs at temperature 1."""
     samples_by_position = honors_seeds = False
-    """The traits of these names."""
+    """Whether the server has the traits of these names; see `Traits`."""
     started_by_hone = False
     """Whether hone started the server process, and so detects its restarts."""
     can_release_memory = False
@@ -334,7 +334,7 @@ class HttpServer:
             self.log_probs_before_truncation = abs(top_1_log_prob) > 0.5 * abs(greedy_log_prob)
 
     def log_prob_problem(self, sampling: Sampling) -> str | None:
-        """Returns why training cannot use the log-probs of such requests, or None if training can."""
+        """Returns why training cannot use log-probs of requests with these parameters; None if it can."""
         if not self.log_probs_after_temperature and sampling.temperature not in (0, 1):
             return (
                 f"{self.safe_url} reports log-probs at temperature 1, and the rollout has temperature="

@@ -150,7 +150,7 @@ class RequestRules:
         )
 
     def check(self, request: Request) -> None:
-        """Raises for an invalid request, which would make other requests of its batch fail."""
+        """Raises for an invalid request, which would make other requests of the same batch fail."""
         request_id, prompt = request.request_id, request.prompt_ids
         if not prompt:
             raise RolloutError(f"request {request_id} has an empty prompt")

@@ -162,7 +162,7 @@ class StreamingEngine(RequestEngine):
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(until_closed(), self._loop))
 
     async def _serve(self, request: Request) -> None:
-        """Runs one stream of a request after the other until the request ends; sets the request's future."""
+        """Streams a request until it ends, with a new stream after each interruption; sets the future."""
         running = RunningRequest(request, deferred=self._paused)
         try:
             self._raise_if_stopped()

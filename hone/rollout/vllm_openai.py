@@ -73,7 +73,7 @@ class VLLMServer(HttpServer):
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
-            # Otherwise the server takes these from the generation_config.json of the model.
+            # By default, the server takes the penalties from the generation_config.json of the model.
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,

@@ -34,7 +34,7 @@ _LENGTH = struct.Struct("!i")
 _PROGRESS_INTERVAL_S = 10.0
 _PING_INTERVAL_S = 15.0
 _PONG_TIMEOUT_S = 120.0
-"""The longest wait for the answer to a ping; its thread answers even while vLLM computes."""
+"""The longest wait for the answer to a ping; a separate thread answers, even while vLLM computes."""
 _EXIT_TIMEOUT_S = 30.0
 _EXCEPTION_LINE = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _COPIED_FILES = {

@@ -42,7 +42,7 @@ _KEY_MULTIPLE = 16
 """Attention reads a multiple of this many keys, so that the summation order does not depend on
 the batch."""
 _SMALL_PRODUCT = 400
-"""torch rounds batched products of fewer multiplications differently."""
+"""Minimum number of multiplications per batched product; torch rounds smaller products differently."""
 
 
 class SlotCache:
