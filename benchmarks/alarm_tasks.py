@@ -168,7 +168,7 @@ def base_policy(task: Task, folder: Path, seed: int) -> Path:
         mask = [writes for ids, writes in parts for _ in ids]
         rows.append({"input_ids": [i for ids, _ in parts for i in ids], "loss_mask": mask})
     trainer = SFTTrainer(
-        engine, rows, pad_token_id=tokens.pad_token_id, batch_rows=SFT_ROWS, seed=seed
+        engine, rows, pad_token_id=tokens.pad_token_id, rows_per_batch=SFT_ROWS, seed=seed
     )
     for _ in range(SFT_STEPS):
         trainer.step()

@@ -126,7 +126,7 @@ class Ours:
             response_width=MAX_LENGTH,
         )
         self._trainer = SFTTrainer(
-            engine, encoded, pad_token_id=pad, batch_rows=BATCH_ROWS, seed=0, shuffle=False
+            engine, encoded, pad_token_id=pad, rows_per_batch=BATCH_ROWS, seed=0, shuffle=False
         )
 
     def update(self) -> Update:

@@ -54,7 +54,7 @@ class EvaluationError(ValueError):
 
 
 @dataclass
-class Attempts:
+class ScoredRow:
     """The score and the vote of each response of a row; a vote is an answer, or None."""
 
     source: str
@@ -130,7 +130,7 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
         check_signature(scorer, ROW_ARGUMENTS, {})
     responses = [response for group in groups for response in group]
     outcomes = iter(_score_responses(responses, scorer, config, in_processes=compute_score is None))
-    attempts: list[Attempts] = []
+    scored_rows: list[ScoredRow] = []
     failures: dict[str, Counter[str]] = {}
     first_failures: dict[str, str] = {}
     for index, (row, group) in enumerate(zip(rows, groups, strict=True)):
@@ -143,13 +143,13 @@ def evaluate(config: EvaluationConfig, compute_score: Function | None = None) ->
             row_outcomes.append(outcome)
         row["scores"] = [outcome.score for outcome in row_outcomes]
         answers = answer_votes(row_outcomes, [response.solution_str for response in group])
-        attempts.append(Attempts(source, row["scores"], answers))
+        scored_rows.append(ScoredRow(source, row["scores"], answers))
     if sum(map(Counter.total, failures.values())) == len(responses):
         messages = "; ".join(f"{reason}: {message}" for reason, message in first_failures.items())
         raise EvaluationError(
             f"none of the {len(responses)} responses could be scored, so there is no result ({messages})"
         )
-    return Evaluation(summarize(attempts, config.metrics, failures), rows, first_failures)
+    return Evaluation(summarize(scored_rows, config.metrics, failures), rows, first_failures)
 
 
 def _scorer_inputs(row: Row, location: str, config: EvaluationConfig) -> list[ScorerInput]:
@@ -267,16 +267,16 @@ def extract_answer(response: str) -> str | None:
 
 
 def summarize(
-    attempts: Iterable[Attempts],
+    scored_rows: Iterable[ScoredRow],
     config: EvaluationMetricsConfig,
     failures: Mapping[str, Mapping[str, int]] | None = None,
 ) -> dict[str, SourceResult]:
     """Returns the result of each data source, and the total over all rows if there are several sources.
 
-    `attempts` has one item per row; `failures` counts failures by data source and reason.
+    `failures` counts failures by data source and reason.
     """
-    rows = list(attempts)
-    rows_by_source: dict[str, list[Attempts]] = {}
+    rows = list(scored_rows)
+    rows_by_source: dict[str, list[ScoredRow]] = {}
     for row in rows:
         rows_by_source.setdefault(row.source, []).append(row)
     failure_counts = {name: dict(counts) for name, counts in (failures or {}).items()}
@@ -295,7 +295,7 @@ def summarize(
 
 
 def _source_result(
-    rows: Sequence[Attempts], config: EvaluationMetricsConfig, failures: dict[str, int]
+    rows: Sequence[ScoredRow], config: EvaluationMetricsConfig, failures: dict[str, int]
 ) -> SourceResult:
     """Returns the metrics of these rows, with intervals; `failures` counts failures by reason."""
     min_responses = min(len(row.scores) for row in rows)

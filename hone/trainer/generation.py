@@ -213,11 +213,11 @@ class Generation:
         self.ranks.barrier()
         columns_by_row = files.finished_columns()
         self.ranks.barrier()  # no rank may write before all have read the same list
-        missing_rows = [index for index in range(self.num_rows) if index not in columns_by_row]
-        rank_rows = missing_rows[self.ranks.rank :: self.ranks.world_size]
+        missing_indices = [index for index in range(self.num_rows) if index not in columns_by_row]
+        rank_indices = missing_indices[self.ranks.rank :: self.ranks.world_size]
         with GracefulStop("stopping when the started responses have ended; all are kept") as stop:
-            if rank_rows:
-                self._generate_rows(rank_rows, stop)
+            if rank_indices:
+                self._generate_rows(rank_indices, stop)
             stop.sync_ranks(sum_over_ranks)
             stop.raise_if_requested(len(columns_by_row))
         if self.ranks.is_first:

@@ -91,7 +91,9 @@ def evaluate_model(config: RMConfig) -> dict[str, Any]:
     pairs = _read_pairs(config, config.data.val_files or (), config.data.val_max_samples)
     engine = build_engine(config, Ranks(), task, is_trained=False)
     pad_token_id = tokenizer.pad_token_id
-    trainer = SFTTrainer(engine, pairs, pad_token_id=pad_token_id, batch_rows=1, seed=0, task=task)
+    trainer = SFTTrainer(
+        engine, pairs, pad_token_id=pad_token_id, rows_per_batch=1, seed=0, task=task
+    )
     metrics = trainer.validate(pairs, config.data.train_batch_size)
     num_correct = round(metrics["accuracy"] * len(pairs))
     return _accuracy_result(num_correct, len(pairs), dict(pairs.bad_rows.counts))

@@ -36,7 +36,7 @@ CORRECT_SHARE = 0.25
 """The fraction of SFT rows with the right answer."""
 WRONG_ANSWER_OFFSET = 10
 """A wrong answer is too large by this offset; its last digit is right, so SFT still learns to add."""
-SFT_STEPS, SFT_BATCH_ROWS, SFT_LR = 500, 64, 2e-3
+SFT_STEPS, SFT_ROWS_PER_BATCH, SFT_LR = 500, 64, 2e-3
 """RL needs a policy that can add; for all tested seeds, SFT converged within 400 steps."""
 ANSWER_TAGS = ("<answer>", "</answer>")
 CHARACTERS = "0123456789+="
@@ -145,7 +145,7 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
         engine,
         list(_sft_rows(training_sums, tokenizer, seed)),
         pad_token_id=tokenizer.pad_token_id,
-        batch_rows=SFT_BATCH_ROWS,
+        rows_per_batch=SFT_ROWS_PER_BATCH,
         seed=seed,
     )
     with progress("warm up a base policy (SFT)", SFT_STEPS) as bar:

@@ -20,10 +20,10 @@ from hone.rewards.scores.table import UnknownSourceError
 from hone.tracking.console import screen
 from hone.trainer import main_eval
 from hone.trainer.evaluation import (
-    Attempts,
     Estimate,
     Evaluation,
     EvaluationError,
+    ScoredRow,
     answer_votes,
     bootstrap_estimates,
     evaluate,
@@ -66,7 +66,7 @@ def test_rows_are_scored_by_their_source_without_a_function_of_the_users(tmp_pat
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
     scores = [1.0, 0.0, 0.0, 1.0, 0.0]
-    result = summarize([Attempts("s", scores, list("abcde"))], METRICS)["s"]
+    result = summarize([ScoredRow("s", scores, list("abcde"))], METRICS)["s"]
     for k in (1, 2, 4, 5):
         subsets = list(itertools.combinations(scores, k))
         expected = sum(max(subset) for subset in subsets) / len(subsets)
@@ -74,14 +74,14 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
 
 
 def test_majority_follows_the_most_frequent_answer_not_the_best() -> None:
-    attempt = Attempts("s", [1.0, 0.0, 0.0], ["right", "wrong", "wrong"])
+    attempt = ScoredRow("s", [1.0, 0.0, 0.0], ["right", "wrong", "wrong"])
     metrics = summarize([attempt], METRICS)["s"].metrics
     assert metrics["maj@3"].value == 0.0
     assert metrics["best@3"].value == 1.0
 
 
 def test_correct_from_decides_what_passes_but_not_the_mean(tmp_path: Path) -> None:
-    attempt = Attempts("s", [0.1, 0.6], ["a", "b"])
+    attempt = ScoredRow("s", [0.1, 0.6], ["a", "b"])
     strict = summarize([attempt], METRICS)["s"].metrics
     lenient = summarize([attempt], EvaluationMetricsConfig(correct_from=0.5))["s"].metrics
     assert (strict["pass@2"].value, lenient["pass@2"].value) == (0.0, 1.0)
@@ -152,7 +152,7 @@ def test_rows_all_alike_between_have_no_interval(
 
 
 def test_a_source_called_all_keeps_its_line_beside_the_total(tmp_path: Path) -> None:
-    attempts = [Attempts("all", [1.0], ["x"]), Attempts("b", [0.0], ["x"])]
+    attempts = [ScoredRow("all", [1.0], ["x"]), ScoredRow("b", [0.0], ["x"])]
     results = summarize(attempts, METRICS, {"all": {"timeout": 1}})
     assert {name: result.metrics["mean"].value for name, result in results.items()} == {
         "all": 1.0,
@@ -164,7 +164,7 @@ def test_a_source_called_all_keeps_its_line_beside_the_total(tmp_path: Path) -> 
 
 
 def test_the_total_is_no_test_score() -> None:
-    results = summarize([Attempts("a", [1.0], ["x"]), Attempts("b", [0.0], ["x"])], METRICS)
+    results = summarize([ScoredRow("a", [1.0], ["x"]), ScoredRow("b", [0.0], ["x"])], METRICS)
     assert list(results) == ["a", "b", "all"]
     assert "test_score/all" not in Evaluation(results, []).as_dict()
 
@@ -176,7 +176,7 @@ def test_the_rows_are_grouped_in_one_pass_and_votes_drawn_once(
 
     calls: list[str] = []
 
-    class Counted(Attempts):
+    class Counted(ScoredRow):
         def __getattribute__(self, name: str) -> Any:
             if name == "source":
                 calls.append(name)
@@ -202,7 +202,7 @@ def test_the_rows_are_grouped_in_one_pass_and_votes_drawn_once(
 
 
 def test_responses_stay_together_when_rows_are_resampled() -> None:
-    attempts = [Attempts("s", [float(i % 2)] * 8, list("aaaaaaaa")) for i in range(10)]
+    attempts = [ScoredRow("s", [float(i % 2)] * 8, list("aaaaaaaa")) for i in range(10)]
     low, high = ends(summarize(attempts, METRICS)["s"].metrics["mean"])
     assert high - low > 0.3  # eighty independent responses would give 0.2
 

@@ -22,13 +22,13 @@ _UNCHANGING_FIELDS = {
 """Fields of the state that must not change when a run resumes: {field: name in messages}."""
 
 
-def check_divisible(batch_rows: int, num_slots: int) -> None:
+def check_divisible(rows_per_batch: int, num_slots: int) -> None:
     """Raises an error unless every data-parallel slot gets the same number of rows of a batch."""
-    remainder = batch_rows % num_slots
+    remainder = rows_per_batch % num_slots
     if remainder:
-        lower = batch_rows - remainder
+        lower = rows_per_batch - remainder
         raise ConfigError(
-            f"data.train_batch_size={batch_rows} is not divisible by {num_slots} data-parallel ranks; "
+            f"data.train_batch_size={rows_per_batch} is not divisible by {num_slots} data-parallel ranks; "
             f"use {lower or num_slots} or {lower + num_slots}"
         )
 
@@ -41,22 +41,24 @@ def data_parallel_slots(config: SupervisedConfig, num_ranks: int) -> int:
     return num_ranks // config.ranks_per_slot
 
 
-def batches_per_epoch(num_rows: int, batch_rows: int) -> int:
+def batches_per_epoch(num_rows: int, rows_per_batch: int) -> int:
     """Returns the number of whole batches per epoch; raises an error if the rows do not fill a batch."""
-    if num_rows < batch_rows:
+    if num_rows < rows_per_batch:
         raise DataError(
-            f"there are {num_rows} rows to train on, fewer than one batch of {batch_rows}; use "
+            f"there are {num_rows} rows to train on, fewer than one batch of {rows_per_batch}; use "
             f"data.train_batch_size={num_rows} or less"
         )
-    return num_rows // batch_rows
+    return num_rows // rows_per_batch
 
 
 class RowOrder:
     """An endless sequence of batches of row indices, with a position that a checkpoint saves."""
 
-    def __init__(self, num_rows: int, batch_rows: int, *, seed: int, shuffle: bool = True) -> None:
-        self.batches_per_epoch = batches_per_epoch(num_rows, batch_rows)
-        self.num_rows, self.batch_rows = num_rows, batch_rows
+    def __init__(
+        self, num_rows: int, rows_per_batch: int, *, seed: int, shuffle: bool = True
+    ) -> None:
+        self.batches_per_epoch = batches_per_epoch(num_rows, rows_per_batch)
+        self.num_rows, self.rows_per_batch = num_rows, rows_per_batch
         self._seed, self._shuffle = seed, shuffle
         self.epoch = self.batch_index = 0
         self._seek(epoch=0, batch_index=0)
@@ -66,16 +68,16 @@ class RowOrder:
         if self.batch_index == self.batches_per_epoch:
             self.epoch, self.batch_index = self.epoch + 1, 0
             self._order = self._next_order()
-        start = self.batch_index * self.batch_rows
+        start = self.batch_index * self.rows_per_batch
         self.batch_index += 1
-        return self._order[start : start + self.batch_rows]
+        return self._order[start : start + self.rows_per_batch]
 
     def state_dict(self) -> dict[str, int | None]:
         return {
             "epoch": self.epoch,
             "batch": self.batch_index,
             "rows": self.num_rows,
-            "batch_rows": self.batch_rows,
+            "batch_rows": self.rows_per_batch,
             "seed": self._seed if self._shuffle else None,
         }
 

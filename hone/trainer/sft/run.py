@@ -93,7 +93,7 @@ class SFTRun:
             build_engine(self.config, ranks, self._task),
             self.rows,
             pad_token_id=self.tokenizer.pad_token_id,
-            batch_rows=data.train_batch_size,
+            rows_per_batch=data.train_batch_size,
             seed=data.seed if data.seed is not None else trainer.seed,
             shuffle=data.shuffle,
             balance_tokens=data.balance_dp_token,
@@ -169,9 +169,9 @@ class SFTRun:
         """Returns the task's metrics over all validation rows."""
         if self.val_rows is None:
             return {}
-        batch_rows = self.config.data.train_batch_size
+        rows_per_batch = self.config.data.train_batch_size
         with self._progress("validate", len(self.val_rows)) as bar:
-            metrics = self.trainer.validate(self.val_rows, batch_rows, bar.advance)
+            metrics = self.trainer.validate(self.val_rows, rows_per_batch, bar.advance)
         return {f"val/{name}": value for name, value in metrics.items()}
 
     @contextmanager

@@ -33,19 +33,19 @@ class SFTTrainer:
         rows: EncodedRows,
         *,
         pad_token_id: int,
-        batch_rows: int,
+        rows_per_batch: int,
         seed: int,
         shuffle: bool = True,
         balance_tokens: bool = True,
         task: Task | None = None,
     ) -> None:
-        check_divisible(batch_rows, engine.mesh.data_parallel_size)
+        check_divisible(rows_per_batch, engine.mesh.data_parallel_size)
         self.engine = engine
         self._task = task or SupervisedTask()
         self._rows = rows
         self._pad_token_id = pad_token_id
         self._balance_tokens = balance_tokens
-        self.order = RowOrder(len(rows), batch_rows, seed=seed, shuffle=shuffle)
+        self.order = RowOrder(len(rows), rows_per_batch, seed=seed, shuffle=shuffle)
         self.step_number = 0
 
     def step(self) -> dict[str, float]:
@@ -66,7 +66,7 @@ class SFTTrainer:
         }
 
     def validate(
-        self, rows: EncodedRows, batch_rows: int, on_batch: Callable[[int], None] | None = None
+        self, rows: EncodedRows, rows_per_batch: int, on_batch: Callable[[int], None] | None = None
     ) -> dict[str, float]:
         """Returns the task's validation metrics over all rows and ranks.
 
@@ -75,8 +75,8 @@ class SFTTrainer:
         mesh = self.engine.mesh
         rank, num_ranks = mesh.data_parallel_rank, mesh.data_parallel_size
         totals: dict[str, list[float]] = {}
-        for start in range(0, len(rows), batch_rows):
-            indices = range(start, min(start + batch_rows, len(rows)))
+        for start in range(0, len(rows), rows_per_batch):
+            indices = range(start, min(start + rows_per_batch, len(rows)))
             # All ranks must join each collective, so a rank without rows computes a row that is not counted.
             rank_indices = list(indices[rank::num_ranks])
             batch = self._task.collate(
