@@ -166,6 +166,7 @@ class Alarms:
             self._stop_message = message
 
     def _record(self, name: str, value: float | None) -> None:
+        """Adds a finite value to the history, which has at most `window + patience` values."""
         if value is not None and math.isfinite(value):
             values = self._history.setdefault(name, [])
             values.append(float(value))
@@ -179,6 +180,7 @@ class Alarms:
         return values[:-patience], values[-patience:]
 
     def _is_raised(self, name: str, rule: Rule) -> bool:
+        """Returns whether all recent values are beyond the bound and the noise of the reference."""
         values = self._reference_and_recent(name)
         true_scores = self._reference_and_recent(TRUE_SCORE_METRIC)
         # A true score that is always 0 means that the data have no rule.
@@ -256,6 +258,7 @@ def scaled_mad(values: Sequence[float]) -> float:
 
 
 def _true_score(metrics: Mapping[str, float]) -> float | None:
+    """Returns the share of correct responses, or else the mean validation score, if the step has one."""
     if TRUE_SCORE_METRIC in metrics:
         return metrics[TRUE_SCORE_METRIC]
     names = [name for name in metrics if name.startswith("val-core/") and "/mean@" in name]

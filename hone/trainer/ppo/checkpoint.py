@@ -43,24 +43,33 @@ STATE_FILE = "trainer_state.json"
 _TEMPORARY_SUFFIX = ".tmp"
 _MODEL_KEY = "actor_rollout_ref.model.path"
 MAX_CHANGES_SHOWN = 6
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def _keys(block: str, names: str) -> list[str]:
+    """Returns the full names of keys of a block."""
+    return [f"{block}.{name}" for name in names.split()]
+
+
 PPO_KEYS = (
     *("algorithm", "custom_reward_function", "reward_model", "critic.optim", "trainer.seed"),
-    *(f"{_ACTOR}.{name}" for name in ("optim", "policy_loss", "loss_agg_mode", "entropy_coeff")),
-    *(f"{_ACTOR}.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
-    *(f"{_ACTOR}.{name}" for name in ("use_kl_loss", "kl_loss_coef", "kl_loss_type")),
-    *(f"{_ACTOR}.{name}" for name in ("ppo_epochs", "ppo_mini_batch_size", "grad_clip")),
-    *(f"{_ROLLOUT}.{name}" for name in ("n", "temperature", "top_k", "top_p", "min_p")),
-    *(f"{_ROLLOUT}.{name}" for name in ("multi_turn", "agent.default_agent_loop")),
-    *(f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")),
-    *(f"data.{name}" for name in ("truncation", "prompt_format", "apply_chat_template_kwargs")),
+    *_keys("actor_rollout_ref.actor", "optim policy_loss loss_agg_mode entropy_coeff grad_clip"),
+    *_keys("actor_rollout_ref.actor", "clip_ratio clip_ratio_low clip_ratio_high"),
+    *_keys("actor_rollout_ref.actor", "use_kl_loss kl_loss_coef kl_loss_type"),
+    *_keys("actor_rollout_ref.actor", "ppo_epochs ppo_mini_batch_size"),
+    *_keys("actor_rollout_ref.rollout", "n temperature top_k top_p min_p multi_turn"),
+    *_keys("actor_rollout_ref.rollout", "agent.default_agent_loop"),
+    *_keys("data", "train_batch_size max_prompt_length max_response_length"),
+    *_keys("data", "truncation prompt_format apply_chat_template_kwargs"),
 )
 """Keys and blocks whose changes are printed when a run resumes."""
 _USER_NAMED_KEYS = (
     "custom_reward_function.reward_kwargs.",
     "data.apply_chat_template_kwargs.",
-    *(f"reward_model.{name}." for name in ("turn_reward_coef", "trajectory_reward_coef")),
-    *(f"reward_model.{name}." for name in ("scores", "score_kwargs", "reward_kwargs.extra")),
+    "reward_model.turn_reward_coef.",
+    "reward_model.trajectory_reward_coef.",
+    "reward_model.scores.",
+    "reward_model.score_kwargs.",
+    "reward_model.reward_kwargs.extra.",
 )
 """Blocks whose keys are names that the user chose."""
 _DERIVED_KEYS = ("total_training_steps", "input_tokenizer")

@@ -221,6 +221,7 @@ def _log_prob_columns(config: PPOTrainerConfig, columns: Set[str]) -> tuple[str,
 def _readers(
     config: PPOTrainerConfig, estimator: Estimator, loss: Function | None
 ) -> Iterator[Reader]:
+    """Yields each part of this run's algorithm that reads columns."""
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     correction, correction_key = algorithm.rollout_correction, "algorithm.rollout_correction"
     yield Reader(f"algorithm.adv_estimator={algorithm.adv_estimator}", estimator.requires)
@@ -295,6 +296,7 @@ def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig)
 
 
 def _plan_problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
+    """Yields a problem per setting that contradicts the plan."""
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
     if plan.estimator.groups == "required" and rollout.n == 1:

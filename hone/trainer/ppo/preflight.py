@@ -250,6 +250,7 @@ class _Preflight:
                 )
 
     def _try_scorers(self, datasets: dict[str, Dataset]) -> None:
+        """Calls the scorers on a few rows of each data set, and records the problems and warnings."""
         for key, dataset in datasets.items():
             manager = self.managers[key]
             if manager is None:
@@ -279,6 +280,7 @@ class _Preflight:
         )
 
     def _setting_warnings(self, plan: Plan) -> Iterator[str]:
+        """Yields a warning per combination of settings that is allowed but rarely intended."""
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
         if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
             yield (
@@ -312,6 +314,7 @@ class _EngineLayout:
     adapters: bool = False
 
     def check_layout(self) -> None:
+        """Raises an error if the model or the ranks do not fit the parallel sizes."""
         sequence_size = sequence_parallel(self.role, self.sharding)
         tensor_size, shard_size = self.sharding.tensor_parallel_size, self.sharding.fsdp_size
         if sequence_size * tensor_size > 1:
@@ -321,6 +324,7 @@ class _EngineLayout:
             check_layout(self.path, self.ranks, **sizes, adapters=self.adapters)
 
     def check_optimizer(self) -> None:
+        """Raises an error if the optimizer is not known."""
         for block in (self.role, self.role.get("model", {})):  # PRIME's `optim` is in `model`
             if (optim := block.get("optim")) is not None:  # the reference has no optimizer
                 optimizer_class(optim)

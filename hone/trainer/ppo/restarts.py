@@ -48,6 +48,7 @@ def _attempt(
     old_checkpoints: set[tuple[int, int]],
     failures: list[ProcessFailure],
 ) -> Iterator[PPOTrainerConfig]:
+    """Yields the config of an attempt; adds the error of a lost process to `failures` before a restart."""
     attempt_config, folder = config, config.trainer.default_local_dir
     with ExitStack() as ray_stack:
         if failures:

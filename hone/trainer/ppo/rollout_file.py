@@ -108,7 +108,7 @@ def rollout_table(
     """
     import pyarrow as pa
 
-    columns = _columns(batch, step)
+    columns = _batch_columns(batch, step)
     _add_extras(columns, batch)
     prompts, responses, masks = (
         _split_rows(columns[name]) for name in ("prompt_ids", "response_ids", "response_mask")
@@ -127,7 +127,7 @@ def rollout_table(
     return pa.table({name: columns[name] for name in names}).replace_schema_metadata(metadata)
 
 
-def _columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
+def _batch_columns(batch: DataProto, step: int) -> dict[str, pa.Array]:
     """Returns the columns of the reward parts and of the schema, without the decoded texts."""
     import pyarrow as pa
 
@@ -240,6 +240,7 @@ def _split_rows(column: pa.ListArray) -> list[np.ndarray]:
 
 
 def _to_numpy(values: Tensor) -> np.ndarray:
+    """Returns a float32 or int64 array, since NumPy has no bfloat16."""
     values = values.detach().cpu()
     array: np.ndarray = (values.float() if values.is_floating_point() else values.long()).numpy()
     return array

@@ -152,15 +152,15 @@ def try_scorers(
     """Calls each scorer on a few rows, and yields verdicts on the scorers and on missing ground truths."""
     if not isinstance(manager, RuleRewardManager) or not isinstance(dataset, RLHFDataset):
         return
-    key, default_loop = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
+    source_key, default_loop = manager.reward_fn_key, config.actor_rollout_ref.rollout.default_loop
     candidate_positions: dict[str, list[int]] = {}
     positions_without_truth: dict[str, list[int]] = {}
     unscorable_positions: list[int] = []
     store, num_rows = dataset.store, 0
-    for position, row in _used_rows(dataset, (key, "reward_model", "agent_name")):
+    for position, row in _used_rows(dataset, (source_key, "reward_model", "agent_name")):
         reward_model = row.get("reward_model") or {}
         is_single_turn = (row.get("agent_name") or default_loop) == SINGLE_TURN_AGENT
-        source, truth = str(row.get(key)), reward_model.get("ground_truth")
+        source, truth = str(row.get(source_key)), reward_model.get("ground_truth")
         if (
             is_single_turn
             and reward_model.get("style") != "model"
@@ -178,7 +178,7 @@ def try_scorers(
             candidate_positions[source] = sorted([*candidate_positions.get(source, ()), *positions])
         elif not manager.lacks_ground_truth(source, None):
             candidate_positions.setdefault(source, positions)
-    keys = key, config.data.prompt_key
+    keys = source_key, config.data.prompt_key
     for positions in list(candidate_positions.values())[:MAX_SOURCES]:
         trial_positions = {positions[0], positions[len(positions) // 2], positions[-1]}
         rows = [

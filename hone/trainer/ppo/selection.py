@@ -171,8 +171,9 @@ class DynamicSampling:
         return all(number in self._groups for number in prompt_round.group_numbers)
 
     def _select_groups(self, numbers: Sequence[int]) -> DataProto:
+        """Returns the rows of these groups, in this order."""
         groups = [self._groups[number] for number in numbers]
-        chunk_offsets: dict[int, int] = {}
+        chunk_offsets: dict[int, int] = {}  # the first row of each chunk after concatenation
         total = 0
         for chunk_index in sorted({group.chunk_index for group in groups}):
             chunk_offsets[chunk_index] = total

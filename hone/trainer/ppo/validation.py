@@ -59,7 +59,9 @@ class Group:
 
     source: str
     variables: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """The value of each attempt, by variable; attempts without a value are left out."""
     answers: list[Hashable | None] = field(default_factory=list)
+    """The answer of each attempt, for majority votes."""
 
 
 def validation_metrics(
