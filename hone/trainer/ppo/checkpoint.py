@@ -53,9 +53,8 @@ def _keys(block: str, names: str) -> list[str]:
 PPO_KEYS = (
     *("algorithm", "custom_reward_function", "reward_model", "critic.optim", "trainer.seed"),
     *_keys("actor_rollout_ref.actor", "optim policy_loss loss_agg_mode entropy_coeff grad_clip"),
-    *_keys("actor_rollout_ref.actor", "clip_ratio clip_ratio_low clip_ratio_high"),
-    *_keys("actor_rollout_ref.actor", "use_kl_loss kl_loss_coef kl_loss_type"),
-    *_keys("actor_rollout_ref.actor", "ppo_epochs ppo_mini_batch_size"),
+    *_keys("actor_rollout_ref.actor", "clip_ratio clip_ratio_low clip_ratio_high ppo_epochs"),
+    *_keys("actor_rollout_ref.actor", "use_kl_loss kl_loss_coef kl_loss_type ppo_mini_batch_size"),
     *_keys("actor_rollout_ref.rollout", "n temperature top_k top_p min_p multi_turn"),
     *_keys("actor_rollout_ref.rollout", "agent.default_agent_loop"),
     *_keys("data", "train_batch_size max_prompt_length max_response_length"),
