@@ -105,7 +105,9 @@ class _Composition:
             reported_keys |= {key, f"{block}.{key}"}
         # A sentence may omit the first names of a key, as in `rollout.n=1`.
         endings = {key[match.start() :] for key in reported_keys for match in _NAME.finditer(key)}
-        self.problems += [s for s in sentences if endings.isdisjoint(_KEY_IN_MESSAGE.findall(s))]
+        for sentence in sentences:
+            if endings.isdisjoint(_KEY_IN_MESSAGE.findall(sentence)):
+                self.problems.append(sentence)
 
     def write_settings(self, settings: Sequence[Setting]) -> dict[str, Setting]:
         """Writes the settings over the defaults, and returns those whose key has no field.
@@ -133,8 +135,9 @@ class _Composition:
                 self.problems.append(f"{problem} ({origin})")
             else:
                 self.origins[key] = origin
+        set_keys = {setting.key for setting in settings}
         referenced_keys = {key for s in settings for key in keys.referenced_keys(s.value)}
-        for key in referenced_keys - {s.key for s in settings}:
+        for key in referenced_keys - set_keys:
             if owner_of(root, key) is None and (rule := rule_of(key, tree_name)):
                 # A reference to an unset key without a field gets the first value that needs no message.
                 accepted_values = (value for value in rule.values if value not in ("off", "any"))

@@ -247,7 +247,7 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
         files, weights = len(data.train_files), len(data.dataset_weights)
         if files != weights:
             yield f"data.dataset_weights has {weights} numbers for {files} data.train_files; give one each"
-        if any(w < 0 for w in data.dataset_weights) or sum(data.dataset_weights) <= 0:
+        if any(weight < 0 for weight in data.dataset_weights) or sum(data.dataset_weights) <= 0:
             yield "data.dataset_weights must be 0 or more, and not all 0; use for example [0.7,0.3]"
 
     def names_class(path: str | None) -> bool:

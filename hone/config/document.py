@@ -60,7 +60,7 @@ def format_with_origins(composed: ComposedConfig, only_set: bool = False) -> str
     previous_parents: list[str] = []
     for key, leaf in leaves(root).items():
         origin = composed.origins.get(key)
-        if origin is None and any(k.startswith(key + ".") for k in composed.origins):
+        if origin is None and any(set_key.startswith(f"{key}.") for set_key in composed.origins):
             origin = "partly set"
         if only_set and origin is None:
             continue
@@ -105,13 +105,13 @@ def explain(key: str, tree: str | None = None) -> str:
         )
         return "\n".join(texts)
     parent_key = key.rpartition(".")[0]  # the user may choose the names inside a mapping
-    parents = (leaves(t.root).get(parent_key) for t in trees)
+    parents = (leaves(candidate.root).get(parent_key) for candidate in trees)
     if any(leaf is not None and isinstance(leaf.default, dict) for leaf in parents):
         return explain(parent_key, tree)
     for candidate in trees:
         meaning = other_names(candidate.name).get(key) or new_name(key, candidate.name)
         if meaning != key:
-            is_leaf = any(meaning in leaves(t.root) for t in trees)
+            is_leaf = any(meaning in leaves(other.root) for other in trees)
             explanation = f"\n{explain(meaning, tree)}" if is_leaf else ""
             return f"{key} is another name: {meaning}\n{explanation}"
     for rule in rules("refused", "neutral"):
@@ -121,7 +121,7 @@ def explain(key: str, tree: str | None = None) -> str:
             values = f" with other values than {exceptions}" if exceptions else ""
             return f"{key}: {rule.state}{values}\n  {rule.why}\n"
     where = f" in {tree}" if tree else ""
-    all_keys = list(dict.fromkeys(name for t in trees for name in leaves(t.root)))
+    all_keys = list(dict.fromkeys(name for candidate in trees for name in leaves(candidate.root)))
     if matches := [name for name in all_keys if name.rpartition(".")[2] == key]:
         return "\n  ".join([f"{len(matches)} keys end in '{key}'{where}:", *matches]) + "\n"
     hint = did_you_mean(*(keys_matching(key, all_keys) or [nearest(key, all_keys) or ""]))
@@ -170,7 +170,10 @@ def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[in
         tree = TREES[schema] if schema in TREES else max(TREES.values(), key=num_known_keys)
         composed = compose_settings(tree, settings, extra_checks)
     except ConfigError as error:
-        lines = [f"{file}: {len(error.problems)} problem(s)", *(f"- {p}" for p in error.problems)]
+        lines = [
+            f"{file}: {len(error.problems)} problem(s)",
+            *(f"- {problem}" for problem in error.problems),
+        ]
         return 1, "\n".join(lines) + "\n"
     lines = [f"{file}: fine, a {tree.name} config that sets {len(composed.origins)} keys"]
     lines += [f"- {note}" for note in composed.notes]

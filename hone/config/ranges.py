@@ -53,9 +53,8 @@ OptionNames = str | Sequence[str] | None
 Bounds = Bound | Sequence[Bound] | None
 IS_THRESHOLD_KEY = "algorithm.rollout_correction.rollout_is_threshold"
 RS_THRESHOLD_KEY = "algorithm.rollout_correction.rollout_rs_threshold"
-_KL_ESTIMATORS = ("k1", "k2", "k3")
 REJECTION_OPTIONS = (
-    *(f"{level}_{k}" for level in ("token", "seq_sum", "seq_mean") for k in _KL_ESTIMATORS),
+    *(f"{level}_k{number}" for level in ("token", "seq_sum", "seq_mean") for number in (1, 2, 3)),
     "seq_max_k2",
     "seq_max_k3",
 )
@@ -83,7 +82,7 @@ def rejection_bounds(options: OptionNames, bounds: Bounds) -> list[tuple[str, fl
             f"{RS_THRESHOLD_KEY}={show_value(bounds)} has {len(values)} bounds for {len(names)} "
             f"options ({', '.join(names)}); give one for all options, or one for each"
         )
-    return [(name, *_value_range(name, v)) for name, v in zip(names, values, strict=True)]
+    return [(name, *_value_range(name, bound)) for name, bound in zip(names, values, strict=True)]
 
 
 def _value_range(option: str, bound: Bound) -> tuple[float, float]:

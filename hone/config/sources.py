@@ -148,7 +148,8 @@ def read_config(
     """
     paths = (Path(str(folder).removeprefix("file://")) for folder in folders)
     search_folders = [path.expanduser().resolve() for path in paths]
-    folder = next((p for p in search_folders if (p / f"{name}.yaml").is_file()), None)
+    folders_with_config = (f for f in search_folders if (f / f"{name}.yaml").is_file())
+    folder = next(folders_with_config, None)
     if folder is None:
         _require_built_in(name, folders, search_folders)
     choices = [text for text in overrides if _is_choice(text, search_folders)]
@@ -193,8 +194,8 @@ def _require_built_in(
             raise ConfigError(f"there is no config '{name}': {folder} is no folder here.{hint}")
     if name in BUILT_IN_TREES:
         return
-    files = [p.stem for search_folder in search_folders for p in search_folder.glob("*.yaml")]
-    hint = suggestion(name, [*files, *BUILT_IN_TREES])
+    files = (file for search_folder in search_folders for file in search_folder.glob("*.yaml"))
+    hint = suggestion(name, [*(file.stem for file in files), *BUILT_IN_TREES])
     if not search_folders:
         hint += " A config of your own needs --config-path, the folder that holds it"
     where = f" in {', '.join(map(str, search_folders))}" if search_folders else ""

@@ -68,7 +68,7 @@ class Rule:
 def is_off(value: JsonValue) -> bool:
     """Returns whether a value disables a feature."""
     if isinstance(value, Mapping | list | tuple):
-        return all(is_off(v) for v in (value.values() if isinstance(value, Mapping) else value))
+        return all(map(is_off, value.values() if isinstance(value, Mapping) else value))
     return any(is_same_value(value, off) for off in OFF_VALUES)
 
 
@@ -224,9 +224,11 @@ def _new_values(key: str, value: JsonValue, values: Values, tree: str) -> tuple[
     rows = [rule for rule in rules("rewritten", tree=tree) if rule.pattern.lstrip("!") == key]
     for rule in (row for row in rows if row.matches(value)):
         if condition_holds(rule.where, lambda name: values.get(name, ABSENT)):
+            new_values = parse_pairs(rule.becomes)
             replacements = {"*": value, "*+1": value + 1 if isinstance(value, int) else value}
-            new_values = parse_pairs(rule.becomes).items()
-            return rule.pattern, {k: replacements.get(str(v), v) for k, v in new_values}
+            for new_key, text in new_values.items():
+                new_values[new_key] = replacements.get(str(text), text)
+            return rule.pattern, new_values
     if not rows or key in leaves(TREES[tree].root):
         return "", {key: value}
     if value is not None and value is not False:

@@ -55,7 +55,7 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
     """Deletes temporary files of killed processes; no other process may be writing to the folder."""
-    leftovers = sorted(p for p in Path(folder).glob(f".*{TEMPORARY_SUFFIX}") if p.is_file())
+    leftovers = sorted(filter(Path.is_file, Path(folder).glob(f".*{TEMPORARY_SUFFIX}")))
     for file in leftovers:
         file.unlink(missing_ok=True)
     return leftovers

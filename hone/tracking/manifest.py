@@ -31,9 +31,9 @@ class FolderNotShared(FileNotFoundError):
 
 def write_shard_checksums(folder: Path, rank: int) -> None:
     """Writes the size and checksum of one rank's shards to a file that `write_manifest` reads."""
-    shards = [p for p in folder.glob(f"__{rank}_*") if _SHARD_FILE.fullmatch(p.name)]
+    shards = [file for file in folder.glob(f"__{rank}_*") if _SHARD_FILE.fullmatch(file.name)]
     if shards:
-        entries = {p.name: (p.stat().st_size, _checksum(p)) for p in sorted(shards)}
+        entries = {file.name: _entry(file) for file in sorted(shards)}
         atomic_write_text(folder / f"{_RANK_FILE_PREFIX}{rank}.json", json.dumps(entries))
 
 
@@ -44,7 +44,7 @@ def write_manifest(folder: Path) -> None:
         for name, (size, checksum) in json.loads(file.read_text(encoding="utf-8")).items():
             shard_entries[file.with_name(name)] = size, checksum
         file.unlink()
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     require_files(folder, shard_entries)
     for file, (size, _) in shard_entries.items():
         if (current_size := file.stat().st_size) != size:
@@ -53,8 +53,7 @@ def write_manifest(folder: Path) -> None:
                 f"has {current_size:,} in {folder} here; every node must see the same folder"
             )
     entries = {
-        str(p.relative_to(folder)): shard_entries.get(p) or (p.stat().st_size, _checksum(p))
-        for p in files
+        str(file.relative_to(folder)): shard_entries.get(file) or _entry(file) for file in files
     }
     atomic_write_text(folder / MANIFEST, json.dumps(entries, indent=1))
 
@@ -68,6 +67,10 @@ def require_files(folder: Path, files: Iterable[Path]) -> None:
         )
 
 
+def _entry(file: Path) -> Entry:
+    return file.stat().st_size, _checksum(file)
+
+
 def _describe(name: str) -> str:
     """Returns the name of a file, with the rank that wrote the file if the file is a shard."""
     shard = _SHARD_FILE.fullmatch(Path(name).name)
@@ -77,7 +80,10 @@ def _describe(name: str) -> str:
 def enclosing_checkpoint(folder: Path) -> Path | None:
     """Returns the first `global_step_N` among the folder, its parent and its grandparent, or None."""
     folder = folder.resolve()  # "." has no name
-    return next((p for p in (folder, *folder.parents[:2]) if _STEP_FOLDER.fullmatch(p.name)), None)
+    for candidate in (folder, *folder.parents[:2]):
+        if _STEP_FOLDER.fullmatch(candidate.name):
+            return candidate
+    return None
 
 
 def find_damage(folder: Path, within: Path | None = None) -> str | None:

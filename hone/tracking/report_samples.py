@@ -99,7 +99,7 @@ def _parse_turns(turns: JsonValue, tool_outputs: JsonValue) -> tuple[Turn, ...]:
     for output in _objects(tool_outputs):
         arguments = output.get("arguments")
         items = arguments.items() if isinstance(arguments, dict) else ()
-        text = ", ".join(f"{name}={json.dumps(v, ensure_ascii=False)}" for name, v in items)
+        text = ", ".join(f"{name}={json.dumps(item, ensure_ascii=False)}" for name, item in items)
         tool_calls.append(
             ToolCall(f"{output.get('name', '')}({text})", _number(output.get("reward")))
         )
@@ -157,7 +157,8 @@ def best_and_worst(files: StepFiles, notes: list[str]) -> tuple[list[Sample], li
             for sort_keys, sign in ((best, -1), (worst, 1)):
                 sort_key = (sign * score, -step, row_index, file_index)
                 sort_keys[prompt_hash] = min(sort_keys.get(prompt_hash, sort_key), sort_key)
-    best_keys, worst_keys = (heapq.nsmallest(EXTREMES_SHOWN, k.values()) for k in (best, worst))
+    best_keys = heapq.nsmallest(EXTREMES_SHOWN, best.values())
+    worst_keys = heapq.nsmallest(EXTREMES_SHOWN, worst.values())
     indices = {file_index for *_, file_index in (*best_keys, *worst_keys)}
     samples = {index: read_samples(*files[index], notes) for index in indices}
 

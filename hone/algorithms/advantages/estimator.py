@@ -331,7 +331,7 @@ class DrGRPO(OutcomeEstimator):
 
 
 def group_relative_scores(
-    groups: Groups, scores: Tensor, divide_by_std: bool, epsilon: float = EPS
+    groups: Groups, scores: Tensor, divide_by_std: bool, epsilon: float
 ) -> Tensor:
     """Returns [N] (score − group mean) / group std; a group of one has mean 0 and std 1."""
     mean = groups.mean(scores)[groups.ids].masked_fill(groups.is_singleton, 0.0)
