@@ -11,7 +11,7 @@ from hone.algorithms.policy_losses.policy_loss import agg_loss
 from hone.columns import require
 from hone.engine.contract import ObjectiveOutput, Options
 from hone.ops.rows import masked_mean
-from hone.protocol import DataProto
+from hone.protocol import PADDED_ROW, DataProto
 from hone.protocol.padding import zero_padded_rows
 
 _NO_OPTIONS: Options = {}
@@ -24,10 +24,13 @@ class TokenObjective:
     needs_batch_statistics = False
     options = _NO_OPTIONS
 
-    def mask(self, batch: DataProto) -> Tensor:
-        return zero_padded_rows(require(batch, "response_mask"), batch)
+    def mask(self, batch: DataProto) -> Tensor:  # [B, T]
+        """Returns `response_mask`, with 0 in padded rows."""
+        mask = require(batch, "response_mask")
+        return zero_padded_rows(mask, batch) if batch.has_column(PADDED_ROW) else mask
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
+        """Returns no statistics of the mini-batch."""
         return {}
 
 
@@ -52,10 +55,9 @@ class StepObjective(TokenObjective):
         # The score is the difference of two logits, so this is the cross-entropy of their softmax.
         losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
         loss = agg_loss(losses, mask, "token-mean")
-        is_correct = ((scores.detach() > 0) == (labels > 0.5)).float()
-        return ObjectiveOutput(
-            loss, {"train/loss": loss.detach()}, {"train/accuracy": masked_mean(is_correct, mask)}
-        )
+        is_correct = (scores.detach() > 0) == (labels > 0.5)
+        accuracy = masked_mean(is_correct.float(), mask)
+        return ObjectiveOutput(loss, {"train/loss": loss.detach()}, {"train/accuracy": accuracy})
 
 
 class PairObjective(TokenObjective):
@@ -68,11 +70,12 @@ class PairObjective(TokenObjective):
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
         mask = self.mask(batch)
-        if not mask.any():  # padding that only takes part in the collectives
+        if not mask.any():  # a dummy row, with which this rank takes part in the collectives
             loss = gaps = outputs["scores"].sum() * 0.0
         else:
             gaps = score_gaps(outputs["scores"], mask)
-            losses = F.softplus(require(batch, "margin")[::2] - gaps).repeat_interleave(2)
+            margins = require(batch, "margin")[::2]  # both rows of a pair have its margin
+            losses = F.softplus(margins - gaps).repeat_interleave(2)  # the loss of each row's pair
             loss = agg_loss(losses[:, None] * mask, mask, "token-mean")
         gaps = gaps.detach()
         means = {"train/accuracy": (gaps > 0).float().mean(), "train/score_gap": gaps.mean()}

@@ -75,15 +75,9 @@ class RolloutWorker(Worker):
         actor = self.colocated.get("actor")
         self.actor = actor if isinstance(actor, ActorWorker) else None
         model_spec = replace(actor_spec(run_config, self, self.device), optim=None)
-        is_sharded = self._tensor_parallel_size > 1
         if self.actor is None:
-            module_spec = replace(model_spec, adapters=None) if is_sharded else model_spec
-            if is_sharded or config.rollout.name in ("vllm", "sglang"):
-                # The engine has its own copy of the weights on the device, so this module stays on the host.
-                module_spec = replace(module_spec, device=torch.device("cpu"))
-            policy = load_module(module_spec)
-            assert isinstance(policy, PolicyModel)
-            self._lease = Lease(policy.eval(), 0)
+            policy = self._load_policy(model_spec)
+            self._lease = Lease(policy, 0)
             self.facts = ModelFacts.of(policy.lm)
         else:
             self.facts = self.actor.engine.facts
@@ -102,7 +96,7 @@ class RolloutWorker(Worker):
                 world_size=self.world_size,
                 has_adapters=config.model.uses_lora and not config.rollout.merge_lora,
             )
-            if is_sharded:
+            if self._tensor_parallel_size > 1:
                 spec = self._tensor_parallel_spec(spec, model_spec)
             elif self.actor is not None and self.world_size == 1:
                 spec = replace(spec, current_weights=self.actor.engine.named_hf_weights)
@@ -120,28 +114,44 @@ class RolloutWorker(Worker):
         if self.actor is None:
             self.runner.start()
 
+    def _load_policy(self, model_spec: EngineSpec) -> PolicyModel:
+        """Loads the module of a worker that has no actor in its process."""
+        is_sharded = self._tensor_parallel_size > 1
+        if is_sharded:
+            model_spec = replace(model_spec, adapters=None)
+        if is_sharded or self.config.actor_rollout_ref.rollout.name in ("vllm", "sglang"):
+            # The engine has its own copy of the weights on the device, so this module stays on the host.
+            model_spec = replace(model_spec, device=torch.device("cpu"))
+        policy = load_module(model_spec)
+        assert isinstance(policy, PolicyModel)
+        return policy.eval()
+
     def _tensor_parallel_spec(self, spec: RolloutSpec, model_spec: EngineSpec) -> RolloutSpec:
         """Returns the spec of an engine whose model is sharded over several ranks."""
         from hone.models.load import empty_causal_lm
         from hone.rollout.native.peers import connect
 
-        timeout_s, size = self.config.actor_rollout_ref.nccl_timeout, self._tensor_parallel_size
+        timeout_s = self.config.actor_rollout_ref.nccl_timeout
         prepare_process(self.device, self.world_size, timeout_s, ())
 
         def load_empty_policy() -> PolicyModel:
-            path, dtype = model_spec.model_path, model_spec.dtype
-            overrides, device = model_spec.override_config, self.device
-            return PolicyModel(
-                empty_causal_lm(path, dtype=dtype, override_config=overrides, device=device)
+            lm = empty_causal_lm(
+                model_spec.model_path,
+                dtype=model_spec.dtype,
+                override_config=model_spec.override_config,
+                device=self.device,
             )
+            return PolicyModel(lm)
 
-        actor = self.actor
+        if self.actor is None:
+            current_weights = self._lease.policy.lm.named_parameters
+        else:
+            current_weights = self.actor.engine.named_hf_weights
+        size = self._tensor_parallel_size
         return replace(
             spec,
             load_policy=load_empty_policy,
-            current_weights=(
-                actor.engine.named_hf_weights if actor else self._lease.policy.lm.named_parameters
-            ),
+            current_weights=current_weights,
             peers=connect(self.rank, self.world_size, size, self.device, timeout_s),
         )
 
