@@ -73,7 +73,8 @@ def create_run_dataset(
     try:
         return create_rl_dataset(files, config, tokenizer, processor, False, max_samples)
     except DataError as error:
-        if not any(os.path.expanduser(file) in str(error) for file in files):
+        paths = (os.path.expandvars(os.path.expanduser(file)) for file in files)
+        if not any(path.partition("*")[0] in str(error) for path in paths):
             raise  # the error has another cause, such as a missing list of tools
         raise DataError(f"{error}; data.val_files=[] trains without validation") from error
 

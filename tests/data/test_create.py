@@ -10,6 +10,7 @@ from hone.config.data import CustomClassConfig, SamplerConfig
 from hone.data.create import (
     create_rl_dataset,
     create_rl_sampler,
+    create_run_dataset,
     create_train_loader,
     create_val_loader,
 )
@@ -38,6 +39,17 @@ def plug_in(tmp_path: Path) -> str:
     path = tmp_path / "plug_in.py"
     path.write_text(PLUG_IN)
     return str(path)
+
+
+@pytest.mark.parametrize("name", ["bad.jsonl", "b*.jsonl"])
+def test_an_error_in_a_validation_file_says_how_to_train_without_it(
+    name: str, tokenizer: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("5\n")
+    monkeypatch.setenv("VALIDATION_FOLDER", str(tmp_path))
+    settings = config(val_files=(f"$VALIDATION_FOLDER/{name}",))
+    with pytest.raises(DataError, match="trains without validation"):
+        create_run_dataset(None, settings, tokenizer, is_train=False)
 
 
 def test_a_users_dataset_class_with_its_hook_is_used_and_resumes(
