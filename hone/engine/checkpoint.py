@@ -232,7 +232,8 @@ def check_same_tensors(folder: Path, saved_shapes: EntryShapes, state: State) ->
         trained_names = saved_trained_names = set()
     missing_names = (weights.keys() - saved_weights.keys()) | (trained_names - saved_trained_names)
     extra_names = (saved_weights.keys() - weights.keys()) | (saved_trained_names - trained_names)
-    reshaped_names = [n for n in weights if n in saved_weights and weights[n] != saved_weights[n]]
+    common_names = [name for name in weights if name in saved_weights]
+    reshaped_names = [name for name in common_names if weights[name] != saved_weights[name]]
     if missing_names or extra_names or reshaped_names:
         difference = _describe_difference(
             sorted(missing_names), sorted(extra_names), reshaped_names, weights, saved_weights

@@ -238,12 +238,17 @@ class Engine:
         columns = batch.batch
         lengths = columns["attention_mask"].sum(1).tolist()
         shared_tokens = shared_prompt_lengths(columns["prompts"], columns["attention_mask"])
-        parts = rule.split(lengths, shared_tokens)  # row indices of each micro-batch
+        micro_batch_indices = rule.split(lengths, shared_tokens)
         if self._data_group is not None:  # all ranks need the same number of collectives
-            max_count = torch.tensor(len(parts))
+            max_count = torch.tensor(len(micro_batch_indices))
             dist.all_reduce(max_count, dist.ReduceOp.MAX, group=self._data_group)
-            parts = rule.split(lengths, shared_tokens, min_micro_batches=int(max_count))
-        return [(part, batch.select_idxs(part) if part else _dummy_row(batch)) for part in parts]
+            micro_batch_indices = rule.split(
+                lengths, shared_tokens, min_micro_batches=int(max_count)
+            )
+        return [
+            (indices, batch.select_idxs(indices) if indices else _dummy_row(batch))
+            for indices in micro_batch_indices
+        ]
 
     @functools.cached_property
     def facts(self) -> ModelFacts:

@@ -148,7 +148,7 @@ class Optimizer:
         Returns `grad_norm`, `lr` and the number of updates skipped so far.
         """
         self.accumulate_gradients()
-        grads = [m.grad for m in self.masters.values() if m.grad is not None]
+        grads = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = self.total_norm(grads)
         lr = self.lr
         if torch.isfinite(norm):
@@ -209,30 +209,30 @@ class Optimizer:
 
 
 @torch.no_grad()
-def _accumulate(sums: list[Tensor], parts: list[Tensor]) -> None:
+def _accumulate(sums: list[Tensor], gradients: list[Tensor]) -> None:
     """Adds gradients to float32 sums, on a GPU with one kernel for all tensors.
 
     `torch._foreach_add_` adds tensors of different dtypes one by one, without vectorised loads.
     """
-    if _can_use_kernel(sums, parts):
+    if _can_use_kernel(sums, gradients):
         from hone.ops.training_triton import add_all
 
-        add_all(sums, parts)
+        add_all(sums, gradients)
     elif sums:
-        torch._foreach_add_(sums, parts)
+        torch._foreach_add_(sums, gradients)
 
 
-def _can_use_kernel(sums: list[Tensor], parts: list[Tensor]) -> bool:
+def _can_use_kernel(sums: list[Tensor], gradients: list[Tensor]) -> bool:
     """Returns whether all tensors are suitable for the kernel's vectorised loads."""
     return len(sums) > 1 and all(
         total.is_cuda
         and total.dtype == torch.float32
-        and part.dtype == parts[0].dtype
+        and gradient.dtype == gradients[0].dtype
         and total.is_contiguous()
-        and part.is_contiguous()
+        and gradient.is_contiguous()
         and total.data_ptr() % _LOAD_BYTES == 0
-        and part.data_ptr() % _LOAD_BYTES == 0
-        for total, part in zip(sums, parts, strict=True)
+        and gradient.data_ptr() % _LOAD_BYTES == 0
+        for total, gradient in zip(sums, gradients, strict=True)
     )
 
 

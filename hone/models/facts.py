@@ -77,7 +77,9 @@ def classifier_kind(path: str, *, trust_remote_code: bool = False) -> Literal["s
     with translate_load_errors(path, folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     names = config.architectures or []
-    if config.is_encoder_decoder or any("ForCausalLM" in n or "LMHead" in n for n in names):
+    if config.is_encoder_decoder or any(
+        "ForCausalLM" in name or "LMHead" in name for name in names
+    ):
         raise UnsupportedModel(
             f"{path} is a {', '.join(names) or config.model_type}, which generates text and has no score "
             "head; name a sequence or token classifier, or use reward_model.type=judge"

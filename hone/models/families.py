@@ -171,7 +171,8 @@ def override_fields(config: PreTrainedConfig, values: Settings, path: str) -> No
         elif key == "rope_theta" and key in rope:
             config.rope_parameters = {**rope, key: value}
         elif key in ("rope_scaling", "rope_parameters") and "rope_theta" in rope:
-            unscaled = {k: rope[k] for k in ("rope_theta", "partial_rotary_factor") if k in rope}
+            names = ("rope_theta", "partial_rotary_factor")
+            unscaled = {name: rope[name] for name in names if name in rope}
             scaling = dict(value or {})
             rope_type = scaling.pop("type", "default")
             config.rope_parameters = {**unscaled, "rope_type": rope_type, **scaling}

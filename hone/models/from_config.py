@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 def import_external(names: str | Sequence[str] | None) -> None:
     """Imports the modules of `model.external_lib`: names separated by commas, or a list of names."""
-    modules = names.split(",") if isinstance(names, str) else list(names or ())
-    for name in (n.strip() for n in modules):
+    modules = names.split(",") if isinstance(names, str) else names or ()
+    for name in map(str.strip, modules):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -94,7 +94,8 @@ def normalize_token_ids(tokenized_output: Any) -> list[int]:
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(ids, list | tuple) and len(ids) == 1 and isinstance(ids[0], list | tuple):
         ids = ids[0]
-    if not isinstance(ids, list | tuple) or any(isinstance(i, list | tuple | str) for i in ids):
+    is_sequence = isinstance(ids, list | tuple)
+    if not is_sequence or any(isinstance(token, list | tuple | str) for token in ids):
         raise TypeError(f"expected the token ids of one text, got {tokenized_output!r}")
     return [int(token) for token in ids]
 

@@ -397,4 +397,4 @@ def eos_ids(
         value = getattr(source, "eos_token_id", None)
         if value is not None:
             ids += value if isinstance(value, (list, tuple)) else [value]
-    return tuple(dict.fromkeys(int(v) for v in ids))
+    return tuple(dict.fromkeys(int(token_id) for token_id in ids))

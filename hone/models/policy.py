@@ -135,13 +135,13 @@ def _falcon_attention() -> type:
 
 def hidden_states(decoder: PreTrainedModel, packed: PackedRows) -> Tensor:  # [N, d]
     """Returns the decoder's last hidden states of packed rows."""
-    out = decoder(
+    output = decoder(
         input_ids=packed.input_ids[None],
         position_ids=packed.position_ids[None],
         use_cache=False,
         **forward_options(decoder, packed.layout),
     )
-    return out.last_hidden_state[0]
+    return output.last_hidden_state[0]
 
 
 class DecoderModel(nn.Module):
@@ -242,16 +242,16 @@ class PolicyModel(DecoderModel):
             log_probs, entropy = linear_log_probs(
                 hidden, head.weight, packed.target, with_entropy=with_entropy, **options
             )
-        out = {"log_probs": packed.unpack(log_probs)}
+        outputs = {"log_probs": packed.unpack(log_probs)}
         if with_entropy:
-            out["entropy"] = packed.unpack(entropy)
+            outputs["entropy"] = packed.unpack(entropy)
         if with_sum_pi_squared:
-            out["sum_pi_squared"] = packed.unpack(
+            outputs["sum_pi_squared"] = packed.unpack(
                 linear_sum_pi_squared(hidden, head.weight, **options)
             )
         if self.routing is not None:
-            out |= self.routing.outputs(packed, experts_by_layer)
-        return out
+            outputs |= self.routing.outputs(packed, experts_by_layer)
+        return outputs
 
 
 class ValueModel(DecoderModel):

@@ -50,7 +50,9 @@ class Routing:
     def __init__(self, decoder: PreTrainedModel) -> None:
         shape = routing_shape(decoder.config)
         blocks = [
-            m for m in decoder.modules() if isinstance(getattr(m, "experts", None), nn.Module)
+            module
+            for module in decoder.modules()
+            if isinstance(getattr(module, "experts", None), nn.Module)
         ]
         family = decoder.config.model_type
         if shape is None or not blocks or family in FAMILIES_WITHOUT_REPLAY:

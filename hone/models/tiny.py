@@ -60,7 +60,7 @@ def character_tokenizer(
         earlier_words = tuple(earlier for earlier in words[:index] if earlier)
         if not word.startswith(earlier_words):
             added_tokens.append(word)
-    added_tokens += [c for c in dict.fromkeys(characters) if c.isspace()]
+    added_tokens += [character for character in dict.fromkeys(characters) if character.isspace()]
     tokenizer.add_tokens(
         [AddedToken(token, normalized=False, special=False) for token in added_tokens]
     )
@@ -103,7 +103,8 @@ def tiny_lm(
     }
     default = AutoConfig.for_model(family)
     fields = {field.name for field in dataclasses.fields(default)} | set(default.attribute_map)
-    config = AutoConfig.for_model(family, **{k: v for k, v in settings.items() if k in fields})
+    known_settings = {name: value for name, value in settings.items() if name in fields}
+    config = AutoConfig.for_model(family, **known_settings)
     check_config_supported(config, f"a fresh {family}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)

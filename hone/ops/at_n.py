@@ -22,8 +22,8 @@ def best_at(values: Sequence[float], n: int) -> float:
     """Returns the expected maximum of n of the values."""
     largest, weights = max(values), _maximum_weights(len(values), n)
     # The weights sum to 1 up to rounding; sums of deviations are exact for equal values.
-    deviations = (v - largest for v in sorted(values))
-    return largest + sum(d * weight for d, weight in zip(deviations, weights, strict=True))
+    pairs = zip(sorted(values), weights, strict=True)
+    return largest + sum((value - largest) * weight for value, weight in pairs)
 
 
 def best_std_at(values: Sequence[float], n: int) -> float:

@@ -27,7 +27,7 @@ _LINEAR_COST = 6 * 4096
 
 def calculate_workload(lengths: Sequence[int] | np.ndarray) -> list[int]:
     """Returns the relative cost of each row: linear layers plus attention of a 7B model."""
-    return [_LINEAR_COST * int(n) + int(n) ** 2 for n in lengths]
+    return [_LINEAR_COST * int(length) + int(length) ** 2 for length in lengths]
 
 
 def get_seqlen_balanced_partitions(
@@ -37,7 +37,7 @@ def get_seqlen_balanced_partitions(
 
     Uses Karmarkar-Karp (largest differencing). With `equal_size`, all lists have the same length.
     """
-    lengths = [int(n) for n in seqlen_list]
+    lengths = [int(length) for length in seqlen_list]
     if not 1 <= k_partitions <= len(lengths):
         raise ValueError(
             f"{len(lengths)} sequences cannot be split into {k_partitions} partitions; "
@@ -96,7 +96,7 @@ def micro_batches_by_tokens(
     Token counts are balanced. The cheapest micro-batches come first and last, where a pipeline fills and
     drains. The number of micro-batches is at least `min_micro_batches` and a multiple of `multiple_of`.
     """
-    token_counts = [int(n) for n in lengths]
+    token_counts = [int(length) for length in lengths]
     if token_counts and max(token_counts) > max_token_len:
         raise ValueError(
             f"a sequence of {max(token_counts)} tokens does not fit max_token_len={max_token_len}; "
@@ -220,17 +220,19 @@ def rearrange_micro_batches(
         )
     group_lengths = lengths.reshape(-1, force_group_size).sum(1)
     min_micro_batches, multiple = min_num_micro_batch or 1, num_batches_divided_by or 1
-    parts = micro_batches_by_tokens(
+    group_indices = micro_batches_by_tokens(
         group_lengths, max_token_len, min_micro_batches=min_micro_batches, multiple_of=multiple
     )
     if dist.is_initialized() and same_micro_num_in_dp and dp_group is not None:
-        count = torch.tensor([len(parts)], device=batch.device)
+        count = torch.tensor([len(group_indices)], device=batch.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=dp_group)
-        parts = micro_batches_by_tokens(
+        group_indices = micro_batches_by_tokens(
             group_lengths, max_token_len, min_micro_batches=int(count), multiple_of=multiple
         )
     size = force_group_size
-    row_indices = [[g * size + i for g in part for i in range(size)] for part in parts]
+    row_indices = [
+        [group * size + i for group in groups for i in range(size)] for groups in group_indices
+    ]
     micro_batches = [index_select_tensor_dict(batch, indices) for indices in row_indices]
     return [micro_batch for micro_batch in micro_batches if micro_batch is not None], row_indices
 

@@ -95,9 +95,9 @@ def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
     batches to a multiple of m rows, so that the result of a row does not depend on the other rows.
     """
     shapes = {
-        (min(w.shape[0], _TESTED_SIZE), min(w.shape[1], _TESTED_SIZE))
-        for w in weights
-        if w.dim() == 2
+        (min(weight.shape[0], _TESTED_SIZE), min(weight.shape[1], _TESTED_SIZE))
+        for weight in weights
+        if weight.dim() == 2
     }
     threads = torch.get_num_threads()
     multiples = (_row_multiple(*shape, threads, packed) for shape in sorted(shapes))
@@ -115,7 +115,7 @@ def _row_multiple(out_features: int, in_features: int, threads: int, packed: boo
     reference = product(x)
     for multiple in _ROW_MULTIPLES:
         row_counts = range(multiple, _TESTED_ROWS, multiple)
-        if all(torch.equal(product(x[:n]), reference[:n]) for n in row_counts):
+        if all(torch.equal(product(x[:rows]), reference[:rows]) for rows in row_counts):
             return multiple
     log.warning(
         "on this machine, the rounding of products with a [%d, %d] weight depends on the number of "

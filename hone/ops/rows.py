@@ -155,8 +155,8 @@ class Groups:
         return torch.sqrt(squared_deviations / (self.sizes - 1).clamp(min=1))
 
     def _extreme(self, x: Tensor, reduce: str) -> Tensor:
-        out = torch.zeros(self.count, dtype=torch.float64, device=x.device)
-        return out.scatter_reduce_(0, self.ids, x.double(), reduce, include_self=False)
+        extremes = torch.zeros(self.count, dtype=torch.float64, device=x.device)
+        return extremes.scatter_reduce_(0, self.ids, x.double(), reduce, include_self=False)
 
 
 @dataclass(frozen=True)

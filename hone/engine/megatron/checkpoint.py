@@ -46,7 +46,9 @@ def save_stage(
             state["moments"] = _gather_moments(stage, optimizer)
         if "masters" in sections and (masters := optimizer.master_copies()):
             gather = _gather_function(stage, optimizer, list(masters.values()))
-            state["masters"] = {_optimizer_key(n): x for n, x in _tensors_to_write(stage, gather)}
+            state["masters"] = {
+                _optimizer_key(name): tensor for name, tensor in _tensors_to_write(stage, gather)
+            }
         if "progress" in sections:
             state["progress"] = optimizer.state_dict()
     if state:
@@ -66,7 +68,9 @@ def load_stage(
     model_tensors = parameters_by_hf_name(stage.meta_model)
     expected_state = _empty_state(stage, optimizer, sections, model_tensors, "meta")
     check_same_tensors(folder, saved_shapes, expected_state)
-    needed_tensors = {n: model_tensors[n] for entry in stage.entries for n in entry.hf_names}
+    needed_tensors = {
+        name: model_tensors[name] for entry in stage.entries for name in entry.hf_names
+    }
     state = _empty_state(stage, optimizer, sections, needed_tensors, "cpu")
     load_state(state, folder)
     if "model" in state:
@@ -76,7 +80,7 @@ def load_stage(
     if "moments" in state:
         _load_moments(stage, optimizer, state["moments"]["state"])
     if "masters" in state:
-        full_masters = {n: state["masters"][_optimizer_key(n)] for n in needed_tensors}
+        full_masters = {name: state["masters"][_optimizer_key(name)] for name in needed_tensors}
         _scatter(stage, optimizer, full_masters, list(optimizer.master_copies().values()))
     elif "model" in state:
         optimizer.copy_weights_to_masters()
@@ -86,20 +90,17 @@ def load_stage(
 
 def _gather_moments(stage: StageTensors, optimizer: ShardedOptimizer) -> State:
     """Returns the section "moments": full tensors that this rank writes, and scalar state."""
-    names = list(parameters_by_hf_name(stage.meta_model))
+    keys = [_optimizer_key(name) for name in parameters_by_hf_name(stage.meta_model)]
     masters = list(optimizer.masters.values())
     states = [optimizer.torch_optimizer.state[master] for master in masters]
-    element_keys, scalars = optimizer.state_schema()
-    moments: Moments = {_optimizer_key(n): {key: states[0][key] for key in scalars} for n in names}
-    for key in element_keys:
-        gather = _gather_function(stage, optimizer, [state[key] for state in states])
+    element_fields, scalars = optimizer.state_schema()
+    moments: Moments = {key: {field: states[0][field] for field in scalars} for key in keys}
+    for field in element_fields:
+        gather = _gather_function(stage, optimizer, [state[field] for state in states])
         for name, tensor in _tensors_to_write(stage, gather):
-            moments[_optimizer_key(name)][key] = tensor
+            moments[_optimizer_key(name)][field] = tensor
     (group,) = optimizer.torch_optimizer.state_dict()["param_groups"]
-    return {
-        "state": moments,
-        "param_groups": [group | {"params": [_optimizer_key(n) for n in names]}],
-    }
+    return {"state": moments, "param_groups": [group | {"params": keys}]}
 
 
 def _load_moments(stage: StageTensors, optimizer: ShardedOptimizer, moments: Moments) -> None:
@@ -116,7 +117,9 @@ def _load_moments(stage: StageTensors, optimizer: ShardedOptimizer, moments: Mom
         optimizer.torch_optimizer.state[master] = state
     for key in element_keys:
         full_tensors = {
-            name: moments[_optimizer_key(name)][key] for e in stage.entries for name in e.hf_names
+            name: moments[_optimizer_key(name)][key]
+            for entry in stage.entries
+            for name in entry.hf_names
         }
         flat_shards = [optimizer.torch_optimizer.state[master][key] for master in masters]
         _scatter(stage, optimizer, full_tensors, flat_shards)
@@ -136,20 +139,24 @@ def _empty_state(
 
     state: State = {}
     if "model" in sections:
-        aliases = {alias: x for n, x in tensors.items() for alias in _aliases(stage, n)}
-        state["model"] = {alias: empty(x, x.dtype) for alias, x in aliases.items()}
+        state["model"] = {
+            alias: empty(tensor, tensor.dtype)
+            for name, tensor in tensors.items()
+            for alias in _aliases(stage, name)
+        }
     if optimizer is None:
         return state
     if "moments" in sections:
         element_keys, scalars = optimizer.state_schema()
         moments = {
-            _optimizer_key(name): {key: empty(x, torch.float32) for key in element_keys} | scalars
-            for name, x in tensors.items()
+            _optimizer_key(name): {key: empty(tensor, torch.float32) for key in element_keys}
+            | scalars
+            for name, tensor in tensors.items()
         }
         state["moments"] = {"state": moments}
     if "masters" in sections and optimizer.master_copies():
         state["masters"] = {
-            _optimizer_key(name): empty(x, torch.float32) for name, x in tensors.items()
+            _optimizer_key(name): empty(tensor, torch.float32) for name, tensor in tensors.items()
         }
     if "progress" in sections:
         state["progress"] = optimizer.state_dict()

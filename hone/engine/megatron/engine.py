@@ -87,8 +87,6 @@ class MegatronEngine(Engine):
     def _routing(self) -> Routing | None:
         return getattr(self._stage_tensors.meta_model, "routing", None)
 
-    # -- forward and backward -------------------------------------------------------------------------
-
     def train_minibatch(self, batch: DataProto, objective: Objective) -> dict[str, float]:
         assert self.optimizer is not None, "this engine only runs forward"
         results: list[MicroBatchResult] = []
@@ -107,8 +105,8 @@ class MegatronEngine(Engine):
                 )
                 return objective_output.loss
 
-            parts = self._micro_batches(batch, self._train_rule)
-            micro_batches = [micro_batch for _, micro_batch in parts]
+            indexed_micro_batches = self._micro_batches(batch, self._train_rule)
+            micro_batches = [micro_batch for _, micro_batch in indexed_micro_batches]
             with batch_counts(counts):
                 self._run_pipeline(micro_batches, compute_loss, forward_only=False)
             results = self._broadcast_from_last_stage(
@@ -128,12 +126,11 @@ class MegatronEngine(Engine):
                 for name, values in outputs.items()
             }
 
-        parts = self._micro_batches(batch, self._infer_rule)
-        results = self._run_pipeline(
-            [micro_batch for _, micro_batch in parts], compute_outputs, forward_only=True
-        )
+        indexed_micro_batches = self._micro_batches(batch, self._infer_rule)
+        micro_batches = [micro_batch for _, micro_batch in indexed_micro_batches]
+        results = self._run_pipeline(micro_batches, compute_outputs, forward_only=True)
         results = self._broadcast_from_last_stage(results)
-        for (indices, _), outputs in zip(parts, results, strict=True):
+        for (indices, _), outputs in zip(indexed_micro_batches, results, strict=True):
             yield indices, outputs
 
     def _run_pipeline(
@@ -216,17 +213,17 @@ class MegatronEngine(Engine):
         hidden = hidden[:, 0].index_select(0, packed.source)
         if isinstance(self._stage_tensors.meta_model, ValueModel):
             return {"values": packed.unpack(self._stage.value_head(hidden).float().squeeze(-1))}
-        out = self._log_probs(hidden, packed, **options)
+        outputs = self._log_probs(hidden, packed, **options)
         if params.replay is not None:
             local_agreement = torch.stack(list(params.agreement.values())).mean(0)
             agreement = self._gather_tokens(local_agreement)
-            out["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
+            outputs["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
         if options.get("with_routing"):
             experts = torch.stack([params.experts[i] for i in sorted(params.experts)], 1)
-            out["routed_experts"] = packed.pad(
+            outputs["routed_experts"] = packed.pad(
                 self._gather_tokens(experts).to(EXPERT_DTYPE), NOT_RECORDED
             )
-        return out
+        return outputs
 
     def _log_probs(
         self,
@@ -256,9 +253,9 @@ class MegatronEngine(Engine):
             log_probs, entropy = linear_log_probs(
                 *inputs, with_entropy=with_entropy, **logit_options
             )
-        out = {"log_probs": packed.unpack(log_probs)}
+        outputs = {"log_probs": packed.unpack(log_probs)}
         if with_entropy:
-            out["entropy"] = packed.unpack(entropy)
+            outputs["entropy"] = packed.unpack(entropy)
         if with_sum_pi_squared:
             if is_vocabulary_sharded:
                 sum_pi_squared = vocab_parallel_sum_pi_squared(
@@ -266,8 +263,8 @@ class MegatronEngine(Engine):
                 )
             else:
                 sum_pi_squared = linear_sum_pi_squared(hidden, weight, **logit_options)
-            out["sum_pi_squared"] = packed.unpack(sum_pi_squared)
-        return out
+            outputs["sum_pi_squared"] = packed.unpack(sum_pi_squared)
+        return outputs
 
     def _head_shard(self) -> tuple[Tensor, int]:
         """Returns this rank's rows of the LM head, without padding, and the token id of the first row."""
@@ -286,8 +283,6 @@ class MegatronEngine(Engine):
         last_rank = dist.get_global_rank(group, group.size() - 1)
         dist.broadcast_object_list(values, src=last_rank, group=group)
         return values[0]
-
-    # -- parameters -----------------------------------------------------------------------------
 
     def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
         with self.on_device():
@@ -323,8 +318,11 @@ class MegatronEngine(Engine):
 def _to_host(objective_output: ObjectiveOutput) -> ObjectiveOutput:
     """Returns the output with its tensors copied to the host, without gradient."""
     metrics = (objective_output.sums, objective_output.means, objective_output.maxima)
-    copies = ({n: torch.as_tensor(x).detach().cpu() for n, x in m.items()} for m in metrics)
-    return ObjectiveOutput(objective_output.loss.cpu(), *copies)
+    host_metrics = (
+        {name: torch.as_tensor(value).detach().cpu() for name, value in values.items()}
+        for values in metrics
+    )
+    return ObjectiveOutput(objective_output.loss.cpu(), *host_metrics)
 
 
 def build(spec: EngineSpec) -> MegatronEngine:

@@ -186,7 +186,10 @@ def check_model_supported(hf_config: PreTrainedConfig, path: str, megatron: Mega
 def _check_stages(layers: int, path: str, megatron: MegatronConfig) -> None:
     """Raises unless the stages without a configured size get equal numbers of layers."""
     stages, overrides = megatron.pipeline_model_parallel_size, passed_overrides(megatron)
-    sizes = {n: x for n in _STAGE_SIZE_FIELDS if isinstance(x := overrides.get(n), int)}
+    sizes: dict[str, int] = {}
+    for name in _STAGE_SIZE_FIELDS:
+        if isinstance(count := overrides.get(name), int):
+            sizes[name] = count
     layers_left, stages_left = layers - sum(sizes.values()), stages - len(sizes)
     remainder = layers_left % stages_left if stages_left else layers_left
     if min(sizes.values(), default=1) < 1 or layers_left < stages_left or remainder:

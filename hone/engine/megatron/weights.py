@@ -53,8 +53,12 @@ _LAYER_ENTRIES: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
     ("same", "self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
     ("same", "self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
     *(
-        ("qkv", f"self_attention.linear_qkv.{x}", tuple(f"self_attn.{n}_proj.{x}" for n in "qkv"))
-        for x in ("weight", "bias")
+        (
+            "qkv",
+            f"self_attention.linear_qkv.{suffix}",
+            tuple(f"self_attn.{name}_proj.{suffix}" for name in "qkv"),
+        )
+        for suffix in ("weight", "bias")
     ),
     ("columns", "self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
     ("gate_up", "mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
@@ -84,7 +88,9 @@ def stage_entries(stage: Stage, *, is_tied: bool) -> list[Entry]:
             name = f"decoder.layers.{index}.{suffix}"
             if name in names:
                 prefix = f"model.layers.{layer.layer_number - 1}."
-                entries.append(Entry(kind, name, tuple(prefix + x for x in hf_suffixes)))
+                entries.append(
+                    Entry(kind, name, tuple(prefix + hf_suffix for hf_suffix in hf_suffixes))
+                )
     if missing := names - {entry.stage_name for entry in entries}:
         raise ValueError(f"the weight mapping has no entry for {', '.join(sorted(missing))}")
     return entries
@@ -134,7 +140,7 @@ def to_full(kind: Kind, shards: Sequence[Tensor], sizes: ModelSizes) -> list[Ten
     row_shape, head_dim = shards[0].shape[1:], sizes.head_dim
     heads = torch.cat(list(shards)).view(sizes.kv_heads, -1, *row_shape)
     qkv_sizes = [heads.shape[1] - 2 * head_dim, head_dim, head_dim]
-    return [x.reshape(-1, *row_shape) for x in heads.split(qkv_sizes, 1)]
+    return [tensor.reshape(-1, *row_shape) for tensor in heads.split(qkv_sizes, 1)]
 
 
 def _experts_to_local(
@@ -232,9 +238,8 @@ class StageTensors:
         group = self.groups.pipeline
         for stage_rank, entry in self._entries_of_stages:
             if stage_rank == group.rank():
-                full_tensors = [
-                    x.contiguous() for x in self._gather(entry, self.parameters.__getitem__)
-                ]
+                gathered = self._gather(entry, self.parameters.__getitem__)
+                full_tensors = [tensor.contiguous() for tensor in gathered]
             else:
                 example = next(iter(self.parameters.values()))
                 full_tensors = [
