@@ -257,7 +257,7 @@ class Generation:
                 on_finish,
                 prompt_name=lambda i: self.rows.where(indices[i]),
                 max_in_flight=config.data.batch_size,
-                should_stop=lambda: stop.requested,
+                should_stop=lambda: stop.is_requested,
             )
             try:
                 run_with_engine(engine, generation)

@@ -96,7 +96,7 @@ class Terminated(SystemExit):
 
 
 class GracefulStop:
-    """Inside its block, the first signal sets `requested`, and the second stops the program at once."""
+    """Inside its block, the first signal sets `is_requested`, and the second stops the program at once."""
 
     def __init__(
         self, stop_notice: str = "stopping after this step; everything will be saved"
@@ -106,7 +106,7 @@ class GracefulStop:
         self._stack = ExitStack()
 
     @property
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         return self.signal_number is not None
 
     def __enter__(self) -> GracefulStop:

@@ -115,7 +115,7 @@ def test_a_rank_counts_any_number_of_signals_as_one_request(
 def test_ranks_agree_on_a_signal_that_one_of_them_got() -> None:
     stop = GracefulStop()
     stop.sync_ranks(lambda *asked: [0.0 for _ in asked])
-    assert not stop.requested
+    assert not stop.is_requested
     stop.sync_ranks(lambda *asked: [0.0, 1.0])
     assert stop.signal_number == signal.SIGTERM
 

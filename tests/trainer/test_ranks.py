@@ -35,9 +35,9 @@ def main():
         raise FileNotFoundError("rank 1 lacks a file")
     with GracefulStop() as stop:
         (folder / f"pid{rank}").write_text(str(os.getpid()))
-        while mode != "quick" and not (stop.requested and mode != "deaf"):
+        while mode != "quick" and not (stop.is_requested and mode != "deaf"):
             time.sleep(0.01)
-        if stop.requested:
+        if stop.is_requested:
             (folder / f"saved{rank}").touch()
             stop.raise_if_requested(1)
 

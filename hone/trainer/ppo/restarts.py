@@ -79,7 +79,7 @@ def graceful_stop() -> Iterator[GracefulStop]:
         try:
             yield stop
         except ProcessFailure as error:
-            error.may_restart = not stop.requested
+            error.may_restart = not stop.is_requested
             raise
 
 

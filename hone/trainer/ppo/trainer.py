@@ -154,7 +154,7 @@ class PPOTrainer:
                     self.warnings.observe(step_metrics, self.global_step)
                     step_metrics |= self.after_step(batch)
                     step_metrics |= self.alarms.observe(step_metrics, self.global_step)
-                    with self.checkpoint_if_due(stop.requested) as is_saved:
+                    with self.checkpoint_if_due(stop.is_requested) as is_saved:
                         timing, ranks = metrics.pop_timing(self.seconds), self.actor.world_size
                         step_metrics |= timing | metrics.throughput_metrics(batch, timing, ranks)
                         tracking.log(step_metrics, self.global_step)

@@ -153,7 +153,7 @@ class SFTRun:
                 if tracking is not None:
                     tracking.log(metrics, step)
                 stop.sync_ranks(sum_over_ranks)
-                if stop.requested or self._is_due(self.config.trainer.save_freq):
+                if stop.is_requested or self._is_due(self.config.trainer.save_freq):
                     self.save()
                 stop.raise_if_requested(step)
         if self.ranks.is_first and "console" in self.config.trainer.logger:
