@@ -22,7 +22,7 @@ _SYMLINKS = {  # target → link
 
 
 @functools.lru_cache(maxsize=1)
-def find() -> tuple[str | None, tuple[str, ...]]:
+def find_bubblewrap() -> tuple[str | None, tuple[str, ...]]:
     """Returns the path of bubblewrap (or None) and the newer options that this version supports."""
     path = shutil.which("bwrap") or shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
     if path is None:

@@ -115,7 +115,7 @@ def _probe_machine(interpreter_path: str | None) -> _ProbeResult:
             )
             plan = BoxPlan(
                 bwrap_path=bwrap_path,
-                bwrap_options=bubblewrap.find()[1],
+                bwrap_options=bubblewrap.find_bubblewrap()[1],
                 mount_proc=mount_proc,
                 box_uid=box_uid,
                 use_seccomp=seccomp.is_supported(),
@@ -140,7 +140,7 @@ def _probe_machine(interpreter_path: str | None) -> _ProbeResult:
 
 def _box_variants(is_root: bool) -> Iterator[tuple[str | None, bool, bool]]:
     """Yields (bwrap_path, mount_proc, bind_interpreter), the strongest box first."""
-    bwrap_path, _ = bubblewrap.find()
+    bwrap_path, _ = bubblewrap.find_bubblewrap()
     if bwrap_path is not None:
         for mount_proc in (True, False):
             if is_root:
@@ -158,7 +158,9 @@ def _layer_states(
     seccomp_mode = probe_output.get("seccomp")
     has_seccomp = plan is not None and plan.use_seccomp and seccomp_mode in ("2", "")
     bwrap_problem = errors[0] if errors else f"not found; install it: {bubblewrap.INSTALL}"
-    bwrap_detail = f"{bubblewrap.find()[0]}: own namespaces, uid {probe_output.get('uid')}"
+    bwrap_detail = (
+        f"{bubblewrap.find_bubblewrap()[0]}: own namespaces, uid {probe_output.get('uid')}"
+    )
     seccomp_detail = f"{len(seccomp.DENIED_CALLS['x86_64'])} system calls denied"
     abi = landlock.abi_version()
     unused_note = "" if has_landlock else ", not needed: bubblewrap hides the files"

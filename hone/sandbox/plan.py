@@ -21,7 +21,7 @@ class BoxPlan:
     bwrap_path: str | None
     """None for boxes of Landlock and seccomp only."""
     bwrap_options: tuple[str, ...]
-    """The newer options that `bubblewrap.find` returns."""
+    """The newer options that `find_bubblewrap` returns."""
     mount_proc: bool
     """Whether a box has its own /proc, which some containers forbid."""
     box_uid: int | None

@@ -125,10 +125,10 @@ class Job:
             )
         for path in self.files:
             _check_text("a file name", path)
-            parts = PurePosixPath(path).parts
-            if not parts or path.startswith("/") or ".." in parts:
+            components = PurePosixPath(path).parts
+            if not components or path.startswith("/") or ".." in components:
                 raise ValueError(f"sandbox: file name {path!r} must be relative, without '..'")
-            if parts == ("main.py",):
+            if components == ("main.py",):
                 raise ValueError("sandbox: 'main.py' is the name of the program itself; rename it")
         for argument in self.argv:
             _check_text("an argument", argument)

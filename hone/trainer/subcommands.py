@@ -138,7 +138,7 @@ def _data_check(options: Options, extra_arguments: list[str]) -> int:
     from hone.config.errors import ConfigError
     from hone.config.rollout import BUILT_IN_LOOPS
     from hone.data.check import check_file
-    from hone.rewards.scores.table import find
+    from hone.rewards.scores.table import find_entry
 
     if options.max_prompt_length is not None and not options.tokenizer:
         raise ConfigError(
@@ -155,7 +155,7 @@ def _data_check(options: Options, extra_arguments: list[str]) -> int:
         status, text = check_file(
             file,
             tokenizer=tokenizer,
-            is_known_source=None if score else lambda source: find(source) is not None,
+            is_known_source=None if score else lambda source: find_entry(source) is not None,
             known_loops=[*BUILT_IN_LOOPS, *options.agent_loop],
             config=config,
             score=score,

@@ -35,7 +35,7 @@ from .attacks import NETWORK, TRY_TO_WRITE, processes_that_mention
 def clear_caches() -> None:
     """Makes the next use probe the machine again."""
     _probe_machine.cache_clear()
-    bubblewrap.find.cache_clear()
+    bubblewrap.find_bubblewrap.cache_clear()
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def without_bwrap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     clear_caches()
     with monkeypatch.context() as patch:
         patch.setattr("shutil.which", lambda *_, **__: None)
-        bubblewrap.find()  # caches that there is none
+        bubblewrap.find_bubblewrap()  # caches that there is none
     yield
     clear_caches()
 

@@ -8,7 +8,7 @@ import pytest
 
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError, write_parquet
-from hone.rewards.scores.table import find
+from hone.rewards.scores.table import find_entry
 from hone.trainer.benchmarks import BENCHMARKS, MATH_BENCHMARKS, benchmark_file, split_overrides
 
 from .around_fixtures import prompts, write_jsonl
@@ -74,7 +74,9 @@ def test_every_benchmark_can_be_built_and_the_maths_ones_scored() -> None:
     from hone.data.prepare import RECIPES
 
     assert set(BENCHMARKS) <= set(RECIPES)
-    assert all(find(name) is not None for name in (*MATH_BENCHMARKS, "gsm8k", "humaneval", "mbpp"))
+    assert all(
+        find_entry(name) is not None for name in (*MATH_BENCHMARKS, "gsm8k", "humaneval", "mbpp")
+    )
 
 
 def test_overrides_go_to_the_half_they_belong_to() -> None:

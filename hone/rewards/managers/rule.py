@@ -268,12 +268,12 @@ class RuleRewardManager(AbstractRewardManager):
 
     def lacks_ground_truth(self, data_source: str, ground_truth: JsonValue) -> bool:
         """Returns whether a built-in rule needs a ground truth and the row has none."""
-        entry = table.find(data_source) if self.uses_table else None
+        entry = table.find_entry(data_source) if self.uses_table else None
         return entry is not None and entry.needs_ground_truth and is_missing(ground_truth)
 
     def has_scorer_for(self, data_source: str) -> bool:
         """Returns whether rows of a data source have a score function."""
-        return not self.uses_table or table.find(data_source) is not None
+        return not self.uses_table or table.find_entry(data_source) is not None
 
     def check_scorer(self) -> None:
         """Raises ScorerSignatureError if the user's score function cannot be called."""
@@ -323,7 +323,7 @@ class RuleRewardManager(AbstractRewardManager):
             self.failures.update(outcome.mishaps)
             extras = {"score": outcome.score, **outcome.extras}
             if self.uses_table and "acc" not in extras:
-                entry = table.find(row.data_source)
+                entry = table.find_entry(row.data_source)
                 full_mark = self.options.get("score", entry.full_mark if entry else 1.0)
                 extras["acc"] = float(outcome.score >= full_mark)
             results.append(Scored(outcome.score, extras))

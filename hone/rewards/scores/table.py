@@ -98,7 +98,7 @@ def register_score(
     if isinstance(target, str) and ":" not in target:
         raise ValueError(f"score of {source!r}: got {target!r}; write 'pkg.mod:function'")
     _registered[match][source] = Entry(target, full_mark, needs_ground_truth)
-    find.cache_clear()
+    find_entry.cache_clear()
     scorer_of.cache_clear()
 
 
@@ -111,12 +111,12 @@ def restore_scores(registered: Mapping[str, Mapping[str, Entry]]) -> None:
     """Replaces the registered entries by the `registered_scores` of another process."""
     for match in _MATCH_KINDS:
         _registered[match] = dict(registered.get(match, {}))
-    find.cache_clear()
+    find_entry.cache_clear()
     scorer_of.cache_clear()
 
 
 @cache
-def find(data_source: str) -> Entry | None:
+def find_entry(data_source: str) -> Entry | None:
     """Returns the entry for `data_source`, or None."""
     for table in (_registered, _BUILT_IN):
         if data_source in table["exact"]:
@@ -133,7 +133,7 @@ def find(data_source: str) -> Entry | None:
 @cache
 def scorer_of(data_source: str) -> tuple[Entry, Function]:
     """Returns the entry and the imported scorer, or raises UnknownSourceError."""
-    entry = find(data_source)
+    entry = find_entry(data_source)
     if entry is None:
         raise UnknownSourceError(_unknown_source_message(data_source, "a row"))
     target = entry.target
@@ -194,7 +194,7 @@ def check_sources(
                 f"{where(index)} has no data source in column {key!r} (got {source!r}). Write one, "
                 "or name the right column with data.reward_fn_key."
             )
-        if source not in checked_sources and find(source) is None:
+        if source not in checked_sources and find_entry(source) is None:
             raise UnknownSourceError(_unknown_source_message(source, where(index)))
         checked_sources.add(source)
 

@@ -32,7 +32,7 @@ _TO_BASE_TYPE: dict[type, Callable[[Value], Value]] = {
 
 def _flatten_items(value: dict[Value, Value]) -> list[Value]:
     """Returns the list [key, value, key, value, …] of a dict."""
-    return [part for pair in value.items() for part in pair]
+    return [item for pair in value.items() for item in pair]
 
 
 def _attributes(value: Value) -> dict[str, Value]:
@@ -57,7 +57,7 @@ _ENCODINGS: dict[type | tuple[str, str], tuple[str, Callable[[Value], Value]]] =
     range: ("r", lambda value: [value.start, value.stop, value.step]),
     complex: ("c", lambda value: [value.real, value.imag]),
     type({}.keys()): ("K", list),
-    type({}.items()): ("I", lambda value: [part for pair in value for part in pair]),
+    type({}.items()): ("I", lambda value: [item for pair in value for item in pair]),
     type({}.values()): ("V", list),
     type(...): (".", lambda _: None),
     ("collections", "deque"): ("q", lambda value: [[*value], value.maxlen]),
