@@ -94,6 +94,7 @@ class Plan:
     needs_critic: bool
     needs_implicit_rewards: bool
     needs_greedy_baselines: bool
+    logs_response_metrics: bool
 
     @property
     def compares_scores_only(self) -> bool:
@@ -203,6 +204,7 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         needs_critic=needs_critic,
         needs_implicit_rewards="reward/implicit" in columns,
         needs_greedy_baselines="reward_baselines" in columns,
+        logs_response_metrics=config.logs_response_metrics,
     ), problems
 
 

@@ -308,7 +308,7 @@ class PPOTrainer:
         }
         if batch.has_column("routed_experts"):
             result |= metrics.routing_metrics(batch, self.config.actor_rollout_ref.model.path)
-        if self.config.logs_response_metrics:
+        if self.plan.logs_response_metrics:
             with self.timer("compute_additional_metrics"):
                 result |= response_metrics(batch, self.tokenizer, self.config, self.route_by_style)
         return result | credit.pop_manager_metrics(self.reward_fn, self.reward_model)
