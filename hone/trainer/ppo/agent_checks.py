@@ -162,9 +162,8 @@ class AgentChecks:
             )
         if any(self._extra_info_field("tool_config")) and not tool_loops:
             yield "rows have tool_config, but no row uses the tool agent loop: it is ignored"
-        yield from self._template_warnings(
-            [*(["tool"] if tools else []), *(["user"] if has_interactions else [])]
-        )
+        roles = (("tool", bool(tools)), ("user", has_interactions))
+        yield from self._template_warnings([role for role, is_used in roles if is_used])
         parsers = [getattr(loop, "parser", None) for loop in tool_loops]
         uses_template = all(getattr(parser, "template_renders_tools", True) for parser in parsers)
         if tools and uses_template and not self._template_shows_tools(tool_loops[0].tools.values()):
