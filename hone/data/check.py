@@ -97,7 +97,10 @@ def check_file(
             f"{len(check.overlong_rows):,} prompts have more than data.max_prompt_length="
             f"{config.max_prompt_length} tokens (rows {_format_numbers(check.overlong_rows)})"
         )
-        (warnings if max_prompt_length is None else errors).append(message)
+        if max_prompt_length is None:
+            warnings.append(message)
+        else:
+            errors.append(message)
     bad_rows_text = f" ({_plural(bad_rows.total, 'bad row')})" if bad_rows.total else ""
     report = [
         f"{file.path}: {check.num_rows:,} rows",
@@ -121,16 +124,16 @@ class _Check:
     bad_rows: BadRowPolicy
     num_rows: int = 0
     types_by_column: dict[str, Counter[str]] = field(default_factory=dict)
-    """Column -> number of rows by JSON type."""
+    """Number of rows by column and JSON type."""
     source_counts: Counter[str] = field(default_factory=Counter)
     rule_source_counts: Counter[str] = field(default_factory=Counter)
-    """Data source -> number of rows that need a rule-based scorer."""
+    """Number of rows that need a rule-based scorer, by data source."""
     lengths: list[int] = field(default_factory=list)
     score_counts: Counter[float] = field(default_factory=Counter)
-    """Score of the ground truth -> number of rows."""
-    score_errors: dict[int, str] = field(default_factory=dict)  # row number -> the scorer's error
+    """Number of rows by score of the ground truth."""
+    score_errors: dict[int, str] = field(default_factory=dict)  # errors of the scorer by row number
     rows_by_prompt: dict[str, list[int]] = field(default_factory=dict)
-    """Prompt hash -> the numbers of its rows."""
+    """Row numbers by hash of the prompt."""
     overlong_rows: list[int] = field(default_factory=list)
     rows_without_truth: list[int] = field(default_factory=list)
 

@@ -43,7 +43,7 @@ class Stateful(Protocol):
 
 
 class PromptLoader(PromptBatches):
-    """Yields batches epoch after epoch; `first_epoch()` yields only the first epoch's batches."""
+    """Yields batches endlessly; `first_epoch()` yields only the batches of the first epoch."""
 
     def __init__(
         self,
@@ -71,8 +71,9 @@ class PromptLoader(PromptBatches):
 
     @property
     def batches_per_epoch(self) -> int:
-        num_rows = self._epoch_size
-        return num_rows // self.batch_size if self.drop_last else -(-num_rows // self.batch_size)
+        num_whole_batches, num_remaining = divmod(self._epoch_size, self.batch_size)
+        has_partial_batch = num_remaining > 0 and not self.drop_last
+        return num_whole_batches + has_partial_batch
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -97,9 +98,7 @@ class PromptLoader(PromptBatches):
             self._indices = self._row_indices(epoch)
         else:
             self._epoch_size = len(self.sampler)
-            self._indices = (
-                None  # `next_batch` iterates the sampler, after `update` by the last batch
-            )
+            self._indices = None  # `next_batch` sets it, after the sampler's last `update`
         if self.batch_size < 1:
             raise DataError(f"the batch size is {self.batch_size}; it must be at least 1")
         if self._epoch_size == 0:
@@ -119,6 +118,7 @@ class PromptLoader(PromptBatches):
         return self._row_indices(epoch)
 
     def _row_indices(self, epoch: int) -> Iterator[int]:
+        """Yields the row indices that the sampler returns for an epoch."""
         if isinstance(self.sampler, EpochOrder):
             return iter(self.sampler.epoch_order(epoch, self._epoch_size))
         if hasattr(self.sampler, "set_epoch"):

@@ -328,7 +328,7 @@ class PromptBatches(ABC):
 
     @abstractmethod
     def iterate_epoch(self, epoch: int) -> Iterator[int]:
-        """Yields the sampler's row indices of an epoch."""
+        """Yields the row indices of an epoch, from the sampler."""
 
     def next_batch(self) -> Batch:
         """Returns the next batch; starts a new epoch if the current one is exhausted."""

@@ -147,7 +147,7 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
 def initialize_interactions_from_config(
     interaction_config_file: str,
 ) -> dict[str, BaseInteraction]:
-    """Returns the interactions by the names that rows give in `interaction_kwargs`."""
+    """Creates the interactions of a YAML list; returns a dict by the names that rows use."""
     path = interaction_config_file
     interactions: dict[str, BaseInteraction] = {}
     for entry in read_entries(path, "interaction"):
@@ -175,7 +175,7 @@ def initialize_interactions_from_config(
 
 @contextmanager
 def _named_errors(entry: Settings, path: str) -> Iterator[None]:
-    """Turns an error of a constructor, which may be user code, into a ToolError that names the entry."""
+    """Converts errors of a tool's constructor, which may be user code, to a ToolError with its entry."""
     try:
         yield
     except Exception as error:

@@ -103,8 +103,7 @@ class McpServer:
         except Exception as error:
             if not isinstance(error, MCPError) or error.code not in _REQUEST_ERRORS:
                 close_event.set()
-                # A concurrent call may have opened a new session.
-                if self._session_task is task:
+                if self._session_task is task:  # no concurrent call has opened a new session
                     self._session_task = None
             raise
 
@@ -132,9 +131,10 @@ class McpServer:
                 session_future.set_result(session)
                 await close_event.wait()
         except BaseException as error:
-            error = error if isinstance(error, Exception) else RuntimeError(error)
+            # A future accepts no BaseException, such as CancelledError.
+            failure = error if isinstance(error, Exception) else RuntimeError(error)
             if not session_future.done():
-                session_future.set_exception(error)
+                session_future.set_exception(failure)
 
 
 def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any]:
