@@ -251,7 +251,7 @@ def _add_doctor(subcommands: Subcommands) -> None:
 def _quickstart(options: Options, extra_arguments: list[str]) -> None:
     from hone.trainer.quickstart import main as quickstart
 
-    quickstart(out=options.out, seed=options.seed, extra=extra_arguments)
+    quickstart(out=options.out, seed=options.seed, extra_overrides=extra_arguments)
 
 
 def _model_tiny(options: Options, extra_arguments: list[str]) -> None:

@@ -181,8 +181,11 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
     ]
 
 
-def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
-    """Checks the configuration, builds and trains the policy, and prints a comparison."""
+def main(*, out: str, seed: int, extra_overrides: Sequence[str] = ()) -> None:
+    """Checks the config, builds and trains the policy, and prints a comparison.
+
+    The run is in the folder `out`/seed-N. `extra_overrides` change the config of the RL run.
+    """
     folder = Path(out) / f"seed-{seed}"
     with progress("load libraries"):
         import hone.trainer.sft.trainer  # noqa: F401 (importing torch and transformers takes seconds)
@@ -192,7 +195,7 @@ def main(*, out: str, seed: int, extra: Sequence[str] = ()) -> None:
 
     files = {name: folder / file for name, file in DATA_FILES.items()}
     model = folder / BASE_FOLDER
-    config = load_config([*overrides(files, model, folder / RUN_FOLDER, seed), *extra])
+    config = load_config([*overrides(files, model, folder / RUN_FOLDER, seed), *extra_overrides])
     Plan.of(config)  # raises for an unknown estimator
     with lock_target(folder):
         prepare_folder(folder)
@@ -233,8 +236,8 @@ def print_summary(
 
     from hone.tracking.curve import draw_curve
 
-    validations = [row for row in read_metrics(run / "metrics.jsonl") if ACCURACY in row]
-    before, after = validations[0], validations[-1]
+    validation_metrics = [row for row in read_metrics(run / "metrics.jsonl") if ACCURACY in row]
+    before, after = validation_metrics[0], validation_metrics[-1]
     title = f"{NUM_HELD_OUT} held-out sums, greedy ({config.algorithm.adv_estimator})"
     table = Table("", "before", "after", title=title)
     table.add_row("accuracy", f"{before[ACCURACY]:.1%}", f"{after[ACCURACY]:.1%}")
@@ -243,10 +246,16 @@ def print_summary(
     answer_table = Table("sum", "before", "after", title="three sums that it learned")
     for prompt_and_answers in most_improved(run, before["step"], after["step"]):
         answer_table.add_row(*prompt_and_answers)
-    metrics = run / "metrics.jsonl"
-    curve = draw_curve(metrics, [ACCURACY, "reward/mean"], folder / CURVE_FILE, "quickstart")
+    metrics_file = run / "metrics.jsonl"
+    curve_file = draw_curve(
+        metrics_file, [ACCURACY, "reward/mean"], folder / CURVE_FILE, "quickstart"
+    )
     screen().print(table, answer_table)
-    closing_lines = [f"learning curve: {curve}", f"metrics:        {metrics}", "go on with:"]
+    closing_lines = [
+        f"learning curve: {curve_file}",
+        f"metrics:        {metrics_file}",
+        "go on with:",
+    ]
     for line in [*closing_lines, *(f"  {command}" for command in next_commands(folder))]:
         screen().line(line)
 
