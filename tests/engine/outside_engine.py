@@ -35,9 +35,9 @@ class PlainEngine:
         with batch_counts(self.counts(objective.mask(batch))):
             for i in range(len(batch)):
                 row = batch.select_idxs([i])
-                terms = objective(self._forward(row, objective.options), row)
-                terms.loss.backward()
-                for name, share in terms.sums.items():
+                output = objective(self._forward(row, objective.options), row)
+                output.loss.backward()
+                for name, share in output.sums.items():
                     metrics[name] = metrics.get(name, 0.0) + float(share)
         metrics = self.reduce(metrics)
         trained = [p for p in self.module.parameters() if p.grad is not None]
