@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hone.config import PPOTrainerConfig, replace
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
@@ -17,6 +19,7 @@ NO_VAL_REWARD_FN = (
     ". Validation rows are scored by the configured rules, since val_reward_fn was not given with "
     "reward_fn: pass val_reward_fn as well, or data.val_files=[]"
 )
+"""The end of the error if a validation row has no scorer."""
 
 
 def load_managers(
@@ -27,7 +30,7 @@ def load_managers(
     train_dataset: Dataset,
     val_dataset: Dataset | None,
 ) -> tuple[Function, Function]:
-    """Returns the managers of training and validation; None selects the manager of the config."""
+    """Returns the managers of training and validation; a given function replaces the config's manager."""
     manager = reward_fn or load_reward_manager(config, tokenizer, num_examine=0)
     val_manager = val_reward_fn or load_validation_manager(config, tokenizer, val_dataset)
     check_rows(manager, train_dataset, config)
@@ -43,11 +46,14 @@ def load_validation_manager(
     compute_score: Function | None = None,
 ) -> AbstractRewardManager:
     """Returns the manager of validation; as in PURE, `prime` replaces `blank` if all rows have a rule."""
-    manager = load_reward_manager(config, tokenizer, 1, compute_score=compute_score)
+    load = partial(
+        load_reward_manager, tokenizer=tokenizer, num_examine=1, compute_score=compute_score
+    )
+    manager = load(config)
     if not isinstance(manager, BlankRewardManager) or not isinstance(dataset, RLHFDataset):
         return manager
     prime_config = replace(config, "reward_manager.name", "prime")
-    prime_manager = load_reward_manager(prime_config, tokenizer, 1, compute_score=compute_score)
+    prime_manager = load(prime_config)
     try:
         default_loop = config.actor_rollout_ref.rollout.default_loop
         check_sources(prime_manager, dataset, default_loop, has_model=True)
