@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "truncation"}
-"""Template options that affect tokenization: with one of them, the tokenizer returns ids."""
+"""Template options that affect tokenization; they make `render_chat` return ids."""
 RENDER_CPU_S = 10.0  # CPU seconds per rendering
 TRIAL_MEMORY_BYTES = 1 << 31  # memory limit of the subprocess
 MAX_CHARACTERS = 1 << 26  # maximum characters per rendering

@@ -221,7 +221,7 @@ class RLHFDataset(PromptRows):
         return positions
 
     def _filter_overlong(self) -> None:
-        """Removes the positions of prompts that do not fit; counts and logs them."""
+        """Removes the positions of overlong prompts; counts and logs these prompts."""
         positions, limit = self.positions, self.max_prompt_length
         position_set = set(positions)
         loop_columns = ("tool_config", "extra_info") if self.prompt_builder else ()

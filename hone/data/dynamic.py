@@ -38,7 +38,7 @@ class AbstractDataGenerator(ABC):
 
     @abstractmethod
     def generate(self, dataset: DynamicGenDataset) -> Sequence[Row]:
-        """Returns new rows in verl's schema; `dataset.last_batch` is the batch that just ended."""
+        """Returns new rows in verl's schema; `dataset.last_batch` is the last trained batch."""
 
 
 class DynamicGenDataset(RLHFDataset):

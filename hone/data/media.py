@@ -14,20 +14,14 @@ from hone.types import Row
 def with_typed_parts(
     messages: Sequence[Message], row: Row, image_key: str, video_key: str
 ) -> list[Message]:
-    """Replaces each `<image>` and `<video>` by a typed part; their numbers must match the row."""
+    """Replaces each `<image>` and `<video>` by a typed part; their numbers must be those of the row."""
     media_counts: Counter[str] = Counter()
     typed_messages: list[Message] = []
     for message in messages:
         parts = message["content"]
         if isinstance(parts, str):
             pieces = re.split("(<image>|<video>)", parts)
-            parts = [
-                {"type": piece.strip("<>")}
-                if piece in ("<image>", "<video>")
-                else {"type": "text", "text": piece}
-                for piece in pieces
-                if piece
-            ]
+            parts = [_as_part(piece) for piece in pieces if piece]
         kinds = [part["type"] for part in parts if part.get("type") in ("image", "video")]
         media_counts.update(kinds)
         typed_messages.append({**message, "content": parts} if kinds else dict(message))
@@ -42,3 +36,9 @@ def with_typed_parts(
                 f"the prompt has {media_counts[kind]} <{kind}>, column {key!r} has {len(column)}"
             )
     return typed_messages
+
+
+def _as_part(piece: str) -> Message:
+    if piece in ("<image>", "<video>"):
+        return {"type": piece.strip("<>")}
+    return {"type": "text", "text": piece}

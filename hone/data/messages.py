@@ -23,7 +23,7 @@ class PromptError(ValueError):
 
 
 class PromptTooLong(PromptError):
-    """Raised for a text far longer than the limit, before all of it is tokenised."""
+    """Raised for a text far above the token limit, after the start of the text is tokenised."""
 
     reason = "too long"
 
@@ -49,7 +49,7 @@ def as_messages(raw_prompt: Prompt) -> list[Message]:
 
 
 def _as_message(entry: Message) -> Message:
-    """Returns a copy of a message without null entries; raises PromptError for a malformed one."""
+    """Returns a copy of a message without null entries; raises PromptError if a field is malformed."""
     message = remove_nulls(entry)
     if not isinstance(message.get("role"), str):
         raise PromptError(

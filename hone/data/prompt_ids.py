@@ -1,4 +1,4 @@
-"""Token ids of prompts that are in no batch: rendered by the chat template, and not truncated."""
+"""Renders single prompts to token ids, without truncation, and the system prompt of a template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def render_prompt(
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Returns the token ids of a prompt; raises PromptTooLong if it far exceeds `max_tokens`."""
+    """Returns the token ids of a prompt; raises PromptTooLong for a text far above `max_tokens`."""
     prompt = render_text_or_ids(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
     return tokenise(prompt, tokenizer, max_tokens) if isinstance(prompt, str) else prompt
 

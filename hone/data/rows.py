@@ -47,7 +47,7 @@ class BadRowPolicy:
     counts: Counter[str] = field(default_factory=Counter)  # number of skipped rows by reason
     examples: list[str] = field(default_factory=list)  # the first messages, for the log
     policy_key: str | None = "data.on_bad_row"
-    """The config key that sets the policy, for messages; None if the program has no such key."""
+    """The config key of the policy, for messages; None in programs without the key."""
 
     MAX_EXAMPLES = 20
 

@@ -147,8 +147,9 @@ class StepDataset(EncodedDataset):
 
     def encode_row(self, row: Row) -> EncodedRow:
         solution = self.solution(row)
-        is_text = isinstance(solution.prompt, str)
-        prompt = (self._prompt_ids if is_text else self.render)(solution.prompt)
+        # A list of messages is not hashable, so only text prompts are cached.
+        render = self._prompt_ids if isinstance(solution.prompt, str) else self.render
+        prompt = render(solution.prompt)
         if not prompt:
             raise PromptError("the prompt is empty")
         ids, mask, labels = list(prompt), [0] * len(prompt), [0.0] * len(prompt)
@@ -161,15 +162,15 @@ class StepDataset(EncodedDataset):
             labels += [*[0.0] * num_before, label or 0.0, *[0.0] * num_after]
         self.check_length(len(ids))
         length, truncation = self.max_length, self.truncation
-        surplus = max(0, len(ids) - length) if truncation == "left" else 0
+        num_dropped_left = max(0, len(ids) - length) if truncation == "left" else 0
         ids, mask = truncate(ids, length, truncation), truncate(mask, length, truncation)
         if 1 not in mask:
             raise UntrainableRow(
                 "nothing to learn",
                 f"no labelled step is left within data.max_length={length} tokens",
             )
-        labels = labels[surplus:][: len(ids)]
-        num_prompt_tokens = min(max(1, len(prompt) - surplus), mask.index(1) + 1)
+        labels = labels[num_dropped_left:][: len(ids)]
+        num_prompt_tokens = min(max(1, len(prompt) - num_dropped_left), mask.index(1) + 1)
         return {
             "input_ids": ids,
             "loss_mask": mask,

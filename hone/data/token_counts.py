@@ -25,7 +25,7 @@ def token_counts(
     tokenizer: Tokenizer,
     max_tokens: int | None = None,
 ) -> Iterator[int | PromptError]:
-    """Yields the number of tokens of each prompt, or its rendering error.
+    """Yields the number of tokens or the rendering error of each prompt.
 
     Prompts are rendered in this thread and tokenised in batches by a thread pool, because
     tokenizers release the GIL.
@@ -46,18 +46,16 @@ def token_counts(
             prompt = render()
             if isinstance(prompt, list):
                 return len(prompt)
-            max_length = MAX_CHARACTERS_PER_TOKEN * (max_tokens + 64) if max_tokens else len(prompt)
-            if (
-                can_batch
-                and len(prompt) <= max_length
-                and find_flaw(prompt, allow_nul=True) is None
-            ):
+            # `tokenise` stops early at a far too long text, and reports a flaw of the text.
+            is_long = max_tokens and len(prompt) > MAX_CHARACTERS_PER_TOKEN * (max_tokens + 64)
+            if can_batch and not is_long and find_flaw(prompt, allow_nul=True) is None:
                 return prompt
             return len(tokenise(prompt, tokenizer, max_tokens))
         except PromptError as error:
             return error
 
     def count_batch(batch: Sequence[str | int | PromptError]) -> list[int | PromptError]:
+        """Replaces the texts of a batch by their token counts."""
         texts = [item for item in batch if isinstance(item, str)]
         counts = iter(count_texts(texts) if texts else ())
         return [next(counts) if isinstance(item, str) else item for item in batch]
