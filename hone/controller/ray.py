@@ -103,11 +103,9 @@ class _WorkerActor:
         assert self._host is not None, "build must be called before call"
         with picklable_errors():
             result = self._host.call(call)
-        return (
-            TensorDictPayload(DataProto.from_tensordict(result))
-            if is_tensordict_batch(result)
-            else result
-        )
+        if is_tensordict_batch(result):
+            return TensorDictPayload(DataProto.from_tensordict(result))
+        return result
 
     def close(self) -> None:
         if self._host is not None:
@@ -296,7 +294,7 @@ class RayWorkerGroup(WorkerGroup[W]):
 
 
 def ray_task(function: Callable[P, T]) -> Any:
-    """Returns a Ray task: `task.remote(…)` runs the function on one core of another process."""
+    """Returns a Ray task: `task.remote(…)` runs the function in another process, on one core."""
     return ray.remote(num_cpus=1)(function)
 
 

@@ -27,7 +27,10 @@ from hone.launch.node import NodeSettings, NodeStatus
 logger = logging.getLogger(__name__)
 
 END_DEADLINE_S = 30.0
+STDERR_LINES = 6
+"""An error message about a node ends with this many of its last lines."""
 _NamedProcesses: TypeAlias = list[tuple[str, subprocess.Popen[str]]]
+"""Each process with its name in messages."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRANSPORTS: dict[str, Callable[[str, str], list[str]]] = {
     "local": lambda _host, shell_line: ["bash", "-c", shell_line],
@@ -141,7 +144,7 @@ class _Node:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._stderr_lines.append(line)
-            del self._stderr_lines[:-20]
+            del self._stderr_lines[:-STDERR_LINES]
 
     def wait_until_ready(self, stop_event: threading.Event) -> NodeStatus:
         """Waits until the node has joined the cluster; raises LaunchError if it does not."""
@@ -154,13 +157,15 @@ class _Node:
             except queue.Empty:
                 waited_s += 0.2
                 continue
-            status = NodeStatus(**json.loads(line)) if line else NodeStatus(error="no answer")
+            status = NodeStatus(error="no answer")
+            if line:
+                status = NodeStatus(**json.loads(line))
             if not status.error:
                 return status
             with contextlib.suppress(subprocess.TimeoutExpired):  # so that stderr is complete
                 self._process.wait(END_DEADLINE_S)
             self._stderr_reader.join(END_DEADLINE_S)
-            detail = "".join(self._stderr_lines[-6:]).strip()
+            detail = "".join(self._stderr_lines).strip()
             raise LaunchError(
                 f"the node {self.host} did not start: {status.error}\n{detail}".rstrip()
             )

@@ -79,7 +79,9 @@ def launch_folder(mark: str = "") -> Path:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` below
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # runs the `finally` below
     settings = NodeSettings(**json.loads(sys.stdin.readline()))
     answer_stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # Ray's output goes to stderr

@@ -109,7 +109,8 @@ def rayjob_manifest(
 
     def pod_template(container_name: str) -> Fields:
         limits: Fields = {"cpu": str(cpus), "memory": memory}
-        limits |= {"nvidia.com/gpu": gpus} if gpus else {}
+        if gpus:
+            limits["nvidia.com/gpu"] = gpus
         shm_mount = {"name": "shm", "mountPath": "/dev/shm"}
         container: Fields = {
             "name": container_name,
@@ -133,10 +134,13 @@ def rayjob_manifest(
         "headGroupSpec": {"rayStartParams": {}, "template": pod_template("ray-head")},
     }
     if nodes > 1:
-        counts = dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), nodes - 1)
-        workers: Fields = {"groupName": "workers", **counts, "rayStartParams": {}}
-        cluster["workerGroupSpecs"] = [{**workers, "template": pod_template("ray-worker")}]
-    metadata: Fields = {"name": name} | ({"namespace": namespace} if namespace else {})
+        workers: Fields = {"groupName": "workers"}
+        workers |= dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), nodes - 1)
+        workers |= {"rayStartParams": {}, "template": pod_template("ray-worker")}
+        cluster["workerGroupSpecs"] = [workers]
+    metadata = {"name": name}
+    if namespace:
+        metadata["namespace"] = namespace
     spec: Fields = {
         "entrypoint": entrypoint_without_quotes(command),
         "shutdownAfterJobFinishes": True,
@@ -172,7 +176,8 @@ def _volume_and_mount(number: int, text: str) -> tuple[Fields, Fields]:
 def entrypoint_without_quotes(command: Sequence[str]) -> str:
     """Returns the command without special characters of a shell, because KubeRay and Ray both quote it."""
     arguments = list(command)
-    arguments[:1] = ["python", "-m", "hone.cli"] if arguments[0] == "hone" else arguments[:1]
+    if arguments[0] == "hone":
+        arguments[:1] = ["python", "-m", "hone.cli"]
     if all(shlex.quote(argument) == argument for argument in arguments):
         return " ".join(arguments)
     encoded = base64.urlsafe_b64encode(json.dumps(arguments).encode()).decode()
