@@ -126,9 +126,8 @@ class RefWait:
         return WorkerDied(self.role, process, self.method, detail, lines)
 
     def _timeout_error(self, ranks: list[int]) -> WaitTimeout:
-        locations = [
-            f"rank {r} (pid {self._process(r).pid} on {self._process(r).node_ip})" for r in ranks
-        ]
+        processes = [self._process(rank) for rank in ranks]
+        locations = [f"rank {p.rank} (pid {p.pid} on {p.node_ip})" for p in processes]
         return WaitTimeout(
             self.role,
             f"{self.method!r} on {', '.join(locations)}",

@@ -98,8 +98,7 @@ class ResourcePool:
 def place(pool: ResourcePool, free: FreeResources) -> list[str] | None:
     """Returns each rank's node, or None if the pool does not fit; subtracts its resources from `free`."""
     counts = pool.process_on_nodes
-    nodes: dict[int, str] = {}
-    """The node for each entry of `process_on_nodes`, by index."""
+    nodes: dict[int, str] = {}  # by index in `process_on_nodes`
     for index in sorted(range(len(counts)), key=counts.__getitem__, reverse=True):
         capacity = {  # in processes
             name: min(int(resources.get(kind, 0.0)) for kind in pool.bundle)
