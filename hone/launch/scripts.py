@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import yaml
@@ -107,27 +108,16 @@ def rayjob_manifest(
     _check_manifest_values(name, memory, cpus, volumes)
     volumes_and_mounts = [_volume_and_mount(i, text) for i, text in enumerate(volumes)]
 
-    def pod_template(container_name: str) -> Fields:
-        limits: Fields = {"cpu": str(cpus), "memory": memory}
-        if gpus:
-            limits["nvidia.com/gpu"] = gpus
-        shm_mount = {"name": "shm", "mountPath": "/dev/shm"}
-        container: Fields = {
-            "name": container_name,
-            "image": image,
-            "resources": {"limits": limits, "requests": dict(limits)},
-            "volumeMounts": [shm_mount, *(dict(mount) for _, mount in volumes_and_mounts)],
-        }
-        if env_from:
-            container["envFrom"] = [{"secretRef": {"name": secret}} for secret in env_from]
-        shm_volume = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-        return {
-            "spec": {
-                "containers": [container],
-                "volumes": [shm_volume, *(dict(volume) for volume, _ in volumes_and_mounts)],
-            }
-        }
-
+    limits: Fields = {"cpu": str(cpus), "memory": memory}
+    if gpus:
+        limits["nvidia.com/gpu"] = gpus
+    pod_template = partial(
+        _pod_template,
+        image=image,
+        limits=limits,
+        env_from=env_from,
+        volumes_and_mounts=volumes_and_mounts,
+    )
     cluster: Fields = {
         "rayVersion": _ray_version(),
         "authOptions": {"mode": "token"},
@@ -151,6 +141,29 @@ def rayjob_manifest(
     manifest = {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
     command_text = json.dumps(list(command), ensure_ascii=True)
     return f"# command: {command_text}\n" + yaml.safe_dump(manifest, sort_keys=False)
+
+
+def _pod_template(
+    container_name: str,
+    *,
+    image: str,
+    limits: Fields,
+    env_from: Sequence[str],
+    volumes_and_mounts: Sequence[tuple[Fields, Fields]],
+) -> Fields:
+    """Returns the template of a pod with one container; `env_from` names secrets."""
+    shm_mount = {"name": "shm", "mountPath": "/dev/shm"}
+    container: Fields = {
+        "name": container_name,
+        "image": image,
+        "resources": {"limits": dict(limits), "requests": dict(limits)},
+        "volumeMounts": [shm_mount, *(dict(mount) for _, mount in volumes_and_mounts)],
+    }
+    if env_from:
+        container["envFrom"] = [{"secretRef": {"name": secret}} for secret in env_from]
+    shm_volume = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+    volumes = [shm_volume, *(dict(volume) for volume, _ in volumes_and_mounts)]
+    return {"spec": {"containers": [container], "volumes": volumes}}
 
 
 def _ray_version() -> str:
