@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,9 +88,8 @@ def factorise(labels: Labels) -> np.ndarray:
     """Returns an integer id per row; equal labels have equal ids, from 0 to G - 1."""
     if isinstance(labels, Tensor):
         labels = labels.cpu().numpy()
-    array = labels if isinstance(labels, np.ndarray) else None
-    if array is not None and array.dtype.kind in "iufb":
-        return np.unique(array, return_inverse=True)[1].astype(np.int64).reshape(-1)
+    if isinstance(labels, np.ndarray) and labels.dtype.kind in "iufb":
+        return np.unique(labels, return_inverse=True)[1].astype(np.int64).reshape(-1)
     # np.unique would sort the labels, which may have no order ("a" < 3 raises).
     ids: dict[Hashable, int] = {}
     return np.array([ids.setdefault(label, len(ids)) for label in labels], np.int64)
@@ -211,11 +210,8 @@ class MicroBatchRule:
         ]
         max_units = None if self.rows is None else max(1, self.rows // size)
         rule = MicroBatchRule(max_units, self.tokens)
-        units_by_micro_batch = rule.split(unit_lengths, min_micro_batches=min_micro_batches)
-        return [
-            [unit * size + k for unit in units for k in range(size)]
-            for units in units_by_micro_batch
-        ]
+        unit_lists = rule.split(unit_lengths, min_micro_batches=min_micro_batches)
+        return [[unit * size + k for unit in units for k in range(size)] for units in unit_lists]
 
     def _split_by_tokens(
         self, lengths: Sequence[int], shared_lengths: Sequence[int]
@@ -311,20 +307,18 @@ def pack_rows(
     first_rows = first_equal_indices([prompt.tobytes() for prompt, _ in unpadded_rows])
     # If no prompt is shared, each row is one causal segment, which is cheaper than two segments.
     is_shared = share_prompts and len(set(first_rows)) < num_rows
-    ids, positions, layout, prompt_last, response_start = (
-        _pack_shared(unpadded_rows, first_rows) if is_shared else _pack_whole(unpadded_rows)
-    )
+    packed = _pack_shared(unpadded_rows, first_rows) if is_shared else _pack_whole(unpadded_rows)
     row, response_position = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
     i, j = row.numpy(), response_position.numpy()
     # A response token is predicted by the token before it; the first one, by the last prompt token.
-    source = np.where(j == 0, prompt_last[i], response_start[i] + j - 1)
-    packed_positions = (
-        _packed_positions(masks, prompt_last, response_start) if with_packed_positions else None
-    )
+    source = np.where(j == 0, packed.prompt_last[i], packed.response_start[i] + j - 1)
+    packed_positions = None
+    if with_packed_positions:
+        packed_positions = _packed_positions(masks, packed.prompt_last, packed.response_start)
     return PackedRows(
-        torch.from_numpy(ids),
-        torch.from_numpy(positions),
-        layout,
+        torch.from_numpy(packed.ids),
+        torch.from_numpy(packed.positions),
+        packed.layout,
         torch.from_numpy(source),
         torch.from_numpy(response_ids[i, j]),
         row,
@@ -356,9 +350,14 @@ def shared_prompt_lengths(prompts: Tensor, attention_mask: Tensor) -> list[int]:
     return [0, *(mask[1:].sum(1) * is_same).tolist()][: len(prompts)]
 
 
-_PackedTokens = tuple[np.ndarray, np.ndarray, SegmentLayout, np.ndarray, np.ndarray]
-"""Ids, positions and layout of the packed tokens; for each row, the packed positions of the last prompt
-token and of the first response token."""
+class _PackedTokens(NamedTuple):
+    ids: np.ndarray  # [N]
+    positions: np.ndarray  # [N] position of each token in its row
+    layout: SegmentLayout
+    prompt_last: np.ndarray  # [B] packed position of each row's last prompt token
+    response_start: np.ndarray  # [B] packed position of each row's first response token
+
+
 _UnpaddedRows = list[tuple[np.ndarray, np.ndarray]]
 """The token ids of each row's prompt and response."""
 
@@ -370,7 +369,8 @@ def _pack_whole(rows: _UnpaddedRows) -> _PackedTokens:
     response_start = np.cumsum(lengths) - lengths + prompt_lengths
     ids = np.concatenate([token_ids for row in rows for token_ids in row])
     positions = np.concatenate([np.arange(n) for n in lengths])
-    return ids, positions, SegmentLayout(lengths.tolist(), []), response_start - 1, response_start
+    layout = SegmentLayout(lengths.tolist(), [])
+    return _PackedTokens(ids, positions, layout, response_start - 1, response_start)
 
 
 def _pack_shared(rows: _UnpaddedRows, first_rows: list[int]) -> _PackedTokens:
@@ -391,7 +391,7 @@ def _pack_shared(rows: _UnpaddedRows, first_rows: list[int]) -> _PackedTokens:
     ]
     children = list(zip(roots.tolist(), child_lengths.tolist(), strict=True))
     root_end = np.cumsum(root_lengths)
-    return (
+    return _PackedTokens(
         np.concatenate([*prompts, *responses]),
         np.concatenate([*root_positions, *child_positions]),
         SegmentLayout(root_lengths.tolist(), children),
