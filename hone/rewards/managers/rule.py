@@ -122,11 +122,10 @@ class AbstractRewardManager(ABC):
 class RuleRewardManager(AbstractRewardManager):
     """Reads rows, calls the scorer, applies the failure policy and puts scores on tokens.
 
-    Unknown keyword arguments are passed to the scorer.
-    Responses that repeat themselves more than `repeat_threshold` (0 to 1) get the reward 0.
-    With `score_observations`, the scorer's text includes the output of tools and searches.
-    With `skips_rows_without_truth`, the rule does not score rows without a ground truth; only a
-    reward model scores them.
+    Unknown keyword arguments are passed to the scorer. Responses that repeat themselves more than
+    `repeat_threshold` (0 to 1) get the reward 0. With `score_observations`, the scorer's text includes
+    the output of tools and searches. With `skips_rows_without_truth`, the rule does not score rows
+    without a ground truth; only a reward model scores them.
     """
 
     arguments: tuple[str, ...] = ROW_ARGUMENTS
@@ -162,6 +161,7 @@ class RuleRewardManager(AbstractRewardManager):
         """Whether the table of data sources scores the rows, not a user's function."""
         if self.uses_table:
             self.compute_score, options = function, {**bound_options, **options}
+        self.has_async_scorer = is_async(self.compute_score)
         module = getattr(unwrap_function(function), "__module__", None)
         self.is_symbolic = module in table.SYMBOLIC_MODULES
         if score_observations and self.uses_table:
@@ -190,8 +190,8 @@ class RuleRewardManager(AbstractRewardManager):
     def _score_batch(self, data: DataProto) -> tuple[torch.Tensor, Extras]:
         ids, is_policy = response_tokens(data)
         rows = self.read_rows(data, ids, is_policy)
-        if self.uses_table:
-            table.check_sources(row.data_source for row in rows)
+        if not all(self.has_scorer_for(row.data_source) for row in rows):
+            table.check_sources(row.data_source for row in rows)  # raises, and names the row
         outcomes = self.score_checked_rows(rows)
         self._raise_if_all_failed(rows, outcomes)
         results = self._apply_policy(rows, outcomes)
@@ -378,7 +378,7 @@ class NaiveRewardManager(RuleRewardManager):
     """
 
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
-        if is_async(self.compute_score):
+        if self.has_async_scorer:
             return run_coroutine(self._await_all(rows))
         self.precompute_comparisons(rows)  # fills a cache
         outcomes = []
