@@ -76,6 +76,7 @@ def check_output(output: Any, loop_name: str, *, row: Row, vocab_size: int | Non
 
 
 def _problems(output: AgentLoopOutput, row: Row, vocab_size: int | None) -> Iterator[str]:
+    """Yields the invalid values of an output, and the remedies."""
     num_tokens, experts = len(output.response_ids), output.routed_experts
     for field in ("response_mask", "response_logprobs", "versions"):
         value = getattr(output, field)

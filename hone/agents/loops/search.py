@@ -71,13 +71,13 @@ class SearchCounts:
     retrieval_failures: int = 0
     has_answer: bool = False
 
-    def columns(self, turns: int) -> Row:
-        """Returns the values of the `env/*` columns after this number of turns."""
+    def columns(self, num_turns: int) -> Row:
+        """Returns the values of the `env/*` columns after `num_turns` turns."""
         return {
-            "env/number_of_actions": turns,
+            "env/number_of_actions": num_turns,
             "env/finish_ratio": float(self.has_answer),
             "env/number_of_valid_action": self.valid_actions,
-            "env/ratio_of_valid_action": self.valid_actions / turns,
+            "env/ratio_of_valid_action": self.valid_actions / num_turns,
             "env/number_of_valid_search": self.valid_searches,
             "env/retrieval_failures": self.retrieval_failures,
         }

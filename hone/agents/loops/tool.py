@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from types import UnionType
 from typing import Any
 
 from hone.agents.agent_data import AgentData, AgentState
@@ -90,14 +91,11 @@ class ToolAgentLoop(AgentLoopBase):
         if tool_format not in _TOOL_FORMATS:
             formats = " or ".join(_TOOL_FORMATS)
             raise ToolError(f"tool_config.tool_format={short_repr(tool_format)}; give {formats}")
-        for name, expected_types, exclusive_minimum, expected_text in (
-            ("max_tool_calls", int, -1, "a count"),
-            ("timeout", int | float, 0, "seconds"),
-        ):
-            value = options.get(name, 1)
-            is_number = isinstance(value, expected_types) and not isinstance(value, bool)
-            if not is_number or not value > exclusive_minimum:
-                raise ToolError(f"tool_config.{name}={short_repr(value)}; give {expected_text}")
+        max_calls, timeout_s = options.get("max_tool_calls", 0), options.get("timeout", 1)
+        if not _is_number(max_calls, int) or max_calls < 0:
+            raise ToolError(f"tool_config.max_tool_calls={short_repr(max_calls)}; give a count")
+        if not _is_number(timeout_s, int | float) or not timeout_s > 0:  # NaN is not > 0
+            raise ToolError(f"tool_config.timeout={short_repr(timeout_s)}; give seconds")
         parser = self.parser
         if tool_format != default_tool_format:
             format_name = self.multi_turn.format
@@ -346,6 +344,10 @@ class ReactAgentLoop(ToolAgentLoop):
     """The loop `react_agent`; the prompt explains the format of Thought, Action and Observation."""
 
     default_format = "react"
+
+
+def _is_number(value: Any, types: type | UnionType) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
 
 
 def _add_instructions(prompt: str | list[Message], text: str) -> str | list[Message]:
