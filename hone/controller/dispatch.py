@@ -361,7 +361,8 @@ class WorkerHost:
                 fused_workers = getattr(worker, "fused_worker_dict", {}).values()
                 members = [worker] if hasattr(worker, "close") else reversed(fused_workers)
                 for member in members:
-                    if callable(close := getattr(member, "close", None)):
+                    close = getattr(member, "close", None)
+                    if callable(close):
                         stack.callback(close)
 
 

@@ -112,8 +112,10 @@ class Reservation:
         while True:
             nodes = live_nodes()
             node_ids = place(self._pool, resources_by_node(nodes))
-            if node_ids is not None and (group := self._create_group(node_ids, end_time)):
-                return group
+            if node_ids is not None:
+                group = self._create_group(node_ids, end_time)
+                if group is not None:
+                    return group
             total_resources = resources_by_node(nodes, total=True)
             if place(self._pool, total_resources) is None:  # it fitted in `check_pools_fit`
                 event = f"a node was lost, and {self._pool} does not fit on the remaining nodes"

@@ -55,7 +55,9 @@ def marked_pids(mark: str) -> list[int]:
                 with open(f"/proc/{name}/environ", "rb") as file:
                     if mark_pattern.search(file.read() + b"\0"):
                         pids.add(int(name))
-    while children := {pid for pid, parent in parent_pids.items() if parent in pids} - pids:
+    children = pids
+    while children:
+        children = {pid for pid, parent in parent_pids.items() if parent in pids} - pids
         pids |= children
     return sorted(pids)
 

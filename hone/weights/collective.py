@@ -77,13 +77,13 @@ def receive_broadcasts(
         with _wrap_errors():
             sizes = torch.zeros(2, dtype=torch.long, device=device)
             group.broadcast(sizes, 0).wait()
-            header, data = (
-                torch.empty(n, dtype=torch.uint8, device=device) for n in sizes.tolist()
-            )
-            if len(header):
+            header_bytes, data_bytes = sizes.tolist()
+            header = torch.empty(header_bytes, dtype=torch.uint8, device=device)
+            data = torch.empty(data_bytes, dtype=torch.uint8, device=device)
+            if header_bytes > 0:
                 group.broadcast(header, 0).wait()
                 group.broadcast(data, 0).wait()
-        if not len(header):
+        if header_bytes == 0:
             break
         yield deserialize_slices(bytes(header.cpu().tolist())), data
     with _wrap_errors():

@@ -122,7 +122,7 @@ class SharedMemorySender:
             for num_buckets, bucket in enumerate(buckets, 1):
                 if num_buckets > _NUM_BUFFERS:  # all receivers must have read this buffer's bucket
                     self._wait_for_acks()
-                start = (num_buckets - 1) % _NUM_BUFFERS * self._bucket_bytes
+                start = (num_buckets - 1) % _NUM_BUFFERS * self._bucket_bytes  # of the buffer
                 bucket.write_to(memory[start : start + self._bucket_bytes])
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -109,8 +109,10 @@ class ProcessRewardModelWorker(TrainWorker):
         scores = torch.zeros(data.batch["responses"].shape, dtype=torch.float32)
         step_mask = torch.zeros(scores.shape, dtype=torch.bool)
         row_indices = [i for i, positions in enumerate(position_maps) for _ in positions]
-        score_positions = [*chain.from_iterable(position_maps)]
-        policy_positions = [*chain.from_iterable(map(dict.values, position_maps))]
+        score_positions = [score_i for positions in position_maps for score_i in positions]
+        policy_positions = [
+            policy_i for positions in position_maps for policy_i in positions.values()
+        ]
         scores[row_indices, policy_positions] = rewards[row_indices, score_positions]
         step_mask[row_indices, policy_positions] = True
         if not scores.isfinite().all():
