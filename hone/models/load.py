@@ -63,10 +63,10 @@ def translate_load_errors(path: str, folder: str) -> Iterator[None]:
     from huggingface_hub.errors import HFValidationError, StrictDataclassError
     from safetensors import SafetensorError
 
-    # Callers check the loading report, so transformers need not log it.
+    # Callers check the loading report. A higher level would make transformers warn about missing shards.
     report_log = logging.getLogger("transformers.modeling_utils")
-    level = report_log.level
-    report_log.setLevel(logging.ERROR)
+    was_disabled = report_log.disabled
+    report_log.disabled = True
     try:
         yield
     except UnsupportedModel:
@@ -89,7 +89,7 @@ def translate_load_errors(path: str, folder: str) -> Iterator[None]:
         reason = first_line if isinstance(error, OSError) else " ".join(str(error).split())
         raise UnsupportedModel(f"{path} cannot be loaded: {reason}") from error
     finally:
-        report_log.setLevel(level)
+        report_log.disabled = was_disabled
 
 
 def _damaged_file_name(folder: Path) -> str:

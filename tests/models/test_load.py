@@ -191,6 +191,7 @@ def test_a_new_head_logs_no_report_of_transformers(folder, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     load_classifier(str(folder), ["score"], dtype=torch.float32)
     assert "newly initialized" not in caplog.text
+    assert "not sharded" not in caplog.text
 
 
 def test_a_folder_with_nothing_but_a_gguf_file_is_refused_before_loading(folder, tmp_path):
