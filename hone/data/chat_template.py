@@ -214,7 +214,7 @@ def _stop_watching(thread: int, is_interrupt_raised: bool) -> None:
             is_interrupt_sent = _watcher.unwatch(thread) or is_interrupt_sent
             deadline = time.monotonic() + _INTERRUPT_WAIT_S
             while is_interrupt_sent and not is_interrupt_raised and time.monotonic() < deadline:
-                pass
+                pass  # Python raises an interrupt between two instructions, not during a sleep
             return
         except _Interrupt:
             is_interrupt_raised = True
@@ -231,6 +231,7 @@ class _CpuWatcher:
         self._thread: threading.Thread | None = None
 
     def watch(self, thread: int, cpu_limit_s: float) -> None:
+        """Interrupts a thread once it has used `cpu_limit_s` more seconds of CPU time."""
         with self._lock:
             self._cpu_deadlines[thread] = _cpu_seconds(thread) + cpu_limit_s
             if self._thread is None:

@@ -48,14 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--index", default=None, choices=["bm25", "dense"], help="default bm25")
     add("--index-folder", type=Path, default=None, help="default: next to the corpus")
     add("--index_path", type=Path, default=None, help="an existing faiss file")
-    encoder_help = "folder or name of the encoder"
-    add("--encoder", "--retriever_model", default=_DEFAULT_ENCODER, help=encoder_help)
+    add("--encoder", "--retriever_model", default=_DEFAULT_ENCODER, help="folder or name")
     add("--retriever_name", default=None, help="bm25, or any name of a dense encoder (e5, bge)")
     add("--kind", "--faiss_type", default="Flat", help="faiss index: Flat, HNSW64 (default Flat)")
     add("--device", default="cpu", help="device of the encoder (default cpu)")
     add("--faiss_gpu", action="store_true", help="the same as --device cuda")
-    topk_help = "passages per query if the request has no topk"
-    add("--topk", type=int, default=DEFAULT_TOPK, help=topk_help)
+    add("--topk", type=int, default=DEFAULT_TOPK, help="passages per query, if not in the request")
     add("--host", default="127.0.0.1", help="default: loopback only")
     add("--port", type=int, default=DEFAULT_PORT)
 
