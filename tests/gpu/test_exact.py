@@ -192,10 +192,13 @@ class TestAgreement:
         engine = engine_of(policy, enforce_eager=eager, blocks=600)
         outputs = ask_all(engine, rows, sampling)
         asyncio.run(engine.close())
-        width, reach = max(map(len, rows)), max(lengths)
+        width, response_width = max(map(len, rows)), max(lengths)
         prompts = torch.zeros(40, width, dtype=torch.int64)
-        responses, mask = torch.zeros(2, 40, reach, dtype=torch.int64)
-        seen, log_probs = torch.zeros(40, width + reach, dtype=torch.int64), torch.zeros(40, reach)
+        responses, mask = torch.zeros(2, 40, response_width, dtype=torch.int64)
+        seen, log_probs = (
+            torch.zeros(40, width + response_width, dtype=torch.int64),
+            torch.zeros(40, response_width),
+        )
         for i, (row, out) in enumerate(zip(rows, outputs, strict=True)):
             prompts[i, width - len(row) :] = torch.tensor(row)
             responses[i, : lengths[i]] = torch.tensor(out.token_ids)

@@ -140,8 +140,8 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_was_offloaded(tmp_
         sampling = Sampling(max_tokens=24, temperature=0.0, seed=1)
 
         async def ask():
-            asked = [decoding.generate([3, 4, 5 + i], sampling, str(i)) for i in range(4)]
-            return await asyncio.gather(*asked)
+            requests = [decoding.generate([3, 4, 5 + i], sampling, str(i)) for i in range(4)]
+            return await asyncio.gather(*requests)
 
         with engine.on_device():
             token_ids = [out.token_ids for out in run_with_engine(decoding, ask())]

@@ -71,11 +71,14 @@ def test_adapters_are_rolled_out_and_trained(train: Callable[..., Run]) -> None:
 
 @pytest.mark.parametrize("temperature", ["1.0", "0.6"])
 def test_exact_mode_has_no_gap_at_all(train: Callable[..., Run], temperature: str) -> None:
-    heat = f"actor_rollout_ref.rollout.temperature={temperature}"
-    one = train(EXACT, heat, "trainer.total_training_steps=3")
+    temperature_setting = f"actor_rollout_ref.rollout.temperature={temperature}"
+    one = train(EXACT, temperature_setting, "trainer.total_training_steps=3")
     assert one.series(GAP) == [0.0] * 3
     several = train(  # log-probs of a pass of their own
-        EXACT, heat, "actor_rollout_ref.actor.ppo_mini_batch_size=2", folder="several"
+        EXACT,
+        temperature_setting,
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        folder="several",
     )
     assert several.series(GAP) == [0.0] * 2
     assert several.series("training/old_log_probs_recomputed") == [1.0] * 2

@@ -105,14 +105,14 @@ def test_many_subsets_are_sampled_the_same_way_each_time():
 
 
 def test_a_majority_over_random_subsets_is_their_mean():
-    chooser = random.Random(5)
+    generator = random.Random(5)
     for _ in range(5):
-        answers = [chooser.choice(["a", "b", "c", None]) for _ in range(20)]
-        values = [chooser.random() for _ in range(20)]
-        drawn = random.Random(20 * 1009 + 6)
+        answers = [generator.choice(["a", "b", "c", None]) for _ in range(20)]
+        values = [generator.random() for _ in range(20)]
+        random_source = random.Random(20 * 1009 + 6)
         expected = []
         for _ in range(1000):
-            subset = drawn.sample(range(20), 6)
+            subset = random_source.sample(range(20), 6)
             expected.append(vote([values[i] for i in subset], [answers[i] for i in subset]))
         assert majority_at(values, answers, 6) == pytest.approx(mean(expected), abs=1e-12)
 

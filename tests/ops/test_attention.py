@@ -73,10 +73,10 @@ def test_values_and_gradients_over_packed_segments(
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     direction = torch.randn_like(out)
     grads = torch.autograd.grad(out, inputs, direction)
-    for got, right in zip(
+    for actual, right in zip(
         grads, torch.autograd.grad(expected, exact, direction.double()), strict=True
     ):
-        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual.double(), right, rtol=1e-4, atol=1e-5)
 
 
 def test_padded_attention_without_a_bias_is_causal() -> None:
@@ -145,9 +145,9 @@ def test_the_kernel_of_an_installed_package_is_used(
     monkeypatch: pytest.MonkeyPatch, name: str, window: int | None
 ) -> None:
     used = install(monkeypatch, name)
-    got, expected = attend(window)
+    actual, expected = attend(window)
     assert used == [name]
-    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_package_for_newer_gpus_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,9 +306,9 @@ def test_a_gradient_is_the_sum_over_all_copies() -> None:
     mine = [x.clone().requires_grad_() for x in (k, v)]
     plain = [x.clone().requires_grad_() for x in (k, v)]
     repeated = keys.repeat(*mine)
-    pull = torch.randn(2, *repeated[0].shape, dtype=torch.float64)
+    output_gradient = torch.randn(2, *repeated[0].shape, dtype=torch.float64)
     assert keys.source is not None
-    for ours, theirs, g in zip(repeated, plain, pull, strict=True):
+    for ours, theirs, g in zip(repeated, plain, output_gradient, strict=True):
         ours.backward(g, retain_graph=True)
         theirs[keys.source.long()].backward(g)
     for ours, theirs in zip(mine, plain, strict=True):

@@ -13,7 +13,7 @@ from hone.ops.decoder import Linear, Norm, add_gated_mlp, plain_rms_norm, plain_
 ROWS, WIDTH, HEADS, KV_HEADS, D, INNER = 7, 24, 4, 2, 6, 40
 
 
-def grown(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+def random_leaves(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [torch.randn(shape).mul_(0.5).requires_grad_() for shape in shapes]
 
@@ -28,8 +28,8 @@ def compare(ours: Any, plain: Any, inputs: list[torch.Tensor], *rest: Any) -> No
         torch.manual_seed(1)
         sum((x * torch.randn(x.shape)).sum() for x in outs).backward()
         results.append([*outs, *(x.grad for x in mine)])
-    for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_gated_mlp_equals_torch_operations() -> None:
@@ -43,7 +43,7 @@ def test_a_gated_mlp_equals_torch_operations() -> None:
     compare(
         ours,
         plain,
-        grown((ROWS, WIDTH), (WIDTH,), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)),
+        random_leaves((ROWS, WIDTH), (WIDTH,), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)),
     )
 
 
@@ -53,8 +53,8 @@ def test_rotated_heads_equal_torch_operations(biased: bool) -> None:
 
     def ours(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
         biases = biases or (None, None, None)
-        maps = [Linear(w, b) for w, b in zip((q, k, v), biases, strict=True)]
-        return rotated_qkv(x, Norm(norm, 1e-5), maps, (cos, sin))
+        linears = [Linear(w, b) for w, b in zip((q, k, v), biases, strict=True)]
+        return rotated_qkv(x, Norm(norm, 1e-5), linears, (cos, sin))
 
     def plain(x, norm, q, k, v, *biases):  # type: ignore[no-untyped-def]
         biases = biases or (None, None, None)
@@ -66,11 +66,11 @@ def test_rotated_heads_equal_torch_operations(biased: bool) -> None:
 
     heads, kv = HEADS * D, KV_HEADS * D
     shapes = [(ROWS, WIDTH), (WIDTH,), (heads, WIDTH), (kv, WIDTH), (kv, WIDTH)]
-    compare(ours, plain, grown(*shapes, *([(heads,), (kv,), (kv,)] if biased else [])))
+    compare(ours, plain, random_leaves(*shapes, *([(heads,), (kv,), (kv,)] if biased else [])))
 
 
 def test_frozen_weights_get_no_gradient() -> None:
-    x, norm, gate, up, down = grown(
+    x, norm, gate, up, down = random_leaves(
         (ROWS, WIDTH), (WIDTH,), (INNER, WIDTH), (INNER, WIDTH), (WIDTH, INNER)
     )
     gate.requires_grad_(False)
@@ -88,11 +88,11 @@ def test_frozen_projections_of_heads_get_no_gradient_and_the_others_do(frozen: l
     cos, sin = torch.randn(2, ROWS, D)
     results = []
     for frozen_inputs in ([], frozen):
-        inputs = dict(zip(names, grown(*shapes, (heads,), (kv,), (kv,)), strict=True))
+        inputs = dict(zip(names, random_leaves(*shapes, (heads,), (kv,), (kv,)), strict=True))
         for name in frozen_inputs:
             inputs[name].requires_grad_(False)
-        maps = [Linear(inputs[part], inputs[f"{part}_bias"]) for part in "qkv"]
-        outs = rotated_qkv(inputs["x"], Norm(inputs["norm"], 1e-5), maps, (cos, sin))
+        linears = [Linear(inputs[part], inputs[f"{part}_bias"]) for part in "qkv"]
+        outs = rotated_qkv(inputs["x"], Norm(inputs["norm"], 1e-5), linears, (cos, sin))
         sum(out.square().sum() for out in outs).backward()
         results.append({name: x.grad for name, x in inputs.items()})
     for name in names:

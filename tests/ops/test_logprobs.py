@@ -41,7 +41,7 @@ class Case:
         self.weight = torch.randn(vocabulary, width, generator=random)
         self.target = torch.randint(vocabulary, (tokens,), generator=random)
         self.bias = torch.randn(vocabulary, generator=random) if bias else None
-        self.pull = torch.randn(2, tokens, generator=random)
+        self.output_gradient = torch.randn(2, tokens, generator=random)
 
     def run(self, fn, dtype, **options):
         leaves = [
@@ -50,8 +50,8 @@ class Case:
         ]
         hidden, weight, bias = leaves
         log_probs, entropy = fn(hidden, weight, self.target, bias=bias, **options)
-        pull = self.pull.to(log_probs.dtype)
-        (log_probs @ pull[0] + entropy @ pull[1]).backward()
+        output_gradient = self.output_gradient.to(log_probs.dtype)
+        (log_probs @ output_gradient[0] + entropy @ output_gradient[1]).backward()
         return [log_probs, entropy, *(x.grad for x in leaves if x is not None)]
 
 
@@ -62,8 +62,8 @@ def ours(hidden, weight, target, **options):
 def compare(case, **options):
     actual = case.run(ours, torch.float32, **options)
     expected = case.run(naive, torch.float64, **options)
-    for mine, truth in zip(actual, expected, strict=True):
-        torch.testing.assert_close(mine.double(), truth, rtol=2e-5, atol=2e-5)
+    for result, truth in zip(actual, expected, strict=True):
+        torch.testing.assert_close(result.double(), truth, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -104,12 +104,12 @@ def test_without_entropy_the_log_probs_are_the_same_and_entropies_zero():
 @pytest.mark.parametrize("only", [0, 1])
 def test_a_loss_on_one_output_alone_has_its_gradient(only):
     case = Case(9, 20, 4)
-    case.pull[1 - only] = 0
+    case.output_gradient[1 - only] = 0
     truth = case.run(naive, torch.float64, temperature=1.0)
     hidden = case.hidden.clone().requires_grad_()
     weight = case.weight.clone().requires_grad_()
     out = linear_log_probs(hidden, weight, case.target, temperature=1.0, with_entropy=True)[only]
-    (out @ case.pull[only]).backward()
+    (out @ case.output_gradient[only]).backward()
     torch.testing.assert_close(hidden.grad.double(), truth[2], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(weight.grad.double(), truth[3], rtol=2e-5, atol=2e-5)
 

@@ -53,9 +53,9 @@ def test_masked_statistics_equal_numpy_on_the_unmasked_entries(data):
     biased = unmasked.var() if len(unmasked) > 1 else 0
     assert masked_var(x, mask, unbiased=False).item() == pytest.approx(biased, abs=1e-12)
     for row in range(len(x)):
-        mine = x[row][mask[row]].numpy()
-        assert masked_sum(x, mask, -1)[row].item() == pytest.approx(mine.sum(), abs=1e-12)
-        mean = mine.mean() if len(mine) else 0
+        row_values = x[row][mask[row]].numpy()
+        assert masked_sum(x, mask, -1)[row].item() == pytest.approx(row_values.sum(), abs=1e-12)
+        mean = row_values.mean() if len(row_values) else 0
         assert masked_mean(x, mask, -1)[row].item() == pytest.approx(mean, abs=1e-12)
 
 
@@ -141,15 +141,15 @@ def test_statistics_of_groups_equal_numpy(pairs):
         by_name[name].append(value)
     assert groups.count == len(by_name)
     for i, (name, _) in enumerate(pairs):
-        mine = np.array(by_name[name])
+        group_values = np.array(by_name[name])
         g = groups.ids[i]
-        assert groups.sizes[g] == len(mine)
-        assert groups.is_singleton[i] == (len(mine) == 1)
-        assert groups.sum(x)[g].item() == pytest.approx(mine.sum(), abs=1e-9)
-        assert groups.mean(x)[g].item() == pytest.approx(mine.mean(), abs=1e-9)
-        assert groups.max(x)[g].item() == mine.max()
-        assert groups.min(x)[g].item() == mine.min()
-        spread = mine.std(ddof=1) if len(mine) > 1 else 0
+        assert groups.sizes[g] == len(group_values)
+        assert groups.is_singleton[i] == (len(group_values) == 1)
+        assert groups.sum(x)[g].item() == pytest.approx(group_values.sum(), abs=1e-9)
+        assert groups.mean(x)[g].item() == pytest.approx(group_values.mean(), abs=1e-9)
+        assert groups.max(x)[g].item() == group_values.max()
+        assert groups.min(x)[g].item() == group_values.min()
+        spread = group_values.std(ddof=1) if len(group_values) > 1 else 0
         assert groups.std(x)[g].item() == pytest.approx(spread, abs=1e-9)
 
 

@@ -104,8 +104,9 @@ def test_shards_of_the_vocabulary_equal_the_whole_head(monkeypatch, name, vocabu
         torch.testing.assert_close(rank[2], squares, rtol=1e-5, atol=1e-6)
         ours = [rank[0], rank[1], rank[3], *joined]  # the hidden states' gradient is whole on each
         torch.testing.assert_close(ours[0].double(), exact[0], rtol=1e-6, atol=5e-6)
-        for got, plain, expected in zip(ours, whole, exact, strict=True):
-            error = (got - expected).abs().max()  # no larger than that of the whole head in float32
+        for actual, plain, expected in zip(ours, whole, exact, strict=True):
+            # The error is not larger than that of the whole head in float32.
+            error = (actual - expected).abs().max()
             assert error < 5 * (plain - expected).abs().max() + 1e-6
 
 

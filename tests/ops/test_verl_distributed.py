@@ -25,8 +25,8 @@ def group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 def test_statistics_over_ranks() -> None:
     x = torch.tensor([1.0, 2.0, 6.0])
-    got = F.distributed_mean_max_min_std(x)
-    assert [float(v) for v in got if v is not None] == pytest.approx([3.0, 6.0, 1.0, 7**0.5])
+    actual = F.distributed_mean_max_min_std(x)
+    assert [float(v) for v in actual if v is not None] == pytest.approx([3.0, 6.0, 1.0, 7**0.5])
     assert F.distributed_mean_max_min_std(x, False, False, False)[1:] == (None, None, None)
     assert F.distributed_masked_mean(x, torch.tensor([1, 0, 1])) == 3.5
 

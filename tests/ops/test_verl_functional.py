@@ -67,12 +67,12 @@ def test_schedules_start_low_and_end_at_the_floor() -> None:
     def rates(make: object, warmup: int, **kwargs: float | None) -> list[float]:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         schedule = make(optimizer, warmup, **kwargs)  # type: ignore[operator]
-        got = []
+        actual = []
         for _ in range(5):
-            got.append(schedule.get_last_lr()[0])
+            actual.append(schedule.get_last_lr()[0])
             optimizer.step()
             schedule.step()
-        return got
+        return actual
 
     assert rates(F.get_constant_schedule_with_warmup, 2) == [0.0, 0.5, 1.0, 1.0, 1.0]
     assert rates(F.get_constant_schedule_with_warmup, 0) == [1.0] * 5
