@@ -79,7 +79,7 @@ def sharded(case, options, group):
         with_entropy=True,
         **rule(options, bias),
     )
-    (log_probs @ case.pull[0] + entropy @ case.pull[1]).backward()
+    (log_probs @ case.output_gradient[0] + entropy @ case.output_gradient[1]).backward()
     squares = vocab_parallel_sum_pi_squared(hidden, weight, group=group, **rule(options, bias))
     return [log_probs, entropy, squares, *(x.grad for x in leaves if x is not None)]
 
