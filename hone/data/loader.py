@@ -43,7 +43,7 @@ class Stateful(Protocol):
 
 
 class PromptLoader(PromptBatches):
-    """Loads batches with `next_batch()`, epoch after epoch; the state is saved in checkpoints."""
+    """Iterates over batches endlessly, epoch after epoch; the state is saved in checkpoints."""
 
     def __init__(
         self,
@@ -74,6 +74,10 @@ class PromptLoader(PromptBatches):
         num_whole_batches, num_remaining = divmod(self._epoch_size, self.batch_size)
         has_partial_batch = num_remaining > 0 and not self.drop_last
         return num_whole_batches + has_partial_batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            yield self.next_batch()
 
     def first_epoch(self) -> Iterator[Batch]:
         """Yields the batches of the first epoch; the loader's position does not change."""
