@@ -11,7 +11,7 @@ from pathlib import Path
 from hone.data.check import check_file
 from hone.data.prepare import RECIPES, prepare
 from hone.data.rows import DataError
-from hone.rewards.scores.table import find
+from hone.rewards.scores.table import find_entry
 
 
 def ways(name: str, source: str | None) -> list[tuple[str, str | None]]:
@@ -24,7 +24,7 @@ def ways(name: str, source: str | None) -> list[tuple[str, str | None]]:
 
 def verdict(file: str) -> tuple[int, str]:
     """What `hone data check` says of a file: its complaints, or its last line."""
-    status, report = check_file(file, is_known_source=lambda source: find(source) is not None)
+    status, report = check_file(file, is_known_source=lambda source: find_entry(source) is not None)
     said = [line for line in report.splitlines() if line.startswith(("error:", "warning:"))]
     return status, "; ".join(said) or report.splitlines()[-1]
 
