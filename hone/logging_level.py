@@ -20,10 +20,9 @@ def set_logging_level() -> None:
     if not variables:
         return
     name, value = next(iter(variables.items()))
-    levels = logging.getLevelNamesMapping()
-    level = int(value) if value.isdigit() else levels.get(value.upper())
+    level = int(value) if value.isdigit() else logging.getLevelName(value.upper())
     log = logging.getLogger("hone")
-    if level is None:
+    if not isinstance(level, int):  # for an unknown name, logging returns a text
         log.warning("%s=%s is not a level; use DEBUG, INFO, WARNING or ERROR", name, value)
         return
     log.setLevel(level)

@@ -122,12 +122,22 @@ class McpServer:
         """Keeps a session open until `close_event`; anyio requires the same task to open and close."""
         from mcp import ClientSession
 
+        task = asyncio.current_task()
+        assert task is not None
+
+        def time_out() -> None:
+            if not session_future.done():
+                error = TimeoutError(f"no session after {CONNECT_TIMEOUT_S:g} s")
+                session_future.set_exception(error)
+            task.cancel()
+
+        timer = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, time_out)
         try:
             async with contextlib.AsyncExitStack() as stack:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    streams = await stack.enter_async_context(_transport(self._settings))
-                    session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
-                    await session.initialize()
+                streams = await stack.enter_async_context(_transport(self._settings))
+                session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
+                await session.initialize()
+                timer.cancel()
                 session_future.set_result(session)
                 await close_event.wait()
         except BaseException as error:
@@ -135,6 +145,8 @@ class McpServer:
             failure = error if isinstance(error, Exception) else RuntimeError(error)
             if not session_future.done():
                 session_future.set_exception(failure)
+        finally:
+            timer.cancel()
 
 
 def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any]:

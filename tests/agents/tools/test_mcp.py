@@ -20,7 +20,7 @@ from hone.agents.agent_data import AgentData
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.contract import ToolError, function_schema
 from hone.agents.tools.loading import initialize_tools_from_config
-from hone.agents.tools.mcp import MCPBaseTool
+from hone.agents.tools.mcp import MCPBaseTool, McpServer
 from hone.agents.tools.session import ToolSession
 
 pytest.importorskip("mcp", reason="pip install 'hone-rl[mcp]'")
@@ -146,6 +146,18 @@ def test_a_server_that_cannot_be_reached_is_told_before_training(
 ) -> None:
     with pytest.raises(ToolError, match=why):
         listed(tmp_path, settings, *names)
+
+
+@pytest.mark.slow
+def test_a_server_that_never_answers_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hone.agents.tools.mcp.CONNECT_TIMEOUT_S", 2.0)
+    silent = {"command": sys.executable, "args": ["-c", "import time; time.sleep(600)"]}
+    with pytest.raises(ToolError, match="did not list its tools: TimeoutError"):
+        listed(tmp_path, silent)
+    with pytest.raises(TimeoutError, match="no session after 2 s"):
+        asyncio.run(McpServer("sums", silent).call("add", {}))
 
 
 @pytest.mark.slow
