@@ -227,7 +227,7 @@ class _Composition:
         """Returns the value of a leaf, or its replacement from `rules.txt`, and adds the rule's note; for a
         null in a file, returns the default if the field does not accept null."""
         leaf, value = leaves(self.root)[key], self.values[key]
-        for rule in rules_of(key, "values"):
+        for rule in rules_of(key, "replaced_values"):
             if rule.matches(value):
                 if rule.why and key in self.origins:
                     self.add_note(key, value, rule.why)

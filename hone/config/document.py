@@ -30,14 +30,15 @@ from hone.config.states import (
 from hone.config.trees import TREES, Tree
 from hone.suggestions import did_you_mean, nearest
 
-_TREE_NAMES = "\0"
-"""Stands for the names of the trees to which a text applies."""
+_TREE_NAMES_PLACEHOLDER = "\0"
+"""Placeholder in a text of `_explain_in_tree`; `explain` replaces it by the names of the trees."""
 _INTRODUCTION = """# Configuration
 
 Generated from `hone/config` by `python -m hone.config.document`; do not edit.
 
 The tables list the working keys. The [appendix](#other-keys-and-values) lists the keys of verl that are
-neutral (the run prints a note about what it does instead) or refused (the run stops with a message).
+neutral (without effect; a value that requests another behaviour prints a note about what is done instead) or
+refused (the run stops with a message).
 `hone config explain KEY` explains any key (`--tree NAME`: in one tree), `hone config show` prints a
 resolved tree with the origin of each value, and `hone config check FILE` prints every problem of a YAML
 file.
@@ -46,8 +47,11 @@ _APPENDIX = """## Other keys and values
 
 `*` stands for one name, `**` for any number of names. The first table lists, for each key, the values that
 need no message (`off` is null, false, 0 or empty). With any other value, a neutral key prints a note, and a
-refused key stops the run. In the last table, `where KEY` means that the key is set, `!KEY` that it is not
-set, and `=*` that the new key gets the value that was written.
+refused key stops the run.
+
+The last table lists other names. `any where a and !b is c=*` means: if the key `a` is set and `b` is not,
+the key `c` gets the value that was written. `any` stands for every value; `true` in its place is for true
+only, `number` for numbers, and `count` for integers of 1 or more.
 """
 
 
@@ -101,7 +105,8 @@ def explain(key: str, tree: str | None = None) -> str:
             trees_by_text.setdefault(text, []).append(candidate.name)
     if trees_by_text:
         texts = (
-            text.replace(_TREE_NAMES, ", ".join(names)) for text, names in trees_by_text.items()
+            text.replace(_TREE_NAMES_PLACEHOLDER, ", ".join(names))
+            for text, names in trees_by_text.items()
         )
         return "\n".join(texts)
     parent_key = key.rpartition(".")[0]  # the user may choose the names inside a mapping
@@ -109,14 +114,18 @@ def explain(key: str, tree: str | None = None) -> str:
     if any(leaf is not None and isinstance(leaf.default, dict) for leaf in parents):
         return explain(parent_key, tree)
     for candidate in trees:
-        meaning = other_names(candidate.name).get(key) or new_name(key, candidate.name)
-        if meaning != key:
-            is_leaf = any(meaning in leaves(other.root) for other in trees)
-            explanation = f"\n{explain(meaning, tree)}" if is_leaf else ""
-            return f"{key} is another name: {meaning}\n{explanation}"
+        current_name = new_name(key, candidate.name)
+        if current_name != key:
+            is_leaf = any(current_name in leaves(other.root) for other in trees)
+            explanation = f"\n{explain(current_name, tree)}" if is_leaf else ""
+            return f"{key} is another name of {current_name}\n{explanation}"
+        if replacement := other_names(candidate.name).get(key):
+            return f"{key} is replaced by other keys: {replacement}\n"
     for rule in rules("refused", "neutral"):
-        is_of_tree = rule.tree == tree or (tree is None and not rule.pattern.endswith("**"))
-        if (rule.tree == "*" or is_of_tree) and matches_pattern(rule.pattern, key):
+        # A rule for a whole block of one tree (`x.**`) explains a key only if that tree was requested.
+        explains_without_tree = tree is None and not rule.pattern.endswith("**")
+        applies_to_tree = rule.tree in ("*", tree) or explains_without_tree
+        if applies_to_tree and matches_pattern(rule.pattern, key):
             exceptions = "" if "any" in rule.values else ", ".join(map(show_value, rule.values))
             values = f" with other values than {exceptions}" if exceptions else ""
             return f"{key}: {rule.state}{values}\n  {rule.why}\n"
@@ -134,17 +143,21 @@ def _explain_in_tree(key: str, tree: Tree) -> str | None:
     if leaf := tree_leaves.get(key):
         lines = [key, f"  {leaf.doc}", ""]
         lines += [f"  takes    {leaf.accepted_values}", f"  default  {leaf.default_in_words}"]
-        for rule in rules_of(key, "values"):
+        for rule in rules_of(key, "replaced_values"):
             lines.append(f"           {show_value(list(rule.values))} becomes {rule.becomes}")
         if old_names := [old for old, new in other_names(tree.name).items() if new == key]:
             lines.append(f"  also     {', '.join(old_names)}")
-        return "\n".join([*lines, f"  tree     {_TREE_NAMES}"]) + "\n"
+        return "\n".join([*lines, f"  tree     {_TREE_NAMES_PLACEHOLDER}"]) + "\n"
     if not key or key not in blocks(tree.root):
         return None
     block_leaves = [leaf for name, leaf in tree_leaves.items() if name.startswith(key + ".")]
     names = [leaf.key[len(key) + 1 :] for leaf in block_leaves]
     width = max(map(len, names))
-    lines = [f"{key}: a block of {_TREE_NAMES}", f"  {blocks(tree.root)[key].__doc__}", ""]
+    lines = [
+        f"{key}: a block of {_TREE_NAMES_PLACEHOLDER}",
+        f"  {blocks(tree.root)[key].__doc__}",
+        "",
+    ]
     for name, leaf in zip(names, block_leaves, strict=True):
         lines.append(f"  {name:<{width}}  {leaf.default_in_words}")
     return "\n".join(lines) + "\n"
@@ -181,7 +194,10 @@ def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[in
 
 
 def rollout_yaml() -> str:
-    """Returns the rollout's defaults, with references, for code that reads verl's YAML file."""
+    """Returns the defaults of the block `rollout` as YAML, for code that reads verl's file.
+
+    A default that follows another key is written as a reference, as in `${trainer.seed}`.
+    """
     return as_yaml(ComposedConfig(PPOTrainerConfig(), {}), "actor_rollout_ref.rollout")
 
 
@@ -196,7 +212,9 @@ def document() -> str:
     for rule in rules("refused", "neutral"):
         key, values = _rule_cells(rule)
         rule_rows.append((key, rule.state, values, rule.why))
-    value_rows = [(*_rule_cells(rule), f"`{rule.becomes}`", rule.why) for rule in rules("values")]
+    value_rows = [
+        (*_rule_cells(rule), f"`{rule.becomes}`", rule.why) for rule in rules("replaced_values")
+    ]
     name_rows = [
         (tree.name, f"`{old_name}`", meaning)
         for tree in trees

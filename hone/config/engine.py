@@ -152,11 +152,11 @@ class ProfilerConfig(SchemaBlock):
     """The ranks of a role that are recorded in the steps of `global_profiler.steps`."""
 
     enable: bool | None = None
-    """Record the role; null records it unless `enable` is true for another role."""
+    """Record the role or not; null records it only if no role has `enable` true."""
     all_ranks: bool = False
     """Record every rank."""
     ranks: tuple[int, ...] = ()
-    """Ranks to record; empty is rank 0 if `enable` is true, else all."""
+    """Ranks to record. If empty: rank 0 if `enable` is true, and all ranks if `enable` is null."""
 
 
 def sequence_parallel(role: SchemaBlock, sharding: FSDPConfig) -> int:

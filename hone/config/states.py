@@ -33,7 +33,7 @@ _TERM = re.compile(r"(!?)([\w.]+)(?:(!=|<=|=|>)(.+))?")
 _VALUE = re.compile(r"\{([\w.]+)\}")
 _CELLS = {
     **dict.fromkeys(("refused", "neutral"), ("values", "why")),
-    "values": ("values", "becomes", "why"),
+    "replaced_values": ("values", "becomes", "why"),
     "rewritten": ("values", "where", "becomes"),
     "renamed": ("becomes",),
 }
@@ -218,8 +218,8 @@ def _new_values(key: str, value: JsonValue, values: Values, tree: str) -> tuple[
     """Returns the pattern that matches a key (or ""), and the values by key that replace its value; raises
     ValueError for a value that no row of `rules.txt` rewrites."""
     for pattern, compute in COMPUTED.items():
-        is_of_tree = tree == "ppo_trainer" or pattern[0] == "*"
-        if is_of_tree and matches_pattern(pattern.lstrip("!"), key):
+        applies_to_tree = tree == "ppo_trainer" or pattern[0] == "*"
+        if applies_to_tree and matches_pattern(pattern.lstrip("!"), key):
             return pattern, compute(key, value, values)
     rows = [rule for rule in rules("rewritten", tree=tree) if rule.pattern.lstrip("!") == key]
     for rule in (row for row in rows if row.matches(value)):

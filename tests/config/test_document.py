@@ -119,7 +119,7 @@ def test_explain_describes_a_key_completely() -> None:
             "256, or data.train_batch_size where that is smaller",
         ),
         ("algorithm.kl_ctrl", "kl_coef    0.001"),
-        ("algorithm.group_size", "is another name: actor_rollout_ref.rollout.n"),
+        ("algorithm.group_size", "is another name of actor_rollout_ref.rollout.n"),
         ("ray_init.num_cpus", "CPUs Ray may use"),
         ("max_turns", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=*+1"),
         (
@@ -131,7 +131,7 @@ def test_explain_describes_a_key_completely() -> None:
         ("actor_rollout_ref.rollout.name", "becomes native"),
         ("lr", "keys end in 'lr'"),
         ("data.n_samples", "tree     generation"),
-        ("model.partial_pretrain", "is another name: model.path"),
+        ("model.partial_pretrain", "is another name of model.path"),
     ],
 )
 def test_explain_describes_blocks_old_names_and_keys_without_field(key: str, piece: str) -> None:

@@ -74,7 +74,7 @@ def test_no_row_advises_the_value_that_was_written() -> None:
     for rule in STATES:
         assert rule.why, rule.pattern
         assert not rule.why.endswith(("use 1", "use true", "use false")), rule.pattern
-    assert all(value.values for value in rules("values"))
+    assert all(value.values for value in rules("replaced_values"))
 
 
 def test_notes_with_the_same_sentence_share_a_line() -> None:
