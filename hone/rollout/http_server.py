@@ -160,7 +160,7 @@ class HttpServer:
         raise NotImplementedError
 
     async def end_update(self, version: str) -> None:
-        """Ends an update after `send_tensors`: the server drops the KV cache and reports `version`."""
+        """Ends a weight update after `send_tensors`: the server drops the KV cache and reports `version`."""
         raise NotImplementedError
 
     async def check_weights(self, version: str, folder: WeightFolder | None) -> None:

@@ -59,7 +59,7 @@ class ServerRollout(StreamingEngine):
         self.retries = max_attempts
         self._servers, self._folder = list(servers), folder
         self._sends_tensors, self._broadcast_device = send_tensors, broadcast_device
-        self._group: UpdateGroup | None = None  # of the current update
+        self._group: UpdateGroup | None = None  # of the current weight update
         self._to_checkpoint = to_checkpoint
         self._loads_folders = not send_tensors and broadcast_device is None
         self._keeps_weights = keep_weights or self._loads_folders
@@ -70,7 +70,7 @@ class ServerRollout(StreamingEngine):
         self._expected_version: str | None = None
         """The weight version that servers report after the last update; None before the first update."""
         self._stale_servers: set[HttpServer] = set()
-        """The servers that have missed a part of the current update; `commit` sends them all weights."""
+        """The servers that missed a part of the current weight update; `commit` sends them all weights."""
         self._weights_released = False
         """Whether the memory of the weights was released and their values have not been restored."""
         self._wake_lock = asyncio.Lock()
@@ -221,7 +221,7 @@ class ServerRollout(StreamingEngine):
                 raise result
 
     async def _backend_begin(self) -> None:
-        await self._close_group()  # of an update that has failed
+        await self._close_group()  # of a weight update that has failed
         for server in self._servers:
             if server.recovery is not None and not server.recovery.done():
                 await self._wait_for_recovery(server)
@@ -286,7 +286,7 @@ class ServerRollout(StreamingEngine):
             await self._restore_weights()
 
     async def _publish(self, server: HttpServer, version: str) -> None:
-        """Ends the update of one server; a server that is lost meanwhile gets all weights again."""
+        """Ends the weight update of one server; a server that is lost meanwhile gets all weights again."""
         try:
             if not self._loads_folders and server not in self._stale_servers:
                 await server.end_update(version)

@@ -86,7 +86,7 @@ class StreamingEngine(RequestEngine):
         super().__init__(rules)
         self.version = 0
         self._parameters = parameters
-        self._loaded_names: set[str] = set()  # of the current update
+        self._loaded_names: set[str] = set()  # of the current weight update
         self._running: set[RunningRequest] = set()
         self._loop = asyncio.new_event_loop()
         self._not_paused = asyncio.Event()
@@ -122,7 +122,7 @@ class StreamingEngine(RequestEngine):
         raise NotImplementedError
 
     async def _backend_commit(self, version: int) -> None:
-        """Ends the update; the next token uses the new weights, if there are any, and no old KV cache."""
+        """Ends the weight update; the next token uses the new weights, if any, and no old KV cache."""
 
     async def _backend_sleep(self) -> None: ...
 

@@ -61,7 +61,8 @@ class VLLMRollout(StreamingEngine):
             loads_adapters=adapter_folder is not None,
         )
         self._processes, self._device = list(processes), device
-        self._bucket_bytes, self._num_buckets = bucket_bytes, 0  # of the current update
+        self._bucket_bytes = bucket_bytes
+        self._num_buckets = 0  # sent in the current weight update
         self._current_weights, self._adapter_folder = current_weights, adapter_folder
         self._host_copy: dict[str, Tensor] = {}
         self._must_restore = False
@@ -154,7 +155,7 @@ class VLLMRollout(StreamingEngine):
     async def _ensure_serving(self, process: EngineProcess) -> None:
         """Restarts a process that does not serve, and loads the current weights.
 
-        During an update, `commit` loads the weights instead.
+        During a weight update, `commit` loads the weights instead.
         """
         async with self._restart_lock:
             while not process.serving:
@@ -169,7 +170,7 @@ class VLLMRollout(StreamingEngine):
                     await process.start()
                     if self._paused:
                         await process.call("pause")
-                    process.stale = True
+                    process.needs_weights = True
                     if not self._update.in_progress:
                         await self._restore(process)
                     process.serving = process.alive
@@ -187,7 +188,7 @@ class VLLMRollout(StreamingEngine):
             for index, bucket in enumerate(self._fill_buckets(weights)):
                 await process.call("load", first=index == 0, bucket=bucket)
             await process.call("finish")
-        process.stale, process.num_buckets = False, 0
+        process.needs_weights, process.num_loaded_buckets = False, 0
 
     async def _backend_sleep(self) -> None:
         """Frees GPU memory; `wake_up` restores the weights."""
@@ -196,7 +197,7 @@ class VLLMRollout(StreamingEngine):
         await self._call_all("sleep", level=level)
         log.info("vLLM sleeps at level %d after %.2f s", level, time.monotonic() - start_time)
         for process in self._processes:
-            process.stale |= level == 2
+            process.needs_weights |= level == 2
         self._must_restore |= level == 2
 
     def _choose_sleep_level(self) -> int:
@@ -214,7 +215,7 @@ class VLLMRollout(StreamingEngine):
             for process in self._processes:
                 while True:
                     await self._ensure_serving(process)
-                    if not process.stale or self._update.in_progress:
+                    if not process.needs_weights or self._update.in_progress:
                         break
                     try:
                         await self._restore(process)
@@ -235,7 +236,7 @@ class VLLMRollout(StreamingEngine):
         await self.wake_up()
         self._num_buckets = 0
         for process in self._processes:
-            process.num_buckets = 0
+            process.num_loaded_buckets = 0
         if self._adapter_folder is not None:
             self._adapter_folder.begin()
 
@@ -260,14 +261,16 @@ class VLLMRollout(StreamingEngine):
         """Loads a bucket into each process that has all earlier buckets; `commit` restores the others."""
         index = self._num_buckets
         processes = [
-            process for process in self._processes if process.alive and process.num_buckets == index
+            process
+            for process in self._processes
+            if process.alive and process.num_loaded_buckets == index
         ]
         self._num_buckets += 1
         calls = (process.call("load", first=index == 0, bucket=bucket) for process in processes)
         results = await asyncio.gather(*calls, return_exceptions=True)
         for process, result in zip(processes, results, strict=True):
             if not isinstance(result, BaseException):
-                process.num_buckets += 1
+                process.num_loaded_buckets += 1
             elif not isinstance(result, ConnectionLost):
                 raise result
 
@@ -276,19 +279,20 @@ class VLLMRollout(StreamingEngine):
         if self._loaded_names and self._adapter_folder is not None:
             await asyncio.to_thread(self._adapter_folder.commit)
             for process in self._processes:
-                process.stale = True
-        # A process may die while another finishes its update.
+                process.needs_weights = True
+        # A process may die while another finishes the weight update.
         while outdated_processes := [
             process
             for process in self._processes
-            if process.stale or process.num_buckets or not process.serving
+            if process.needs_weights or process.num_loaded_buckets or not process.serving
         ]:
             for process in outdated_processes:
                 await self._ensure_serving(process)
                 try:
-                    if process.num_buckets and process.num_buckets == self._num_buckets:
+                    has_all_buckets = 0 < process.num_loaded_buckets == self._num_buckets
+                    if has_all_buckets:
                         await process.call("finish")
-                        process.stale, process.num_buckets = False, 0
+                        process.needs_weights, process.num_loaded_buckets = False, 0
                     else:
                         await self._restore(process)
                 except ConnectionLost as error:

@@ -1,6 +1,7 @@
 """A vLLM process: its start, its commands over a socket, its health checks and its end.
 
-All methods run in one event loop; the process ends with the thread of the event loop.
+All methods run in one event loop. If the thread of that loop ends, the kernel sends SIGTERM to the vLLM
+process (PR_SET_PDEATHSIG in vllm_server.py), which then ends.
 """
 
 from __future__ import annotations
@@ -74,10 +75,11 @@ class EngineProcess:
         """Whether the process accepts requests; `VLLMRollout` sets this once the weights are current."""
         self.starts_without_tokens = 0
         """Number of starts since the process last sent a token."""
-        self.num_buckets = 0
-        """Number of buckets of the current update that the process has loaded."""
-        self.stale = False
-        """Whether the process lacks the current weights."""
+        self.num_loaded_buckets = 0
+        """Number of buckets of the current weight update that the process has loaded."""
+        self.needs_weights = False
+        """Whether `VLLMRollout` must send the current weights: after a restart, after a sleep that dropped
+        them, or for a new adapter. At the first start, vLLM loads the model's files."""
         self._child: subprocess.Popen[bytes] | None = None
         self._folder: OwnedFolder | None = None
         self._calls: dict[int, asyncio.Future[object]] = {}  # the results of commands, by call id
@@ -85,7 +87,8 @@ class EngineProcess:
         self._streams: dict[str, asyncio.Queue[Chunk | Exception]] = {}  # by the key of the request
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
-        self._pong: asyncio.Future[float] | None = None  # the answer to the last ping
+        self._pong: asyncio.Future[float] | None = None
+        """The answer to the last ping: seconds that the current command or decode step has taken."""
         self._closed = False
 
     @property
@@ -153,7 +156,7 @@ class EngineProcess:
             )
         reader, self._writer = await asyncio.open_connection(sock=parent_socket)
         self.alive = True
-        self.stale, self.num_buckets = False, 0
+        self.needs_weights, self.num_loaded_buckets = False, 0
         self._tasks = [
             asyncio.ensure_future(self._read(reader)),
             asyncio.ensure_future(self._watch()),
@@ -215,7 +218,7 @@ class EngineProcess:
         elif "refused" in frame:
             if (queue := self._streams.get(frame["refused"])) is not None:
                 queue.put_nowait(RolloutError(f"vLLM refused the request: {frame['error']}"))
-        elif "busy_s" in frame:
+        elif "busy_s" in frame:  # the answer to a ping
             if self._pong is not None and not self._pong.done():
                 self._pong.set_result(frame["busy_s"])
         else:
@@ -230,7 +233,7 @@ class EngineProcess:
     # -- health and end -------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Kills the process if it does not answer, or if a command or step does not end."""
+        """Kills the process if it does not answer, or if a command or decode step does not end."""
         while True:
             await asyncio.sleep(_PING_INTERVAL_S)
             if not self.alive:
@@ -248,7 +251,11 @@ class EngineProcess:
             if not self.serving:  # the process starts, or loads all weights
                 limit_s = max(limit_s, self._launch.start_timeout_s)
             if busy_s > limit_s:
-                log.error("%s has spent %.0f s on one step; it is killed", self._name, busy_s)
+                log.error(
+                    "%s has spent %.0f s on one command or decode step; it is killed",
+                    self._name,
+                    busy_s,
+                )
                 break
         self.kill()
 

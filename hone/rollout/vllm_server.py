@@ -208,7 +208,7 @@ class Server:
         self._paused = False
 
     def load(self, frame: Frame) -> None:
-        """Loads one bucket; the first bucket of an update (`first`) starts the update."""
+        """Loads one bucket; the first bucket (`first`) starts a weight update."""
         if frame["first"]:
             if self._updating:  # the previous update was not finished
                 self._llm.finish_weight_update()
@@ -218,7 +218,7 @@ class Server:
         self._llm.update_weights({"update_info": bucket})
 
     def finish(self, frame: Frame) -> None:
-        """Ends an update; running requests recompute their KV cache."""
+        """Ends a weight update; running requests recompute their KV cache."""
         self._llm.finish_weight_update()
         self._updating = False
         self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)

@@ -71,7 +71,7 @@ class BucketEngine(WeightTransferEngine):
         load_weights(tensors)
 
     def finish_weight_update(self) -> None:
-        """Ends an update; vLLM 0.22 does not call this, because its worker does the same."""
+        """Ends a weight update; vLLM 0.22 does not call this, because its worker does the same."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with torch.device(self.device):

@@ -14,14 +14,14 @@ from hone.suggestions import suggestion
 
 
 class WeightUpdate:
-    """The state of the current update; an engine samples no token between `begin` and `commit`."""
+    """The state of the current weight update; an engine samples no token between `begin` and `commit`."""
 
     def __init__(self) -> None:
         self.in_progress = False
         self._load_error: Exception | None = None
 
     def begin(self, num_running: int) -> None:
-        """Starts an update, or restarts an uncommitted one; raises if requests are running."""
+        """Starts a weight update, or restarts an uncommitted one; raises if requests are running."""
         if num_running:
             raise RolloutError(
                 f"cannot begin_update while {num_running} requests run; pause the engine, or wait for them"
@@ -44,7 +44,7 @@ class WeightUpdate:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Wraps the end of an update; if the block raises, `begin` must be called again."""
+        """Wraps the end of a weight update; if the block raises, `begin` must be called again."""
         self._raise_unless_in_progress("commit")
         if self._load_error is not None:
             raise RolloutError(

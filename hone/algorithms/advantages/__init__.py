@@ -48,9 +48,9 @@ def get_estimator(name: str, config: Settings | None = None, **options: JsonValu
 
 
 def estimator_group_use(name: str) -> str | None:
-    """Returns `Estimator.groups` of a named estimator: how it uses the responses of one prompt."""
+    """Returns `Estimator.group_use` of a named estimator: how it uses the responses of one prompt."""
     entry = TABLE.get(name)
-    return getattr(getattr(entry, "estimator", entry), "groups", None)
+    return getattr(getattr(entry, "estimator", entry), "group_use", None)
 
 
 def get_adv_estimator_fn(name: str) -> Function:

@@ -90,7 +90,7 @@ class Estimator:
 
     uses: ClassVar[tuple[str, ...]] = ()
     """Optional columns that the estimator reads, in addition to `trajectory_id`."""
-    groups: ClassVar[GroupUse | None] = None
+    group_use: ClassVar[GroupUse | None] = None
     """How the estimator uses groups. ignored: no responses are compared; compared: a group of one keeps
     its raw score; required: a group of one has advantage 0; None: unknown."""
 
@@ -313,7 +313,7 @@ class GRPO(OutcomeEstimator):
     norm_adv_by_std_in_grpo: bool
     epsilon: float = EPS
 
-    groups = "compared"  # a group of one keeps its raw score
+    group_use = "compared"  # a group of one keeps its raw score
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         divide_by_std = self.norm_adv_by_std_in_grpo
@@ -324,7 +324,7 @@ class GRPO(OutcomeEstimator):
 class DrGRPO(OutcomeEstimator):
     """A = R − mean_g: GRPO without the bias towards easy and hard prompts."""
 
-    groups = "compared"  # a group of one keeps its raw score
+    group_use = "compared"  # a group of one keeps its raw score
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         return outcome.scores - outcome.baseline()

@@ -31,7 +31,7 @@ from hone.types import Settings
 class OPO(OutcomeEstimator):
     """A = R − Σ len·R / Σ len over the group (2505.23585); a group of one keeps its raw score."""
 
-    groups = "compared"
+    group_use = "compared"
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         groups = outcome.groups
@@ -45,7 +45,7 @@ class GPG(OutcomeEstimator):
 
     f_norm: float = 1.0
 
-    groups = "compared"
+    group_use = "compared"
 
     def __post_init__(self) -> None:
         if self.f_norm == 0:
@@ -67,7 +67,7 @@ class PassK(OutcomeEstimator):
     norm_adv_by_std_in_grpo: bool
     epsilon: float = EPS
 
-    groups = "required"
+    group_use = "required"
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         groups, scores = outcome.groups, outcome.scores
@@ -94,7 +94,7 @@ class PassK(OutcomeEstimator):
 class MaxRL(OutcomeEstimator):
     """A = (R − mean_g)/(mean_g + ε) (2602.02710): rare successes count more; a group of one gets 0."""
 
-    groups = "required"
+    group_use = "required"
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         groups, scores = outcome.groups, outcome.scores
@@ -112,7 +112,7 @@ class MaxRL(OutcomeEstimator):
 class LitePPO(OutcomeEstimator):
     """A = (R − mean_g)/(std_batch + ε) (2508.08221), std unbiased; a group of one gets 0."""
 
-    groups = "required"
+    group_use = "required"
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         groups, scores = outcome.groups, outcome.scores
@@ -132,7 +132,7 @@ class GDPO(Estimator):
     norm_adv_by_std_in_grpo: bool = field(default=True, metadata=CALL_ONLY)
     epsilon: float = EPS
 
-    groups = "compared"
+    group_use = "compared"
 
     def __post_init__(self) -> None:
         keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights

@@ -29,16 +29,16 @@ EPS = 1e-8
 class OptimalTokenBaseline(Estimator):
     """B_t = Σ G·W / (Σ W + ε) over the group, W_t = Σ_{s≤t} (1 − 2π_s + Σπ²)·ρ_s²;  A = G − B.
 
-    G is the return, π the probability of a token under the policy, ρ the rollout importance weight. The only
-    token of a group at its position has no baseline; with `handle_zero_tail=False`, the tail of the longest
-    response has its own return as baseline.
+    G is the return, π the probability of a token under the policy, ρ the rollout importance weight.
+    Where only one response of a group has a token, the baseline is 0 (A = G). With `handle_zero_tail=False`,
+    such a token has its own return as baseline (A ≈ 0), except in a group of one.
     """
 
     handle_zero_tail: bool = True
     epsilon: float = EPS
 
     uses = ("rollout_is_weights",)
-    groups = "compared"  # a group of one keeps its raw return
+    group_use = "compared"  # a group of one keeps its raw return
 
     requires = ("old_log_probs", "sum_pi_squared")
 
@@ -65,19 +65,22 @@ class OptimalTokenBaseline(Estimator):
             earlier_energy = row_order.sum_of_earlier_rows(energy.sum(-1))
             cumulative_energy = cumulative_energy + earlier_energy.unsqueeze(-1)
         mask = response_mask.bool()
-        group = torch.from_numpy(factorise(labels)).to(mask.device)
+        group_of_row = torch.from_numpy(factorise(labels)).to(mask.device)
         num_positions = int(position.max()) + 1 if position.numel() else 1
-        cell = (group.unsqueeze(-1) * num_positions + position)[mask]  # one per (group, position)
+        # The tokens of a group at the same position share a cell.
+        cell = (group_of_row.unsqueeze(-1) * num_positions + position)[mask]
         g, w = returns[mask].double(), cumulative_energy[mask].double()
         num_cells = int(cell.max()) + 1 if len(cell) else 1
         zeros = g.new_zeros(num_cells)
         weighted_returns = zeros.index_add(0, cell, g * w)
         weight_sums = zeros.index_add(0, cell, w)
         member_counts = zeros.index_add(0, cell, torch.ones_like(w))
-        if not self.handle_zero_tail:  # only a group of one has no baseline
-            groups = group if row_order is None else group[row_order.row_number == 0]
+        if not self.handle_zero_tail:  # the baseline is 0 only in a group of one
+            group_of_trajectory = group_of_row
+            if row_order is not None:
+                group_of_trajectory = group_of_row[row_order.row_number == 0]
             group_of_cell = torch.arange(num_cells, device=mask.device) // num_positions
-            member_counts = torch.bincount(groups)[group_of_cell]
+            member_counts = torch.bincount(group_of_trajectory)[group_of_cell]
         baseline = torch.where(
             member_counts > 1, weighted_returns / (weight_sums + self.epsilon), zeros
         )

@@ -141,7 +141,7 @@ class GAE(Estimator):
     gamma: float
     lam: float
 
-    groups = "ignored"
+    group_use = "ignored"
     requires = ("values",)
 
     def __call__(self, batch: Trajectories) -> Estimate:
@@ -159,7 +159,7 @@ class ReinforcePlusPlus(Estimator):
 
     gamma: float
 
-    groups = "ignored"
+    group_use = "ignored"
 
     def __call__(self, batch: Trajectories) -> Estimate:
         row_order = RowOrder.from_labels(batch.uid, batch.trajectory_id, batch.rewards)
@@ -171,7 +171,7 @@ class ReinforcePlusPlus(Estimator):
 class ReinforcePlusPlusBaseline(OutcomeEstimator):
     """A = whiten(R − mean_g) over all tokens of the batch; a group of one keeps its raw R."""
 
-    groups = "compared"
+    group_use = "compared"
 
     def advantages(self, outcome: Outcomes) -> Tensor:
         return outcome.whiten(outcome.scores - outcome.baseline())
@@ -181,7 +181,7 @@ class ReinforcePlusPlusBaseline(OutcomeEstimator):
 class ReMax(Estimator):
     """A_t = Σ_{s≥t} r_s − R_greedy (2310.10505): the greedy response to the same prompt is the baseline."""
 
-    groups = "ignored"
+    group_use = "ignored"
 
     requires = ("reward_baselines",)
 

@@ -33,7 +33,7 @@ class RLOOToken(Estimator):
     credit_assignment: float | str | None = None
     process_baseline: str = "return"
 
-    groups = "required"
+    group_use = "required"
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -95,7 +95,7 @@ class RLOO(Estimator):
     credit_assignment: float | str | None = None
     process_baseline: str = "return"
 
-    groups = "compared"
+    group_use = "compared"
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ class PrimeRLOO(Estimator):
     reward_gt_coef: float
     reward_dpo_coef: float
 
-    groups = "required"
+    group_use = "required"
 
     requires = ("reward/implicit", "token_level_scores")
 

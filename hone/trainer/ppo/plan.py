@@ -99,7 +99,7 @@ class Plan:
     @property
     def compares_scores_only(self) -> bool:
         """Whether responses of equal score teach nothing; implicit rewards differ between such responses."""
-        return self.estimator.groups != "ignored" and not self.needs_implicit_rewards
+        return self.estimator.group_use != "ignored" and not self.needs_implicit_rewards
 
     @property
     def has_external_reward_model(self) -> bool:
@@ -301,7 +301,7 @@ def _plan_problems(config: PPOTrainerConfig, plan: Plan) -> Iterator[str]:
     """Yields a problem per setting that contradicts the plan."""
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-    if plan.estimator.groups == "required" and rollout.n == 1:
+    if plan.estimator.group_use == "required" and rollout.n == 1:
         yield (
             f"{estimator} compares the responses of one prompt, and "
             "actor_rollout_ref.rollout.n=1; use actor_rollout_ref.rollout.n=2 or more"

@@ -293,7 +293,7 @@ class _Preflight:
                 "it removes no group unless an agent loop scores its trajectories"
             )
         has_single_responses = rollout.n == 1 and not config.trainer.val_only
-        if plan.estimator.groups == "compared" and has_single_responses:
+        if plan.estimator.group_use == "compared" and has_single_responses:
             yield (
                 f"algorithm.adv_estimator={config.algorithm.adv_estimator} compares the responses of "
                 "one prompt, and actor_rollout_ref.rollout.n=1: it trains on raw scores, without a "
