@@ -23,8 +23,9 @@ from hone.suggestions import suggestion
 T = TypeVar("T")
 Plugin = TypeVar("Plugin", covariant=True)
 """The type of a table's plug-ins: a class, or a function signature."""
-UNSUPPORTED = "__unsupported__"
-"""The attribute with the error message of a placeholder, which stands for an unsupported name of verl."""
+UNSUPPORTED_ATTRIBUTE = "__unsupported__"
+"""The attribute of a placeholder that has its error message. A placeholder (compat.py) stands for a name of
+verl that hone does not support."""
 
 
 class PluginError(ValueError):
@@ -61,7 +62,7 @@ class Table(Generic[Plugin]):
         return plain_name(name) in self.entries
 
     def is_built_in(self, name: str) -> bool:
-        """Whether the entry of a name is an import path; the entry of a user's name is an object."""
+        """Whether hone provides the plug-in: its entry is an import path, and a user registers an object."""
         return isinstance(self.entries.get(plain_name(name)), str)
 
     def get(self, name: str) -> Plugin:
@@ -130,7 +131,7 @@ class TableView(MutableMapping[str, T]):
         return len(self._table.entries)
 
     def use_entries(self, entries: dict[str, T]) -> None:
-        """Makes this dict the table's entries; later registrations are added to the dict."""
+        """Replaces the table's entries by the dict `entries`; later registrations are written to it."""
         self._table.entries = entries
 
 
@@ -182,7 +183,7 @@ def load_extern_object(
             listing = ", ".join(public_names) or "nothing"
             raise MissingObject(f"{module_path!r} has no {name!r}; it has {listing}")
         value = getattr(value, part)
-    if message := getattr(value, UNSUPPORTED, None):
+    if message := getattr(value, UNSUPPORTED_ATTRIBUTE, None):
         raise PluginError(f"{module_path}.{message}")
     return value
 

@@ -41,7 +41,8 @@ class ColocatedClass(ClassWithInitArgs):
             raise ValueError("no role to colocate; give at least one")
         if any(isinstance(member, ColocatedClass) for member in members.values()):
             raise ValueError("a colocated class cannot be a role of another colocated class")
-        super().__init__(dict)  # not instantiated itself: `build_host` instantiates the members
+        # `dict` is a placeholder: worker_group.build_host instantiates only the members, on each rank.
+        super().__init__(dict)
         self.members = dict(members)
 
     @property
@@ -59,7 +60,10 @@ def unwrap_ray_class(cls: Callable[P, W]) -> type:
 
 
 def create_colocated_worker_cls(class_dict: Mapping[K, ClassWithInitArgs]) -> ColocatedClass:
-    """Combines roles into one worker group, whose `spawn(roles)` returns a worker group per role."""
+    """Combines the classes of roles into one, for a worker group that runs all roles in the same processes.
+
+    `spawn(roles)` of that worker group returns a worker group per role.
+    """
     return ColocatedClass({str(role): member for role, member in class_dict.items()})
 
 

@@ -52,7 +52,8 @@ class OwnCluster:
 
     mark: str
     folder: str
-    """Only this user can access the folder; Ray makes its session folder inside world-writable."""
+    """A folder that only this user can access. It contains Ray's session folder, which Ray itself makes
+    writable by all users."""
     reaper: subprocess.Popen[bytes]
 
 
@@ -181,7 +182,7 @@ def _start_cluster(options: Settings, report: Callable[[str], None]) -> None:
     }
     report("starting Ray on this machine")
     try:
-        with _start_settings(variables), _keep_sigterm_handler(), fixed_agent_ports():
+        with _ray_environment(variables), _keep_sigterm_handler(), fixed_agent_ports():
             _reload_settings()
             context = ray.init(**{"_temp_dir": os.path.join(folder, "ray"), **options})
     except BaseException:
@@ -205,8 +206,9 @@ def _reload_settings() -> None:
 
 
 @contextmanager
-def _start_settings(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables inside the block, so that later child processes do not get the token.
+def _ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables and restores them at the end of the block, so that processes that are
+    started later do not inherit the token.
 
     Ray read `_LOOPBACK_ENV` when it was imported, so Ray's constant is set as well.
     """

@@ -41,7 +41,8 @@ def as_hf_dataset(rows: list[Row]) -> Any:
         import datasets
     except ImportError:
         return rows
-    names = dict.fromkeys(name for row in rows for name in row)  # `from_list` reads the first row's
+    # `Dataset.from_list` would take the column names from the first row only.
+    names = dict.fromkeys(name for row in rows for name in row)
     return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in names})
 
 

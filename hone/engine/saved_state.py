@@ -141,7 +141,8 @@ def no_single_process_warning() -> Iterator[None]:
 
 def load_state(state: State, folder: Path) -> None:
     """Loads a checkpoint into the entries of `state`, in place."""
-    read_metadata(folder)  # torch would wrap an error of this function twice
+    # `load` reads the metadata again (SafeReader); there, torch would wrap an error in its own exception.
+    read_metadata(folder)
     try:
         with no_single_process_warning():
             load(state, storage_reader=SafeReader(str(folder)), planner=SafePlanner())

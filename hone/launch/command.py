@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from hone.config.errors import ConfigError
 from hone.launch.cluster import LaunchPlan, run
-from hone.launch.node import CLUSTER_FILE, FOLLOWERS_FILE, HEAD_FOLDER, launch_folder
+from hone.launch.node import CLUSTER_FILE, HEAD_FOLDER, LOG_READERS_FILE, launch_folder
 from hone.launch.scripts import rayjob_manifest, sbatch_script
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.console import screen
@@ -32,8 +32,8 @@ _TRAINING_MODULE = re.compile(r"(hone|verl|recipe)\..*\bmain_(ppo|ppo_format|dap
 """The modules of RL programs, by hone's or verl's path."""
 _NODE_OPTIONS = ("setup", "python", "folder", "start_timeout")
 NETWORK_WARNING = (
-    "Ray listens on every network interface of the nodes and requires a token. Close the ports of the "
-    "nodes to other networks"
+    "Ray listens on every network interface of the nodes and requires a token. Block access to "
+    "the nodes from other networks"
 )
 
 
@@ -271,10 +271,10 @@ def jobs(arguments: Sequence[str]) -> int:
 def _run_jobs_verb(
     address: str, verb: str | None, job: str | None, head_folder: Path | None
 ) -> int:
-    from hone.launch.jobs import STOP_RETRY_DEADLINE_S, JobClient
+    from hone.launch.jobs import SHORT_RETRY_DEADLINE_S, JobClient
 
     client = JobClient(address)
-    client.retry_deadline_s = STOP_RETRY_DEADLINE_S
+    client.retry_deadline_s = SHORT_RETRY_DEADLINE_S
     entries = client.list_jobs()
     if verb in (None, "list"):
         for entry in entries:
@@ -304,7 +304,7 @@ def _keep_cluster_alive(head_folder: Path | None) -> Iterator[None]:
             if head_folder is not None:
                 with contextlib.suppress(OSError):  # the cluster is stopping
                     lock = stack.enter_context(
-                        open(head_folder / FOLLOWERS_FILE, "a", encoding="utf-8")
+                        open(head_folder / LOG_READERS_FILE, "a", encoding="utf-8")
                     )
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             yield

@@ -33,8 +33,8 @@ POLL_INTERVAL_S = 0.5
 STREAM_RETRY_INTERVAL_S = 5.0
 RETRY_DEADLINE_S = 120.0
 """Requests to a job server that does not answer are repeated for this long."""
-STOP_RETRY_DEADLINE_S = 20.0
-"""The shorter deadline after a request to stop, when the cluster may have ended."""
+SHORT_RETRY_DEADLINE_S = 20.0
+"""The deadline when the cluster may have ended: for `hone jobs`, and after a request to stop."""
 AGENT_DEADLINE_S = 180.0
 """A new cluster's job agent accepts a job within this time."""
 
@@ -148,7 +148,7 @@ def run_job(
 
     def stop() -> None:
         wait_for_stop()
-        client.retry_deadline_s = STOP_RETRY_DEADLINE_S
+        client.retry_deadline_s = SHORT_RETRY_DEADLINE_S
         try:
             client.stop(job)  # without effect on a job that has ended
         except Exception as error:
@@ -159,7 +159,7 @@ def run_job(
         return client.follow(job, write)
     except Exception as error:
         logger.error("%s cannot be followed (%s); it is stopped", job, error)
-        client.retry_deadline_s = STOP_RETRY_DEADLINE_S
+        client.retry_deadline_s = SHORT_RETRY_DEADLINE_S
         with contextlib.suppress(Exception):  # the server may still be unreachable
             client.stop(job)
             client.wait(job)  # the job may save; the nodes stop when this process ends

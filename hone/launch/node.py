@@ -25,10 +25,12 @@ from types import ModuleType
 import hone
 
 LOOPBACK = "127.0.0.1"
-HEAD_FOLDER, CLUSTER_FILE, FOLLOWERS_FILE = "head", "cluster.json", "followers"
+HEAD_FOLDER, CLUSTER_FILE = "head", "cluster.json"
+LOG_READERS_FILE = "followers"
+"""Each `hone jobs logs` holds a shared lock of this file while it reads."""
 STOP_WAIT_S = 120
 """Time that a stopped job has to save and end; Ray's default is 3 s."""
-FOLLOWERS_WAIT_S = 10.0
+LOG_READERS_WAIT_S = 10.0
 """Time that `hone jobs logs` has to read the end of a log before the cluster stops."""
 
 
@@ -147,12 +149,12 @@ def run_node(
     while sys.stdin.readline():
         pass
     with contextlib.suppress(OSError):  # the file system has no locks, or a signal ended the wait
-        _wait_for_followers(folder / FOLLOWERS_FILE)
+        _wait_for_log_readers(folder / LOG_READERS_FILE)
 
 
-def _wait_for_followers(file: Path) -> None:
-    """Waits up to FOLLOWERS_WAIT_S until no `hone jobs logs` locks the file."""
-    end_time = time.monotonic() + FOLLOWERS_WAIT_S
+def _wait_for_log_readers(file: Path) -> None:
+    """Waits up to LOG_READERS_WAIT_S until no `hone jobs logs` locks the file."""
+    end_time = time.monotonic() + LOG_READERS_WAIT_S
     with open(file, "a", encoding="utf-8") as lock:
         while time.monotonic() < end_time:
             try:

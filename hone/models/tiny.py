@@ -52,9 +52,10 @@ def character_tokenizer(
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=PAD
     )
-    # For some families (qwen2) AutoTokenizer reads only the vocabulary and the added tokens and splits
-    # text into bytes, where spaces and line ends are encoded differently. A word that starts with an earlier
-    # word is not added: this tokenizer matches the first word of `words`, added tokens the longest one.
+    # For some families (qwen2), AutoTokenizer builds a byte-level tokenizer from the vocabulary and the added
+    # tokens, without the Split above. It would write white space as other characters and match no words, so
+    # both are added tokens. Split takes the first word of `words` that fits, added tokens the longest one;
+    # therefore a word that begins with an earlier word is not added.
     added_tokens: list[str] = []
     for index, word in enumerate(words):
         earlier_words = tuple(earlier for earlier in words[:index] if earlier)

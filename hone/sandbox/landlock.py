@@ -1,7 +1,7 @@
 """The box without bubblewrap: a temporary directory, Landlock for files, seccomp for sockets.
 
-This box is weaker, so the minimum of a run must allow it: the program sees the pids of host processes, and
-stat(2) works on denied paths.
+The program sees the pids of host processes, and stat(2) works on denied paths. This box therefore does not
+give the guarantee `processes` (layers.py), and is used only if the run's `minimum` does not demand it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def fork_program(
         interpreter = request.plan.interpreter
         restrict(read_paths=(*SYSTEM_PATHS, *interpreter.read_paths), write_paths=(home, *DEVICES))
         if request.plan.use_seccomp:
-            seccomp.install(seccomp.build_filter(deny_leaving_group=True))
+            seccomp.install(seccomp.build_filter(deny_setsid_and_setpgid=True))
         argv = [interpreter.executable, f"{home}/main.py", *request.job.argv]
         os.execve(argv[0], argv, box_environment(home))
     except BaseException as error:  # otherwise the child would continue as a second warden

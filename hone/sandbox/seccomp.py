@@ -59,7 +59,7 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE3 = 435
 _IOCTL = {"x86_64": 16, "aarch64": 29}
 # Without a PID namespace, the warden kills the process group, so no process may leave the group.
-_LEAVE_GROUP_CALLS = {"x86_64": (112, 109), "aarch64": (157, 154)}  # setsid, setpgid
+_SETSID_AND_SETPGID = {"x86_64": (112, 109), "aarch64": (157, 154)}
 
 
 def is_supported(machine: str | None = None) -> bool:
@@ -68,16 +68,16 @@ def is_supported(machine: str | None = None) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def build_filter(machine: str | None = None, *, deny_leaving_group: bool = False) -> bytes:
-    """Returns an array of `struct sock_filter`; `deny_leaving_group` denies setsid and setpgid."""
+def build_filter(machine: str | None = None, *, deny_setsid_and_setpgid: bool = False) -> bytes:
+    """Returns the filter, as an array of `struct sock_filter`."""
     machine = machine or platform.machine()
     if machine not in _AUDIT_ARCH:
         raise ValueError(
             f"seccomp: no system-call table for {machine!r}; known: {sorted(_AUDIT_ARCH)}"
         )
     numbers = [*DENIED_CALLS[machine].values()]
-    if deny_leaving_group:
-        numbers += _LEAVE_GROUP_CALLS[machine]
+    if deny_setsid_and_setpgid:
+        numbers += _SETSID_AND_SETPGID[machine]
     permission_error, not_implemented = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [
         _instruction(_LOAD, _ARCH),

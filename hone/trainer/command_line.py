@@ -203,7 +203,7 @@ def check_plan(config: Block, origins: Mapping[str, str]) -> tuple[list[str], li
 
 
 def print_starting_values_and_notes(composed: ComposedConfig) -> None:
-    """Prints the starting values, and the keys that the user set without effect."""
+    """Prints the starting values, and the notes about keys that the user set without effect."""
     from hone.tracking.console import screen
 
     keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES_ORIGIN]

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Runs `hone train`, which differs from `main` by starting values for keys that are not set."""
+    """Runs `hone train`: like `main`, but keys that are not set get starting values, which
+    starting_values.py chooses for the model, the data and the device, instead of verl's defaults."""
     with progress("load libraries"):
         from hone.trainer.starting_values import REQUIRED_KEYS, starting_values
 

@@ -197,5 +197,5 @@ def test_a_stopped_job_whose_cluster_has_ended_is_given_up_soon(
 
     monkeypatch.setattr(jobs, "JobSubmissionClient", Gone)
     monkeypatch.setattr(jobs, "RETRY_DEADLINE_S", 600.0)
-    monkeypatch.setattr(jobs, "STOP_RETRY_DEADLINE_S", 0.02)
+    monkeypatch.setattr(jobs, "SHORT_RETRY_DEADLINE_S", 0.02)
     assert jobs.run_job("http://x", "true", lambda text: None, lambda: None) == 1

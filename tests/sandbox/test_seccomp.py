@@ -76,10 +76,10 @@ def test_foreign_architecture_is_killed_and_x32_is_absent() -> None:
     assert run_filter(seccomp.build_filter("aarch64"), ARCH["x86_64"], 1) == KILL
 
 
-def test_deny_leaving_group_refuses_setsid_and_setpgid() -> None:
+def test_setsid_and_setpgid_are_denied_on_request() -> None:
     plain, strict = (
         seccomp.build_filter("x86_64"),
-        seccomp.build_filter("x86_64", deny_leaving_group=True),
+        seccomp.build_filter("x86_64", deny_setsid_and_setpgid=True),
     )
     for number in (109, 112):
         assert run_filter(plain, ARCH["x86_64"], number) == ALLOW

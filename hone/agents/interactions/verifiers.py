@@ -104,7 +104,8 @@ def _client(answer: Any) -> Any:
         )
         return Response(id="", created=int(time.time()), model=model, message=message)
 
-    # The abstract methods may be None: only the base class's `get_response` calls them.
+    # Only the base class's `get_response` calls the other abstract methods, and it is overridden here, so
+    # these methods can be None.
     unused_methods = dict.fromkeys(Client.__abstractmethods__)
     return type("LoopClient", (Client,), {**unused_methods, "get_response": get_response})(None)
 
