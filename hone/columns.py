@@ -1,4 +1,4 @@
-"""Declares every column of a batch: its shape, dtype and meaning, and which step writes it and when.
+"""Declares every column of a batch: its shape, dtype and meaning, and the phase of a step that writes it.
 
 `require` reads a column and raises if it is missing; `write` adds a column and raises if it exists.
 """
@@ -31,10 +31,10 @@ class Column:
     """For example "[B, T]"."""
     dtype: str
     """float, int, mask (0 or 1 in any type) or object (a numpy column)."""
-    step: str
-    """The step of the training loop that writes the column."""
+    phase: str
+    """The phase of the training loop that writes the column."""
     when: str
-    """"always", or the condition on the config under which the step writes the column."""
+    """"always", or the condition on the config under which the phase writes the column."""
     meaning: str
 
     @property
@@ -44,7 +44,7 @@ class Column:
 
 
 class MissingColumn(KeyError):
-    """A step reads a column that no earlier step has written."""
+    """A phase reads a column that no earlier phase has written."""
 
     def __init__(self, message: str, name: str) -> None:
         super().__init__(message, name)  # two arguments, so that the error can be pickled
@@ -55,7 +55,7 @@ class MissingColumn(KeyError):
 
 
 class ColumnWrittenTwice(ValueError):
-    """Two steps write the same column."""
+    """Two phases write the same column."""
 
 
 _LOG_PROB_CONDITION = (
@@ -64,7 +64,7 @@ _LOG_PROB_CONDITION = (
 )
 
 
-_DECLARATIONS = {  # {(step, when): one line per column}
+_DECLARATIONS = {  # {(phase, when): one line per column}
     ("prompts", _ALWAYS): """
         uid object [B]: id of the prompt; the responses with the same uid are a group
         data_source object [B]: name of the data set, which selects the scorer
@@ -105,7 +105,7 @@ _DECLARATIONS = {  # {(step, when): one line per column}
     ): "rollout_log_probs float [B, T]: log-prob of each token in the rollout engine",
     (
         "generate",
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True; with router_replay.mode=R2, step "
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True; with router_replay.mode=R2, phase "
         "'log_probs' writes it",
     ): "routed_experts int [B, P+T, L, k]: the experts of each token in each MoE layer, -1 for none",
     ("generate", "an agent loop scores its trajectory"): """
@@ -160,7 +160,7 @@ _DECLARATIONS = {  # {(step, when): one line per column}
         token_level_rewards float [B, T]: scores after KL and shaping
         advantages float [B, T]: advantage of each token
         returns float [B, T]: target of the critic
-        step_row int [B]: index of the row's trajectory in the step's batch, before rows are split over ranks
+        global_row int [B]: index of the row, or of its trajectory, in the whole batch before balancing
     """,
     (
         "advantages",
@@ -176,11 +176,11 @@ _DECLARATIONS = {  # {(step, when): one line per column}
 
 
 COLUMNS: dict[str, Column] = {}
-for (_step, _when), _lines in _DECLARATIONS.items():
+for (_phase, _when), _lines in _DECLARATIONS.items():
     for _line in filter(None, map(str.strip, _lines.splitlines())):
         _head, _, _meaning = _line.partition(": ")
         _name, _dtype, _shape = _head.split(maxsplit=2)
-        COLUMNS[_name] = Column(_name, _shape, _dtype, _step, _when, _meaning)
+        COLUMNS[_name] = Column(_name, _shape, _dtype, _phase, _when, _meaning)
 
 
 def reward_column(part: str) -> str:
@@ -202,13 +202,13 @@ def declaration(name: str) -> Column | None:
 
 
 def is_data_column(name: str) -> bool:
-    """Whether a data row may have this column: no step declares it, or the step `prompts` writes it."""
+    """Whether a data row may have this column: no phase declares it, or the phase `prompts` writes it."""
     column = declaration(name)
-    return column is None or column.step == "prompts"
+    return column is None or column.phase == "prompts"
 
 
 def require(batch: DataProto, name: str) -> Tensor:
-    """Returns the values of a column; raises MissingColumn, which names the step that writes it."""
+    """Returns the values of a column; raises MissingColumn, which names the phase that writes it."""
     if batch.has_column(name):
         values: Tensor = batch.column(name)
         return values
@@ -216,11 +216,12 @@ def require(batch: DataProto, name: str) -> Tensor:
         is_always = column.when == _ALWAYS
         writes = "always writes it" if is_always else f"writes it if {column.when}"
         raise MissingColumn(
-            f"batch has no {name!r} ({column.meaning}): step {column.step!r} {writes}", name
+            f"batch has no {name!r} ({column.meaning}): phase {column.phase!r} {writes}", name
         )
     hint = suggestion(name, [*COLUMNS, *batch.column_names()])
     raise MissingColumn(
-        f"batch has no {name!r}, and no step declares it.{hint} It has {batch.column_names()}", name
+        f"batch has no {name!r}, and no phase declares it.{hint} It has {batch.column_names()}",
+        name,
     )
 
 
@@ -228,7 +229,7 @@ def write(batch: DataProto, name: str, value: Tensor | np.ndarray) -> None:
     """Adds a column to the batch, in place; raises ColumnWrittenTwice if it exists."""
     column = declaration(name)
     if batch.has_column(name):
-        writer = f" by step {column.step!r}" if column else ""
+        writer = f" by phase {column.phase!r}" if column else ""
         raise ColumnWrittenTwice(
             f"column {name!r} has already been written{writer}; choose another name for yours"
         )

@@ -29,7 +29,7 @@ def test_the_sentence_says_who_should_have_written_it() -> None:
     with pytest.raises(MissingColumn) as caught:
         require(batch(), "values")
     assert str(caught.value) == (
-        "batch has no 'values' (critic estimate before each token): step 'values' writes it "
+        "batch has no 'values' (critic estimate before each token): phase 'values' writes it "
         "if an estimator reads it (gae), or critic.enable=True"
     )
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -37,8 +37,8 @@ def test_the_sentence_says_who_should_have_written_it() -> None:
     assert isinstance(caught.value, KeyError)
 
 
-def test_a_step_that_always_runs_is_said_to() -> None:
-    with pytest.raises(MissingColumn, match="step 'generate' always writes it"):
+def test_a_phase_that_always_runs_is_said_to() -> None:
+    with pytest.raises(MissingColumn, match="phase 'generate' always writes it"):
         require(batch(), "response_mask")
 
 
@@ -51,7 +51,7 @@ def test_a_column_that_is_there_is_returned() -> None:
 def test_a_typo_is_helped_and_an_unknown_name_lists_what_there_is() -> None:
     with pytest.raises(MissingColumn, match="Did you mean 'advantages'"):
         require(batch(), "advantage")
-    with pytest.raises(MissingColumn, match=r"no step declares it.*\['responses', 'uid'\]"):
+    with pytest.raises(MissingColumn, match=r"no phase declares it.*\['responses', 'uid'\]"):
         require(batch(), "qqqq")
 
 
@@ -65,7 +65,7 @@ def test_a_column_is_written_once() -> None:
     data = batch()
     write(data, "values", torch.zeros(2, 3))
     with pytest.raises(
-        ColumnWrittenTwice, match="'values' has already been written by step 'values'"
+        ColumnWrittenTwice, match="'values' has already been written by phase 'values'"
     ):
         write(data, "values", torch.ones(2, 3))
     assert float(data.column("values").sum()) == 0
@@ -110,7 +110,7 @@ def test_every_reward_part_is_declared_by_its_family() -> None:
     assert reward_column("rule") == "reward/rule"
     column = declaration("reward/rule")
     assert column is not None
-    assert (column.shape, column.step) == ("[B, T]", "score")
+    assert (column.shape, column.phase) == ("[B, T]", "score")
     with pytest.raises(MissingColumn, match="reward part 'kl' of each token"):
         require(batch(), "reward/kl")
     for wrong in ("", "a/b"):
@@ -119,7 +119,7 @@ def test_every_reward_part_is_declared_by_its_family() -> None:
     assert declaration("reward/") is None
 
 
-def test_a_row_may_bring_what_is_its_own_and_nothing_a_step_writes() -> None:
+def test_a_row_may_bring_what_is_its_own_and_nothing_a_phase_writes() -> None:
     assert all(is_data_column(name) for name in ("data_source", "extra_info", "acc", "difficulty"))
     assert not any(is_data_column(name) for name in ("responses", "seed", "values", "reward/rule"))
 
@@ -129,7 +129,7 @@ def test_every_declaration_is_complete() -> None:
         assert name == column.name
         assert column.shape in {"[B]", "[B, P]", "[B, T]", "[B, P+T]", "[B, P+T, L, k]"}
         assert column.dtype in {"float", "int", "mask", "object"}
-        assert all((column.step, column.when, column.meaning))
+        assert all((column.phase, column.when, column.meaning))
         assert column.ndim == {"[B]": 1, "[B, P+T, L, k]": 4}.get(column.shape, 2)
 
 

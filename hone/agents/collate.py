@@ -119,9 +119,9 @@ def _origin_of_column(name: str, value: Any, row: Row) -> str:
         return "" if deeply_equal(row[name], value) else "a column of the data row"
     if name in RESERVED_COLUMNS:
         return "built from the output's other fields"
-    if name in COLUMNS and COLUMNS[name].step not in ("generate", "prompts"):
-        return f"written by the step {COLUMNS[name].step!r}"
-    return "written by the step 'score'" if name.startswith("reward/") else ""
+    if name in COLUMNS and COLUMNS[name].phase not in ("generate", "prompts"):
+        return f"written by the phase {COLUMNS[name].phase!r}"
+    return "written by the phase 'score'" if name.startswith("reward/") else ""
 
 
 def _is_finite(value: Any) -> bool:

@@ -136,30 +136,34 @@ def implicit_rewards(
 
 
 def outcome_losses(
-    log_ratio: Tensor, outcome: Tensor, response_mask: Tensor, beta: float, rivals: Tensor | None
+    log_ratio: Tensor,
+    outcome: Tensor,
+    response_mask: Tensor,
+    beta: float,
+    contrast_logits: Tensor | None,
 ) -> Tensor:
     """Returns the loss [B] of each response: the cross-entropy of σ(β · Σ log-ratio) with its outcome.
 
-    With `rivals` (the result of `rival_logits`), the loss is −log σ(± (logit − rival logit)), with plus for a
-    correct response and minus for others.
+    With `contrast_logits` (the result of `mean_contrast_logits`), the loss is −log σ(± (logit − contrast
+    logit)), with plus for a correct response and minus for others.
     """
     logit = beta * masked_sum(log_ratio, response_mask, -1)
-    if rivals is None:
+    if contrast_logits is None:
         return binary_cross_entropy_with_logits(logit, outcome.to(logit.dtype), reduction="none")
-    return -logsigmoid((logit - rivals) * torch.where(outcome > 0, 1.0, -1.0))
+    return -logsigmoid((logit - contrast_logits) * torch.where(outcome > 0, 1.0, -1.0))
 
 
-def rival_logits(logit: Tensor, outcome: Tensor, index: Labels) -> Tensor:
-    """Returns [B] the mean logit of each response's rivals, or 0 without rivals.
+def mean_contrast_logits(logit: Tensor, outcome: Tensor, index: Labels) -> Tensor:
+    """Returns [B] the mean logit of the responses with which each response is contrasted; 0 without any.
 
-    Rivals are the responses of the same group with a lower outcome, or with a higher outcome if the
+    They are the responses of the same group with a lower outcome, or with a higher outcome if the
     response's own outcome is 0.
     """
     ids = Groups.of(index).ids.to(logit.device)
-    is_lower = outcome[None] < outcome[:, None]  # [B, B]: response, possible rival
-    is_rival = torch.where((outcome > 0)[:, None], is_lower, outcome[None] > outcome[:, None])
-    is_rival = is_rival & (ids[None] == ids[:, None])
-    return (is_rival * logit[None]).sum(-1) / is_rival.sum(-1).clamp(min=1)
+    is_lower = outcome[None] < outcome[:, None]  # [B, B]: response, other response
+    is_contrast = torch.where((outcome > 0)[:, None], is_lower, outcome[None] > outcome[:, None])
+    is_contrast = is_contrast & (ids[None] == ids[:, None])
+    return (is_contrast * logit[None]).sum(-1) / is_contrast.sum(-1).clamp(min=1)
 
 
 def ranking_accuracy(logit: Tensor, outcome: Tensor, index: Labels) -> tuple[float, float]:

@@ -140,7 +140,7 @@ class Engine:
         assert self.optimizer is not None
         self.optimizer.zero_grad()  # drops gradients of an update that failed midway
         objective_columns = {*objective.reads}
-        batch = select_columns(batch, {*_INPUTS, "step_row", *objective_columns})
+        batch = select_columns(batch, {*_INPUTS, "global_row", *objective_columns})
         slot_counts = BatchCounts.from_mask(objective.mask(batch))
         totals = {"tokens": slot_counts.tokens, "sequences": slot_counts.sequences}
         totals = self._reduce_over_slots(totals, dist.ReduceOp.SUM)
@@ -183,7 +183,7 @@ class Engine:
     def _prepare_columns(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
         """Computes the columns that need statistics over the whole mini-batch.
 
-        Rows are sorted by `step_row`, so that the result does not depend on the number of ranks.
+        Rows are sorted by `global_row`, so that the result does not depend on the number of ranks.
         """
         is_real = real_row_mask(batch)
         outputs = self.infer(batch, **objective.options)
@@ -192,8 +192,8 @@ class Engine:
         slot_rows = slice(0, len(minibatch))  # this slot's rows of the mini-batch
         if self._data_group is not None:
             minibatch, outputs, slot_rows = _gather_rows(minibatch, outputs, self._data_group)
-        if minibatch.has_column("step_row"):
-            order = minibatch.batch["step_row"].argsort()
+        if minibatch.has_column("global_row"):
+            order = minibatch.batch["global_row"].argsort()
         else:
             order = torch.arange(len(minibatch))
         outputs = {name: values[order] for name, values in outputs.items()}

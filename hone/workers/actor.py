@@ -90,14 +90,14 @@ class ActorWorker(TrainWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(
-        self, data: DataProto, *, num_step_rows: int | None = None, temperature: float | None = None
+        self, data: DataProto, *, total_rows: int | None = None, temperature: float | None = None
     ) -> DataProto:
-        """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
+        """Runs all updates of this step; `total_rows` is the number of rows on all ranks."""
         start_time = time.perf_counter()
         objective = self._objective if temperature is None else self._policy_objective(temperature)
         updates = []
         with self.engine.on_device(optimizer=True):
-            for minibatch in self._minibatches(data, num_step_rows=num_step_rows):
+            for minibatch in self._minibatches(data, total_rows=total_rows):
                 updates.append(self.engine.train_minibatch(minibatch, objective))
         metrics = end_updates(self.engine, "actor", updates)
         metrics |= self._device_metrics(data, time.perf_counter() - start_time)
@@ -267,19 +267,19 @@ def minibatches(
     rows_per_update: int,
     epochs: int,
     shuffle_seed: int | None,
-    num_step_rows: int | None = None,
+    total_rows: int | None = None,
     ranks: int = 1,
 ) -> Iterator[DataProto]:
     """Yields this rank's rows of each mini-batch; a rank may have no rows of some mini-batches.
 
-    `num_step_rows` is the number of rows of the step on all ranks: mini-batches are drawn from all of these
-    rows, by their numbers in the column `step_row`. If `num_step_rows` is None, each of `ranks` ranks draws
-    its part of every mini-batch from its own rows.
+    `total_rows` is the number of rows on all ranks: mini-batches are drawn from all of these rows, by
+    their indices in the column `global_row`. If `total_rows` is None, each of `ranks` ranks draws its part of
+    every mini-batch from its own rows.
     """
-    if num_step_rows is not None:
-        row_numbers, total_rows = require(batch, "step_row"), num_step_rows
+    if total_rows is not None:
+        global_rows = require(batch, "global_row")
     else:
-        row_numbers, total_rows = torch.arange(len(batch)), len(batch)
+        global_rows, total_rows = torch.arange(len(batch)), len(batch)
         rows_per_update //= ranks
     num_updates = math.ceil(total_rows / rows_per_update)
     for epoch in range(epochs):
@@ -287,7 +287,7 @@ def minibatches(
         if shuffle_seed is not None:
             generator = torch.Generator().manual_seed(shuffle_seed + epoch)
             positions = torch.randperm(total_rows, generator=generator).argsort()
-        local_positions = positions[row_numbers]
+        local_positions = positions[global_rows]
         row_order = local_positions.argsort(stable=True)
         update_of_row = local_positions[row_order] // rows_per_update
         for update in range(num_updates):

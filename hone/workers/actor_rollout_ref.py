@@ -184,10 +184,10 @@ class ActorRolloutRefWorker(Worker):
         return self.reference.compute_ref_log_prob(data, temperature=_temperature(data))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto, *, num_step_rows: int | None = None) -> DataProto:
+    def update_actor(self, data: DataProto, *, total_rows: int | None = None) -> DataProto:
         """Runs all updates of this step and then updates the rollout weights, as verl does."""
         temperature = _temperature(data)
-        result = self.actor.update_actor(data, num_step_rows=num_step_rows, temperature=temperature)
+        result = self.actor.update_actor(data, total_rows=total_rows, temperature=temperature)
         self.rollout.announce_weights(self.actor.version())
         return result
 

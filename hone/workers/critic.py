@@ -64,11 +64,11 @@ class CriticWorker(TrainWorker):
         return DataProto.from_dict({"values": self.engine.infer(data)["values"]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_critic(self, data: DataProto, *, num_step_rows: int | None = None) -> DataProto:
-        """Runs all updates of this step; `num_step_rows` is the number of rows on all ranks."""
+    def update_critic(self, data: DataProto, *, total_rows: int | None = None) -> DataProto:
+        """Runs all updates of this step; `total_rows` is the number of rows on all ranks."""
         objective = ValueObjective(self.config.critic)
         with self.engine.on_device(optimizer=True):
-            batches = self._minibatches(data, num_step_rows=num_step_rows)
+            batches = self._minibatches(data, total_rows=total_rows)
             updates = [self.engine.train_minibatch(batch, objective) for batch in batches]
         metrics = end_updates(self.engine, "critic", updates)
         return DataProto(meta_info={"metrics": metrics})

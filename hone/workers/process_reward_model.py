@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.algorithms.credit import outcome_losses, rival_logits, step_ends, step_rewards
+from hone.algorithms.credit import mean_contrast_logits, outcome_losses, step_ends, step_rewards
 from hone.algorithms.policy_losses.policy_loss import agg_loss
 from hone.columns import require
 from hone.config import ConfigError
@@ -44,7 +44,7 @@ from hone.workers.train_worker import TrainWorker
 logger = logging.getLogger(__name__)
 
 OUTCOME, GROUP = "outcome", "group"
-_REFERENCE_COLUMN, _RIVALS_COLUMN = "reference_log_probs", "rival_logits"
+_REFERENCE_COLUMN, _CONTRAST_COLUMN = "reference_log_probs", "contrast_logits"
 _LOG_PROB_OPTIONS: Options = {"temperature": 1.0, "with_entropy": False}
 
 
@@ -134,20 +134,23 @@ class ProcessRewardModelWorker(TrainWorker):
         for row in rows:
             ids = [*row.prompt_ids, *row.response_ids]
             excess = max(0, len(ids) - (max_length or len(ids)))
-            ids, start = ids[excess:], max(1, len(row.prompt_ids) - excess)
-            # Index i in `response_ids` is index i + shift - 1 in `ids[start:]`; its score is one token later.
-            shift = len(row.prompt_ids) - excess + 1 - start
-            # The scores of truncated tokens have positions before the first token.
-            pairs = zip(row.score_positions, row.policy_positions, strict=True)
-            positions = {i + shift: policy_i for i, policy_i in pairs if i + shift + start > 0}
+            offset = (
+                len(row.prompt_ids) - excess
+            )  # index i in `response_ids` is i + offset in `ids`
+            ids, start = ids[excess:], max(1, offset)
             response = [*ids[start:], pad_id]
+            pairs = zip(row.score_positions, row.policy_positions, strict=True)
+            kept_pairs = [(i + offset, policy_i) for i, policy_i in pairs if i + offset >= 0]
+            # Index k in `ids` is k - start in `response`; its score is one token later.
+            positions = {k - start + 1: policy_i for k, policy_i in kept_pairs}
             mask = [int(position in positions) for position in range(len(response))]
             inputs.append(AgentLoopOutput(ids[:start], response, mask))
             position_maps.append(positions)
         row_length = max(len(row.prompt_ids) + len(row.response_ids) for row in inputs)
         config, ranks = self.config.reward_model, self.engine.mesh.sequence_size
         budget = config.forward_max_token_len_per_gpu
-        if config.sequences_per_micro_batch(1) is None and row_length > budget * ranks:
+        uses_token_budget = config.sequences_per_micro_batch(ranks=1) is None
+        if uses_token_budget and row_length > budget * ranks:
             per_rank = f" on each of {ranks} ranks" if ranks > 1 else ""
             raise ConfigError(
                 f"a row has {row_length} tokens of the reward model, more than reward_model."
@@ -235,7 +238,7 @@ def _check_head(path: str, step_labels: tuple[str, str] | None) -> None:
 class OutcomeObjective(TokenObjective):
     """The mean of `outcome_losses` over responses."""
 
-    reads = ("response_mask", OUTCOME, GROUP, _REFERENCE_COLUMN, _RIVALS_COLUMN)
+    reads = ("response_mask", OUTCOME, GROUP, _REFERENCE_COLUMN, _CONTRAST_COLUMN)
     options = _LOG_PROB_OPTIONS
 
     def __init__(self, config: RewardModelModelConfig) -> None:
@@ -245,13 +248,15 @@ class OutcomeObjective(TokenObjective):
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:
         log_ratio = outputs["log_probs"] - require(batch, _REFERENCE_COLUMN)
         logit = self._beta * masked_sum(log_ratio, self.mask(batch), -1)
-        return {_RIVALS_COLUMN: rival_logits(logit, require(batch, OUTCOME), require(batch, GROUP))}
+        outcome, group = require(batch, OUTCOME), require(batch, GROUP)
+        return {_CONTRAST_COLUMN: mean_contrast_logits(logit, outcome, group)}
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: DataProto) -> ObjectiveOutput:
         mask = self.mask(batch)
         log_ratio = outputs["log_probs"] - require(batch, _REFERENCE_COLUMN)
-        rivals = batch.column(_RIVALS_COLUMN) if self.needs_batch_statistics else None
-        losses = outcome_losses(log_ratio, require(batch, OUTCOME), mask, self._beta, rivals)
+        contrast_logits = batch.column(_CONTRAST_COLUMN) if self.needs_batch_statistics else None
+        outcome = require(batch, OUTCOME)
+        losses = outcome_losses(log_ratio, outcome, mask, self._beta, contrast_logits)
         per_token = losses[:, None] * mask / mask.sum(-1, keepdim=True).clamp(min=1)
         loss = agg_loss(per_token, mask, "seq-mean-token-sum")
         return ObjectiveOutput(loss, {"reward_model/dpo_loss": loss.detach()})
@@ -277,8 +282,8 @@ class ImplicitRewardModelWorker(TrainWorker):
         self._reference = build_strategy(strategy, reference_spec)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_rm(self, data: DataProto, *, num_step_rows: int) -> DataProto:
-        """Trains on the columns `outcome` and `group` of a step's rows; returns `log_ratio` [B, T].
+    def update_rm(self, data: DataProto, *, total_rows: int) -> DataProto:
+        """Trains on the columns `outcome` and `group` of the rows; returns `log_ratio` [B, T].
 
         `reward_model.model.update` says when the model is updated: before `log_ratio` is computed (`before`),
         afterwards (`after`, `reverse`) or never (`none`).
@@ -296,7 +301,7 @@ class ImplicitRewardModelWorker(TrainWorker):
                 rows_per_update=config.mini_batch_size,
                 epochs=1,
                 shuffle_seed=None,
-                num_step_rows=num_step_rows,
+                total_rows=total_rows,
             )
             objective = OutcomeObjective(config.model)
             with self.engine.on_device(optimizer=True):

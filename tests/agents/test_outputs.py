@@ -97,8 +97,8 @@ def test_a_measurement_left_out_is_zero() -> None:
         ("uid", "a column of the data row"),
         ("prompts", "built from the output's other fields"),
         ("versions", "built from the output's other fields"),
-        ("advantages", "written by the step 'advantages'"),
-        ("reward/rule", "written by the step 'score'"),
+        ("advantages", "written by the phase 'advantages'"),
+        ("reward/rule", "written by the phase 'score'"),
     ],
 )
 def test_a_column_that_another_writes_is_refused(field: str, message: str) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from hone.algorithms.credit import (
     implicit_rewards,
+    mean_contrast_logits,
     outcome_losses,
     ranking_accuracy,
-    rival_logits,
 )
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
@@ -50,9 +50,9 @@ def test_cross_entropy_of_the_logit_with_the_outcome():
 def test_dpo_compares_with_the_mean_of_the_groups_other_outcomes():
     logit = torch.tensor([0.2, -0.1, 0.5, 0.7], dtype=torch.float64)
     outcome = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    rivals = rival_logits(logit, outcome, ["p", "p", "p", "alone"])
-    np.testing.assert_allclose(rivals, [0.2, 0.2, 0.2, 0.0])
-    losses = outcome_losses(RATIO, outcome[:2], MASK, 0.05, rivals[:2])
+    contrast_logits = mean_contrast_logits(logit, outcome, ["p", "p", "p", "alone"])
+    np.testing.assert_allclose(contrast_logits, [0.2, 0.2, 0.2, 0.0])
+    losses = outcome_losses(RATIO, outcome[:2], MASK, 0.05, contrast_logits[:2])
     expected = [math.log(1 + math.exp(0.0)), math.log(1 + math.exp(-0.3))]
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
 

@@ -73,7 +73,7 @@ def test_every_policy_loss_keeps_the_law_under_every_aggregation(name, mode):
 def test_the_order_of_the_rows_does_not_matter(name):
     objective = PolicyObjective(actor(name), temperature=0.8)
     batch = rows()
-    batch.batch["step_row"] = torch.arange(len(batch))
+    batch.batch["global_row"] = torch.arange(len(batch))
     shuffled = batch.select_idxs([3, 1, 5, 0, 6, 2, 4])
     assert_same(update(objective, batch=shuffled), update(objective, batch=batch))
 

@@ -26,7 +26,7 @@ def batch():
     worker.batch["responses"] %= 20
     worker.batch["outcome"] = torch.tensor(OUTCOME)
     worker.batch["group"] = torch.tensor([0, 0, 0, 1, 1, 2, 3])
-    worker.batch["step_row"] = torch.arange(len(OUTCOME))
+    worker.batch["global_row"] = torch.arange(len(OUTCOME))
     return worker
 
 
@@ -49,7 +49,7 @@ def make_worker(model, *overrides):
 
 
 def step(worker, batch):
-    out = worker.update_rm(batch.select(), num_step_rows=len(batch))
+    out = worker.update_rm(batch.select(), total_rows=len(batch))
     return out.batch["log_ratio"], out.meta_info["metrics"]
 
 

@@ -127,9 +127,9 @@ def test_the_value_objective_is_the_clipped_squared_error():
 
 def rows_of_updates(numbers=range(7), **options):
     """Returns the row numbers of each mini-batch."""
-    batch = DataProto.from_dict({"step_row": torch.tensor([*numbers])})
+    batch = DataProto.from_dict({"global_row": torch.tensor([*numbers])})
     settings = {"rows_per_update": 3, "epochs": 1, "shuffle_seed": None} | options
-    return [part.batch["step_row"].tolist() for part in minibatches(batch, **settings)]
+    return [part.batch["global_row"].tolist() for part in minibatches(batch, **settings)]
 
 
 def test_mini_batches_keep_the_order_of_the_batch():
@@ -155,7 +155,7 @@ def test_shuffling_is_by_seed_and_differs_between_epochs():
 def test_a_mini_batch_has_the_same_rows_for_every_distribution_over_ranks(seed, per_update):
     def updates(numbers):
         return rows_of_updates(
-            numbers, num_step_rows=12, rows_per_update=per_update, shuffle_seed=seed
+            numbers, total_rows=12, rows_per_update=per_update, shuffle_seed=seed
         )
 
     one_rank = updates([*range(12)])
@@ -167,7 +167,7 @@ def test_a_mini_batch_has_the_same_rows_for_every_distribution_over_ranks(seed, 
             assert sorted(chain(*(part[k] for part in by_rank))) == sorted(expected)
 
 
-def test_without_step_rows_each_rank_takes_its_part_of_every_mini_batch():
+def test_without_global_rows_each_rank_takes_its_part_of_every_mini_batch():
     assert rows_of_updates(rows_per_update=9, ranks=3) == [[0, 1, 2], [3, 4, 5], [6]]
 
 

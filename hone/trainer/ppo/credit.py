@@ -63,16 +63,16 @@ def score(
     config: RewardModelConfig,
     route_by_style: bool = False,
 ) -> DataProto:
-    """Writes the score of each part, their weighted sum, and the extras as columns."""
-    scores_steps = config.type == "prm"
-    parts, extras = _score_parts(batch, reward_fn, reward_model, route_by_style, scores_steps)
+    """Writes as columns the score of each part, their weighted sum, and the extras of the score functions."""
+    is_process_model = config.type == "prm"
+    parts, extras = _score_parts(batch, reward_fn, reward_model, route_by_style, is_process_model)
     weights = {MODEL: config.modeling_reward_coef, RULE: config.verifiable_reward_coef}
     total: Tensor | None = None
     for part, scores in parts.items():
         if part == PROCESS:
             step_mask, trajectory = batch.batch["step_mask"], trajectory_indices(batch)
             scores = assign_credit(scores, step_mask, config.credit_assignment, trajectory)
-            # The column is weighted: the strict minimum subtracts the column from the weighted sum.
+            # The column has its weight, because RLOO subtracts the column from the weighted sum.
             scores = scores * config.modeling_reward_coef
         if part != AGENT:  # the agent loop's part is a column already
             write(batch, reward_column(part), scores)
@@ -100,13 +100,13 @@ def _score_parts(
     reward_fn: Function,
     model: RewardModel | None,
     route_by_style: bool,
-    scores_steps: bool,
+    is_process_model: bool,
 ) -> tuple[dict[str, Tensor], Extras]:
     """Returns the token scores [B, T] of each part, and the extras of the score functions.
 
     The score of an agent loop replaces the rule's. If the run has a reward model, no rule scores the rows of
     style `model`. If `route_by_style`, the reward model scores only the rows of style `model`. Rule and
-    reward model score the last row of each trajectory; if `scores_steps`, the reward model scores all rows.
+    reward model score the last row of each trajectory; a process reward model scores all rows.
     """
     parts: dict[str, Tensor] = {}
     extras: Extras = {}
@@ -121,7 +121,7 @@ def _score_parts(
         parts[RULE], extras = _score_rows(batch, is_last & ~is_model_style, reward_fn)
         _check_extras(extras, reward_fn)
     if model is not None:
-        row_mask = is_last & is_model_style if route_by_style else is_last | scores_steps
+        row_mask = is_last & is_model_style if route_by_style else is_last | is_process_model
         if isinstance(model, RuleRewardManager):
             parts[MODEL], model_extras = _score_rows(batch, row_mask, model)
             rule_failures = extras.get(FAILURE_COLUMN)
@@ -205,8 +205,8 @@ def _check_extras(extras: Extras, reward_fn: Function) -> None:
             scorer = unwrap_function(getattr(reward_fn, "compute_score", None) or reward_fn)
             scorer_name = getattr(scorer, "__name__", type(scorer).__name__)
             raise RewardError(
-                f"the score function {scorer_name} returns {name!r}, which is a column of step "
-                f"{column.step!r} ({column.meaning}); return it under another name"
+                f"the score function {scorer_name} returns {name!r}, which is a column of the batch "
+                f"({column.meaning}); return it under another name"
             )
 
 
@@ -248,11 +248,12 @@ def estimate_advantages(batch: DataProto, estimator: Estimator, config: PPOTrain
     failure_score = config.reward_model.reward_kwargs.failure_score
     columns: Fields = {}
     for name in estimator.requires:
-        extra_name = name.removeprefix(REWARD_PREFIX)
-        if batch.has_column(name) or name == extra_name or not has_extra(batch, extra_name):
+        part = name.removeprefix(REWARD_PREFIX)
+        may_be_extra = name.startswith(REWARD_PREFIX) and not batch.has_column(name)
+        if may_be_extra and has_extra(batch, part):  # a value of `reward_extra_info`
+            columns[name] = torch.tensor(extra_numbers(batch, part, failure_score))  # [B]
+        else:
             columns[name] = require(batch, name)  # [B, T]
-        else:  # a reward part without a column is an extra of the score function
-            columns[name] = torch.tensor(extra_numbers(batch, extra_name, failure_score))  # [B]
     advantages, returns = run_estimator(batch, estimator, columns)
     if config.algorithm.adv_norm:
         advantages = masked_whiten(advantages, require(batch, "response_mask"))
@@ -284,20 +285,20 @@ def run_estimator(batch: DataProto, estimator: Estimator, columns: Fields) -> tu
 def balance(
     batch: DataProto, ranks: int, rows_per_update: Sequence[int], *, by_length: bool
 ) -> tuple[DataProto, dict[str, float]]:
-    """Writes `step_row`, and orders the rows by rank, so that each rank has its part of every mini-batch.
+    """Writes `global_row`, and orders the rows by rank, so that each rank has its part of every mini-batch.
 
-    `step_row` is the index of each row before the reordering, or of its trajectory if trajectories have
-    several rows. `step_row` assigns rows to mini-batches, so the updates are the same as with one rank.
+    `global_row` is the index of the row before the reordering. If trajectories have several rows, it is the
+    index of the trajectory. Mini-batches are formed by `global_row`, so they are the same as with one rank.
     """
     row_trajectories = trajectory_indices(batch)
-    step_rows = torch.arange(len(batch)) if row_trajectories is None else row_trajectories
-    write(batch, "step_row", step_rows)
+    global_rows = torch.arange(len(batch)) if row_trajectories is None else row_trajectories
+    write(batch, "global_row", global_rows)
     if ranks == 1:
         return batch, {}
     lengths = batch.batch["attention_mask"].sum(1)
     if row_trajectories is not None or len(batch) % ranks:
         # The rows of a mini-batch may not divide evenly, so the ranks take rows in turn, longest first.
-        update_numbers = step_rows // min(rows_per_update)
+        update_numbers = global_rows // min(rows_per_update)
         sorted_rows = torch.from_numpy(np.lexsort((-lengths.numpy(), update_numbers.numpy())))
         return batch.select_idxs(torch.cat([sorted_rows[rank::ranks] for rank in range(ranks)])), {}
     # Every mini-batch is a number of whole blocks, and each rank gets an equal part of each block.

@@ -34,8 +34,8 @@ def train_implicit_reward_model(
         rows.set_column(name, values)
     ranks, by_length = workers.data_parallel_size, config.trainer.balance_batch
     rows, _ = balance(rows, ranks, [settings.mini_batch_size], by_length=by_length)
-    num_step_rows = int(rows.batch["step_row"].max()) + 1
-    output = workers.call(ImplicitRewardModelWorker.update_rm, rows, num_step_rows=num_step_rows)
+    total_rows = int(rows.batch["global_row"].max()) + 1
+    output = workers.call(ImplicitRewardModelWorker.update_rm, rows, total_rows=total_rows)
     log_ratios = output.batch["log_ratio"][rows.batch[_BATCH_ROW].argsort()]
     beta, granularity = settings.model.beta_train, settings.prime_granularity
     rewards = implicit_rewards(

@@ -278,20 +278,20 @@ def _remedies_by_column(config: PPOTrainerConfig) -> dict[str, str]:
     return remedies
 
 
-_COLUMNS_AFTER_ESTIMATOR = ("advantages", "returns", "step_row", "padded_row")
+_COLUMNS_AFTER_ESTIMATOR = ("advantages", "returns", "global_row", "padded_row")
 
 
 def _missing_column_problem(name: str, reader: Reader, config: PPOTrainerConfig) -> str | None:
-    """Returns a problem if no step of this run writes the column before it is read."""
+    """Returns a problem if no phase of the run writes the column before it is read."""
     column = declaration(name)
     if column is None:  # a column of the data, an extra of a score function, or a typing error
         hint = suggestion(name, COLUMNS)
-        return f"{reader.setting} reads {name!r}, which no step writes.{hint}" if hint else None
+        return f"{reader.setting} reads {name!r}, which no phase writes.{hint}" if hint else None
     if remedy := _remedies_by_column(config).get(name):
         return f"{reader.setting} reads {name}, which this run does not write; use {remedy}"
     if name in _COLUMNS_AFTER_ESTIMATOR and not reader.in_update:
         return (
-            f"{reader.setting} reads {name}, which step {column.step!r} writes later; "
+            f"{reader.setting} reads {name}, which phase {column.phase!r} writes later; "
             "read the columns that it is computed from"
         )
     return None

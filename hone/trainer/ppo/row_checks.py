@@ -97,7 +97,7 @@ def check_columns(store: RowStore, prompt_key: str) -> None:
                 column = declaration(name)
                 assert column is not None
                 raise DataError(
-                    f"{file.where(index)}: column {name!r} is reserved: step {column.step!r} writes it "
+                    f"{file.where(index)}: column {name!r} is reserved: phase {column.phase!r} writes it "
                     f"({column.meaning}); rename it in the file, or move it into extra_info"
                 )
 

@@ -277,7 +277,7 @@ class PPOTrainer:
     def update(self, batch: DataProto) -> dict[str, float]:
         """Updates the critic, then (after `critic_warmup`) the actor, and publishes the actor's weights."""
         step_metrics: dict[str, float] = {}
-        options = {"num_step_rows": int(batch.batch["step_row"].max()) + 1}
+        options = {"total_rows": int(batch.batch["global_row"].max()) + 1}
         if self.plan.needs_critic and self.critic is not None:
             with self.phase("update_critic"):
                 output = self.critic.call(CriticWorker.update_critic, batch, **options)

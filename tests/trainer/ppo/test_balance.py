@@ -39,7 +39,7 @@ def test_each_rank_holds_its_part_of_every_mini_batch(by_length: bool, per_updat
 def test_every_rank_has_rows_of_each_mini_batch_if_they_do_not_divide() -> None:
     shared, _ = balance(batch_of(LENGTHS[:10]), 4, [4], by_length=True)
     parts = [without_padding(part) for part in split_padded(shared, 4)]
-    updates = [sorted({int(row) // 4 for row in part.batch["step_row"]}) for part in parts]
+    updates = [sorted({int(row) // 4 for row in part.batch["global_row"]}) for part in parts]
     assert updates == [[0, 1, 2], [0, 1, 2], [0, 1], [0, 1]]
 
 
@@ -58,7 +58,7 @@ def test_one_rank_keeps_the_order() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_every_row_carries_its_number_before_it_moved(ranks: int) -> None:
     shared, _ = balance(batch_of(LENGTHS), ranks, [12], by_length=True)
-    assert shared.batch["step_row"].tolist() == list(shared.non_tensor_batch["row"])
+    assert shared.batch["global_row"].tolist() == list(shared.non_tensor_batch["row"])
 
 
 def test_roles_with_mini_batches_of_different_size_all_find_even_parts() -> None:

@@ -79,8 +79,8 @@ class RecordingWorkers:
 
     data_parallel_size = 2
 
-    def call(self, method: object, rows: DataProto, *, num_step_rows: int) -> DataProto:
-        self.rows, self.num_step_rows = rows, num_step_rows
+    def call(self, method: object, rows: DataProto, *, total_rows: int) -> DataProto:
+        self.rows, self.total_rows = rows, total_rows
         log_ratio = rows.batch["prompts"][:, :1] * torch.ones(len(rows), 2)
         return DataProto.from_dict({"log_ratio": log_ratio}, meta_info={"metrics": {}})
 
@@ -93,8 +93,8 @@ def test_every_rank_updates_with_its_part_of_each_mini_batch(task: Task) -> None
     batch, workers = DataProto.from_dict(columns, arrays), RecordingWorkers()
     config = load_config([*prime(task), "reward_model.mini_batch_size=2", "data.train_files=x"])
     train_implicit_reward_model(batch, workers, config)  # type: ignore[arg-type]
-    assert workers.num_step_rows == 4
-    steps = [part.batch["step_row"].tolist() for part in workers.rows.chunk(2)]
+    assert workers.total_rows == 4
+    steps = [part.batch["global_row"].tolist() for part in workers.rows.chunk(2)]
     assert all({row // 2 for row in part} == {0, 1} for part in steps)
     expected = [i / 5 for i in range(6)]  # divided by the largest return
     rewards = batch.batch["reward/implicit"][:, 0].tolist()

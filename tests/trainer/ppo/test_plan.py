@@ -142,7 +142,7 @@ def test_what_an_external_library_registers_is_known_to_the_checks(
 
 def test_a_typo_in_what_is_read_is_told(needs: Callable[..., list[str]]) -> None:
     with pytest.raises(
-        ConfigError, match=r"reads 'vlaues', which no step writes\. Did you mean 'values'"
+        ConfigError, match=r"reads 'vlaues', which no phase writes\. Did you mean 'values'"
     ):
         planned(*needs("vlaues"))
     assert planned(*needs("difficulty"))  # a column of the data

@@ -189,7 +189,7 @@ def test_a_row_that_names_code_stops_before_models_load(
 OURS = [
     "loss_mask", "rm_scores", "values", "num_turns", "stop_reason", "versions", "seed",
     "sample_index", "trajectory_id", "responses", "advantages", "old_log_probs",
-    "token_level_scores", "prompts", "step_row", "reward/rule",
+    "token_level_scores", "prompts", "global_row", "reward/rule",
 ]  # fmt: skip
 
 

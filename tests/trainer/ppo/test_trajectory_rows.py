@@ -101,7 +101,7 @@ def test_mini_batches_count_trajectories_on_any_number_of_ranks(ranks: int) -> N
     parts = [without_padding(part) for part in split_padded(dealt, ranks)]
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     of_ranks = [
-        minibatches(part, rows_per_update=2, epochs=1, shuffle_seed=None, num_step_rows=6)
+        minibatches(part, rows_per_update=2, epochs=1, shuffle_seed=None, total_rows=6)
         for part in parts
     ]
     updates = [sorted(torch.cat([p.batch["row"] for p in u]).tolist()) for u in zip(*of_ranks)]  # noqa: B905
