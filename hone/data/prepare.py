@@ -32,7 +32,7 @@ Builder = Callable[..., Splits]
 class DatasetRecipe:
     """The functions and arguments that build one dataset."""
 
-    builder: Builder | None  # builds rows from a source; None if the dataset is only generated
+    source_builder: Builder | None  # builds rows from a source; None if they are only generated
     summary: str
     preset: Settings = field(default_factory=dict)  # builder arguments that the recipe sets
     generator: Builder | None = None  # generates rows if no source is given
@@ -160,7 +160,7 @@ def prepare(
     if source_dir is not None and hub:
         raise DataError("give either a source folder or the Hub, not both")
     is_generated = recipe.generator is not None and source_dir is None and not hub
-    builder = recipe.generator if is_generated else recipe.builder
+    builder = recipe.generator if is_generated else recipe.source_builder
     if builder is None:
         raise DataError("this data set is generated; leave out the source folder and the Hub")
     option_names = _option_parameters(recipe, builder)
@@ -209,7 +209,7 @@ def argument_parser(name: str, program: str | None = None) -> argparse.ArgumentP
     )
     parser.add_argument("--hub", action="store_true", help="read from the Hugging Face Hub")
     options: dict[str, inspect.Parameter] = {}
-    for builder in filter(None, (recipe.generator, recipe.builder)):
+    for builder in filter(None, (recipe.generator, recipe.source_builder)):
         options |= _option_parameters(recipe, builder)
     for option, parameter in options.items():
         parser.add_argument(

@@ -125,8 +125,8 @@ def join_tensordict(
     name_counts = Counter([*tensors, *arrays, *metadata])
     if duplicates := sorted(name for name, count in name_counts.items() if count > 1):
         raise ProtocolError(
-            f"{duplicates} name more than one tensor column, object column or meta_info entry; "
-            "rename one"
+            f"the names {duplicates} are used by more than one tensor column, object column or "
+            "meta_info entry; rename one"
         )
     size = batch.batch_size if batch is not None else [num_rows]
     stacks = {key: NonTensorStack(*map(NonTensorData, array)) for key, array in arrays.items()}

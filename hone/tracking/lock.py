@@ -162,8 +162,9 @@ class FolderLock:
                     f"{self.locked_path} is in use by {other}; nothing was changed. Wait until it "
                     "ends, stop it, or name another folder"
                 )
-            # Only the process that created the dead holder's `.next` file may replace this lock,
-            # so only one process does.
+            # Several processes may see that the holder is dead. Only the one that creates the file
+            # `LOCK-TOKEN.next`, with the holder's token, replaces the lock; it may itself die and leave
+            # the file, so the file is claimed as the lock is.
             next_file = self.file.with_name(f"{self.file.name}-{other.token}.next")
             self._claim(draft, next_file)
             current, _ = _read(target)
@@ -218,7 +219,10 @@ def lock_folder(folder: str | os.PathLike[str]) -> FolderLock:
 
 
 def lock_target(target: str | os.PathLike[str]) -> FolderLock:
-    """Returns the lock for writing `target`, which a rename replaces; the lock file lies beside `target`."""
+    """Returns the lock of an output file or folder.
+
+    The lock file lies beside `target`, because the finished output replaces `target` by a rename.
+    """
     path = Path(target).expanduser().resolve()
     return FolderLock(path.with_name(f".{path.name}{LOCK_NAME}"), Path(target))
 

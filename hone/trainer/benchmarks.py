@@ -57,9 +57,13 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
                 raise DataError(
                     f"{mismatch_message}; prepare {benchmark} there (`hone data prepare`)"
                 )
-    source_dir = folder if RECIPES[benchmark].builder else None
+    needs_source = RECIPES[benchmark].source_builder is not None  # otherwise rows are generated
     try:
-        prepare(benchmark, local_dir=work_folder / benchmark, source_dir=source_dir)
+        prepare(
+            benchmark,
+            local_dir=work_folder / benchmark,
+            source_dir=folder if needs_source else None,
+        )
     except (DataError, KeyError) as error:
         if mismatch_message:
             raise DataError(

@@ -1,4 +1,4 @@
-"""The address and the error of a weight transfer, and what its transports share: a store and GPU memory."""
+"""The address and the error of a weight transfer, and two functions that several transports use."""
 
 from __future__ import annotations
 

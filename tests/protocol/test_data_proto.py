@@ -168,10 +168,10 @@ class TestMaking:
     def test_a_name_of_a_column_and_of_metadata_cannot_become_a_tensordict(self) -> None:
         data = rows(2)
         data.meta_info["uid"] = 1
-        with pytest.raises(ValueError, match=r"\['uid'\] name more than one"):
+        with pytest.raises(ValueError, match=r"\['uid'\] are used by more than one"):
             data.to_tensordict()
         tensors = DataProto.from_dict({"x": torch.zeros(2)}, meta_info={"x": 1})
-        with pytest.raises(ValueError, match=r"\['x'\] name more than one"):
+        with pytest.raises(ValueError, match=r"\['x'\] are used by more than one"):
             tensors.to_tensordict()
 
 

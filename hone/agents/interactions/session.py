@@ -1,7 +1,7 @@
 """Runs the interaction of one trajectory within time limits.
 
-An interaction that raises or hangs never stops a run: the trajectory ends with the model's last
-turn, and the failure is counted. An interaction that blocks the event loop cannot be interrupted.
+An interaction that raises or hangs never stops a run: the failure is counted, and the model gets no
+further reply. An interaction that blocks the event loop cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class InteractionSession:
         return None
 
     def record_failure(self, method: str, error: Exception) -> None:
-        """Logs and counts a failure; the conversation then ends with the model's next turn."""
+        """Logs and counts a failure; the model then gets no further reply."""
         logger.warning("interaction %s: %s failed: %s", self.name, method, error_text(error))
         self.failures += 1
 

@@ -74,7 +74,7 @@ class ToolParser:
         return self.calls(text)
 
     def content(self, text: str) -> str:
-        """Returns the text without its calls."""
+        """Returns the text of a turn with calls, without the calls."""
         return text
 
     def instructions(self, tools: Schemas) -> str:

@@ -90,8 +90,8 @@ class GptOssToolParser(DelimitedParser):
     def calls_with_schemas(self, tools: Schemas, text: str) -> list[ToolCall]:
         # Outside a message's header, ` to=functions.` is ordinary text.
         message = text[text.rfind("<|end|>") + 1 :]
-        is_call = self.opening in message.partition("<|message|>")[0]
-        return super().calls_with_schemas(tools, message) if is_call else []
+        has_call = self.opening in message.partition("<|message|>")[0]
+        return super().calls_with_schemas(tools, message) if has_call else []
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
         name, separator, arguments = body.partition("<|message|>")
@@ -107,8 +107,8 @@ class Llama3JsonToolParser(ToolParser):
 
     def content(self, text: str) -> str:
         text_before, prefix, _ = text.partition(self.prefix)
-        is_call = not prefix or text_before.lstrip().startswith("{")
-        return "" if is_call else text_before
+        has_only_calls = not prefix or text_before.lstrip().startswith("{")
+        return "" if has_only_calls else text_before
 
     def calls(self, text: str) -> list[ToolCall]:
         text_before, prefix, body = text.partition(self.prefix)

@@ -264,12 +264,12 @@ def normalize_function_tool_return(result: ToolResult) -> CallResult:
         )
     answer, reward, metrics = (*result, None, None)[:3]
     is_number = isinstance(reward, int | float) or hasattr(reward, "dtype")
-    is_answer_tuple = len(result) == 1 or (
+    is_result_tuple = len(result) == 1 or (
         isinstance(answer, str | ToolResponse | Mapping | list | None)
         and (reward is None or is_number)
         and isinstance(metrics, Mapping | None)
     )
-    return normalize_tool_return(result) if is_answer_tuple else (to_tool_response(result), 0.0, {})
+    return normalize_tool_return(result) if is_result_tuple else (to_tool_response(result), 0.0, {})
 
 
 def normalize_tool_return(result: ToolResult) -> CallResult:

@@ -124,7 +124,7 @@ class LitePPO(OutcomeEstimator):
 class GDPO(Estimator):
     """A = whiten(Σ_k w_k·grpo(R_k)) (2601.05242). R_k is a reward part, [B, T] or [B], and w_k its weight.
 
-    Parts are columns `reward/<key>`, or `non_tensor_batch[<key>]` as in verl.
+    A reward part is a column `reward/<key>`, or `non_tensor_batch[<key>]` as in verl.
     """
 
     gdpo_reward_keys: tuple[str, ...] | None

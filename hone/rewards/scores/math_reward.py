@@ -27,7 +27,7 @@ __all__ = [
     "strip_string",
 ]
 
-_COMPARED_KINDS = {"list": "set"}  # a list may equal a set
+_EQUIVALENT_KINDS = {"list": "set"}  # `1,2` without braces may equal `\{1,2\}`
 _BASE_SUBSCRIPT = re.compile(r"\d_")
 _PERCENT = re.compile(r"\\?%")
 
@@ -62,12 +62,12 @@ def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bo
         return left == right
     # math-verify alone is too lenient: it accepts a set for a pair, and `42_8` for 42.
     kinds = [kind for kind in map(collection_kind, (answer, truth)) if kind]
-    compared_kinds = {_COMPARED_KINDS.get(kind, kind) for kind in kinds}
+    distinct_kinds = {_EQUIVALENT_KINDS.get(kind, kind) for kind in kinds}
     has_base = _BASE_SUBSCRIPT.search(answer) or _BASE_SUBSCRIPT.search(truth)
     is_too_long = max(len(str1), len(str2)) > MAX_CHARS
     if (
         not symbolic
-        or len(compared_kinds) > 1
+        or len(distinct_kinds) > 1
         or has_base
         or is_too_long
         or not is_unambiguous(str1)

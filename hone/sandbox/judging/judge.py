@@ -61,7 +61,7 @@ def judge(
     interpreter: str | None = None,
     caller_socket: socket.socket | None = None,
 ) -> Judgement:
-    """Runs `tests` (Python source) against `program`; both boxes run the preamble first.
+    """Runs `tests` (Python source) against `program`; both boxes run `preamble` first.
 
     Raises SandboxError if a box fails; a failure of the program is a Judgement. The run ends if
     `caller_socket` closes.

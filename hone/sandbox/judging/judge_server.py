@@ -88,12 +88,12 @@ def _run_child(request: bytes, channel_fd: int, verdict_fd: int, sources_fd: int
         try:
             _run_tests(session, sources["preamble"], sources["tests"])
             reason = TestsFailed.reason
-            _write_verdict(verdict_fd, reason is None, reason or "", session.answers)
+            _write_verdict(verdict_fd, reason is None, reason or "", session.num_plain_answers)
         except UnusableTests as error:
             _write_verdict(verdict_fd, False, str(error), 0, usable=False)
         except BaseException as error:  # the tests fail with any exception, also SystemExit
             reason = f"{type(error).__name__}: {error}"[:500]
-            _write_verdict(verdict_fd, False, reason, session.answers)
+            _write_verdict(verdict_fd, False, reason, session.num_plain_answers)
     finally:
         os._exit(0)
 

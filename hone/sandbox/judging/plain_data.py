@@ -1,7 +1,7 @@
 """Writes requests to the program's box, and reads the answers.
 
 An answer is untrusted JSON with tags, which becomes values of built-in types, instances of shared classes
-(the classes of the preamble) and proxies. Any other answer raises MalformedAnswer.
+(the classes that the preamble defines) and proxies. Any other answer raises MalformedAnswer.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ Value: TypeAlias = Any  # a value of any type, of the program or of its tests
 Shape: TypeAlias = type | list[type]
 """The exact type of the content of a tag, or the exact types of the items in a list."""
 
+VALUE, EXCEPTION, CALLBACK = "v", "x", "b"
+"""The kinds of messages from the program's box; a callback is a call of a function of the tests."""
 MAX_ANSWER_BYTES = 16 << 20
 _MAX_DIGITS = 1 << 18  # of a large integer or decimal
 _SCALAR_TYPES = frozenset({type(None), bool, int, float, str, bytes, complex})

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from hone.sandbox.judging.plain_data import Value
 
+_VALUE, _EXCEPTION, _CALLBACK = "v", "x", "b"  # the kinds of messages, as in plain_data.py
 _SCALAR_TYPES = frozenset({type(None), bool, int, float, str})
 _SlotType = type(type(lambda: None).__dict__["__globals__"])  # types.MemberDescriptorType
 _LARGE_INT = 1 << 4096  # larger integers are sent as hexadecimal text
@@ -127,7 +128,9 @@ class ProgramSession:
 
     def __init__(self, channel: int, scope: dict[str, Value]) -> None:
         self.scope = scope  # the program's global names
-        self.shared_classes: frozenset[str] = frozenset()  # names of the preamble's classes
+        self.shared_classes: frozenset[str] = (
+            frozenset()
+        )  # names of the classes that the preamble defines
         self.handles: list[Value] = []
         self._channel = channel
 
@@ -158,7 +161,7 @@ class ProgramSession:
             message = str(error)[:2000]
         except Exception:
             message = ""
-        self.send("x", [names, message], [], Encoder(self, [], True))
+        self.send(_EXCEPTION, [names, message], [], Encoder(self, [], True))
 
     def answer(self, request: Request) -> None:
         try:
@@ -167,7 +170,7 @@ class ProgramSession:
                 encoder = Encoder(self, request.shared_objects, skip_list_check)
                 try:
                     changes = self._changed_arguments(encoder, arguments, request)
-                    self.send("v", encoder.encode(value), changes, encoder)
+                    self.send(_VALUE, encoder.encode(value), changes, encoder)
                     return
                 except ValueError:  # an unchecked list contains a large integer
                     if not skip_list_check:
@@ -218,7 +221,7 @@ class ProgramSession:
         def callback(*args: Value, **kwargs: Value) -> Value:
             encoder = Encoder(self, [], False)
             content = [number, encoder.encode([*args]), encoder.encode(kwargs)]
-            self.send("b", content, [], encoder)
+            self.send(_CALLBACK, content, [], encoder)
             while True:
                 request = self.receive()
                 operation, *values = request.fields
@@ -329,6 +332,6 @@ def main(program: str, preamble: str) -> None:
     except BaseException as error:  # the judge decides what the error means
         session.send_error(error)
     else:
-        session.send("v", None, [], Encoder(session, [], True))
+        session.send(_VALUE, None, [], Encoder(session, [], True))
     while True:
         session.answer(session.receive())

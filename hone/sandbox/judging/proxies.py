@@ -17,7 +17,10 @@ from typing import NoReturn
 
 from hone.sandbox.judging.plain_data import (
     ABSENT,
+    CALLBACK,
+    EXCEPTION,
     MAX_ANSWER_BYTES,
+    VALUE,
     AnswerReader,
     MalformedAnswer,
     RequestWriter,
@@ -53,15 +56,16 @@ class Session:
     """The connection to the program's box."""
 
     def __init__(self, channel: int) -> None:
-        self.shared_classes: dict[str, type] = {}  # the classes of the preamble
-        self.answers = 0  # number of plain values from the program, for the Judgement
+        # The classes defined by the preamble, the code that both boxes run before the program and the tests.
+        self.shared_classes: dict[str, type] = {}
+        self.num_plain_answers = 0  # answers that are plain data, not proxies
         self._channel = channel
         self._callbacks: list[Callable[..., Value]] = []
         self._exception_classes: dict[str, type] = {}
 
     def wait_until_loaded(self) -> None:
         kind, value, _ = self._receive([])
-        if kind != "v":
+        if kind != VALUE:
             raise TestsFailed(f"the program does not load: {_error_text(value)}")
 
     def request(
@@ -73,7 +77,7 @@ class Session:
         objects = self._send((operation, *fields, *content))
         while True:
             kind, value, changes = self._receive(objects)
-            if kind == "b":
+            if kind == CALLBACK:
                 self._run_callback(value)
                 continue
             try:  # the program may have changed arguments of the call
@@ -82,16 +86,16 @@ class Session:
                     update_in_place(local, new_value)
             except (LookupError, TypeError, ValueError):
                 raise TestsFailed("the program's box changed an unknown argument") from None
-            if kind == "x":
+            if kind == EXCEPTION:
                 raise self._to_exception(value)
-            if kind != "v" or (value is ABSENT and operation != "get"):
+            if kind != VALUE or (value is ABSENT and operation != "get"):
                 raise TestsFailed("the program's box sent an invalid value")
             return value
 
     def request_value(self, operation: str, *fields: Value, arguments: Value = ((), {})) -> Value:
         """Sends a request like `request`, and counts an answer of plain data."""
         value = self.request(operation, *fields, arguments=([*arguments[0]], arguments[1]))
-        self.answers += not isinstance(value, RemoteObject)
+        self.num_plain_answers += not isinstance(value, RemoteObject)
         return value
 
     def _send(self, request: tuple[Value, ...]) -> list[Value]:
@@ -271,7 +275,10 @@ def _error_text(value: Value) -> str:
 
 
 def _builtin_exception(names: list[str]) -> type:
-    """Returns the first built-in exception in `names`; RuntimeError replaces one that ends a loop."""
+    """Returns the first built-in exception in `names`.
+
+    StopIteration and StopAsyncIteration become RuntimeError, because they would end a loop of the tests.
+    """
     for name in names:
         exception_class = getattr(builtins, name, None)
         if isinstance(exception_class, type) and issubclass(exception_class, Exception):
@@ -281,11 +288,11 @@ def _builtin_exception(names: list[str]) -> type:
 
 
 class TestNamespace(dict[str, Value]):
-    """The global names of the tests; other names are names of the program.
+    """The global names of the tests; a name that the tests do not define is a name of the program.
 
-    The name of a built-in belongs to the program only if the tests use no other name of the program:
-    `set` in `set(f(x)) == {1}` must not be a function of the program. The name of a standard module
-    belongs to the program only if the tests use the name without an attribute.
+    A built-in name is the program's only if it is the only name that the tests use and do not define:
+    `set(f(x)) == {1}` also uses `f`, so `set` is the built-in. The name of a standard module is the
+    program's only if the tests use it without an attribute.
     """
 
     def __init__(self, session: Session, content: dict[str, Value]) -> None:
@@ -294,7 +301,10 @@ class TestNamespace(dict[str, Value]):
         self._codes: list[CodeType] = []
 
     def set_code(self, code: CodeType) -> None:
-        """Sets the code of the tests; adds the names of class bodies, which do not call `__missing__`."""
+        """Sets the code of the tests, and looks up in advance the names that its class bodies use.
+
+        A lookup in a class body does not call `__missing__`.
+        """
         self._codes = [code]
         for outer_code in self._codes:  # the loop appends to this list
             constants = outer_code.co_consts
@@ -313,7 +323,7 @@ class TestNamespace(dict[str, Value]):
             value = self._session.request("get", name, arguments=([], {}))
             if value is ABSENT or self._program_names() != {name}:
                 return self.setdefault(name, getattr(builtins, name))
-            self._session.answers += not isinstance(value, RemoteObject)
+            self._session.num_plain_answers += not isinstance(value, RemoteObject)
             return value
         if name in sys.stdlib_module_names and not any(
             _loads_bare(code, name) for code in self._codes
@@ -325,7 +335,10 @@ class TestNamespace(dict[str, Value]):
         return value
 
     def _program_names(self) -> set[str]:
-        """Returns the names that the tests load but do not define; built-ins only without another name."""
+        """Returns the names that the tests load but do not define.
+
+        Built-in names are returned only if there is no other name.
+        """
         instructions = [
             (instruction.opname, instruction.argval)
             for code in self._codes

@@ -111,8 +111,8 @@ class _Preflight:
         if tokenizer is not None:
             agent_checks = attempt(lambda: AgentChecks(config, tokenizer, datasets))
         if agent_checks is not None:
-            agent_problems = list(agent_checks.problems())  # builds the loops
-            attempt(agent_checks.set_prompt_rendering)
+            agent_problems = list(agent_checks.problems())  # also builds the agent loops
+            attempt(agent_checks.set_prompt_rendering)  # needs the agent loops
         load_train = partial(load_reward_manager, num_examine=0)
         load_val = partial(load_validation_manager, dataset=datasets.get(VALIDATION_KEY))
         for key, load in {TRAIN_KEY: load_train, VALIDATION_KEY: load_val}.items():
@@ -166,7 +166,8 @@ class _Preflight:
         """Adds each message whose cause is not recorded yet; returns whether a message was added."""
         count_before = len(self.problems)
         for message in messages:
-            # An unreadable file may be reported by its own check and by each loop that needs the file.
+            # A bad file may be reported by its own check and by AgentChecks, as "agent loop NAME cannot be
+            # built: CAUSE" for each agent loop that needs the file.
             cause = message.rpartition("cannot be built: ")[2]
             if not any(cause in problem for problem in self.problems):
                 self.problems.append(message)
@@ -187,7 +188,9 @@ class _Preflight:
             elif layout.strategy == "megatron":
                 from hone.engine.megatron import refusals
 
-                megatron = layout.role.get("megatron", config.actor_rollout_ref.actor.megatron)
+                megatron = layout.role_config.get(
+                    "megatron", config.actor_rollout_ref.actor.megatron
+                )
                 notes = refusals.overrides_without_effect(megatron)
                 self.warnings += [note for note in notes if note not in self.warnings]
                 check, overrides = refusals.check_role_supported, layout.override_config
@@ -290,7 +293,7 @@ class _Preflight:
         if config.curriculum_learning.enable and config.reward_manager.name == "blank":
             yield (
                 "curriculum_learning.enable=true and reward_manager.name=blank: no rule scores the rows, so "
-                "it removes no group unless an agent loop scores its trajectories"
+                "curriculum learning removes no group unless the agent loop returns scores"
             )
         has_single_responses = rollout.n == 1 and not config.trainer.val_only
         if plan.estimator.group_use == "compared" and has_single_responses:
@@ -308,14 +311,14 @@ class _EngineLayout:
     path: str
     override_config: Settings
     strategy: str
-    role: SchemaBlock
+    role_config: SchemaBlock
     sharding: FSDPConfig
     ranks: int
     adapters: bool = False
 
     def check_layout(self) -> None:
         """Raises an error if the model or the ranks do not fit the parallel sizes."""
-        sequence_size = sequence_parallel(self.role, self.sharding)
+        sequence_size = sequence_parallel(self.role_config, self.sharding)
         tensor_size, shard_size = self.sharding.tensor_parallel_size, self.sharding.fsdp_size
         if sequence_size * tensor_size > 1:
             from hone.engine.mesh import check_layout
@@ -325,7 +328,8 @@ class _EngineLayout:
 
     def check_optimizer(self) -> None:
         """Raises an error if the optimizer is not known."""
-        for block in (self.role, self.role.get("model", {})):  # PRIME's `optim` is in `model`
+        model_config = self.role_config.get("model", {})
+        for block in (self.role_config, model_config):  # PRIME's `optim` is in `model`
             if (optim := block.get("optim")) is not None:  # the reference has no optimizer
                 optimizer_class(optim)
 

@@ -79,7 +79,7 @@ def compute_advantage(
     estimator = advantages.get_estimator(name, config, **options.get(name, {}))
     columns: Fields = {"non_tensor_batch": data.non_tensor_batch}
     for column in estimator.requires:
-        # A reward part without a column may be an extra of the score function: one number per row.
+        # A reward part without a column may be a value of `reward_extra_info`, which GDPO looks up.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
             columns[column] = require(data, column)
     tensors = credit.run_estimator(data, estimator, columns)

@@ -14,7 +14,7 @@ def write(path: Path, rows: list[Any]) -> None:
 
 
 def rows_of(name: str, folder: Path) -> Splits:
-    builder = RECIPES[name].builder
+    builder = RECIPES[name].source_builder
     assert builder is not None
     return builder(source=Source(folder))
 

@@ -206,10 +206,10 @@ def test_every_source_that_a_preparer_writes_has_a_rule(
 
     monkeypatch.setattr(Source, "find_records", find_records)
     recipe = RECIPES[name]
-    builders = [b for b in (recipe.builder, recipe.generator) if b]
+    builders = [b for b in (recipe.source_builder, recipe.generator) if b]
     for builder in builders:
         sizes = {"train_size": 4, "test_size": 2} if builder == recipe.generator else {}
-        arguments = {"source": Source()} if builder == recipe.builder else sizes
+        arguments = {"source": Source()} if builder == recipe.source_builder else sizes
         splits = builder(**arguments, **recipe.preset)
         rows = [row for split in splits.values() for row in split if "data_source" in row]
         assert rows or name in ("gsm8k_multiturn_sft",), name

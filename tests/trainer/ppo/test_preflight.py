@@ -83,7 +83,7 @@ def test_a_curriculum_without_a_rule_is_said(
     model = ("reward_model.enable=true", f"reward_model.model.path={task.model}")
     blank = ("reward_model.type=judge", "reward_model.reward_manager=blank")
     dry_run(task, tmp_path / "run", "curriculum_learning.enable=true", *model, *blank)
-    assert "it removes no group unless an agent loop scores" in capsys.readouterr().out
+    assert "curriculum learning removes no group unless the agent loop" in capsys.readouterr().out
 
 
 def test_prompts_that_are_truncated_are_not_too_long(task: Task, tmp_path: Path) -> None:
