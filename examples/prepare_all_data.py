@@ -17,7 +17,7 @@ from hone.rewards.scores.table import find_entry
 def ways(name: str, source: str | None) -> list[tuple[str, str | None]]:
     """(folder, source folder) of each way to prepare a set: generated, from upstream's files."""
     generated = [(name, None)] if RECIPES[name].generator else []
-    if not RECIPES[name].builder:
+    if not RECIPES[name].source_builder:
         return generated
     return [*generated, (f"{name}_upstream" if generated else name, source)]
 
