@@ -162,8 +162,8 @@ OnTokens = Callable[[TokenDelta], None]
 class Traits:
     """The capabilities of an engine; tests/rollout/engine_contract.py skips tests that need a missing one."""
 
-    uses_training_module: bool
-    """The engine decodes with the module of `RolloutSpec.load_policy`, which may be the training module.
+    uses_policy_module: bool
+    """The engine decodes with the module that `RolloutSpec.load_policy` returns: often the training module.
     Other engines have weights of their own and receive new weights through `load`."""
     honors_seeds: bool = True
     """The same request with the same seed gets the same tokens."""

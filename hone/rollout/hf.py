@@ -23,7 +23,7 @@ class HFRollout(StreamingEngine):
     """A `RolloutEngine` that decodes one token of one request at a time."""
 
     name = "hf"
-    traits = Traits(uses_training_module=True, loads_adapters=True)
+    traits = Traits(uses_policy_module=True, loads_adapters=True)
 
     def __init__(
         self, policy: PolicyModel, *, eos_ids: Sequence[int], tokenizer: Tokenizer | None

@@ -76,7 +76,7 @@ class ServerRollout(StreamingEngine):
         self._wake_lock = asyncio.Lock()
         self._route = Router(self._servers, lambda server: server.healthy).route
         self._warnings: set[str] = set()
-        self.traits = Traits(uses_training_module=False, loads_adapters=loads_adapters)
+        self.traits = Traits(uses_policy_module=False, loads_adapters=loads_adapters)
 
     @in_engine_loop
     async def start(self) -> None:

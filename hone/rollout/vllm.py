@@ -56,7 +56,7 @@ class VLLMRollout(StreamingEngine):
         """
         super().__init__(rules, parameters)
         self.traits = Traits(
-            uses_training_module=False,
+            uses_policy_module=False,
             batch_invariant=device.type == "cpu",
             loads_adapters=adapter_folder is not None,
         )

@@ -92,7 +92,8 @@ class Server:
             if frame["verb"] not in ("start", "add", "abort"):
                 self._drain()
             self._send_tokens(list(self._unsent_outputs))
-            answer: Frame = {"call": frame.get("call")}
+            call_id = frame.get("call")  # None for a command that needs no answer
+            answer: Frame = {"call": call_id}
             try:
                 answer["result"] = getattr(self, frame["verb"])(frame)
             except Exception as error:
@@ -100,7 +101,7 @@ class Server:
                     raise
                 traceback.print_exc()
                 answer["error"] = f"{type(error).__name__}: {error}"
-            if frame.get("call") is not None:
+            if call_id is not None:
                 self._send(answer)
 
     def _step(self) -> None:
@@ -160,9 +161,9 @@ class Server:
             worker_extension_cls="hone_vllm_worker.HoneWorker",
             weight_transfer_config=transfer_config,
         )
-        self._llm.collective_rpc("allocate_stage_input")
+        self._llm.collective_rpc("allocate_pipeline_stage_input")
         self._llm.collective_rpc("report_log_probs_before_truncation")
-        self._llm.collective_rpc("sample_by_position")
+        self._llm.collective_rpc("sample_by_seed_and_position")
         self._llm.init_weight_transfer_engine({"init_info": {}})
         workers_are_local = self._llm.collective_rpc(
             "has_folder", args=(str(Path(__file__).parent),)

@@ -153,7 +153,7 @@ class HoneWorker:
         """Whether this worker can read the folder, and so is on the machine of the rollout worker."""
         return os.path.isdir(folder)
 
-    def allocate_stage_input(self) -> None:
+    def allocate_pipeline_stage_input(self) -> None:
         """Allocates the input of a pipeline stage if no warm-up has done so.
 
         On a CPU with `enforce_eager` vLLM has no warm-up, and its first step would fail.
@@ -196,7 +196,7 @@ class HoneWorker:
         sampler.register_forward_pre_hook(record_temperature, with_kwargs=True)
         sampler.compute_logprobs = compute_logprobs
 
-    def sample_by_position(self) -> None:
+    def sample_by_seed_and_position(self) -> None:
         """Samples every token by (seed, absolute position), as the native engine does.
 
         vLLM's own sampler has a generator per seeded request, and runs a kernel for each in every step. The

@@ -68,8 +68,8 @@ def layers() -> dict[str, LayerState]:
     return dict(_probe(None).layers)
 
 
-def plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> BoxPlan:
-    """Returns the plan of this machine; raises SandboxUnavailable if the plan does not meet the minimum."""
+def box_plan_for(minimum: Collection[str], interpreter_path: str | None = None) -> BoxPlan:
+    """Returns how this machine builds boxes; raises SandboxUnavailable if that does not meet the minimum."""
     probe = _probe(interpreter_path)
     unknown = sorted(set(minimum) - set(GUARANTEES) - set(LAYERS))
     if unknown:
@@ -191,7 +191,7 @@ def run_python(
     `minimum` are the required guarantees or layers (`GUARANTEES`, `LAYERS`); if one is missing,
     SandboxUnavailable is raised and nothing runs. The run ends if `caller_socket` closes.
     """
-    return run_job(Job(code, **job_fields), plan_for(minimum, interpreter), caller_socket)
+    return run_job(Job(code, **job_fields), box_plan_for(minimum, interpreter), caller_socket)
 
 
 def run_many(
@@ -204,6 +204,6 @@ def run_many(
     """Runs at most `max_concurrent` jobs at a time; returns the results in the order of the jobs."""
     if max_concurrent < 1:
         raise ValueError(f"sandbox: max_concurrent={max_concurrent} must be at least 1")
-    plan = plan_for(minimum, interpreter)
+    plan = box_plan_for(minimum, interpreter)
     with ThreadPoolExecutor(max_concurrent, thread_name_prefix="sandbox") as pool:
         return list(pool.map(lambda job: run_job(job, plan), jobs))

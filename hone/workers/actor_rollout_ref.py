@@ -151,7 +151,7 @@ class ActorRolloutRefWorker(Worker):
             sampling["temperature"] = 0.0
         rows.meta_info = {"sampling_params": meta_info.get("sampling_params", sampling)}
         self.rollout.submit(rows)
-        result = self.rollout.finished(None, 0.0)
+        result = self.rollout.pop_finished_groups(None, 0.0)
         if not self.rollout.is_leader:
             return DataProto()
         pairs = [
@@ -188,21 +188,21 @@ class ActorRolloutRefWorker(Worker):
         """Runs all updates of this step and then updates the rollout weights, as verl does."""
         temperature = _temperature(data)
         result = self.actor.update_actor(data, total_rows=total_rows, temperature=temperature)
-        self.rollout.announce_weights(self.actor.version())
+        self.rollout.switch_to_actor_weights(self.actor.version())
         return result
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
         self.actor.load_checkpoint(folder)
-        self.rollout.announce_weights(self.actor.version())
+        self.rollout.switch_to_actor_weights(self.actor.version())
 
     save_checkpoint = _delegate("actor", ActorWorker.save_checkpoint)
     version = _delegate("actor", ActorWorker.version)
     submit = _delegate("rollout", RolloutWorker.submit)
-    finished = _delegate("rollout", RolloutWorker.finished)
+    pop_finished_groups = _delegate("rollout", RolloutWorker.pop_finished_groups)
     abort = _delegate("rollout", RolloutWorker.abort)
     weight_path = _delegate("rollout", RolloutWorker.weight_path)
-    announce_weights = _delegate("rollout", RolloutWorker.announce_weights)
+    switch_to_actor_weights = _delegate("rollout", RolloutWorker.switch_to_actor_weights)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

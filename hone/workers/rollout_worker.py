@@ -1,8 +1,8 @@
 """The rollout worker: runs agent loops and their rollout engine, and updates the engine's weights.
 
-In the actor's process, the engine decodes in the thread that calls `finished`, with the training module
-(`shared` on one rank, `gathered` on several) or with a copy of its weights (`copied`). An engine in another
-process receives weights (`streamed`) and decodes in its own thread. With
+In the actor's process, the engine decodes in the thread that calls `pop_finished_groups`, with the
+training module (`shared` on one rank, `gathered` on several) or with a copy of its weights (`copied`). An
+engine in another process receives weights (`streamed`) and decodes in its own thread. With
 `rollout.tensor_model_parallel_size` above 1, each rank gathers or receives full tensors and keeps a shard.
 """
 
@@ -56,7 +56,7 @@ class RolloutWorker(Worker):
         self.config = config
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         check_exact_mode(rollout, model.path)  # an error here comes before any model loads
-        # Another engine distributes its model itself.
+        # Engines other than the native one shard their model themselves.
         size = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
         if size > 1:
             from hone.rollout.native.sharding import check_sharding
@@ -77,7 +77,7 @@ class RolloutWorker(Worker):
         model_spec = replace(actor_spec(run_config, self, self.device), optim=None)
         if self.actor is None:
             policy = self._load_policy(model_spec)
-            self._lease = Lease(policy, 0)
+            self._lease = Lease(policy, address_version=0)
             self.facts = ModelFacts.of(policy.lm)
         else:
             self.facts = self.actor.engine.facts
@@ -101,9 +101,10 @@ class RolloutWorker(Worker):
             elif self.actor is not None and self.world_size == 1:
                 spec = replace(spec, current_weights=self.actor.engine.named_hf_weights)
             self.engine = build_rollout(spec)
-        if self.actor is None and not self.engine.traits.uses_training_module:
-            del self._lease  # only the facts of the module were needed
-        self._lease_address_version: int | None = None  # at the engine's last wake_up
+        if self.actor is None and not self.engine.traits.uses_policy_module:
+            del self._lease  # the engine has its own weights; only the facts were needed
+        self._lease_address_version: int | None = None
+        """`Lease.address_version` at the engine's last wake_up; None before the first and during sleep."""
         self.runner = LoopRunner(
             run_config,
             self.engine,
@@ -162,7 +163,7 @@ class RolloutWorker(Worker):
             self.runner.submit(rows)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def finished(self, n_groups: int | None, wait_s: float) -> FinishedGroups:
+    def pop_finished_groups(self, n_groups: int | None, wait_s: float) -> FinishedGroups:
         """Returns up to `n_groups` finished groups (None: all); each group is returned once.
 
         In the actor's process, the call decodes until enough groups are finished; in another process, the
@@ -174,7 +175,8 @@ class RolloutWorker(Worker):
             return self._decode(n_groups)
         from hone.rollout.native.leader import LeaderRollout
 
-        if not isinstance(self.engine, LeaderRollout):  # decodes until the leader calls `release`
+        if not isinstance(self.engine, LeaderRollout):
+            # This rank has no agent loops: it follows the leader's steps until the leader calls `release`.
             self.runner.run_until(lambda: True)
             return FinishedGroups()
         try:
@@ -187,12 +189,12 @@ class RolloutWorker(Worker):
         runner, start_time = self.runner, time.perf_counter()
         rollout = self.config.actor_rollout_ref.rollout
         with ExitStack() as stack:
-            lease_address_version = 0  # an engine with its own weights needs no lease
-            if self.engine.traits.uses_training_module:  # all ranks enter together
-                lease_address_version = stack.enter_context(self._lease_policy()).address_version
-            if lease_address_version != self._lease_address_version:
+            address_version = 0  # an engine with its own weights needs no lease
+            if self.engine.traits.uses_policy_module:  # all ranks enter together
+                address_version = stack.enter_context(self._lease_policy()).address_version
+            if address_version != self._lease_address_version:
                 run_coroutine(self.engine.wake_up())
-                self._lease_address_version = lease_address_version
+                self._lease_address_version = address_version
             runner.run_until(lambda: n_groups is not None and runner.num_ready() >= n_groups)
         groups = runner.pop_finished(n_groups)
         if rollout.free_cache_engine and not runner.pending_uids():
@@ -209,7 +211,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort(self, uids: Collection[str] | None = None) -> None:
-        """Drops the groups of these uids, or all groups; `finished` never returns them."""
+        """Drops the groups of these uids, or all groups; they are never returned."""
         self.runner.abort(uids)
 
     def _lease_policy(self) -> AbstractContextManager[Lease]:
@@ -221,7 +223,7 @@ class RolloutWorker(Worker):
         """Returns how new weights reach this worker."""
         if self.actor is None:
             return "streamed"
-        if not self.engine.traits.uses_training_module and self._tensor_parallel_size == 1:
+        if not self.engine.traits.uses_policy_module and self._tensor_parallel_size == 1:
             return "copied"
         return "shared" if self.world_size == 1 else "gathered"
 
@@ -236,12 +238,12 @@ class RolloutWorker(Worker):
         return Location.of_this_process(self.device, self.get_master_addr_port()[0])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def announce_weights(self, version: int) -> int:
+    def switch_to_actor_weights(self, version: int) -> int:
         """Switches the engine to this version of the actor's weights; returns the number of copied bytes.
 
         Nothing is copied if the engine decodes with the training module.
         """
-        if self.actor is None or self.engine.traits.uses_training_module:
+        if self.actor is None or self.engine.traits.uses_policy_module:
             run_coroutine(self._update((), version))
             return 0
         num_bytes, weights = 0, self.actor.named_weights(self.engine.traits.loads_adapters)

@@ -104,7 +104,7 @@ class SGLangFactory(Factory):
     """The SGLang engine over a contract server; the server ends with the engine."""
 
     name = "sglang-contract"
-    engine_traits = Traits(uses_training_module=False)
+    engine_traits = Traits(uses_policy_module=False)
     probes = frozenset({"model"})
     is_slow = True
     draws = 200

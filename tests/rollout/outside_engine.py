@@ -11,7 +11,7 @@ from hone.rollout.contract import RolloutError, RolloutSpec, StopReason, TokenOu
 
 
 class OwnWeightsEngine:
-    traits = Traits(uses_training_module=False, pause_keeps_requests=False)
+    traits = Traits(uses_policy_module=False, pause_keeps_requests=False)
     version = 0
 
     def __init__(self, spec: RolloutSpec) -> None:
@@ -68,7 +68,7 @@ class OwnWeightsEngine:
 class HalfAnEngine:
     """Lacks most of the contract."""
 
-    traits = Traits(uses_training_module=True)
+    traits = Traits(uses_policy_module=True)
 
     def __init__(self, spec: RolloutSpec) -> None:
         pass

@@ -42,7 +42,7 @@ def test_native_and_hf_are_built_over_the_policy() -> None:
         engine = build_rollout(spec_of(name))
         assert isinstance(engine, kind)
         assert isinstance(engine, RolloutEngine)
-        assert engine.traits.uses_training_module
+        assert engine.traits.uses_policy_module
         asyncio.run(engine.close())
 
 

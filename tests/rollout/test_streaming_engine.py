@@ -22,7 +22,7 @@ class Counting(StreamingEngine):
     """Each token is its position; after the tokens in the script, a stream raises the error in the script."""
 
     name = "counting"
-    traits = Traits(uses_training_module=False)
+    traits = Traits(uses_policy_module=False)
 
     def __init__(self, *script: tuple[int, BaseException | None]) -> None:
         super().__init__(RequestRules(frozenset(), vocab_size=100))
@@ -65,7 +65,7 @@ def test_a_broken_stream_is_issued_again_with_its_tokens_in_the_prompt() -> None
 
 def test_a_continuation_gets_a_seed_of_its_own_where_draws_are_not_positional() -> None:
     engine = Counting((2, ConnectionLost("reset")))
-    engine.traits = Traits(uses_training_module=False, samples_by_position=False)
+    engine.traits = Traits(uses_policy_module=False, samples_by_position=False)
     generate(engine)
     assert engine.streams == [(3, 5, 7), (5, 3, fold_seed(7, 2))]
 

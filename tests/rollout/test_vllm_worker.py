@@ -120,7 +120,7 @@ def test_a_draw_is_natives_for_its_seed_and_position(
             num_tokens_no_spec=torch.cat([positions, positions]).numpy(), req_ids=list(requests)
         ),
     )
-    extension.sample_by_position()
+    extension.sample_by_seed_and_position()
     logits = torch.randn(200, 11)
     logits[:, [0, 10]] = -torch.inf
     sampler = extension.model_runner.sampler.topk_topp_sampler

@@ -177,7 +177,7 @@ class SharedVLLM(VLLMRollout):
 
 class VLLMFactory(Factory):
     name = "vllm"
-    engine_traits = Traits(uses_training_module=False)
+    engine_traits = Traits(uses_policy_module=False)
     probes = frozenset({"model"})
     draws = 400
     long_tokens = 600

@@ -81,7 +81,7 @@ class VLLMServerFactory(Factory):
 
     name = "vllm-server"
     engine_traits = Traits(
-        uses_training_module=False,
+        uses_policy_module=False,
         samples_by_position=False,
         batch_invariant=False,
         untruncated_log_probs=False,

@@ -26,7 +26,7 @@ from hone.sandbox import (
     run_python,
 )
 from hone.sandbox.client import run_job
-from hone.sandbox.layers import DEFAULT_MINIMUM, GUARANTEES, LAYERS, _probe_machine, plan_for
+from hone.sandbox.layers import DEFAULT_MINIMUM, GUARANTEES, LAYERS, _probe_machine, box_plan_for
 from hone.sandbox.plan import BoxPlan
 
 from .attacks import NETWORK, TRY_TO_WRITE, processes_that_mention
@@ -103,7 +103,7 @@ def test_a_required_layer_that_is_missing_is_named(without_bwrap: None) -> None:
 
 
 def test_namespaces_alone_stop_the_network(bwrap: None) -> None:
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), use_seccomp=False)
+    plan = dataclasses.replace(box_plan_for(DEFAULT_MINIMUM), use_seccomp=False)
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
@@ -118,7 +118,7 @@ def test_namespaces_alone_stop_the_network(bwrap: None) -> None:
 
 
 def test_without_a_cgroup_total_memory_is_still_limited(bwrap: None) -> None:
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), parent_cgroups=None)
+    plan = dataclasses.replace(box_plan_for(DEFAULT_MINIMUM), parent_cgroups=None)
     code = "import os, time\nfor _ in range(8):\n    if os.fork() == 0:\n"
     code += "        x = bytearray(b'x') * (80 << 20); time.sleep(99)\ntime.sleep(99)"
     result = run_job(Job(code, memory_mb=256, timeout_s=60.0), plan)
@@ -126,7 +126,7 @@ def test_without_a_cgroup_total_memory_is_still_limited(bwrap: None) -> None:
 
 
 def test_without_proc_the_box_still_works(bwrap: None) -> None:
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), mount_proc=False)
+    plan = dataclasses.replace(box_plan_for(DEFAULT_MINIMUM), mount_proc=False)
     result = run_job(Job("import os; print(os.path.exists('/proc/self'))"), plan)
     assert result.stdout == "False\n"
 
@@ -138,7 +138,7 @@ def test_without_proc_the_box_still_works(bwrap: None) -> None:
 def landlock_plan(without_bwrap: None) -> BoxPlan:
     if landlock.abi_version() == 0:
         pytest.skip("this kernel has no Landlock: there is no box without bubblewrap")
-    return plan_for({"filesystem", "network"})
+    return box_plan_for({"filesystem", "network"})
 
 
 def test_landlock_and_seccomp_isolate_without_bubblewrap(

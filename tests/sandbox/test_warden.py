@@ -19,7 +19,7 @@ import pytest
 
 from hone.sandbox import Job, SandboxError, Status, cgroups, client, run_many, run_python
 from hone.sandbox.client import run_job
-from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
+from hone.sandbox.layers import DEFAULT_MINIMUM, box_plan_for
 from hone.sandbox.plan import RunRequest
 
 from .attacks import processes_that_mention
@@ -104,7 +104,7 @@ def count_descriptors(pid: int) -> int:
 
 
 def attack(count: int, cpu_bound_every: int) -> None:
-    plan_for(DEFAULT_MINIMUM)  # the probe runs a program
+    box_plan_for(DEFAULT_MINIMUM)  # the probe runs a program
     client.close()
     pid = warden_pid()  # one run builds no spare, so only the warden's own descriptors are open
     open_before = count_descriptors(pid)
@@ -211,13 +211,13 @@ def test_no_invalid_request_ends_the_warden_or_other_runs(
     code = "import time; time.sleep(0.3); print(1)"
     other = threading.Thread(target=lambda: others.append(run_python(code).stdout))
     other.start()
-    request = RunRequest.from_job(Job("pass"), plan_for(DEFAULT_MINIMUM))
+    request = RunRequest.from_job(Job("pass"), box_plan_for(DEFAULT_MINIMUM))
     for name, value in limits.items():
         object.__setattr__(request if name == "plan" else request.job, name, value)
     with monkeypatch.context() as patched:
         patched.setattr(RunRequest, "from_job", lambda *_, **__: request)
         with contextlib.suppress(SandboxError):
-            run_job(Job("pass", timeout_s=20.0), plan_for(DEFAULT_MINIMUM))
+            run_job(Job("pass", timeout_s=20.0), box_plan_for(DEFAULT_MINIMUM))
     other.join(60)
     assert others == ["1\n"]
     assert warden_pid() == pid
@@ -227,7 +227,7 @@ def test_no_invalid_request_ends_the_warden_or_other_runs(
 def test_a_warden_killed_while_it_starts_is_retried(
     bwrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_for(DEFAULT_MINIMUM)
+    plan = box_plan_for(DEFAULT_MINIMUM)
     flag = tmp_path / "again"
     fragile = f"import os\nif not os.path.exists({str(flag)!r}):\n"
     fragile += f"    open({str(flag)!r}, 'w').close()\n    os.kill(os.getpid(), 9)\n"
@@ -245,11 +245,11 @@ def test_a_warden_killed_while_it_starts_is_retried(
 
 def test_a_warden_killed_before_the_program_starts_is_retried(bwrap: None, tmp_path: Path) -> None:
     slow, flag = tmp_path / "bwrap", tmp_path / "again"
-    real = plan_for(DEFAULT_MINIMUM).bwrap_path
+    real = box_plan_for(DEFAULT_MINIMUM).bwrap_path
     slow.write_text(f'#!/bin/sh\nif test -e {flag}; then exec {real} "$@"; fi\nexec sleep 1000\n')
     for path in (slow, tmp_path, *list(tmp_path.parents)[:2]):
         path.chmod(0o755)
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap_path=str(slow))
+    plan = dataclasses.replace(box_plan_for(DEFAULT_MINIMUM), bwrap_path=str(slow))
     pid = warden_pid()
     results: list[str] = []
     thread = threading.Thread(
@@ -265,13 +265,13 @@ def test_a_warden_killed_before_the_program_starts_is_retried(bwrap: None, tmp_p
 
 def test_a_box_killed_before_its_program_starts_is_retried(bwrap: None, tmp_path: Path) -> None:
     fragile, flag = tmp_path / "bwrap", tmp_path / "again"
-    real = plan_for(DEFAULT_MINIMUM).bwrap_path
+    real = box_plan_for(DEFAULT_MINIMUM).bwrap_path
     fragile.write_text(
         f'#!/bin/sh\nif test -e {flag}; then exec {real} "$@"; fi\ntouch {flag}\nkill -9 $$\n'
     )
     for path in (fragile, tmp_path, *list(tmp_path.parents)[:2]):
         path.chmod(0o777)
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap_path=str(fragile))
+    plan = dataclasses.replace(box_plan_for(DEFAULT_MINIMUM), bwrap_path=str(fragile))
     assert run_job(Job("print(1)"), plan).stdout == "1\n"
     assert flag.exists()
 
@@ -284,7 +284,7 @@ def test_the_caller_kills_a_box_that_does_not_die_with_its_warden_yet(
     slow = tmp_path / "bwrap"
     slow.write_text("#!/bin/sh\nsleep 1000\n")
     slow.chmod(0o755)
-    plan = dataclasses.replace(plan_for(DEFAULT_MINIMUM), bwrap_path=str(slow))
+    plan = dataclasses.replace(box_plan_for(DEFAULT_MINIMUM), bwrap_path=str(slow))
     pid = warden_pid()
     errors: list[str] = []
 
@@ -341,7 +341,7 @@ def test_a_killed_caller_ends_its_run(bwrap: None) -> None:
 
 def test_a_forked_process_keeps_neither_the_warden_nor_a_run(bwrap: None) -> None:
     pid = warden_pid()
-    run = client.Run(Job("import time; time.sleep(99)", timeout_s=100.0), plan_for(()))
+    run = client.Run(Job("import time; time.sleep(99)", timeout_s=100.0), box_plan_for(()))
     assert wait_until(lambda: len(descendants(pid)) >= 2)
     read_end, write_end = os.pipe()
     forked = os.fork()

@@ -303,7 +303,7 @@ class MegatronEngine(Engine):
                 for name, tensor in self.named_hf_weights():
                     copies[name].copy_(tensor)
             self._decoding_version = version
-        yield Lease(self._decoding_model, 0)
+        yield Lease(self._decoding_model, address_version=0)
 
     def save(self, folder: Path, contents: Collection[str]) -> None:
         with self.on_device(optimizer=True):

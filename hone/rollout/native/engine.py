@@ -61,7 +61,7 @@ class NativeRollout(RequestEngine):
     """
 
     name = "native"
-    traits = Traits(uses_training_module=True, loads_adapters=True)
+    traits = Traits(uses_policy_module=True, loads_adapters=True)
 
     def __init__(self, core: Core) -> None:
         super().__init__(core.rules)

@@ -187,7 +187,7 @@ def connect(rank: int, world_size: int, size: int, device: torch.device, timeout
     return Peers(rank % size, size, compute_group, groups["control"], store, timeout_s)
 
 
-SHARDED_TRAITS = Traits(uses_training_module=False)
+SHARDED_TRAITS = Traits(uses_policy_module=False)
 """The traits of the engine of every tensor-parallel rank, which decodes with a shard of its own."""
 
 

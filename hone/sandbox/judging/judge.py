@@ -21,7 +21,7 @@ from pathlib import Path
 from hone.sandbox.client import Run, wait_for_data
 from hone.sandbox.descriptors import write_sealed
 from hone.sandbox.judging.judge_server import READY_MESSAGE, REQUEST_STRUCT
-from hone.sandbox.layers import DEFAULT_MINIMUM, plan_for
+from hone.sandbox.layers import DEFAULT_MINIMUM, box_plan_for
 from hone.sandbox.plan import BoxPlan
 from hone.sandbox.result import MAX_TIMEOUT_S, Job, SandboxError
 
@@ -66,7 +66,7 @@ def judge(
     Raises SandboxError if a box fails; a failure of the program is a Judgement. The run ends if
     `caller_socket` closes.
     """
-    plan = plan_for(minimum, interpreter)
+    plan = box_plan_for(minimum, interpreter)
     start_code = (
         f"exec({_program_server_expression()}, _ := {{'__name__': 'program_server'}})\n"
         f"_['main']({program!r}, {preamble!r})\n"

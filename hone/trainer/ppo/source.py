@@ -157,7 +157,9 @@ class TrajectorySource:
             # With several leaders, any of them may finish next, so each leader returns after the poll.
             has_one_leader = len(self._leader_ranks) == 1
             groups_needed = num_groups - len(self._finished_groups) if has_one_leader else None
-            rank_results = self._workers.call_all(RolloutWorker.finished, groups_needed, _POLL_S)
+            rank_results = self._workers.call_all(
+                RolloutWorker.pop_finished_groups, groups_needed, _POLL_S
+            )
             for rank, result in enumerate(rank_results):
                 for group in result.groups:
                     submitted_group = self._running_groups.pop((rank, group.submission, group.uid))
@@ -254,7 +256,7 @@ class Publisher:
                 raise
             receive_call.get()
         else:
-            num_bytes = sum(rollout.call_all(RolloutWorker.announce_weights, version))
+            num_bytes = sum(rollout.call_all(RolloutWorker.switch_to_actor_weights, version))
         rollout.traffic["weights"] += num_bytes * receivers
         self._published_before_update = self.published
         if (
