@@ -20,6 +20,9 @@ Row: TypeAlias = dict[str, Any]
 Settings: TypeAlias = Mapping[str, Any]
 """Keyword arguments and configuration of a plug-in, passed through as written."""
 
+Columns: TypeAlias = Mapping[str, Any]
+"""Columns of a batch by name: tensors, arrays or lists with one value per row."""
+
 Fields: TypeAlias = dict[str, Any]
 """Values by name, such as sampling parameters; another library or the user defines the names."""
 

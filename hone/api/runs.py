@@ -71,7 +71,9 @@ def evaluate(
         reward = reward or model.reward
         model = model.policy
     if data is None:
-        raise DataError("the run had no validation data; pass the rows to evaluate on")
+        raise DataError(
+            "no rows to evaluate on: pass data (only a run with validation data has a default)"
+        )
     llm_names = [name for name in settings if matching_keys("generation", name)]
     llm_settings = {name: settings.pop(name) for name in llm_names}
     if isinstance(model, LLM) and llm_settings:
@@ -83,7 +85,7 @@ def evaluate(
     inputs = _RunInputs(reward)
     with tempfile.TemporaryDirectory(prefix="hone-evaluate-") as temporary:
         folder = Path(temporary)
-        files = inputs.write_data(data, folder, "rows")
+        files = inputs.prepare(data, folder, "rows")
         call_settings = CallSettings(
             "evaluation", "hone.evaluate", {**settings, "data.path": files}
         )
@@ -140,7 +142,7 @@ class Trained:
         """Writes the policy to a new folder that `from_pretrained` opens, with a model card."""
         if is_non_local(folder):
             raise ValueError(
-                f"save({str(folder)!r}): name a local folder; `hone export` writes to stores"
+                f"save({str(folder)!r}): name a local folder; `hone export` writes to remote stores"
             )
         return export(self.folder, Path(folder))
 
@@ -168,9 +170,9 @@ def train(
     inputs = _RunInputs(reward)
     with _run_folder("train", call_settings) as folder:
         call_settings.set({"actor_rollout_ref.model.path": _model_path(model)})
-        call_settings.set({"data.train_files": inputs.write_data(data, folder, "train")})
+        call_settings.set({"data.train_files": inputs.prepare(data, folder, "train")})
         if validation is not None:
-            val_files = inputs.write_data(validation, folder, "validation")
+            val_files = inputs.prepare(validation, folder, "validation")
             call_settings.set({"data.val_files": val_files})
         composed = call_settings.compose(starting_values, check_plan)
         print_starting_values_and_notes(composed)
@@ -220,11 +222,11 @@ class _RunInputs:
         self._parts = [] if reward is None else reward_parts(reward)
         self.score_function: Function | None = None
 
-    def write_data(self, data: Data, folder: Path, name: str) -> list[str]:
-        """Builds the score function, and returns the data files.
+    def prepare(self, data: Data, folder: Path, name: str) -> list[str]:
+        """Builds the score function, writes the data to a file if necessary, and returns the file names.
 
         Files in the dataset schema are returned unchanged; other rows are converted and written to a file
-        that begins with `name`.
+        whose name begins with `name`.
         """
         parts = self._parts
         needs_prompt = reads_prompt(parts)
@@ -249,7 +251,8 @@ class _RunInputs:
             answer_columns = [
                 name for name in ANSWER_COLUMNS if all(name in row for row in user_rows)
             ]
-            self._build_function(columns, answer_columns[1:])  # the first is the ground truth
+            # The first column is the ground truth; a function gets the others under their own names.
+            self._build_function(columns, answer_columns[1:])
         return [write_rows(rows, folder, name)]
 
     def _build_function(

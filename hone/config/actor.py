@@ -105,9 +105,9 @@ class RefConfig(LogProbConfig):
     """The reference policy, used for forward passes only."""
 
     strategy: str = follows(f"{ACTOR_KEY}.strategy")
-    """Engine; follows the actor."""
+    """Engine; default: the actor's."""
     use_torch_compile: bool = follows(f"{ACTOR_KEY}.use_torch_compile")
-    """Compile each decoder block; follows the actor."""
+    """Compile each decoder block; default: as for the actor."""
     fsdp_config: FSDPConfig = block_following_actor(
         FSDPConfig, "fsdp_config", "tensor_parallel_size"
     )
@@ -115,7 +115,7 @@ class RefConfig(LogProbConfig):
         MegatronConfig, "megatron", *MEGATRON_PARALLEL_KEYS
     )
     ulysses_sequence_parallel_size: Count = follows(f"{ACTOR_KEY}.ulysses_sequence_parallel_size")
-    """Ranks that split each sequence; follows the actor."""
+    """Ranks that split each sequence; default: the actor's number."""
     profiler: ProfilerConfig = block(ProfilerConfig)
 
 
@@ -125,7 +125,7 @@ class CriticModelConfig(TrainedModelConfig):
     path: str | None = None
     """Folder or hub name; null starts from the actor's model."""
     external_lib: str | tuple[str, ...] | None = follows("actor_rollout_ref.model.external_lib")
-    """Python modules to import first; follows the actor."""
+    """Python modules to import first; default: the actor's."""
     fsdp_config: FSDPConfig = block(FSDPConfig)
 
 
@@ -137,9 +137,9 @@ class CriticConfig(UpdateConfig):
     forward_micro_batch_size: Count | None = None
     """Sequences in one value pass over all ranks; prefer `forward_micro_batch_size_per_gpu`."""
     forward_micro_batch_size_per_gpu: Count | None = follows("critic.ppo_micro_batch_size_per_gpu")
-    """Sequences in one value pass on one rank; follows `ppo_micro_batch_size_per_gpu`."""
+    """Sequences in one value pass on one rank; default: `ppo_micro_batch_size_per_gpu`."""
     forward_max_token_len_per_gpu: Count = follows("critic.ppo_max_token_len_per_gpu")
-    """Token budget of one value pass on one rank; follows `ppo_max_token_len_per_gpu`."""
+    """Token budget of one value pass on one rank; default: `ppo_max_token_len_per_gpu`."""
     cliprange_value: Positive = 0.5
     """In the loss, new values are clipped to this distance from the old ones."""
     optim: OptimConfig = block(OptimConfig, lr=1e-5)

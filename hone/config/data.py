@@ -70,7 +70,7 @@ class DataConfig(RowsConfig):
     """Prompts per generation round when groups are filtered; null is `train_batch_size` times
     `oversample_factor`."""
     oversample_factor: OneOrMore = 1.0
-    """Prompts to generate for per step, as a multiple of `train_batch_size`; filters choose among them."""
+    """Prompts that get responses in each step, as a multiple of `train_batch_size`; filters select groups."""
     filter_accuracy: bool = False
     """Prefer groups whose mean score lies between the two accuracy bounds; other groups fill up the batch."""
     accuracy_lower_bound: Share = 0.2
@@ -84,7 +84,7 @@ class DataConfig(RowsConfig):
     val_batch_size: Count | None = None
     """Prompts per validation round; null is all at once."""
     tool_config_path: str | None = follows("actor_rollout_ref.rollout.multi_turn.tool_config_path")
-    """YAML file that lists the tools whose schemas enter the prompt; follows the rollout."""
+    """YAML file that lists the tools whose schemas enter the prompt; default: the rollout's file."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """How a prompt longer than `max_prompt_length` is handled."""
     validation_shuffle: bool = False
@@ -98,7 +98,7 @@ class DataConfig(RowsConfig):
     audio_key: str = "audios"
     """Column of audio clips; training refuses rows with audio, since no supported model reads them."""
     trust_remote_code: bool = follows("actor_rollout_ref.model.trust_remote_code")
-    """Run code that ships with the tokenizer; follows the model."""
+    """Run code that ships with the tokenizer; default: as for the model."""
     sampler: SamplerConfig = block(SamplerConfig)
     datagen: CustomClassConfig = block(CustomClassConfig)
 

@@ -186,7 +186,7 @@ class UpdateConfig(MicroBatches):
     strategy: str = "fsdp2"
     """Training engine: fsdp or fsdp2 (both use FSDP2 on several ranks), megatron, or pkg.mod:Class."""
     rollout_n: int = follows("actor_rollout_ref.rollout.n")
-    """Responses per prompt; follows the rollout."""
+    """Responses per prompt; default: the rollout's `n`."""
     ppo_mini_batch_size: Count = at_most(256, "data.train_batch_size")
     """Prompts in one update (optimizer step), each with `rollout.n` responses."""
     ppo_micro_batch_size: Count | None = None
@@ -209,7 +209,7 @@ class UpdateConfig(MicroBatches):
     """Divisor of `seq-mean-token-sum-norm`; null is the maximum response length."""
     optim: OptimConfig = block(OptimConfig)
     grad_clip: Positive = follows(".optim.clip_grad")
-    """Maximum gradient norm; follows the optimizer block."""
+    """Maximum gradient norm; default: `clip_grad` of the optimizer."""
     checkpoint: CheckpointConfig = block(CheckpointConfig)
     profiler: ProfilerConfig = block(ProfilerConfig)
 
@@ -227,6 +227,6 @@ class LogProbConfig(MicroBatches):
     log_prob_micro_batch_size_per_gpu: Count | None = None
     """Log-probs: sequences in one forward on one rank; null forms micro-batches by token budget."""
     log_prob_use_dynamic_bsz: bool = follows(f"{ACTOR_KEY}.use_dynamic_bsz")
-    """Log-probs: form micro-batches by token budget; follows the actor."""
+    """Log-probs: form micro-batches by token budget; default: as for the actor."""
     log_prob_max_token_len_per_gpu: Count = follows(f"{ACTOR_KEY}.ppo_max_token_len_per_gpu")
-    """Log-probs: token budget of one forward on one rank; follows the actor."""
+    """Log-probs: token budget of one forward on one rank; default: the actor's."""

@@ -94,7 +94,7 @@ class RewardModelModelConfig(SchemaBlock):
     path: str | None = None
     """Folder or hub name of the reward model."""
     external_lib: str | tuple[str, ...] | None = follows("actor_rollout_ref.model.external_lib")
-    """Python modules to import first; follows the actor."""
+    """Python modules to import first; default: the actor's."""
     trust_remote_code: bool = False
     """Run code that ships with the model."""
     override_config: Settings = block(dict)
@@ -109,7 +109,7 @@ class RewardModelModelConfig(SchemaBlock):
     loss_type: Literal["ce", "dpo"] = "ce"
     """PRIME: cross-entropy with the outcome, or DPO against the mean of a group's other outcomes."""
     enable_gradient_checkpointing: bool = follows(f"{MODEL_KEY}.enable_gradient_checkpointing")
-    """PRIME: recompute activations in the backward pass; follows the actor."""
+    """PRIME: recompute activations in the backward pass; default: as for the actor."""
     optim: OptimConfig = block(OptimConfig, weight_decay=0.0, clip_grad=10.0)
 
 
@@ -190,9 +190,9 @@ class RewardModelConfig(MicroBatches):
     max_length: Count | None = None
     """Maximum prompt plus response for the reward model; longer rows are truncated from the left."""
     use_dynamic_bsz: bool = follows("critic.use_dynamic_bsz")
-    """Form micro-batches by token budget; follows the critic."""
+    """Form micro-batches by token budget; default: as for the critic."""
     forward_max_token_len_per_gpu: Count = follows("critic.forward_max_token_len_per_gpu")
-    """Token budget of one forward on one rank; follows the critic."""
+    """Token budget of one forward on one rank; default: the critic's."""
     ulysses_sequence_parallel_size: Count = follows(f".model.{ULYSSES_SIZE_KEY}")
     """Ranks that split each sequence, for prm and prime; their number multiplies the token budget."""
     reward_manager: str = "naive"
@@ -222,7 +222,7 @@ class RewardModelConfig(MicroBatches):
     prime_norm: Literal["batch_norm", "none"] = "batch_norm"
     """PRIME: divide implicit rewards by the largest absolute return of the batch."""
     mini_batch_size: Count = follows("actor_rollout_ref.actor.ppo_mini_batch_size")
-    """PRIME: sequences in one update of the reward model; follows the actor's number of prompts."""
+    """PRIME: sequences in one update of the reward model; default: the actor's number of prompts."""
     repeatness_punishment: bool = False
     """Give repetitive responses a rule score of 0."""
     high_repeat_threshold: Share = 0.2

@@ -185,7 +185,7 @@ class SamplingConfig(DistributionConfig):
     max_tokens_per_turn: Count | None = None
     """Maximum turn length in tokens; null is the remainder of `response_length`."""
     seed: int | None = follows("trainer.seed")
-    """Seed of sampling; follows the run seed."""
+    """Seed of sampling; default: the run seed."""
 
 
 class RolloutEngineConfig(SamplingConfig):

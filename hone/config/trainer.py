@@ -66,7 +66,7 @@ class AlarmsConfig(SchemaBlock):
     """Alarms at signs of reward hacking; the keys after `deviations` are the changes that raise an alarm."""
 
     enable: bool = follows("reward_model.enable")
-    """Watch the metrics; follows the reward model."""
+    """Watch the metrics; default: only if the run has a reward model."""
     action: Literal["warn", "keep", "stop"] = "warn"
     """warn logs a warning; keep also keeps the checkpoint before the jump; stop also ends the run."""
     window: Count = 50

@@ -50,10 +50,10 @@ def encode_conversation(
         if segment is None:
             if not ignore_mismatch:
                 raise PromptError(
-                    f"the chat template renders the turns before turn {stop} differently once that"
-                    " turn follows (it may drop earlier thinking); split the conversation into one"
-                    " row per turn, or set data.ignore_input_ids_mismatch=true to train on the"
-                    " turns as if each were the last"
+                    f"adding turn {stop} changes how the chat template renders the earlier turns"
+                    " (it may drop earlier thinking); split the conversation into one row per turn,"
+                    " or set data.ignore_input_ids_mismatch=true to train on the turns as if each"
+                    " were the last"
                 )
             segment = template.render_after_probe(context, turns)
         context_ids += segment.ids
@@ -63,7 +63,8 @@ def encode_conversation(
         ids += segment.ids + end_ids
         num_targets = segment.num_targets + len(end_ids)
         mask += [0] * (len(segment.ids) - segment.num_targets) + [1] * num_targets
-        separator = segment.separator  # the first ids of the next segment, if there is one
+        # The next segment's ids begin with the separator; after the last segment, it is appended below.
+        separator = segment.separator
     return ids + separator, mask + [0] * len(separator)
 
 
@@ -167,13 +168,13 @@ class _Template:
         return None if answer_start < context_length else answer_start
 
     def _first_probe_difference(self, context: Sequence[Message], ids: list[int]) -> int:
-        """Returns the first index at which the two probe answers, or the first and `ids`, differ."""
-        first, second = self._probe_answers(context)
+        """Returns the first index at which `ids` and the renderings with probe answers are not all equal."""
+        first, second = self._render_with_probe_answers(context)
         return min(common_prefix_length(first, second), common_prefix_length(first, ids))
 
     def _end_tokens_and_separator(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
         """Returns (tokens with which the template ends a turn, tokens between two turns)."""
-        first, second = self._probe_answers(context)
+        first, second = self._render_with_probe_answers(context)
         if first == second:
             raise PromptError(
                 "the chat template omits the assistant's text; use one that renders it"
@@ -191,7 +192,7 @@ class _Template:
             end = len(closing) if eos is None else 0
         return closing[:end], closing[end:]
 
-    def _probe_answers(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
+    def _render_with_probe_answers(self, context: Sequence[Message]) -> tuple[list[int], list[int]]:
         answers = (self._message("assistant", text) for text in PROBES)
         first, second = (self._render([*context, answer]) for answer in answers)
         return first, second

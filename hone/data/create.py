@@ -19,7 +19,10 @@ from hone.tokenizer import Processor, Tokenizer
 
 
 def dataset_class(config: DataConfig, is_train: bool = True) -> Callable[..., Dataset]:
-    """Returns the class of data.custom_cls, DynamicGenDataset with data.datagen, or RLHFDataset."""
+    """Returns data.custom_cls if it is set, and otherwise RLHFDataset.
+
+    In training, DynamicGenDataset replaces RLHFDataset if data.datagen is set.
+    """
     custom = config.custom_cls
     if not custom.path:
         return DynamicGenDataset if config.datagen.path and is_train else RLHFDataset

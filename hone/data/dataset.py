@@ -92,7 +92,7 @@ class RLHFDataset(PromptRows):
             self.__dict__.pop("fingerprint", None)
 
     def prompt_lengths(self) -> Iterator[int | PromptError]:
-        """Yields the number of tokens, before truncation, or the rendering error of each prompt."""
+        """Yields the number of tokens of each prompt before truncation, or its rendering error."""
         if self._prompt_lengths is not None and not self.added_rows:
             return iter(self._prompt_lengths)
         rows = map(self.raw_row, range(len(self)))

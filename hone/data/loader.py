@@ -35,7 +35,7 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A sampler, dataset or generator whose state, in plain values, is saved in the checkpoint."""
+    """A sampler, dataset or generator whose state is saved in the checkpoint as plain values."""
 
     def state_dict(self) -> Fields: ...
 

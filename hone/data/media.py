@@ -14,7 +14,10 @@ from hone.types import Row
 def with_typed_parts(
     messages: Sequence[Message], row: Row, image_key: str, video_key: str
 ) -> list[Message]:
-    """Replaces each `<image>` and `<video>` by a typed part; their numbers must be those of the row."""
+    """Replaces each `<image>` and `<video>` by a typed part.
+
+    Raises PromptError if the row has images or videos, but not one per placeholder.
+    """
     media_counts: Counter[str] = Counter()
     typed_messages: list[Message] = []
     for message in messages:

@@ -117,7 +117,7 @@ class PairDataset(EncodedDataset):
 
 
 def _response_text(value: Any) -> str:
-    """Returns the text of a response: of a string, a message, or the last entry of a list."""
+    """Returns the text of a response, which is a string or a message, or a list that ends with one."""
     if isinstance(value, (list, tuple)) and value:
         value = value[-1]
     if isinstance(value, Mapping):

@@ -155,7 +155,7 @@ def prepare(
     hub: bool = False,
     **options: Any,
 ) -> PrepareReport:
-    """Builds a dataset from a source, or generates it, and writes `<split>.parquet` files."""
+    """Converts a source to a dataset, or generates one; writes it to `<split>.parquet` files."""
     recipe = find_recipe(name)
     if source_dir is not None and hub:
         raise DataError("give either a source folder or the Hub, not both")

@@ -1,4 +1,4 @@
-"""Renders single prompts to token ids, without truncation, and the system prompt of a template."""
+"""Renders single prompts, and the system prompt of a template, to token ids without truncation."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from hone.config.errors import ConfigError
 from hone.config.sft import StepDataConfig
@@ -49,14 +49,21 @@ def single_token_id(tokenizer: Tokenizer, text: str, key: str = "data.step_separ
     return ids[0]
 
 
+class LabelTokens(NamedTuple):
+    """The token ids of the two labels, in the order of a classifier's outputs."""
+
+    bad: int
+    good: int
+
+
 @dataclass(frozen=True)
 class StepSeparator:
     """The separator tokens after each step, and the token at which the step is scored."""
 
     tokens: list[int]
     score_index: int  # index in `tokens` of the token after which the step is scored
-    label_tokens: tuple[int, int] | None
-    """The tokens (bad step, good step) of a causal model; None for a token classifier."""
+    label_tokens: LabelTokens | None
+    """The labels of a causal model; None for a token classifier."""
 
 
 def build_step_separator(
@@ -72,18 +79,18 @@ def build_step_separator(
     labels_key = f"{config_block}.step_labels"
     good, bad = (single_token_id(tokenizer, label, labels_key) for label in label_texts)
     tokens = tokenise(unescape_newlines(separator), tokenizer)
-    text_indices = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
+    nonblank_indices = [i for i, token in enumerate(tokens) if tokenizer.decode([token]).strip()]
     if not tokens or good == bad:
         raise ConfigError(
             f"{key}={separator!r} must not be empty, and {labels_key}={list(label_texts)} must"
             " be two different tokens"
         )
-    score_index = text_indices[-1] if text_indices else len(tokens) - 1
-    return StepSeparator(tokens, score_index, (bad, good))
+    score_index = nonblank_indices[-1] if nonblank_indices else len(tokens) - 1
+    return StepSeparator(tokens, score_index, LabelTokens(bad, good))
 
 
 def unescape_newlines(text: str) -> str:
-    r"""Replaces `\n` as a shell passes it, backslash and n, with a line break."""
+    r"""Replaces each backslash followed by n, as typed in a shell, with a line break."""
     return text.replace("\\n", "\n")
 
 
@@ -218,7 +225,7 @@ def _parse_prm800k(row: Row, config: StepDataConfig) -> Solution:
 
 
 def _split_into_completions(row: Row) -> list[Row]:
-    """Returns one row per completion of each step, of a row in PRM800K's own layout."""
+    """Splits a row in PRM800K's own layout into one row per completion of each step."""
     rows: list[Row] = []
     previous_steps: list[str] = []
     try:

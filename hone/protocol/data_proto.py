@@ -159,7 +159,7 @@ class DataProto:
     def __getitem__(self, item: Index) -> DataProto: ...
 
     def __getitem__(self, item: int | Index) -> DataProtoItem | DataProto:
-        """Returns a DataProtoItem for an int, a DataProto for a slice, indices or a mask."""
+        """Returns a DataProtoItem for an int, and a DataProto for a slice, indices or a mask."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
         if isinstance(item, list | tuple | np.ndarray | torch.Tensor) and np.ndim(item) > 0:

@@ -1,4 +1,4 @@
-"""DataProtoFuture, a batch that workers still compute, and an all-gather of batches.
+"""Defines DataProtoFuture, a batch that workers are still computing, and an all-gather of batches.
 
 The controller that creates a future gives it `resolve`, which waits for the workers up to a deadline.
 """
@@ -20,34 +20,36 @@ from hone.protocol.rows import ProtocolError
 from hone.protocol.tensordicts import BatchData
 from hone.types import Function
 
-Value: TypeAlias = Any
-"""The result of a worker, usually a batch, or the controller's handle for it."""
+Result: TypeAlias = Any
+"""The result of a worker, usually a batch."""
+Handle: TypeAlias = Any
+"""The controller's handle for a pending result, or the result itself."""
 
 
-def resolve_handles(handles: Sequence[Value]) -> list[Value]:
-    """Returns the results of handles with `.get()` or `.result()`; returns other values unchanged."""
-    values = []
+def resolve_handles(handles: Sequence[Handle]) -> list[Result]:
+    """Returns the results of handles with `.get()` or `.result()`; returns results unchanged."""
+    results = []
     for handle in handles:
         wait = getattr(handle, "get", None) or getattr(handle, "result", None)
-        is_value = isinstance(handle, dict | TensorDict)  # their `get` looks up a key
-        values.append(wait() if callable(wait) and not is_value else handle)
-    return values
+        is_result = isinstance(handle, dict | TensorDict)  # their `get` looks up a key
+        results.append(wait() if callable(wait) and not is_result else handle)
+    return results
 
 
 @dataclass
 class DataProtoFuture:
     """A pending result; `get` waits for it, `chunk` and `concat` do not."""
 
-    collect_fn: Callable[[list[Value]], Value]
+    collect_fn: Callable[[list[Result]], Result]
     """Joins the results of all handles into one."""
-    futures: list[Value]
+    futures: list[Handle]
     """One handle per worker."""
     dispatch_fn: Function | None = None
     """Selects this future's part of the joined result."""
-    resolve: Callable[[Sequence[Value]], list[Value]] = resolve_handles
+    resolve: Callable[[Sequence[Handle]], list[Result]] = resolve_handles
     """Waits for the handles; must be picklable, because a worker may resolve the future."""
 
-    def get(self) -> Value:
+    def get(self) -> Result:
         """Waits for the handles, joins their results and returns this future's part."""
         result = self.collect_fn(self.resolve(self.futures))
         return result if self.dispatch_fn is None else self.dispatch_fn(result)
@@ -61,7 +63,7 @@ class DataProtoFuture:
         return [self._then(functools.partial(_padded_part, i, parts)) for i in range(parts)]
 
     @staticmethod
-    def concat(data: Sequence[Value]) -> DataProtoFuture:
+    def concat(data: Sequence[Handle]) -> DataProtoFuture:
         """Returns a future of the concatenation of futures or handles."""
         if not data:
             raise ProtocolError("nothing to concatenate: the list of futures is empty")
@@ -84,11 +86,11 @@ def _padded_part(index: int, parts: int, data: DataProto | TensorDict) -> DataPr
     return split_padded(data, parts)[index]
 
 
-def _concat(batches: list[DataProto | TensorDict]) -> Value:
+def _concat(batches: list[DataProto | TensorDict]) -> Result:
     return BatchData(batches).concat()
 
 
-def _compose(first: Function, second: Function, data: Value) -> Value:
+def _compose(first: Function, second: Function, data: Result) -> Result:
     return second(first(data))
 
 

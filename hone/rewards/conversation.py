@@ -21,7 +21,7 @@ _CONTROL_TOKENS = (
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """Returns a text prompt unchanged, or the texts of chat messages, joined by blank lines."""
+    """Returns a text prompt unchanged; joins the texts of chat messages with blank lines."""
     if isinstance(prompt, str):
         return prompt
     contents = (message.get("content") for message in prompt if isinstance(message, Mapping))

@@ -193,7 +193,7 @@ class Judge:
         return Scored(score, {"judge": first_text, "judge_votes": len(grades)}, dict(mishaps))
 
     def _grade(self, text: str) -> float | Failed:
-        """Returns the grade in a text, scaled to 0…1, or a failure without a valid grade."""
+        """Returns the grade in a text, scaled to 0…1, or a failure if there is no valid grade."""
         grade = _grade_in_json(text) if self.config.format == "json" else self._grade_in_text(text)
         lowest, highest = self.config.lowest, self.config.highest
         if grade is None or not lowest <= grade <= highest:

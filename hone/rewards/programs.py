@@ -84,7 +84,7 @@ Test = StdinTest | CallTest | SourceTest
 
 
 def extract_code(text: str) -> str:
-    """Returns the last fenced Python block, which may be unclosed, or the whole text without a block."""
+    """Returns the last fenced Python block, which may be unclosed, or the whole text if it has no block."""
     code = None
     position = 0
     while (fence := _FENCE.search(text, position)) is not None:

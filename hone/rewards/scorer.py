@@ -31,7 +31,7 @@ from hone.rewards.failures import Failed, Scored, SetupError, WrongSetting
 from hone.rewards.scorer_code import describe, error_location
 from hone.text import error_text, printable, short_repr
 from hone.tokenizer import Tokenizer
-from hone.types import Fields, Function, JsonObject, JsonValue, Settings
+from hone.types import Columns, Fields, Function, JsonObject, JsonValue, Settings
 
 T = TypeVar("T")
 
@@ -53,13 +53,10 @@ FORMAT_ARGUMENTS = (
     "retrieval_score",
 )
 """Format rewards: config keys under `reward_model` that only some scorers accept."""
-OPTIONAL_ARGUMENTS = frozenset(
-    {
-        *FORMAT_ARGUMENTS,
-        *("score_observations", "sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"),
-        *("reward_router_address", "reward_model_tokenizer"),
-    }
-)
+OPTIONAL_ARGUMENTS = frozenset(FORMAT_ARGUMENTS) | {
+    *("score_observations", "sandbox_fusion_url", "concurrent_semaphore", "memory_limit_mb"),
+    *("reward_router_address", "reward_model_tokenizer"),
+}
 """Arguments that a scorer gets if it accepts them; other scorers are called without them."""
 
 _mishaps: ContextVar[dict[str, int] | None] = ContextVar("mishaps", default=None)
@@ -80,7 +77,7 @@ class ScorerInput:
 
 
 def read_rows(
-    columns: Settings,
+    columns: Columns,
     ids: list[list[int]],
     is_policy: list[list[bool]],
     tokenizer: Tokenizer | None,
@@ -130,7 +127,7 @@ def _split_segments(
     return segments
 
 
-def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Fields:
+def extra_info_of(columns: Columns, reward_model: Settings, index: int) -> Fields:
     """Returns `extra_info` of a row, with fields of `reward_model` and rollout statistics."""
     extra = {key: reward_model[key] for key in reward_model if key not in ("ground_truth", "style")}
     extra.update(_dict_at(columns, "extra_info", index))
@@ -143,12 +140,12 @@ def extra_info_of(columns: Settings, reward_model: Settings, index: int) -> Fiel
     return extra
 
 
-def _dict_at(columns: Settings, name: str, index: int) -> Fields:
+def _dict_at(columns: Columns, name: str, index: int) -> Fields:
     value = _first_value(columns, (name,), index)
     return {} if value is None else dict(value)
 
 
-def _first_value(columns: Settings, names: Sequence[str], index: int) -> Any:
+def _first_value(columns: Columns, names: Sequence[str], index: int) -> Any:
     """Returns the value of a row in the first of the columns that the batch has, or None."""
     return next((columns[name][index] for name in names if name in columns), None)
 
@@ -165,7 +162,7 @@ def policy_transcript_info(text: str) -> JsonObject:
 
 
 def last_answer(text: str) -> str | None:
-    """Returns the content of the last closed `<answer>…</answer>`, also over several lines, or None."""
+    """Returns the content of the last closed `<answer>…</answer>`, which may span lines, or None."""
     start = text.rfind("<answer>", 0, max(0, text.rfind("</answer>")))
     if start < 0:
         return None
@@ -190,7 +187,10 @@ def vote_of(pred: JsonValue) -> str | None:
 
 
 def is_missing(value: JsonValue) -> bool:
-    """Returns whether a value (its `target`, or every item) is None, NaN, blank, `null` or `[INVALID]`."""
+    """Returns whether a value is None, NaN, blank, "null" or "[INVALID]".
+
+    An empty dict is missing, and a dict whose `target` is missing; a list is missing if all items are.
+    """
     value = decode_json(to_python(value))
     if isinstance(value, Mapping):
         return not value or ("target" in value and is_missing(value["target"]))
@@ -265,7 +265,7 @@ def read_result(result: Any, mishaps: Mapping[str, int] | None = None) -> Scored
 
 
 def failure_of(error: BaseException, function: Function) -> Failed:
-    """Returns the failure for an exception; raises a SetupError and the SystemExit of a signal again."""
+    """Returns the failure for an exception; re-raises a SetupError, and a SystemExit of a signal handler."""
     if isinstance(error, SetupError) or (isinstance(error, SystemExit) and raised_by_signal(error)):
         raise error
     location = error_location(error, function)

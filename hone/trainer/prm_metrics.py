@@ -55,11 +55,11 @@ def process_bench(predictions: np.ndarray, labels: np.ndarray) -> dict[str, floa
     return _accuracies(predictions == labels, labels)
 
 
-def _accuracies(hits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Returns the accuracies; `hits` has the probability that each solution's prediction is right."""
+def _accuracies(p_correct: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Returns the accuracies; `p_correct` is the probability per solution that its prediction is right."""
     has_error = labels >= 0
     wrong, right = (
-        float(hits[mask].mean()) if mask.any() else 0.0 for mask in (has_error, ~has_error)
+        float(p_correct[mask].mean()) if mask.any() else 0.0 for mask in (has_error, ~has_error)
     )
     f1 = 2 * wrong * right / (wrong + right) if wrong + right > 0 else 0.0
     return {"accuracy_wrong": wrong, "accuracy_right": right, "f1": f1}
@@ -68,7 +68,7 @@ def _accuracies(hits: np.ndarray, labels: np.ndarray) -> dict[str, float]:
 def lenient_f1(solutions: Sequence[Probabilities], labels: np.ndarray) -> float:
     """Returns the F1 of PURE's script, which predicts whether a solution has an error, at any step.
 
-    The prediction is an error if the soft minimum of the step scores, 2·p(good) − 1, is 0 or less.
+    It predicts an error if the soft minimum of the step scores, 2·p(good) − 1, is 0 or less.
     """
     predicted_wrong = np.array([soft_min(2 * p - 1) <= 0 for p in solutions])
     return process_bench(np.where(predicted_wrong, 0, -1), np.where(labels >= 0, 0, -1))["f1"]

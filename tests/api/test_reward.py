@@ -55,7 +55,7 @@ def test_a_row_with_several_answer_columns_keeps_them_apart(tmp_path: Path) -> N
         return 1.0
 
     scorer = _RunInputs(reward)
-    scorer.write_data([row], tmp_path, "rows")
+    scorer.prepare([row], tmp_path, "rows")
     assert scorer.score_function is not None
     assert scorer.score_function("python", "x", "42", {"solution": row["solution"]}) == 1
     assert calls == [("x", "42", "6 times 7 is 42", "42")]

@@ -109,7 +109,7 @@ def test_a_function_may_take_a_column_that_the_first_row_lacks(here: Path) -> No
     rows = [{"prompt": "a", "reward_model": {}, "extra_info": extra} for extra in (None, {"x": 1})]
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     scorer = _RunInputs(lambda completion, x: x)  # type: ignore[misc]
-    assert scorer.write_data("rows.jsonl", here, "train") == ["rows.jsonl"]
+    assert scorer.prepare("rows.jsonl", here, "train") == ["rows.jsonl"]
     assert scorer.score_function("s", "c", None, {"x": 1}) == 1  # type: ignore[misc]
 
 

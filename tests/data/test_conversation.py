@@ -234,7 +234,7 @@ def test_a_question_that_reads_otherwise_once_answered_is_refused_and_never_lear
     tokenizer: Any,
 ) -> None:
     messages = conversation("u:q", "a:x")
-    with pytest.raises(PromptError, match="before turn 2 differently"):
+    with pytest.raises(PromptError, match="adding turn 2 changes how"):
         text_with_targets(tokenizer, messages, MOVING_SYSTEM)
     assert text_with_targets(tokenizer, messages, MOVING_SYSTEM, ignore_mismatch=True) == (
         "[user]q<|im_end|>\n[assistant]«x<|im_end|>»\n"

@@ -33,7 +33,7 @@ from hone.ops.rows import (
     masked_sum,
 )
 from hone.plugins import PluginError
-from hone.types import Function, JsonValue, Settings
+from hone.types import Columns, Function, JsonValue, Settings
 
 Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outside response_mask
 GroupUse = Literal["ignored", "compared", "required"]
@@ -59,7 +59,7 @@ class Trajectories:
     rewards: Tensor  # [B, T] token_level_rewards
     mask: Tensor  # [B, T] response_mask
     uid: Labels | None = None  # [B] equal for the responses of one prompt
-    columns: Settings = field(default_factory=dict)  # the columns in `requires` and `uses`
+    columns: Columns = field(default_factory=dict)  # the columns in `requires` and `uses`
 
     @property
     def trajectory_id(self) -> Labels | None:

@@ -24,7 +24,7 @@ from hone.algorithms.advantages.estimator import (
     row_sums,
 )
 from hone.columns import REWARD_PREFIX
-from hone.types import Settings
+from hone.types import Columns
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class GDPO(Estimator):
         return advantages, advantages
 
 
-def _reward_part(name: str, columns: Settings) -> Tensor:
+def _reward_part(name: str, columns: Columns) -> Tensor:
     """Returns the column `reward/<key>`, else the column `<key>` of `non_tensor_batch`."""
     if name in columns:
         return torch.as_tensor(columns[name])

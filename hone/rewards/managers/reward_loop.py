@@ -88,21 +88,21 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 
     async def _run_one(self, data: DataProto) -> Fields:
         """Calls `run_single`, and applies the failure policy of `reward_kwargs`, by default `raise`."""
-        policy = _reward_kwargs(self.config)
+        reward_kwargs = _reward_kwargs(self.config)
         try:
             result = await self.run_single(data)
             outcome = read_result(result["reward_score"])
             if isinstance(outcome, Scored):
                 return {**result, "reward_score": outcome.score}
-            error: Exception = RewardError(f"the manager returned {outcome.detail}")
+            error: Exception = RewardError(f"the manager's result is invalid: {outcome.detail}")
         except SetupError:
             raise
         except Exception as exception:  # a user's manager may raise anything; the policy applies
             error, outcome = exception, Failed("exception", error_text(exception))
-        if policy.get("on_failure", "raise") != "score":
+        if reward_kwargs.get("on_failure", "raise") != "score":
             raise error
         self._count_failure(outcome)
-        return _result_dict(policy["failure_score"], {"reward_failure": outcome.reason})
+        return _result_dict(reward_kwargs["failure_score"], {"reward_failure": outcome.reason})
 
     def _count_failure(self, failed: Failed) -> None:
         """Counts a failure, and logs the first failure of each reason."""
@@ -112,7 +112,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
             logger.warning("a response could not be scored: %s: %s", failed.reason, detail)
 
     async def _score(self, data: DataProto) -> tuple[float, Fields, int]:
-        """Returns the score, the extra information and the number of tokens of the last trajectory."""
+        """Returns the score, the extra information and the number of tokens of the trajectory's last row."""
         data = data[len(data) - 1 : len(data)]
         ids, is_policy = response_tokens(data)
         columns, tokenizer = data.non_tensor_batch, self.tokenizer
@@ -130,24 +130,24 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         self.failures.update(mishaps)
         outcome = read_result(result)
         if isinstance(outcome, Failed):
-            raise RewardError(f"the score function returned {outcome.detail}")
-        extra = dict(result) if isinstance(result, Mapping) else {"acc": outcome.score}
-        return outcome.score, extra, len(ids[0])
+            raise RewardError(f"the score function's result is invalid: {outcome.detail}")
+        extra_info = dict(result) if isinstance(result, Mapping) else {"acc": outcome.score}
+        return outcome.score, extra_info, len(ids[0])
 
 
 class NaiveRewardManager(RewardManagerBase):
     """Calls the score function once per trajectory."""
 
     async def run_single(self, data: DataProto) -> Fields:
-        score, extra, _ = await self._score(data)
-        return _result_dict(score, extra)
+        score, extra_info, _ = await self._score(data)
+        return _result_dict(score, extra_info)
 
 
 class DAPORewardManager(RewardManagerBase):
     """`NaiveRewardManager` with DAPO's penalty for responses close to the length limit."""
 
     async def run_single(self, data: DataProto) -> Fields:
-        reward, extra, length = await self._score(data)
+        reward, extra_info, length = await self._score(data)
         settings = _reward_kwargs(self.config)
         buffer = settings.get("overlong_buffer_cfg") or {}
         buffer = OverlongBufferConfig(**buffer) if isinstance(buffer, dict) else buffer
@@ -156,8 +156,8 @@ class DAPORewardManager(RewardManagerBase):
             penalty = overlong_penalty(length, max_resp_len, buffer.len, buffer.penalty_factor)
             reward += penalty
             if buffer.log:
-                extra |= {"overlong_reward": penalty, "overlong": penalty < 0}
-        return _result_dict(reward, extra)
+                extra_info |= {"overlong_reward": penalty, "overlong": penalty < 0}
+        return _result_dict(reward, extra_info)
 
 
 class AsyncTokenBucket:
@@ -236,13 +236,13 @@ class RateLimitedRewardManager(RewardManagerBase):
 
     def __init__(self, config: Settings, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        extra = _reward_kwargs(config).get("extra") or {}
+        extra_settings = _reward_kwargs(config).get("extra") or {}
         known_names = (*_LIMITS, "timeout")
-        unknown_names = [name for name in extra if name not in known_names]
+        unknown_names = [name for name in extra_settings if name not in known_names]
         if unknown_names and type(self) is RateLimitedRewardManager:  # a subclass may have others
             name, hint = unknown_names[0], suggestion(unknown_names[0], known_names)
             raise WrongSetting(f"rate_limited has no setting reward_kwargs.{name}.{hint}")
-        settings = {**_reward_block(config), **extra}
+        settings = {**_reward_block(config), **extra_settings}
         limits = {name: settings[name] for name in _LIMITS if settings.get(name) is not None}
         self.limits = shared_limits(type(self), **limits)
         self.timeout: float = settings.get("timeout", DEFAULT_TIMEOUT_S)
@@ -250,27 +250,28 @@ class RateLimitedRewardManager(RewardManagerBase):
     async def run_single(self, data: DataProto) -> Fields:
         async with self.limits.slot():
             try:
-                score, extra, _ = await asyncio.wait_for(self._score(data), self.timeout)
-                return _result_dict(score, extra)
+                score, extra_info, _ = await asyncio.wait_for(self._score(data), self.timeout)
+                return _result_dict(score, extra_info)
             except SetupError:
                 raise
             except Exception as error:  # a user's score function may raise anything
-                policy = _reward_kwargs(self.config)
-                if policy.get("on_failure") == "raise":
+                reward_kwargs = _reward_kwargs(self.config)
+                if reward_kwargs.get("on_failure") == "raise":
                     raise
                 is_late = isinstance(error, asyncio.TimeoutError)
                 reason = "timeout" if is_late else "exception"
                 self._count_failure(Failed(reason, error_text(error)))
-                extra = {"timeout": True} if is_late else {"error": str(error)}
-                return _result_dict(policy.get("failure_score", 0.0), {**extra, "acc": 0.0})
+                extra_info = {"timeout": True} if is_late else {"error": str(error)}
+                failure_score = reward_kwargs.get("failure_score", 0.0)
+                return _result_dict(failure_score, {**extra_info, "acc": 0.0})
 
 
-def _result_dict(score: float, extra: Fields) -> Fields:
-    return {"reward_score": score, "reward_extra_info": extra}
+def _result_dict(score: float, extra_info: Fields) -> Fields:
+    return {"reward_score": score, "reward_extra_info": extra_info}
 
 
 def _reward_block(config: Settings) -> Settings:
-    """Returns the reward settings: the config block `reward`, or `reward_model` as before verl 0.9."""
+    """Returns the reward settings: the block `reward`, or `reward_model`, its name in verl before 0.9."""
     block: Settings = config.get("reward") or config.get("reward_model") or {}
     return block
 

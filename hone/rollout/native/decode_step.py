@@ -35,9 +35,10 @@ _INPUT_FIELDS = ("state", "inverse_temperature", "greedy", "stop_ids", "block_ta
 
 @dataclass(frozen=True)
 class BatchState:
-    """The tensors of a batch of R rows, and of chunks of up to C tokens per row.
+    """The inputs and the state of R sequences, and the outputs of a chunk of up to C decode steps.
 
-    The host fills its copy, which has C = 0, and copies rows of it to the device.
+    A chunk is the steps between two reads by the host. The host fills its own copy, which has C = 0,
+    and copies rows of it to the device.
     """
 
     state: Tensor  # [7, R] int64; state[i] has STATE_FIELDS[i] of every row
