@@ -151,7 +151,7 @@ def check_verb(verb: str, rest: list[str]) -> None:
     elif [verb, *rest][:2] == ["data", "prepare"] and len(rest) > 1:
         argument_parser(rest[1]).parse_args(rest[2:])
     elif verb == "quickstart":
-        chosen, overrides = cli._parser().parse_known_args([verb, *rest])
+        chosen, overrides = cli._build_parser().parse_known_args([verb, *rest])
         assert chosen.verb == verb
         files = {"train": Path("train.jsonl"), "test": Path("test.jsonl")}
         usual = quickstart.overrides(files, Path("base"), Path("run"), chosen.seed)
@@ -170,7 +170,7 @@ def check_verb(verb: str, rest: list[str]) -> None:
         serve.add_arguments(parser)
         parser.parse_intermixed_args(rest)
     else:
-        chosen, unknown = cli._parser().parse_known_args([verb, *rest])
+        chosen, unknown = cli._build_parser().parse_known_args([verb, *rest])
         assert chosen.verb == verb
         assert not unknown
 
