@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hone.config.engine import FSDPConfig, OptimConfig
-from hone.data.sft import encode_single_turn
+from hone.data.prompts import tokenise
 from hone.engine.build import build_engine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
@@ -218,13 +218,16 @@ def padding_share(encoded: list[dict[str, list[int]]]) -> float:
 
 def packed_rows(data: list[dict[str, str]], tokenizer: Any) -> int:
     """Packed rows of full length with about the tokens of one of our batches."""
-    lengths = [len(ids) for ids in _encoded_lengths(data, tokenizer)]
+    lengths = [len(_encode(row, tokenizer)["input_ids"]) for row in data]
     return max(1, round(statistics.mean(lengths) * BATCH_ROWS / MAX_LENGTH))
 
 
-def _encoded_lengths(data: list[dict[str, str]], tokenizer: Any) -> Iterator[list[int]]:
-    for row in data:
-        yield encode_single_turn(row["question"] + "\n", row["answer"], tokenizer, "raw")[0]
+def _encode(row: dict[str, str], tokenizer: Any) -> dict[str, list[int]]:
+    """The question as prompt; the answer and the end token are the targets."""
+    prompt_ids = tokenise(row["question"] + "\n", tokenizer)
+    answer_ids = [*tokenise(row["answer"], tokenizer), int(tokenizer.eos_token_id)]
+    mask = [0] * len(prompt_ids) + [1] * len(answer_ids)
+    return {"input_ids": prompt_ids + answer_ids, "loss_mask": mask}
 
 
 def race(ours: Ours, theirs: Theirs, *, same_rows: bool) -> list[tuple[Update, Update]]:
@@ -248,15 +251,8 @@ def main() -> dict[str, Any]:
     logging.disable(logging.WARNING)
     data = rows()
     tokenizer = build_tokenizer([r["question"] + r["answer"] for r in data])
-    data = [
-        row
-        for row, ids in zip(data, _encoded_lengths(data, tokenizer), strict=True)
-        if len(ids) <= MAX_LENGTH
-    ]
-    encoded = []
-    for row in data:
-        ids, mask = encode_single_turn(row["question"] + "\n", row["answer"], tokenizer, "raw")
-        encoded.append({"input_ids": ids, "loss_mask": mask})
+    data = [row for row in data if len(_encode(row, tokenizer)["input_ids"]) <= MAX_LENGTH]
+    encoded = [_encode(row, tokenizer) for row in data]
     result: dict[str, Any] = {
         "rows": "gsm8k" if GSM8K.is_file() else "made up",
         "rows_a_batch": BATCH_ROWS,
