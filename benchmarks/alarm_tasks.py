@@ -152,8 +152,8 @@ def base_policy(task: Task, folder: Path, seed: int) -> Path:
         total_training_steps=SFT_STEPS,
     )
     engine = build_engine(
-        PolicyModel(lm), optim=optim, grad_clip=1.0, fsdp=FSDPConfig(), train_rule=rule,
-        infer_rule=rule, response_width=8,
+        PolicyModel(lm), optim=optim, grad_clip=1.0, fsdp=FSDPConfig(), train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule, response_width=8,
     )  # fmt: skip
     draw = random.Random(seed)
     rows = []

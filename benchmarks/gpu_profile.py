@@ -60,8 +60,8 @@ def main() -> None:
     rule = MicroBatchRule(None, 8192)
     policy = PolicyModel(lm)
     engine = build_engine(
-        policy, optim=actor.optim, grad_clip=1.0, fsdp=actor.fsdp_config, train_rule=rule,
-        infer_rule=rule, response_width=256,
+        policy, optim=actor.optim, grad_clip=1.0, fsdp=actor.fsdp_config, train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule, response_width=256,
     )  # fmt: skip
     policy.exact = ExactDecoder(policy) if arguments.exact else None
     batch = gpu_train._rows(42, 131, 256, shape.vocabulary)

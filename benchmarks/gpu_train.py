@@ -41,8 +41,8 @@ def update(
         optim=actor.optim,
         grad_clip=1.0,
         fsdp=actor.fsdp_config,
-        train_rule=rule,
-        infer_rule=rule,
+        train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule,
         response_width=response,
     )
     policy.exact = ExactDecoder(policy) if exact else None

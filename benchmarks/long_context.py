@@ -59,8 +59,8 @@ def engine_of(
         optim=config.optim,
         grad_clip=1.0,
         fsdp=config.fsdp_config,
-        train_rule=rule,
-        infer_rule=rule,
+        train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule,
         response_width=tokens - PROMPT,
         mesh=mesh_for_rank(rank, ranks, sequence=ranks),
     )

@@ -39,8 +39,8 @@ def measure(
             device=device,
             dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
             fsdp=actor.fsdp_config,
-            train_rule=lambda slots: rule,
-            infer_rule=lambda slots: rule,
+            train_micro_batch_rule=lambda slots: rule,
+            infer_micro_batch_rule=lambda slots: rule,
             response_width=response,
             optim=actor.optim,
             grad_clip=1.0,
@@ -57,7 +57,7 @@ def measure(
     seconds = median_s(lambda: engine.train_minibatch(batch, objective), device)
     infer_s = median_s(lambda: engine.infer(batch, temperature=1.0), device)
     tokens = rows * (prompt + response)
-    flops = 6 * engine.facts.parameters * tokens
+    flops = 6 * engine.model_facts.parameters * tokens
     flops += shape.attention_flops([prompt + response] * rows)
     memory = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     return {

@@ -121,8 +121,8 @@ class Ours:
             optim=OptimConfig(lr=1e-3, total_training_steps=10_000),
             grad_clip=1.0,
             fsdp=FSDPConfig(),
-            train_rule=rule,
-            infer_rule=rule,
+            train_micro_batch_rule=rule,
+            infer_micro_batch_rule=rule,
             response_width=MAX_LENGTH,
         )
         self._trainer = SFTTrainer(

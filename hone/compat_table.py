@@ -1,4 +1,4 @@
-"""Maps verl's public module paths and names to the modules of this package.
+"""Maps verl's public module paths and names (`hone` replaces `verl`) to the modules that implement them.
 
 Nothing is imported here; `hone.compat` resolves the paths.
 """
@@ -13,7 +13,7 @@ _REWARD_LOOP = f"{_MANAGERS}.reward_loop"
 _ADVANTAGES = "hone.algorithms.advantages"
 _LOSSES = "hone.algorithms.policy_losses"
 _CORE_MODULE = "hone.algorithms.core_algos"
-_STEPS = "hone.trainer.ppo.verl_steps"
+_TRAINER_FUNCTIONS = "hone.trainer.ppo.verl_steps"
 _AGENTS = "hone.agents.contract"
 _DATA = "hone.data"
 
@@ -120,7 +120,7 @@ _PROFILER_NAMES = _map(
     "mark_start_range marked_timer simple_timer",
 ) | {
     "_timer": "hone.tracking.markers:simple_timer",  # verl 0.4's name
-    **_map(_STEPS, "DistProfilerExtension"),
+    **_map(_TRAINER_FUNCTIONS, "DistProfilerExtension"),
     **_map("hone.ops.verl_distributed", "reduce_timing"),
 }
 _LOGGERS = _map("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
@@ -128,7 +128,7 @@ _REWARD_LOOP_NAMES = {
     **_map(_REWARD_LOOP, "AsyncTokenBucket RewardManagerBase get_reward_manager_cls"),
     "get_reward_loop_manager_cls": f"{_REWARD_LOOP}:get_reward_manager_cls",
     "RewardLoopManagerBase": f"{_REWARD_LOOP}:RewardManagerBase",
-    **_map(_STEPS, "migrate_legacy_reward_impl"),
+    **_map(_TRAINER_FUNCTIONS, "migrate_legacy_reward_impl"),
     "RawRewardFn": "hone.types:Function",
     **_map(f"{_MANAGERS}.registry", "register"),
     **{
@@ -301,7 +301,10 @@ NAMES: dict[str, dict[str, str]] = {
         "RayPPOTrainer": "hone.trainer.ppo.trainer:PPOTrainer",
         **_map(_CONTROLLER, "RayResourcePool ResourcePoolManager Role"),
         **_map(_CORE_MODULE, "AdvantageEstimator"),
-        **_map(_STEPS, f"apply_kl_penalty compute_advantage compute_response_mask {_ROLE_CHECKS}"),
+        **_map(
+            _TRAINER_FUNCTIONS,
+            f"apply_kl_penalty compute_advantage compute_response_mask {_ROLE_CHECKS}",
+        ),
         **_map(
             _METRICS,
             "compute_data_metrics compute_throughout_metrics compute_timing_metrics "
@@ -339,9 +342,9 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.workers.config.reward": _REWARD_CONFIGS,
     "hone.trainer.ppo.utils": {
         "Role": f"{_CONTROLLER}:Role",
-        **_map(_STEPS, f"create_rl_dataset create_rl_sampler {_ROLE_CHECKS}"),
+        **_map(_TRAINER_FUNCTIONS, f"create_rl_dataset create_rl_sampler {_ROLE_CHECKS}"),
     },
-    "hone.trainer.constants_ppo": _map(_STEPS, "get_ppo_ray_runtime_env"),
+    "hone.trainer.constants_ppo": _map(_TRAINER_FUNCTIONS, "get_ppo_ray_runtime_env"),
     "hone.utils.ray_utils": {
         **_map(f"{_CONTROLLER}.ray", "parallel_put"),
         **_map("hone.event_loop", "get_event_loop"),
@@ -381,7 +384,7 @@ NAMES: dict[str, dict[str, str]] = {
     },
     "hone.utils.config": {
         **_map("hone.config.keys", "omega_conf_to_dataclass"),
-        **_map(_STEPS, "validate_config"),
+        **_map(_TRAINER_FUNCTIONS, "validate_config"),
     },
     "hone.utils.tokenizer": _TOKENIZER_NAMES,
     "hone.utils.tokenizer.tokenizer": _TOKENIZER_NAMES,
@@ -390,7 +393,7 @@ NAMES: dict[str, dict[str, str]] = {
         **_TOKENIZER_NAMES,
         **_map("hone.config.keys", "omega_conf_to_dataclass"),
         **_map("hone.ops.verl_functional", "as_torch_index group_mean_std"),
-        **_map(_STEPS, "validate_config"),
+        **_map(_TRAINER_FUNCTIONS, "validate_config"),
     },
     "hone.workers.rollout.replica": {"TokenOutput": "hone.rollout.contract:TokenOutput"},
 }

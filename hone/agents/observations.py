@@ -1,7 +1,7 @@
 """Renders tool and user messages to token ids that are appended to the model's tokens.
 
 The chat template renders only the text after an assistant turn, so the model's tokens are never
-tokenised again. `drifts` reports templates that render earlier turns differently.
+tokenised again. `compare_with_template` reports templates that render earlier turns differently.
 """
 
 from __future__ import annotations
@@ -132,17 +132,17 @@ def _format_without_template(message: Message) -> str:
     return f"\n{message['content']}\n"
 
 
-class Drift(NamedTuple):
+class TemplateMismatch(NamedTuple):
     """A case in which the appended tokens differ from the template's rendering."""
 
     case: str
     problem: str
 
 
-def drifts(
+def compare_with_template(
     tokenizer: Tokenizer, template_kwargs: Settings, roles: Sequence[str] = tuple(_REPLIES)
-) -> Iterator[Drift | str]:
-    """Compares appended turns with the template's rendering; yields each case, or a `Drift` instead."""
+) -> Iterator[TemplateMismatch | str]:
+    """Compares appended turns with the template's rendering; yields the name or the mismatch of each case."""
     for role in roles:
         for name, text in _ASSISTANT_TURNS.items():
             case = f"a {role} answers {name}"
@@ -155,7 +155,7 @@ def drifts(
                 problem = _difference(prompt, text, reply, tokenizer, template_kwargs)
             except (PromptError, BrokenTemplate) as error:
                 problem = str(error)
-            yield Drift(case, problem) if problem else case
+            yield TemplateMismatch(case, problem) if problem else case
 
 
 def _difference(

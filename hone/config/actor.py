@@ -23,7 +23,7 @@ from hone.config.engine import (
     block_following_actor,
 )
 from hone.config.model import TrainedModelConfig
-from hone.config.ranges import AboveOne, Count, NotNegative, Positive, Share
+from hone.config.ranges import AboveOne, Count, Fraction, NotNegative, Positive
 from hone.types import Settings
 
 current_batch_info: ContextVar[Settings] = ContextVar("hone_batch_info", default={})  # noqa: B039
@@ -35,13 +35,13 @@ class PolicyLossConfig(SchemaBlock):
 
     loss_mode: str = "vanilla"
     """Name of the loss, or `pkg.mod:function` for a custom one."""
-    clip_cov_ratio: Share = 2e-4
+    clip_cov_ratio: Fraction = 2e-4
     """clip_cov: share of tokens whose gradient is dropped."""
     clip_cov_lb: float = 1.0
     """clip_cov: lower covariance bound."""
     clip_cov_ub: float = 5.0
     """clip_cov: upper covariance bound."""
-    kl_cov_ratio: Share = 2e-4
+    kl_cov_ratio: Fraction = 2e-4
     """kl_cov: share of tokens that get the KL term."""
     ppo_kl_coef: float = 0.1
     """kl_cov: weight of the KL term."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block
-from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
+from hone.config.ranges import Count, CountOrZero, Fraction, NotNegative, Positive
 from hone.suggestions import did_you_mean, nearest
 from hone.types import Fields, Function, Settings
 
@@ -81,9 +81,9 @@ class FilterGroupsConfig(SchemaBlock):
 class AlgorithmConfig(SchemaBlock):
     """Advantages, KL in the reward, correction, filters."""
 
-    gamma: Share = 1.0
+    gamma: Fraction = 1.0
     """Discount per token."""
-    lam: Share = 1.0
+    lam: Fraction = 1.0
     """GAE's lambda."""
     adv_estimator: str = "gae"
     """Name of the estimator, or `pkg.mod:function` for a custom one."""
@@ -129,7 +129,7 @@ _IS_THRESHOLD, _RS_THRESHOLD = "rollout_is_threshold", "rollout_rs_threshold"
 _LOWER_THRESHOLD = "threshold_lower"
 _SEQUENCE_IS: Fields = {"rollout_is": "sequence", _IS_THRESHOLD: 2.0}
 _TOKEN_IS: Fields = {"rollout_is": "token", _IS_THRESHOLD: 2.0}
-_PRESET_PARTS: dict[str, Fields] = {
+_SETTINGS_BY_SUBSTRING: dict[str, Fields] = {
     "": {"rollout_is": None, "rollout_rs": None, "bypass_mode": False},
     "bypass_ppo_clip": {"bypass_mode": True, "loss_type": "ppo_clip"},
     "bypass_pg": {"bypass_mode": True, "loss_type": "reinforce"},
@@ -140,7 +140,7 @@ _PRESET_PARTS: dict[str, Fields] = {
     "geo_rs": {"rollout_rs": "seq_mean_k1", _RS_THRESHOLD: "0.999_1.001"},
     "k3_rs": {"rollout_rs": "seq_mean_k3", _RS_THRESHOLD: 0.01},
 }
-"""Settings by a part of the preset's name; every name contains the empty part."""
+"""Settings by substring of a preset's name ("" is in every name); later entries override earlier ones."""
 _PRESET_NAMES = """
     disabled decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs
     decoupled_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis
@@ -152,9 +152,9 @@ _PRESET_NAMES = """
 
 def _preset_settings(name: str) -> Fields:
     settings: Fields = {}
-    for part, part_settings in _PRESET_PARTS.items():
-        if part in name:
-            settings |= part_settings
+    for substring, substring_settings in _SETTINGS_BY_SUBSTRING.items():
+        if substring in name:
+            settings |= substring_settings
     return settings
 
 
@@ -164,7 +164,7 @@ PRESETS: dict[str, Fields] = {name: _preset_settings(name) for name in _PRESET_N
 
 
 def _preset_method(name: str) -> Function:
-    """Returns a function that creates a preset, for a class method with verl's arguments."""
+    """Returns the function of a preset's class method, which takes verl's arguments."""
     settings = PRESETS[name]
     has_both_thresholds = _IS_THRESHOLD in settings and _RS_THRESHOLD in settings
     threshold_keys = {

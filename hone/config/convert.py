@@ -141,7 +141,7 @@ def parse_scalars(text: str) -> tuple[JsonValue, ...]:
 
 
 @functools.cache
-def read_table() -> dict[str, list[list[str]]]:
+def read_rules() -> dict[str, list[list[str]]]:
     """Returns the cells of every row of `rules.txt`, by section."""
     sections: dict[str, list[list[str]]] = {}
     for line in files("hone.config").joinpath("rules.txt").read_text("utf-8").splitlines():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
-from hone.config.ranges import Count, CountOrAll, OneOrMore, Share
+from hone.config.ranges import Count, CountOrAll, Fraction, OneOrMore
 from hone.types import Settings
 
 
@@ -73,9 +73,9 @@ class DataConfig(RowsConfig):
     """Prompts that get responses in each step, as a multiple of `train_batch_size`; filters select groups."""
     filter_accuracy: bool = False
     """Prefer groups whose mean score lies between the two accuracy bounds; other groups fill up the batch."""
-    accuracy_lower_bound: Share = 0.2
+    accuracy_lower_bound: Fraction = 0.2
     """Lowest mean score that `filter_accuracy` prefers."""
-    accuracy_upper_bound: Share = 0.8
+    accuracy_upper_bound: Fraction = 0.8
     """Highest mean score that `filter_accuracy` prefers."""
     filter_truncate: bool = False
     """Prefer groups without a response of `max_response_length` tokens; other groups fill up the batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeVar
 
 from hone.config.block import SchemaBlock, at_most, block, follows
-from hone.config.ranges import Count, NotNegative, Positive, Share
+from hone.config.ranges import Count, Fraction, NotNegative, Positive
 from hone.types import Settings
 
 LossAggMode = Literal[
@@ -41,7 +41,7 @@ class OptimConfig(SchemaBlock):
     """Module that holds the optimizer class; any importable module works."""
     lr: NotNegative = 1e-6
     """Peak learning rate."""
-    lr_warmup_steps_ratio: Share = 0.0
+    lr_warmup_steps_ratio: Fraction = 0.0
     """Warm-up length as a share of all updates; used if `lr_warmup_steps` is not positive."""
     lr_warmup_steps: int = -1
     """Warm-up length in updates; overrides the ratio if positive."""
@@ -53,13 +53,13 @@ class OptimConfig(SchemaBlock):
     """Decay rates of AdamW's two moments."""
     clip_grad: Positive = 1.0
     """Maximum gradient norm; the role's `grad_clip`, if any, overrides it."""
-    min_lr_ratio: Share = 0.0
+    min_lr_ratio: Fraction = 0.0
     """Floor of the cosine, linear and WSD schedules, as a share of `lr`."""
     num_cycles: float = 0.5
     """Number of cosine cycles over the run; 0.5 decays once from the peak to the floor."""
     lr_scheduler_type: str = "constant"
     """Schedule after warm-up: constant, cosine, linear, wsd, or `pkg.mod:function` for a custom one."""
-    lr_decay_steps_ratio: Share = 0.1
+    lr_decay_steps_ratio: Fraction = 0.1
     """Share of all updates in the final decay of the `wsd` schedule."""
     override_optimizer_config: Settings | None = None
     """Additional keyword arguments for the optimizer class."""

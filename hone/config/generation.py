@@ -6,7 +6,7 @@ from typing import Literal
 
 from hone.config.block import SchemaBlock, block
 from hone.config.model import ModelSourceConfig
-from hone.config.ranges import Count, CountOrAll, Positive, PositiveShare
+from hone.config.ranges import Count, CountOrAll, Positive, PositiveFraction
 from hone.config.reward import CustomRewardFunctionConfig, SandboxConfig
 from hone.config.rollout import RolloutEngineConfig, SearchServiceConfig
 from hone.config.trainer import RunTree
@@ -85,7 +85,7 @@ class EvaluationMetricsConfig(SchemaBlock):
     """Values of k for pass@k, best@k and maj@k; null: powers of two up to the responses per row."""
     correct_from: float = 1.0
     """Minimum score that counts as correct in pass@k."""
-    confidence: PositiveShare = 0.95
+    confidence: PositiveFraction = 0.95
     """Confidence level of intervals: bootstrap over rows, or exact binomial if all scores are 0 or all 1."""
     bootstrap_samples: Count = 1000
     """Bootstrap samples for the confidence intervals."""

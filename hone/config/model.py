@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hone.config.block import SchemaBlock, block
-from hone.config.ranges import CountOrZero, Positive, Share
+from hone.config.ranges import CountOrZero, Fraction, Positive
 from hone.types import Settings
 
 
@@ -42,7 +42,7 @@ class TrainedModelConfig(SchemaBlock):
 class ModelConfig(TrainedModelConfig, ModelSourceConfig):
     """The policy's model."""
 
-    lora_dropout: Share = 0.0
+    lora_dropout: Fraction = 0.0
     """Dropout before the LoRA matrices."""
     exclude_modules: str | tuple[str, ...] | None = None
     """Modules that get no LoRA matrices."""

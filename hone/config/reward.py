@@ -14,7 +14,7 @@ from hone.config.engine import (
     OptimConfig,
     ProfilerConfig,
 )
-from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, Share
+from hone.config.ranges import Count, CountOrZero, Fraction, NotNegative, Positive
 from hone.types import Settings
 
 
@@ -225,7 +225,7 @@ class RewardModelConfig(MicroBatches):
     """PRIME: sequences in one update of the reward model; default: the actor's number of prompts."""
     repeatness_punishment: bool = False
     """Give repetitive responses a rule score of 0."""
-    high_repeat_threshold: Share = 0.2
+    high_repeat_threshold: Fraction = 0.2
     """Repetitiveness above which a response gets a rule score of 0."""
     structure_format_score: float = 0.0
     """Search scores: credit for a well-formed but wrong trajectory."""

@@ -6,7 +6,15 @@ from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
 from hone.config.engine import LogProbConfig, ProfilerConfig, block_following_actor
-from hone.config.ranges import Count, CountOrZero, NotNegative, Positive, PositiveShare, Share, TopK
+from hone.config.ranges import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NotNegative,
+    Positive,
+    PositiveFraction,
+    TopK,
+)
 from hone.types import Settings
 
 SINGLE_TURN_LOOP, TOOL_LOOP, SEARCH_LOOP = "single_turn_agent", "tool_agent", "search_agent"
@@ -20,9 +28,9 @@ class DistributionConfig(SchemaBlock):
     """Softmax temperature; 0 decodes greedily. The trainer's log-probs use the same temperature."""
     top_k: TopK = -1
     """Keep the k most likely tokens; -1 keeps all."""
-    top_p: PositiveShare = 1.0
+    top_p: PositiveFraction = 1.0
     """Keep the most likely tokens that together reach this probability."""
-    min_p: Share = 0.0
+    min_p: Fraction = 0.0
     """Keep tokens with at least this probability relative to the most likely one."""
 
 
@@ -200,7 +208,7 @@ class RolloutEngineConfig(SamplingConfig):
     """Maximum response length in tokens, over all turns."""
     exact: bool = False
     """Make rollout and trainer log-probs bitwise equal (slower), for Llama and Qwen2 models on one rank."""
-    gpu_memory_utilization: PositiveShare = 0.5
+    gpu_memory_utilization: PositiveFraction = 0.5
     """Share of GPU memory for the KV cache; no effect on CPU."""
     enforce_eager: bool = False
     """Disable CUDA graphs, for debugging."""

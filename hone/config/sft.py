@@ -17,7 +17,7 @@ from hone.config.engine import (
     sequence_parallel,
 )
 from hone.config.model import ModelConfig
-from hone.config.ranges import Count, CountOrZero, NotNegative, Share
+from hone.config.ranges import Count, CountOrZero, Fraction, NotNegative
 from hone.config.trainer import RunTree, TrainingRunConfig
 from hone.types import Settings
 
@@ -135,7 +135,7 @@ class StepDataConfig(PackedDataConfig):
     """Text of the token after each step, at which the step is scored; `reward_model.step_separator` in RL."""
     step_labels: tuple[str, str] | None = None
     """hone eval-prm: `reward_model.step_labels` of a causal process reward model; null is a classifier."""
-    neutral_label: Share | None = 1.0
+    neutral_label: Fraction | None = 1.0
     """prm800k format: label of steps rated 0 (neither good nor bad); null leaves them unlabelled."""
     truncation: Literal["error", "left", "right"] = "left"
     """How a longer row is handled; left keeps its end, as `reward_model.max_length` does in RL."""

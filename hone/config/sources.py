@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hone.config.convert import parse_pairs, read_table
+from hone.config.convert import parse_pairs, read_rules
 from hone.config.errors import ConfigError
 from hone.suggestions import suggestion
 from hone.types import JsonObject, JsonValue
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 COMMAND_LINE = "command line"
 NAME_DOT = "\u2024"
-"""Stands in a dotted key for a dot inside one name, such as a data source `math.v2`."""
+"""Replaces, in a dotted key, a dot that is part of one name, such as the data source `math.v2`."""
 MISSING = "???"
 """OmegaConf's marker of a mandatory value; a key with this value keeps the default of the schema."""
 
-_TABLE = read_table()
-GROUPS: dict[str, list[str]] = {group: options.split() for group, options in _TABLE["groups"]}
+_RULES = read_rules()
+GROUPS: dict[str, list[str]] = {group: options.split() for group, options in _RULES["groups"]}
 """The options of verl's Hydra groups, by group."""
-_CONFIGS = {name: row for names, *row in _TABLE["configs"] for name in names.split()}
-BUILT_IN_TREES: dict[str, str] = {name: tree for name, (tree, _) in _CONFIGS.items()}
+_BUILT_IN_CONFIGS = {name: row for names, *row in _RULES["configs"] for name in names.split()}
+BUILT_IN_TREES: dict[str, str] = {name: tree for name, (tree, _) in _BUILT_IN_CONFIGS.items()}
 """The tree of hone for each config name of verl."""
 _NEW_ARGUMENT = re.compile(r"[~+-]|[^=]+=")
 """Matches an argument that is not the value of the previous argument."""
@@ -166,7 +166,7 @@ def read_config(
             continue
         tree = BUILT_IN_TREES.get(path, tree)
         if path in BUILT_IN_TREES:
-            built_in_values = parse_pairs(_CONFIGS[path][1])
+            built_in_values = parse_pairs(_BUILT_IN_CONFIGS[path][1])
             settings += [Setting(key, value, path) for key, value in built_in_values.items()]
         elif engine := _ENGINE_CHOICE.match(path):
             settings.append(Setting(f"{package}.strategy", engine[2], path))
@@ -179,8 +179,8 @@ def _require_built_in(
 ) -> None:
     """Raises ConfigError if no config is built in under this name, or if a .yml file has this name.
 
-    With a built-in name, a relative folder may be missing: Hydra would look for it next to the program, where
-    verl has its configs.
+    If the name is built in, a relative folder or `trainer/config` may be missing, because verl's commands
+    name the folder of verl's own configs.
     """
     for search_folder in search_folders:
         if (file := search_folder / f"{name}.yml").is_file():
@@ -246,7 +246,7 @@ def _defaults_list(
         raise ConfigError(f"{problem}: {' '.join(str(error).split())}") from None
     for group in (str(override.key_or_group) for override in result.config_overrides):
         if group != "hydra.searchpath":
-            advice = f"a key has dots: {group.replace('/', '.')}"
+            advice = f"to set a key, write {group.replace('/', '.')}=VALUE"
             raise ConfigError(f"there is no config group '{group}'; {advice} ({COMMAND_LINE})")
     return [
         (default.config_path, default.package or "")
@@ -260,7 +260,7 @@ def _register_with_hydra() -> None:
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    defaults = {tree: parse_pairs(options) for tree, options in _TABLE["defaults"]}
+    defaults = {tree: parse_pairs(options) for tree, options in _RULES["defaults"]}
     lists = {name: defaults.get(tree, {}) for name, tree in BUILT_IN_TREES.items()}
     lists |= {"reward_manager": {}, "legacy_reward_impl": {}}  # verl files without a tree
     for name, options in lists.items():

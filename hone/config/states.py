@@ -16,7 +16,7 @@ from hone.config.convert import (
     is_same_value,
     parse_pairs,
     parse_scalars,
-    read_table,
+    read_rules,
     show_value,
 )
 from hone.config.keys import leaves
@@ -87,7 +87,7 @@ def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
     rows: list[Rule] = []
     for state in states:
         default_tree = "ppo_trainer" if state in ("rewritten", "renamed") else "*"
-        for patterns, *texts in read_table()[state]:
+        for patterns, *texts in read_rules()[state]:
             cells = dict(zip(_CELLS[state], texts, strict=True))
             values = parse_scalars(cells.pop("values", ""))
             for word in patterns.split():

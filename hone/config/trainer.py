@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hone.config.block import SchemaBlock, block, follows
-from hone.config.ranges import AboveOne, Count, CountOrZero, OneOrMore, Positive, PositiveShare
+from hone.config.ranges import AboveOne, Count, CountOrZero, OneOrMore, Positive, PositiveFraction
 from hone.types import Settings
 
 
@@ -87,7 +87,7 @@ class AlarmsConfig(SchemaBlock):
     """Rise of num_of_steps/mean by this factor."""
     long_steps: AboveOne | None = 3.0
     """Rise of num_of_steps/tokens_per_step by this factor."""
-    disagreement: PositiveShare | None = 0.2
+    disagreement: PositiveFraction | None = 0.2
     """Fall of instant_rewards/orm_match_vr, the agreement of reward model and rule."""
     kl: AboveOne | None = 10.0
     """Rise of instant_rewards/kl/mean (or actor/kl_loss) by this factor."""

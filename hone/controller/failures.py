@@ -61,14 +61,15 @@ class WorkerStopped(ProcessFailure):
     role: str
     process: WorkerProcess
     waiting_role: str
-    method: str
+    awaited: str
+    """The method or the resource that `waiting_role` waited for."""
     seconds: float
 
     def __str__(self) -> str:
         return (
             f"worker rank {self.process.rank} of {self.role!r} (pid {self.process.pid} on "
             f"{self.process.node_ip}) has been stopped (SIGSTOP) for {self.seconds:g} s, while "
-            f"{self.waiting_role!r} waited for {self.method!r}; it was killed. {RESUME_HINT}"
+            f"{self.waiting_role!r} waited for {self.awaited!r}; it was killed. {RESUME_HINT}"
         )
 
 
@@ -78,11 +79,11 @@ class ClusterFailed(ProcessFailure):
 
     event: str
     waiting_role: str
-    method: str
+    awaited: str
     hint: str
 
     def __str__(self) -> str:
-        wait = f"{self.waiting_role!r} waited for {self.method!r}"
+        wait = f"{self.waiting_role!r} waited for {self.awaited!r}"
         return f"{self.event}, while {wait}; {self.hint}. {RESUME_HINT}"
 
 
@@ -95,7 +96,7 @@ class NodeLost(ProcessFailure):
     workers: Sequence[tuple[str, WorkerProcess, Sequence[str]]]
     """Role, location and last log lines of each worker on the node."""
     waiting_role: str
-    method: str
+    awaited: str
     reason: str
 
     def __str__(self) -> str:
@@ -108,7 +109,7 @@ class NodeLost(ProcessFailure):
         ]
         text = (
             f"node {self.node_ip} (id {self.node_id[:12]}) was lost with {join_words(workers)}, while "
-            f"{self.waiting_role!r} waited for {self.method!r}: {self.reason}"
+            f"{self.waiting_role!r} waited for {self.awaited!r}: {self.reason}"
         )
         for role, process, lines in self.workers:
             text += f"\nlast log lines of rank {process.rank} of {role!r} (pid {process.pid}):\n"

@@ -192,8 +192,8 @@ class ClusterWatch:
         for node_id in nodes.keys() - watched_ids:
             ray.kill(nodes[node_id].actor)
 
-    def check_alive(self, waiting_role: str, method: str) -> None:
-        """Raises if a process, a node or Ray has failed while `waiting_role` waits for `method`."""
+    def check_alive(self, waiting_role: str, awaited: str) -> None:
+        """Raises if a process, a node or Ray has failed while `waiting_role` waits for `awaited`."""
         with self._lock:
             # The timer measures how long a key is in this dict. If a target answers, its entry is missing in
             # the next call, or has a new key; its time then starts again.
@@ -201,7 +201,7 @@ class ClusterWatch:
 
             def cluster_error(event: str, hint: str) -> ClusterFailed:
                 self.failed = True
-                return ClusterFailed(event, waiting_role, method, hint)
+                return ClusterFailed(event, waiting_role, awaited, hint)
 
             limit = f"{self.unresponsive_timer.limit_s:g} s"
             for name, pid in self._ray_pids.items():
@@ -217,18 +217,18 @@ class ClusterWatch:
             for node_id, node in self._nodes.items():
                 self._poll(node_id)
                 if reason := self.ping.dead_nodes.get(node_id):
-                    raise self.lost_node_error(node_id, waiting_role, method, reason)
+                    raise self.lost_node_error(node_id, waiting_role, awaited, reason)
                 # Until the first answer, the deadline of the start applies.
                 if node.answer_count > 0:
                     reason = f"it has not answered for {limit}"
-                    error = partial(self.lost_node_error, node_id, waiting_role, method, reason)
+                    error = partial(self.lost_node_error, node_id, waiting_role, awaited, reason)
                     errors_by_target[node_id, "node", node.answer_count] = error
             for (node_id, pid), (role, worker) in self._workers.items():
                 remote = self._nodes.get(node_id)
                 state = process_state(pid) if remote is None else remote.states.get(pid, "")
                 if state == STOPPED:
                     errors_by_target[node_id, pid] = partial(
-                        self._kill_stopped_worker, role, worker, waiting_role, method
+                        self._kill_stopped_worker, role, worker, waiting_role, awaited
                     )
             if self.ping.is_unanswered:
                 event, hint = _control_plane_timeout_message(self.unresponsive_timer.limit_s)
@@ -255,7 +255,7 @@ class ClusterWatch:
                 for node_id in self._nodes:
                     self._poll(node_id)
 
-    def raise_if_node_lost(self, node_id: str, waiting_role: str, method: str) -> None:
+    def raise_if_node_lost(self, node_id: str, waiting_role: str, awaited: str) -> None:
         """Waits up to NODE_DEADLINE_S for an answer of the node's probe; raises NodeLost without one.
 
         The answer must be to a request that was sent at least PROBE_OUTLIVES_RAYLET_S after this call,
@@ -263,26 +263,26 @@ class ClusterWatch:
         """
         if node_id == self.local_node_id and (reason := raylet_problem(node_id)) is not None:
             event = f"the Ray node of this machine was lost ({reason})"
-            raise ClusterFailed(event, waiting_role, method, "start it again with `ray start`")
+            raise ClusterFailed(event, waiting_role, awaited, "start it again with `ray start`")
         if node_id not in self._nodes:
             return
         start = time.monotonic()
         while time.monotonic() < start + NODE_DEADLINE_S:
             if (reason := raylet_problem(node_id)) is not None:
-                raise self.lost_node_error(node_id, waiting_role, method, reason)
+                raise self.lost_node_error(node_id, waiting_role, awaited, reason)
             with self._lock:
                 sent_at = self._poll(node_id)
             if sent_at is not None and sent_at > start + PROBE_OUTLIVES_RAYLET_S:
                 return
             time.sleep(0.5)
         reason = f"it has not answered for {NODE_DEADLINE_S:g} s"
-        raise self.lost_node_error(node_id, waiting_role, method, reason)
+        raise self.lost_node_error(node_id, waiting_role, awaited, reason)
 
-    def raise_if_any_lost(self, waiting_role: str, method: str) -> None:
+    def raise_if_any_lost(self, waiting_role: str, awaited: str) -> None:
         """Raises WorkerDied or NodeLost if any watched worker has ended or any node does not answer."""
         for (node_id, pid), (role, worker) in list(self._workers.items()):
             if node_id == self.local_node_id and process_state(pid) in (GONE, ZOMBIE):
-                raise WorkerDied(role, worker, method, ENDED_REASON, last_lines(worker.logs))
+                raise WorkerDied(role, worker, awaited, ENDED_REASON, last_lines(worker.logs))
         end_time, answered_ids = time.monotonic() + ANSWER_DEADLINE_S, set[str]()
         while (pending_ids := self._nodes.keys() - answered_ids) and time.monotonic() < end_time:
             for node_id in pending_ids:
@@ -296,12 +296,12 @@ class ClusterWatch:
             workers = self._workers_on(node_id)
             ended_workers = [entry for entry in workers if entry[1].pid in ended_pids]
             if ended_workers or node_id not in answered_ids:
-                self.raise_if_node_lost(node_id, waiting_role, method)
+                self.raise_if_node_lost(node_id, waiting_role, awaited)
             for role, worker in ended_workers:
-                raise WorkerDied(role, worker, method, ENDED_REASON, self.log_lines(worker))
+                raise WorkerDied(role, worker, awaited, ENDED_REASON, self.log_lines(worker))
 
     def lost_node_error(
-        self, node_id: str, waiting_role: str, method: str, reason: str
+        self, node_id: str, waiting_role: str, awaited: str, reason: str
     ) -> NodeLost:
         """Returns the error about a lost node, and excludes the node from later placements."""
         lost_node_ids.add(node_id)
@@ -310,7 +310,7 @@ class ClusterWatch:
             (role, worker, tuple(lines_by_pid.get(worker.pid, ())))
             for role, worker in self._workers_on(node_id)
         ]
-        return NodeLost(node_id, workers[0][1].node_ip, workers, waiting_role, method, reason)
+        return NodeLost(node_id, workers[0][1].node_ip, workers, waiting_role, awaited, reason)
 
     def _workers_on(self, node_id: str) -> list[tuple[str, WorkerProcess]]:
         """Returns role and process of each worker on a node."""
@@ -322,7 +322,7 @@ class ClusterWatch:
         return self._nodes[node_id].poll({worker.pid: worker.logs for _, worker in workers})
 
     def _kill_stopped_worker(
-        self, role: str, worker: WorkerProcess, waiting_role: str, method: str
+        self, role: str, worker: WorkerProcess, waiting_role: str, awaited: str
     ) -> WorkerStopped:
         """Kills a stopped worker and returns the error to raise."""
         if worker.node_id == self.local_node_id:
@@ -330,7 +330,7 @@ class ClusterWatch:
                 os.kill(worker.pid, signal.SIGKILL)
         else:
             self._nodes[worker.node_id].actor.kill.remote(worker.pid)
-        return WorkerStopped(role, worker, waiting_role, method, self.unresponsive_timer.limit_s)
+        return WorkerStopped(role, worker, waiting_role, awaited, self.unresponsive_timer.limit_s)
 
 
 _watch: ClusterWatch | None = None
@@ -368,10 +368,10 @@ def stop_watch() -> None:
     _watch = None
 
 
-def check_alive(waiting_role: str, method: str) -> None:
+def check_alive(waiting_role: str, awaited: str) -> None:
     """Like `ClusterWatch.check_alive`; has an effect in the trainer process only."""
     if _watch is not None:
-        _watch.check_alive(waiting_role, method)
+        _watch.check_alive(waiting_role, awaited)
 
 
 def refresh_logs() -> None:
@@ -380,14 +380,14 @@ def refresh_logs() -> None:
         _watch.refresh_logs()
 
 
-def raise_if_lost(waiting_role: str, method: str, node_id: str | None = None) -> None:
+def raise_if_lost(waiting_role: str, awaited: str, node_id: str | None = None) -> None:
     """Raises, in the trainer process only, if this node is lost, or with None if any worker is lost."""
     if _watch is None or _watch.failed:
         return
     if node_id is None:
-        _watch.raise_if_any_lost(waiting_role, method)
+        _watch.raise_if_any_lost(waiting_role, awaited)
     else:
-        _watch.raise_if_node_lost(node_id, waiting_role, method)
+        _watch.raise_if_node_lost(node_id, waiting_role, awaited)
 
 
 def remote_log_lines(worker: WorkerProcess) -> list[str]:

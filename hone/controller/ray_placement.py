@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 PLACEMENT_DEADLINE_S = 15.0
 GIB = 2**30
+_AWAITED = "the reservation of its processes"
+"""What a pool waits for here, in the messages of failures."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Reservation:
     """The placement group of one pool; all worker groups of the pool share it."""
 
     def __init__(self, pool: ResourcePool, deadline_s: float) -> None:
-        self._group_count = 0
+        self._num_worker_groups = 0
         self._pool = pool
         check_pools_fit([pool])
         self.group = self._reserve(deadline_s)
@@ -120,7 +122,7 @@ class Reservation:
             if place(self._pool, total_resources) is None:  # it fitted in `check_pools_fit`
                 event = f"a node was lost, and {self._pool} does not fit on the remaining nodes"
                 hint = f"free are {_format_nodes(nodes)}"
-                raise ClusterFailed(event, self._pool.name_prefix, "its reservation", hint)
+                raise ClusterFailed(event, self._pool.name_prefix, _AWAITED, hint)
             free = f"free are {_format_nodes(nodes)}"
             if time.monotonic() > end_time:
                 awaited = f"Ray to reserve {self._pool.process_on_nodes} processes"
@@ -129,7 +131,7 @@ class Reservation:
             if not has_warned:
                 logger.warning("%s waits for resources; %s", self._pool, free)
                 has_warned = True
-            check_alive(self._pool.name_prefix, "its reservation")
+            check_alive(self._pool.name_prefix, _AWAITED)
             time.sleep(0.5)
 
     def _create_group(self, node_ids: list[str], end_time: float) -> PlacementGroup | None:
@@ -140,7 +142,7 @@ class Reservation:
         placement_end_time = min(end_time, time.monotonic() + PLACEMENT_DEADLINE_S)
         try:
             while not group.wait(timeout_seconds=1):
-                check_alive(self._pool.name_prefix, "its reservation")
+                check_alive(self._pool.name_prefix, _AWAITED)
                 if time.monotonic() > placement_end_time:
                     remove_placement_group(group)
                     return None
@@ -151,17 +153,17 @@ class Reservation:
 
     def acquire(self) -> None:
         """Counts one more worker group on these processes."""
-        if self._group_count >= self._pool.max_colocate_count:
+        if self._num_worker_groups >= self._pool.max_colocate_count:
             raise ValueError(
-                f"{self._pool} is already shared by {self._group_count} worker groups; raise its "
+                f"{self._pool} is already shared by {self._num_worker_groups} worker groups; raise its "
                 "max_colocate_count, or colocate roles with create_colocated_worker_cls"
             )
-        self._group_count += 1
+        self._num_worker_groups += 1
 
     def release(self) -> None:
         """Counts one worker group less; removes the placement group after the last one."""
-        self._group_count -= 1
-        if self._group_count == 0:
+        self._num_worker_groups -= 1
+        if self._num_worker_groups == 0:
             remove_placement_group(self.group)
             _reservations.pop(self._pool, None)
 

@@ -1,4 +1,4 @@
-"""The path of a prompt: a stored row gets the token ids of its rendered prompt and joins a batch.
+"""Renders and tokenises the prompts of stored rows, and collates the rows into batches.
 
 `RowStore` holds the rows of the data files, `PromptRows` renders and tokenises their prompts, and
 `PromptBatches` collates rows in the order of a sampler. `RLHFDataset` and `PromptLoader`, their
@@ -41,7 +41,7 @@ SINGLE_TURN_AGENT = "single_turn_agent"
 KWARGS_COLUMNS = ("tools_kwargs", "interaction_kwargs", "tool_config")
 """The columns with keyword arguments of agent loops."""
 MAX_CHARACTERS_PER_TOKEN = 32
-"""The start of a text with more characters per allowed token is tokenised first."""
+"""A text with more characters per allowed token is probably too long; `tokenise` checks its start first."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,8 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
     length = MAX_CHARACTERS_PER_TOKEN * ((max_tokens or 0) + 64)
     while max_tokens is not None and length < len(text):
         num_tokens = len(_encode(text[:length], tokenizer))
-        if num_tokens > 2 * max_tokens + 64:  # the whole text may have fewer tokens than its start
+        # A margin, because tokens of the start may merge in the whole text.
+        if num_tokens > 2 * max_tokens + 64:
             raise PromptTooLong(
                 f"the first {length:,} of its {len(text):,} characters have {num_tokens:,} tokens, "
                 f"at most {max_tokens:,} fit"
@@ -371,7 +372,7 @@ class PromptBatches(ABC):
         return num_remaining <= 0 or (self.drop_last and num_remaining < self.batch_size)
 
     def _exhaust_sampler(self) -> None:
-        """Exhausts the sampler's iterator, so that the sampler is in its state at an epoch's end."""
+        """Draws the rest of the sampler's iterator, because some samplers update their state at its end."""
         if self._indices is not None:
             exhaust(self._indices, self._epoch_size - self._num_drawn)
         self._indices = None
@@ -388,7 +389,7 @@ def collate_fn(rows: Sequence[Row]) -> Batch:
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: np.empty(len(rows), dtype=object) for name in names}
     for name, column in columns.items():
-        for index, row in enumerate(rows):  # numpy would convert a slice of lists to an array
+        for index, row in enumerate(rows):  # `column[:] = …` would convert lists to an array
             column[index] = row.get(name)
     return columns
 

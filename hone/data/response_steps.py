@@ -42,13 +42,16 @@ class TokenTextSplitter:
         return ["" if i in self._special_ids else next(remaining_texts) for i in ids]
 
     def _decode_in_context(self, ids: Sequence[int]) -> list[str]:
-        """Decodes each token with the previous one, on which a space or a character may depend."""
+        """Decodes each token after the previously decoded ones, on which its leading space may depend.
+
+        Tokens that hold parts of one character are decoded together.
+        """
         texts: list[str] = []
         start = decoded_end = 0
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[start:end])
-            is_pending = end - decoded_end < MAX_CHARACTER_TOKENS and end < len(ids)
-            if is_pending and text.endswith(REPLACEMENT_CHARACTER):
+            can_extend = end - decoded_end < MAX_CHARACTER_TOKENS and end < len(ids)
+            if can_extend and text.endswith(REPLACEMENT_CHARACTER):
                 texts.append("")
                 continue
             texts.append(text[len(self._decode(ids[start:decoded_end])) :])
@@ -79,13 +82,14 @@ def split_steps(
     for index in range(last_index + 1):
         text += texts[index]
         policy_text = policy_text + texts[index] if is_policy_token[index] else ""
-        # An earlier separator has already ended a step.
+        # Only the end is searched, because an earlier separator has already ended a step.
         has_separator = separator in policy_text[-len(separator) - len(texts[index]) :]
-        step_end, *later_texts = policy_text.split(separator) if has_separator else [policy_text]
-        next_step = later_texts[-1] if later_texts else ""
-        if index == last_index and next_step:  # the last token has text after the separator
+        text_before, *texts_after = policy_text.split(separator) if has_separator else [policy_text]
+        next_step = texts_after[-1] if texts_after else ""
+        if index == last_index and next_step:
+            # A token ends at most one step, so the last step includes the text after the separator.
             steps.append((index, text))
-        elif index == last_index or later_texts:
-            steps.append((index, text[: len(text) - len(policy_text)] + step_end))
+        elif index == last_index or texts_after:
+            steps.append((index, text[: len(text) - len(policy_text)] + text_before))
             text = policy_text = next_step
     return steps

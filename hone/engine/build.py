@@ -72,9 +72,12 @@ def build(spec: EngineSpec) -> Engine:
             shard_size=spec.fsdp.fsdp_size,
             adapters=spec.adapters is not None,
         )
-    rules = (spec.train_rule(mesh.data_parallel_size), spec.infer_rule(mesh.data_parallel_size))
+    rules = (
+        spec.train_micro_batch_rule(mesh.data_parallel_size),
+        spec.infer_micro_batch_rule(mesh.data_parallel_size),
+    )
     # The budgets are per rank, but the ranks of a sequence group split each micro-batch.
-    train_rule, infer_rule = (
+    train_micro_batch_rule, infer_micro_batch_rule = (
         replace(rule, tokens=rule.tokens * mesh.sequence_size) for rule in rules
     )
     # Several ranks move the module from the host to their devices layer by layer while they shard it.
@@ -85,8 +88,8 @@ def build(spec: EngineSpec) -> Engine:
         optim=spec.optim,
         grad_clip=spec.grad_clip,
         fsdp=spec.fsdp,
-        train_rule=train_rule,
-        infer_rule=infer_rule,
+        train_micro_batch_rule=train_micro_batch_rule,
+        infer_micro_batch_rule=infer_micro_batch_rule,
         response_width=spec.response_width,
         mesh=mesh,
         compile_blocks=spec.compile_blocks,
@@ -137,8 +140,8 @@ def build_engine(
     optim: OptimConfig | None,
     grad_clip: float,
     fsdp: FSDPConfig,
-    train_rule: MicroBatchRule,
-    infer_rule: MicroBatchRule,
+    train_micro_batch_rule: MicroBatchRule,
+    infer_micro_batch_rule: MicroBatchRule,
     response_width: int,
     mesh: Mesh | None = None,
     compile_blocks: bool = False,
@@ -176,8 +179,8 @@ def build_engine(
     engine = Engine(
         module,
         optimizer=optimizer,
-        train_rule=train_rule,
-        infer_rule=infer_rule,
+        train_micro_batch_rule=train_micro_batch_rule,
+        infer_micro_batch_rule=infer_micro_batch_rule,
         response_width=response_width,
         seed=fsdp.seed,
         sharded_module=sharded_module,

@@ -68,7 +68,7 @@ class Mesh:
 class ModelFacts:
     """Properties of the whole model, even on a rank that holds only one shard."""
 
-    vocabulary: int
+    vocab_size: int
     """Number of rows of the input embedding."""
     max_position_embeddings: int | None
     """Maximum sequence length of the model's config, if it has one."""
@@ -93,7 +93,7 @@ class ModelFacts:
         weights = list(lm.parameters())
         cached_elements_per_token = 2 * config.num_hidden_layers * kv_heads * head_dim
         return cls(
-            vocabulary=lm.get_input_embeddings().weight.shape[0],
+            vocab_size=lm.get_input_embeddings().weight.shape[0],
             max_position_embeddings=config_field(config, "max_position_embeddings"),
             eos_ids=eos_ids(lm.config, getattr(lm, "generation_config", None), None),
             dtype=weights[0].dtype,
@@ -150,8 +150,8 @@ class EngineSpec:
     """The dtype of parameters and computation; master weights are float32."""
     fsdp: FSDPConfig
     """The `fsdp_config` block of the role: sharding, offload, dropout seed."""
-    train_rule: MakeMicroBatchRule
-    infer_rule: MakeMicroBatchRule
+    train_micro_batch_rule: MakeMicroBatchRule
+    infer_micro_batch_rule: MakeMicroBatchRule
     response_width: int
     """Maximum response length; the divisor of `seq-mean-token-sum-norm`."""
     optim: OptimConfig | None = None
@@ -225,7 +225,7 @@ class TrainEngine(Protocol):
     def mesh(self) -> Mesh: ...
 
     @property
-    def facts(self) -> ModelFacts: ...
+    def model_facts(self) -> ModelFacts: ...
 
     @property
     def device(self) -> torch.device: ...

@@ -53,8 +53,8 @@ class Engine:
         module: nn.Module,
         *,
         optimizer: Optimizer | None,
-        train_rule: MicroBatchRule,
-        infer_rule: MicroBatchRule,
+        train_micro_batch_rule: MicroBatchRule,
+        infer_micro_batch_rule: MicroBatchRule,
         response_width: int,
         seed: int,
         sharded_module: ShardedModule | None = None,
@@ -72,8 +72,8 @@ class Engine:
         self._data_group = None if sharded_module is None else sharded_module.groups.data
         self._sequence_group = None if sharded_module is None else sharded_module.groups.sequence
         self._gather_count = self._load_count = 0
-        self._train_rule = train_rule
-        self._infer_rule = infer_rule
+        self._train_micro_batch_rule = train_micro_batch_rule
+        self._infer_micro_batch_rule = infer_micro_batch_rule
         self._response_width = response_width
         self._share_prompts = True  # equal prompts in a micro-batch are packed once
         self._seed = seed
@@ -88,7 +88,7 @@ class Engine:
             batch, objective_columns, counts = self._begin_update(batch, objective)
             results: list[MicroBatchResult] = []
             with batch_counts(counts):
-                for _, micro_batch in self._micro_batches(batch, self._train_rule):
+                for _, micro_batch in self._micro_batches(batch, self._train_micro_batch_rule):
                     weight = float(objective.mask(micro_batch).sum()) / max(counts.tokens, 1.0)
                     outputs = self._forward(micro_batch, objective.options)
                     inputs = select_columns(micro_batch, objective_columns)
@@ -107,7 +107,7 @@ class Engine:
     def infer(
         self, batch: DataProto, *, adapters: bool = True, **options: Unpack[Options]
     ) -> dict[str, Tensor]:
-        if not adapters and not self.facts.has_adapters:
+        if not adapters and not self.model_facts.has_adapters:
             raise ValueError(
                 "infer(adapters=False) runs the base model of LoRA adapters, but this model has no adapters"
             )
@@ -177,7 +177,7 @@ class Engine:
         self, batch: DataProto, options: Options
     ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """Yields the outputs of each micro-batch with its row indices."""
-        for indices, micro_batch in self._micro_batches(batch, self._infer_rule):
+        for indices, micro_batch in self._micro_batches(batch, self._infer_micro_batch_rule):
             yield indices, self._forward(micro_batch, options)
 
     def _prepare_columns(self, batch: DataProto, objective: Objective) -> dict[str, Tensor]:
@@ -251,7 +251,7 @@ class Engine:
         ]
 
     @functools.cached_property
-    def facts(self) -> ModelFacts:
+    def model_facts(self) -> ModelFacts:
         return ModelFacts.of(self._lm)
 
     @property
@@ -273,7 +273,7 @@ class Engine:
         self.optimizer.advance_schedule()
 
     def named_hf_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if self.facts.has_adapters:
+        if self.model_facts.has_adapters:
             with self._gathered():
                 yield from lora.merged_weights(self._lm)
             return
@@ -282,7 +282,7 @@ class Engine:
                 yield name.removeprefix("lm."), lora.full_tensor(parameter)
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if not self.facts.has_adapters:
+        if not self.model_facts.has_adapters:
             raise ValueError("this model has no adapters; use named_hf_weights")
         with self.on_device():
             yield from lora.adapter_weights(self._lm)
@@ -320,11 +320,11 @@ class Engine:
         adapter_copies = {}
         with self.on_device():
             weights = self._host_copies(self.named_hf_weights())
-            if self.facts.has_adapters:
+            if self.model_facts.has_adapters:
                 adapter_copies = self._host_copies(self.named_adapter_weights())
         if not self.mesh.is_writer:
             return
-        base = self._lm.get_base_model() if self.facts.has_adapters else self._lm
+        base = self._lm.get_base_model() if self.model_facts.has_adapters else self._lm
         # transformers' classifiers need a padding token for batches.
         if hasattr(base, "score") and base.config.pad_token_id is None:
             base.config.pad_token_id = tokenizer.pad_token_id

@@ -218,7 +218,7 @@ class PolicyModel(DecoderModel):
             hidden = self.exact.hidden_states(packed)
         else:
             hidden = hidden_states(self.decoder, packed)
-        hidden = hidden.index_select(0, packed.source)
+        hidden = hidden.index_select(0, packed.predicting_position)
         head = self.lm.get_output_embeddings()
         options: LogitOptions = {
             "temperature": temperature,
@@ -268,7 +268,7 @@ class ValueModel(DecoderModel):
         lm.set_output_embeddings(None)
 
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:
-        hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
+        hidden = hidden_states(self.decoder, packed).index_select(0, packed.predicting_position)
         values = self.value_head(hidden).float().squeeze(-1)
         return {"values": packed.unpack(values)}
 
@@ -286,7 +286,7 @@ class ScoreModel(DecoderModel):
         return without_peft(self.lm).score
 
     def forward(self, packed: PackedRows) -> dict[str, Tensor]:
-        hidden = hidden_states(self.decoder, packed).index_select(0, packed.source)
+        hidden = hidden_states(self.decoder, packed).index_select(0, packed.predicting_position)
         logits = self.head(hidden).float()  # [M, labels]
         scores = logits[:, 1] - logits[:, 0] if logits.shape[1] == 2 else logits[:, 0]
         return {"scores": packed.unpack(scores)}

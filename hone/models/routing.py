@@ -90,7 +90,9 @@ class Routing:
         out: dict[str, Tensor] = {}
         if self.replay is not None:
             agreement = torch.stack(list(self._agreement.values())).mean(0)
-            out["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
+            out["routing_agreement"] = packed.unpack(
+                agreement.index_select(0, packed.predicting_position)
+            )
         if self.record is not None:
             self.record = None
             experts = torch.stack([experts_by_layer[i] for i in range(self.layers)], 1).to(

@@ -241,7 +241,7 @@ class PackedRows:
     input_ids: Tensor  # [N] int64
     position_ids: Tensor  # [N] int64
     layout: SegmentLayout
-    source: Tensor  # [M] packed position whose hidden state predicts the target
+    predicting_position: Tensor  # [M] packed position whose hidden state predicts the target
     target: Tensor  # [M] response token id
     row: Tensor  # [M] row of the padded batch
     response_position: Tensor  # [M] position in the padded response
@@ -311,7 +311,7 @@ def pack_rows(
     row, response_position = (index.cpu() for index in response_mask.nonzero(as_tuple=True))
     i, j = row.numpy(), response_position.numpy()
     # A response token is predicted by the token before it; the first one, by the last prompt token.
-    source = np.where(j == 0, packed.prompt_last[i], packed.response_start[i] + j - 1)
+    predicting_position = np.where(j == 0, packed.prompt_last[i], packed.response_start[i] + j - 1)
     packed_positions = None
     if with_packed_positions:
         packed_positions = _packed_positions(masks, packed.prompt_last, packed.response_start)
@@ -319,7 +319,7 @@ def pack_rows(
         torch.from_numpy(packed.ids),
         torch.from_numpy(packed.positions),
         packed.layout,
-        torch.from_numpy(source),
+        torch.from_numpy(predicting_position),
         torch.from_numpy(response_ids[i, j]),
         row,
         response_position,

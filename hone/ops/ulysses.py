@@ -90,7 +90,7 @@ def split_rows(packed: PackedRows, group: dist.ProcessGroup) -> SplitRows:
         ]
         for x in (packed.input_ids, packed.position_ids)
     )
-    target_rank = packed.source // tokens_per_rank
+    target_rank = packed.predicting_position // tokens_per_rank
     order = target_rank.argsort(stable=True)
     targets_per_rank = target_rank.bincount(minlength=size).tolist()
     first_target = sum(targets_per_rank[:rank])
@@ -99,7 +99,7 @@ def split_rows(packed: PackedRows, group: dist.ProcessGroup) -> SplitRows:
         ids,
         positions,
         SplitLayout(packed.layout, num_tokens, group),  # type: ignore[arg-type]
-        packed.source[own_targets] - start,
+        packed.predicting_position[own_targets] - start,
         packed.target[own_targets],
         packed.row[order],
         packed.response_position[order],

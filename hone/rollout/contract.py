@@ -155,7 +155,7 @@ class TokenDelta:
 
 
 OnTokens = Callable[[TokenDelta], None]
-"""A callback in the event loop that awaits the request; all deltas together are the output."""
+"""Called with each delta, in the event loop of `generate`'s caller; all deltas together are the output."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class RolloutSpec:
     world_size: int = 1
     """Number of rollout workers in the run; each has an engine."""
     current_weights: Callable[[], Weights] | None = None
-    """Returns the published weights, for an engine with weights of its own that must load them again; None
-    if the published weights are not in this process."""
+    """Returns the published weights; None if they are not in this process. An engine that keeps a copy calls
+    this to load them after its start or after `sleep`."""
     peers: Peers | None = None
     """The tensor-parallel group of the native engine, if there is one. In a group, `load_policy` returns a
     module without weights, and all ranks call `current_weights` together."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PURE_METRIC = "high_level_scores/repeat_score/mean"
-"""A metric that only runs with `trainer.response_metrics` have."""
+"""A metric that is present only in runs with `trainer.response_metrics`."""
 
 
 @dataclass(frozen=True)

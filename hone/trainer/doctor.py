@@ -90,18 +90,18 @@ def report(
 
 
 def chat_template_findings(model: str) -> Iterator[Finding]:
-    """Yields findings on whether agent loops append the tokens that a model's chat template renders."""
-    from hone.agents.observations import Drift, drifts
+    """Yields, per case, whether the tokens that agent loops append equal the chat template's rendering."""
+    from hone.agents.observations import TemplateMismatch, compare_with_template
     from hone.models.load import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     if not tokenizer.chat_template:
         yield Finding("chat template", model, State.MISSING, "it has none; prompts are plain text")
         return
-    for result in drifts(tokenizer, {}):
-        if isinstance(result, Drift):
+    for result in compare_with_template(tokenizer, {}):
+        if isinstance(result, TemplateMismatch):
             yield Finding("chat template", result.case, State.MISSING, result.problem)
-        else:  # the name of a case without drift
+        else:  # the name of a case without mismatch
             yield Finding("chat template", result, State.FINE, "the same tokens")
 
 
@@ -182,7 +182,7 @@ def _finding_of_action(section: str, name: str, action: Callable[[], str]) -> Fi
 
 
 def run_training_step() -> str:
-    """Runs one GRPO step of a tiny model on sums, and returns its duration and metrics as text."""
+    """Runs one GRPO step of a tiny model on addition problems; returns its duration and metrics as text."""
     from hone.config import load_config
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
     from hone.tracking import read_metrics

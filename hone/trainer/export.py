@@ -168,8 +168,8 @@ def _gather_and_export(
         optim=None,
         grad_clip=0.0,
         fsdp=FSDPConfig(),
-        train_rule=rule,
-        infer_rule=rule,
+        train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule,
         response_width=1,
     )
     engine.load(source, ["model"])

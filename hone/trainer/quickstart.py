@@ -136,8 +136,8 @@ def build_base_policy(folder: Path, seed: int, threads: int) -> Path:
         ),
         grad_clip=1.0,
         fsdp=FSDPConfig(),
-        train_rule=rule,
-        infer_rule=rule,
+        train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule,
         response_width=8,
     )
     training_sums, _ = split_problems(seed)

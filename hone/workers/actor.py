@@ -55,7 +55,7 @@ class ActorWorker(TrainWorker):
         self.build_engine(config.actor.strategy, actor_spec, *fsdp_configs)
         self._minibatches = minibatches_of_role(config.actor, self.engine)
         self._objective = self._policy_objective(None)
-        self._roofline = Roofline.for_device(self.engine.facts, self.engine.device)
+        self._roofline = Roofline.for_device(self.engine.model_facts, self.engine.device)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(
@@ -343,17 +343,17 @@ class Roofline:
 
     flops_per_s: float
     bytes_per_s: float
-    facts: ModelFacts
+    model_facts: ModelFacts
 
     @staticmethod
-    def for_device(facts: ModelFacts, device: torch.device) -> Roofline | None:
+    def for_device(model_facts: ModelFacts, device: torch.device) -> Roofline | None:
         """Returns the roofline of a model on a device, or None for an unknown device."""
         if device.type != "cuda":
             return None
         name = torch.cuda.get_device_name(device)
         for part_of_name, ceilings in _CEILINGS_BY_DEVICE.items():
             if part_of_name in name:
-                return Roofline(*ceilings, facts)
+                return Roofline(*ceilings, model_facts)
         return None
 
     def mfu(self, lengths: Sequence[int], shared_lengths: Sequence[int], seconds: float) -> float:
@@ -365,9 +365,9 @@ class Roofline:
         rows = list(zip(lengths, shared_lengths, strict=True))
         attention_pairs = sum(n * n - shared * shared for n, shared in rows)
         tokens = sum(n - shared for n, shared in rows)
-        facts = self.facts
-        operations = 6 * facts.parameters * tokens
-        operations += 6 * facts.attention_width * facts.layers * attention_pairs
+        model_facts = self.model_facts
+        operations = 6 * model_facts.parameters * tokens
+        operations += 6 * model_facts.attention_width * model_facts.layers * attention_pairs
         return operations / seconds / self.flops_per_s
 
     def mbu(
@@ -380,6 +380,6 @@ class Roofline:
         """Returns the memory bandwidth utilization of generating responses of these lengths."""
         decode_steps = max(max(response_lengths), sum(response_lengths) / max_num_seqs)
         rows = zip(prompt_lengths, response_lengths, strict=True)
-        kv_bytes = sum(n * (p + n / 2) for p, n in rows) * self.facts.kv_bytes_per_token
-        weight_bytes = decode_steps * self.facts.parameter_bytes
+        kv_bytes = sum(n * (p + n / 2) for p, n in rows) * self.model_facts.kv_bytes_per_token
+        weight_bytes = decode_steps * self.model_facts.parameter_bytes
         return (weight_bytes + kv_bytes) / seconds / self.bytes_per_s

@@ -201,7 +201,7 @@ class ActorRolloutRefWorker(Worker):
     submit = _delegate("rollout", RolloutWorker.submit)
     pop_finished_groups = _delegate("rollout", RolloutWorker.pop_finished_groups)
     abort = _delegate("rollout", RolloutWorker.abort)
-    weight_path = _delegate("rollout", RolloutWorker.weight_path)
+    weight_transfer = _delegate("rollout", RolloutWorker.weight_transfer)
     switch_to_actor_weights = _delegate("rollout", RolloutWorker.switch_to_actor_weights)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -26,8 +26,10 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
         device,
         actor,
         actor.fsdp_config,
-        train_rule=_rule_for_slots(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
-        infer_rule=_rule_for_slots(rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu),
+        train_micro_batch_rule=_rule_for_slots(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
+        infer_micro_batch_rule=_rule_for_slots(
+            rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu
+        ),
         optim=actor.optim,
         grad_clip=actor.grad_clip,
         adapters=lora_adapters_or_none(config.actor_rollout_ref.model),
@@ -46,8 +48,8 @@ def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.devic
         device,
         ref,
         ref.fsdp_config,
-        train_rule=rule,
-        infer_rule=rule,
+        train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule,
         compile_blocks=ref.use_torch_compile,
     )
 
@@ -70,8 +72,10 @@ def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) 
         model_path=model.path or config.actor_rollout_ref.model.path,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing,
-        train_rule=_rule_for_slots(critic, "ppo_", critic.ppo_max_token_len_per_gpu),
-        infer_rule=_rule_for_slots(critic, "forward_", critic.forward_max_token_len_per_gpu),
+        train_micro_batch_rule=_rule_for_slots(critic, "ppo_", critic.ppo_max_token_len_per_gpu),
+        infer_micro_batch_rule=_rule_for_slots(
+            critic, "forward_", critic.forward_max_token_len_per_gpu
+        ),
         optim=critic.optim,
         grad_clip=critic.grad_clip,
         adapters=adapters,
@@ -93,8 +97,8 @@ def implicit_reward_spec(
         model_path=(model.ref_path if frozen else None) or model.path,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing and not frozen,
-        train_rule=rule,
-        infer_rule=rule,
+        train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule,
         optim=None if frozen else model.optim,
         grad_clip=model.optim.clip_grad,
     )

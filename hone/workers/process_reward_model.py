@@ -165,7 +165,7 @@ class ProcessRewardModelWorker(TrainWorker):
         responses = columns["responses"]
         is_step_end = step_ends(responses, columns["response_mask"], self._step_end_ids)
         # A policy with more embeddings than tokens can sample ids outside the vocabulary.
-        is_valid = responses < self.engine.facts.vocabulary
+        is_valid = responses < self.engine.model_facts.vocab_size
         responses = torch.where(is_valid, responses, self.tokenizer.pad_token_id)
         responses = torch.where(is_step_end, self._separator.tokens[0], responses)
         end_positions = [is_end.nonzero().squeeze(1).tolist() for is_end in is_step_end]

@@ -36,7 +36,7 @@ from hone.workers.actor import ActorWorker, Roofline
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import actor_spec
 
-WeightPath = Literal["shared", "gathered", "copied", "streamed"]
+WeightTransfer = Literal["shared", "gathered", "copied", "streamed"]
 """How new weights reach the rollout engine; the docstring of this module explains each way."""
 
 
@@ -78,11 +78,11 @@ class RolloutWorker(Worker):
         if self.actor is None:
             policy = self._load_policy(model_spec)
             self._lease = Lease(policy, address_version=0)
-            self.facts = ModelFacts.of(policy.lm)
+            self.model_facts = ModelFacts.of(policy.lm)
         else:
-            self.facts = self.actor.engine.facts
-        self._roofline = Roofline.for_device(self.facts, self.device)
-        all_eos_ids = (*self.facts.eos_ids, *eos_ids(None, None, tokenizer))
+            self.model_facts = self.actor.engine.model_facts
+        self._roofline = Roofline.for_device(self.model_facts, self.device)
+        all_eos_ids = (*self.model_facts.eos_ids, *eos_ids(None, None, tokenizer))
         with ExitStack() as stack:
             spec = RolloutSpec(
                 config.rollout,
@@ -110,7 +110,7 @@ class RolloutWorker(Worker):
             self.engine,
             tokenizer,
             run_seed=run_config.sampling_seed,
-            vocab_size=self.facts.vocabulary,
+            vocab_size=self.model_facts.vocab_size,
         )
         if self.actor is None:
             self.runner.start()
@@ -219,7 +219,7 @@ class RolloutWorker(Worker):
         return self.actor.engine.lease() if self.actor else nullcontext(self._lease)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def weight_path(self) -> WeightPath:
+    def weight_transfer(self) -> WeightTransfer:
         """Returns how new weights reach this worker."""
         if self.actor is None:
             return "streamed"

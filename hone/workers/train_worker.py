@@ -97,7 +97,7 @@ class TrainWorker(Worker):
 
     def named_weights(self, loads_adapters: bool) -> Iterator[tuple[str, Tensor]]:
         """Yields the tensors for a rollout engine; adapters are merged unless the engine loads adapters."""
-        if loads_adapters and self.engine.facts.has_adapters:
+        if loads_adapters and self.engine.model_facts.has_adapters:
             return self.engine.named_adapter_weights()
         return self.engine.named_hf_weights()
 

@@ -12,13 +12,13 @@ GENERATE = "{% if add_generation_prompt %}"
 
 @dataclass(frozen=True)
 class Family:
-    """A template, its special tokens, the end token of a turn, and the roles with drift."""
+    """A template, its special tokens, the end token of a turn, and the roles with mismatches."""
 
     template: str
     specials: tuple[str, ...]
     end: str
     roles: tuple[str, ...] = ("tool", "user")
-    drifts: tuple[str, ...] = ()
+    mismatches: tuple[str, ...] = ()
     """Roles before which the template drops the thinking of earlier turns."""
 
 
@@ -58,7 +58,7 @@ QWEN_3 = Family(
     + "{{ '<|im_start|>assistant\\n' }}{% endif %}",
     ("<|im_start|>", "<|im_end|>"),
     "<|im_end|>",
-    drifts=("user",),
+    mismatches=("user",),
 )
 LLAMA_3 = Family(
     "{{ '<|begin_of_text|>' }}"
@@ -112,7 +112,7 @@ DEEPSEEK_R1 = Family(
     + "{{ '<｜Assistant｜>' }}{% endif %}",
     ("<｜begin｜>", "<｜User｜>", "<｜Assistant｜>", "<｜Tool｜>", "<｜end｜>"),
     "<｜end｜>",
-    drifts=("tool", "user"),
+    mismatches=("tool", "user"),
 )
 PHI_3 = Family(
     _each("{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}")

@@ -9,7 +9,13 @@ from agents.chat_templates import FAMILIES, GPT_OSS, characters, merges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.agents.observations import Drift, drifts, observation_ids, truncate_text, truncate_tokens
+from hone.agents.observations import (
+    TemplateMismatch,
+    compare_with_template,
+    observation_ids,
+    truncate_text,
+    truncate_tokens,
+)
 from hone.data.messages import PromptError
 from hone.data.prompt_ids import render_prompt
 from hone.models.tiny import character_tokenizer
@@ -136,9 +142,11 @@ def test_appended_turns_are_the_templates_own_rendering(name: str, kind: str, da
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_template_that_drops_earlier_thinking_is_told(name: str) -> None:
     family, tokenizer = FAMILIES[name], TOKENIZERS[name, "merges"]
-    cases = list(drifts(tokenizer, {}, family.roles))
-    drift_cases = [case.case for case in cases if isinstance(case, Drift)]
-    assert drift_cases == [f"a {role} answers a turn that thinks" for role in family.drifts]
+    cases = list(compare_with_template(tokenizer, {}, family.roles))
+    mismatched_cases = [case.case for case in cases if isinstance(case, TemplateMismatch)]
+    assert mismatched_cases == [
+        f"a {role} answers a turn that thinks" for role in family.mismatches
+    ]
     assert len(cases) == 2 * len(family.roles)
 
 
@@ -150,8 +158,8 @@ def test_an_answer_follows_a_call_where_the_template_wants_one() -> None:
 
 
 def test_a_role_that_the_template_refuses_is_told() -> None:
-    (first, _) = drifts(TOKENIZERS["gemma", "characters"], {}, ["tool"])
-    assert isinstance(first, Drift)
+    (first, _) = compare_with_template(TOKENIZERS["gemma", "characters"], {}, ["tool"])
+    assert isinstance(first, TemplateMismatch)
     assert "cannot render a turn of tool" in first.problem
 
 

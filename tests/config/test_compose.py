@@ -564,7 +564,7 @@ def test_the_choice_of_another_engine_is_its_strategy() -> None:
     [
         (
             "trainer/total_epochs=3",
-            "no config group 'trainer/total_epochs'; a key has dots: trainer.total_epochs",
+            "no config group 'trainer/total_epochs'; to set a key, write trainer.total_epochs=VALUE",
         ),
         (
             "trainer.total_epochs@x=3",

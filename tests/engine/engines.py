@@ -52,8 +52,8 @@ def make_engine(
         optim=optim,
         grad_clip=grad_clip,
         fsdp=fsdp or FSDPConfig(),
-        train_rule=rule,
-        infer_rule=rule,
+        train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule,
         response_width=WIDTH,
         mesh=mesh_for_rank(int(os.environ["RANK"]), world_size, sequence=sequence, tensor=tensor)
         if world_size > 1

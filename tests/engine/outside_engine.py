@@ -23,7 +23,7 @@ class PlainEngine:
         self._lr = spec.optim.lr if spec.optim else 0.0
         size = sum(p.numel() for p in lm.parameters())
         vocabulary = lm.config.vocab_size
-        self.facts = ModelFacts(vocabulary, None, (), spec.dtype, size, size * 4, 1, 1, 1)
+        self.model_facts = ModelFacts(vocabulary, None, (), spec.dtype, size, size * 4, 1, 1, 1)
 
     def _forward(self, row, options):
         names = ("prompts", "responses", "attention_mask", "response_mask")

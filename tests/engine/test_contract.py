@@ -75,12 +75,12 @@ def test_named_adapter_weights_are_the_adapters_only_and_a_plain_model_has_none(
 
 
 def test_facts_are_those_of_the_whole_model():
-    facts = make_engine(lora_policy()).facts
+    facts = make_engine(lora_policy()).model_facts
     plain = make_engine(policy())
-    assert (facts.has_adapters, plain.facts.has_adapters) == (True, False)
-    assert facts.vocabulary == VOCABULARY
-    assert plain.facts.parameters == sum(x.numel() for _, x in plain.named_hf_weights())
-    assert plain.facts.parameter_bytes == 4 * plain.facts.parameters
+    assert (facts.has_adapters, plain.model_facts.has_adapters) == (True, False)
+    assert facts.vocab_size == VOCABULARY
+    assert plain.model_facts.parameters == sum(x.numel() for _, x in plain.named_hf_weights())
+    assert plain.model_facts.parameter_bytes == 4 * plain.model_facts.parameters
 
 
 def test_updates_count_optimizer_steps():

@@ -287,9 +287,9 @@ def test_weights_carry_their_hugging_face_names():
 def test_facts_are_those_of_the_whole_model():
     engine = make_engine(policy())
     parameters = list(engine.module.lm.parameters())
-    assert engine.facts.parameters == sum(p.numel() for p in parameters)
-    assert engine.facts.parameter_bytes == 4 * engine.facts.parameters
-    assert not engine.facts.has_adapters
+    assert engine.model_facts.parameters == sum(p.numel() for p in parameters)
+    assert engine.model_facts.parameter_bytes == 4 * engine.model_facts.parameters
+    assert not engine.model_facts.has_adapters
 
 
 def test_a_lease_lends_the_policy_in_eval_mode_and_a_critic_has_none():

@@ -179,7 +179,7 @@ def test_the_export_of_two_ranks_has_the_same_logits(two, name):
     ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
     packed = pack_batch(rows(1), True)
     packed = packed.__class__(
-        ids[0], torch.arange(6), SegmentLayout([6], []), *([packed.source] * 4), (1, 1)
+        ids[0], torch.arange(6), SegmentLayout([6], []), *([packed.predicting_position] * 4), (1, 1)
     )
     with torch.no_grad():
         expected = model.logits(hidden_states(model.decoder, packed))

@@ -37,8 +37,8 @@ def spec_of(model, **changes):
         "device": torch.device("cpu"),
         "dtype": torch.float32,
         "fsdp": FSDPConfig(),
-        "train_rule": rule,
-        "infer_rule": rule,
+        "train_micro_batch_rule": rule,
+        "infer_micro_batch_rule": rule,
         "response_width": 4,
     }
     return EngineSpec(**settings | changes)

@@ -32,8 +32,8 @@ def make_offload_engine(fsdp: FSDPConfig, dtype: torch.dtype = torch.bfloat16):
         optim=OptimConfig(lr=1e-3),
         grad_clip=1.0,
         fsdp=fsdp,
-        train_rule=RULE,
-        infer_rule=RULE,
+        train_micro_batch_rule=RULE,
+        infer_micro_batch_rule=RULE,
         response_width=WIDTH,
     )
 
@@ -119,8 +119,8 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_was_offloaded(tmp_
         optim=OptimConfig(lr=1e-3),
         grad_clip=1.0,
         fsdp=FSDPConfig(param_offload=True),
-        train_rule=RULE,
-        infer_rule=RULE,
+        train_micro_batch_rule=RULE,
+        infer_micro_batch_rule=RULE,
         response_width=WIDTH,
     )
     with engine.on_device():

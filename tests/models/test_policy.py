@@ -77,7 +77,7 @@ def test_packed_equals_one_by_one_forward_and_gradient(family, changes, share):
     ours, plain = (lm.double() for lm in build(family, changes))
     batch = rows()
     packed = pack_batch(batch, share)
-    actual = hidden_states(ours.model, packed)[packed.source]
+    actual = hidden_states(ours.model, packed)[packed.predicting_position]
     expected = one_by_one(plain, batch)
     assert_close(actual, expected)
     gradient = torch.randn(
@@ -122,7 +122,7 @@ def test_decoding_logits_are_the_logits_of_the_log_probs():
     policy = PolicyModel(decoder_of("qwen2"))
     policy._softcap, policy._logit_scale = 5.0, 0.5
     packed = pack_batch(batch, True)
-    hidden = hidden_states(policy.decoder, packed)[packed.source]
+    hidden = hidden_states(policy.decoder, packed)[packed.predicting_position]
     log_p = torch.log_softmax(policy.logits(hidden) / 0.9, -1)
     expected = packed.unpack(log_p.gather(-1, packed.target[:, None])[:, 0])
     actual = policy(packed, temperature=0.9)["log_probs"]
@@ -193,7 +193,7 @@ def test_values_start_at_zero_and_follow_the_head():
         model.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
         model.value_head.bias.fill_(0.5)
     values = model(packed)["values"]
-    hidden = hidden_states(model.decoder, packed)[packed.source]
+    hidden = hidden_states(model.decoder, packed)[packed.predicting_position]
     expected = packed.unpack((hidden @ model.value_head.weight[0] + 0.5).float())
     torch.testing.assert_close(values, expected)
     mask = batch.batch["response_mask"].bool()

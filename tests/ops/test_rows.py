@@ -244,7 +244,7 @@ def test_whole_rows_follow_each_other():
 def test_only_tokens_the_policy_wrote_are_targets(share):
     packed = pack_rows(*padded(ROWS), share_prompts=share)
     assert packed.target.tolist() == [10, 11, 12, 20, 21, 30, 33]
-    predecessors = packed.input_ids[packed.source].tolist()
+    predecessors = packed.input_ids[packed.predicting_position].tolist()
     assert predecessors == [3, 10, 11, 3, 20, 4, 32]
 
 
@@ -275,8 +275,8 @@ def test_every_target_is_predicted_by_the_token_before_it_at_its_position(data, 
         packed.row.tolist(),
         packed.response_position.tolist(),
         packed.target.tolist(),
-        packed.input_ids[packed.source].tolist(),
-        packed.position_ids[packed.source].tolist(),
+        packed.input_ids[packed.predicting_position].tolist(),
+        packed.position_ids[packed.predicting_position].tolist(),
         strict=True,
     )
     assert list(actual) == expected
@@ -302,7 +302,14 @@ def test_unpack_puts_values_back_and_leaves_zero_elsewhere():
 def test_padding_does_not_change_packed_rows():
     narrow = pack_rows(*padded(ROWS), share_prompts=True)
     wide = pack_rows(*padded(ROWS, 9, 11), share_prompts=True)
-    for name in ("input_ids", "position_ids", "source", "target", "row", "response_position"):
+    for name in (
+        "input_ids",
+        "position_ids",
+        "predicting_position",
+        "target",
+        "row",
+        "response_position",
+    ):
         np.testing.assert_array_equal(getattr(narrow, name), getattr(wide, name))
 
 

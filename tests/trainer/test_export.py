@@ -135,8 +135,8 @@ def test_a_critic_is_refused_by_what_it_holds(tmp_path: Path) -> None:
         optim=None,
         grad_clip=0.0,
         fsdp=FSDPConfig(),
-        train_rule=rule,
-        infer_rule=rule,
+        train_micro_batch_rule=rule,
+        infer_micro_batch_rule=rule,
         response_width=1,
     )
     folder = tmp_path / "global_step_1" / "renamed"

@@ -90,7 +90,7 @@ def test_sum_of_squares_is_computed_on_request_only(config):
 
 
 FACTS = ModelFacts(
-    vocabulary=10,
+    vocab_size=10,
     max_position_embeddings=None,
     eos_ids=(),
     dtype=torch.float32,
@@ -100,7 +100,7 @@ FACTS = ModelFacts(
     attention_width=8,
     kv_bytes_per_token=16,
 )
-ROOFLINE = Roofline(flops_per_s=1000.0, bytes_per_s=50.0, facts=FACTS)
+ROOFLINE = Roofline(flops_per_s=1000.0, bytes_per_s=50.0, model_facts=FACTS)
 
 
 def test_an_update_counts_six_operations_per_parameter_and_token_and_attention_over_pairs():

@@ -83,7 +83,7 @@ def test_the_error_of_ids_outside_the_vocabulary_names_the_loop(make_worker):
     worker = make_worker(
         f"actor_rollout_ref.rollout.agent.default_agent_loop='{__file__}:ForeignIds'"
     )
-    last = worker.actor.engine.facts.vocabulary - 1
+    last = worker.actor.engine.model_facts.vocab_size - 1
     with pytest.raises(AgentLoopFailed, match=f"ForeignIds.* the model knows 0 to {last}$"):
         worker.generate_sequences(prompts())
 
@@ -229,8 +229,8 @@ def test_memory_settings_do_not_change_the_update(make_worker, settings):
 
 def test_a_micro_batch_size_over_all_ranks_is_not_ignored(make_worker):
     worker = make_worker("actor_rollout_ref.actor.ppo_micro_batch_size=3")
-    assert worker.actor.engine._train_rule.rows == 3
-    assert make_worker().actor.engine._train_rule.rows is None
+    assert worker.actor.engine._train_micro_batch_rule.rows == 3
+    assert make_worker().actor.engine._train_micro_batch_rule.rows is None
 
 
 def test_the_number_of_updates_is_mini_batches_times_epochs(make_worker):

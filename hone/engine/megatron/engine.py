@@ -67,8 +67,8 @@ class MegatronEngine(Engine):
         super().__init__(
             stage if optimizer is None else optimizer.model,
             optimizer=optimizer,
-            train_rule=spec.train_rule(mesh.data_parallel_size),
-            infer_rule=spec.infer_rule(mesh.data_parallel_size),
+            train_micro_batch_rule=spec.train_micro_batch_rule(mesh.data_parallel_size),
+            infer_micro_batch_rule=spec.infer_micro_batch_rule(mesh.data_parallel_size),
             response_width=spec.response_width,
             seed=spec.fsdp.seed,
             offload=offload,
@@ -105,7 +105,7 @@ class MegatronEngine(Engine):
                 )
                 return objective_output.loss
 
-            indexed_micro_batches = self._micro_batches(batch, self._train_rule)
+            indexed_micro_batches = self._micro_batches(batch, self._train_micro_batch_rule)
             micro_batches = [micro_batch for _, micro_batch in indexed_micro_batches]
             with batch_counts(counts):
                 self._run_pipeline(micro_batches, compute_loss, forward_only=False)
@@ -126,7 +126,7 @@ class MegatronEngine(Engine):
                 for name, values in outputs.items()
             }
 
-        indexed_micro_batches = self._micro_batches(batch, self._infer_rule)
+        indexed_micro_batches = self._micro_batches(batch, self._infer_micro_batch_rule)
         micro_batches = [micro_batch for _, micro_batch in indexed_micro_batches]
         results = self._run_pipeline(micro_batches, compute_outputs, forward_only=True)
         results = self._broadcast_from_last_stage(results)
@@ -173,6 +173,7 @@ class MegatronEngine(Engine):
         num_padding = -len(packed.input_ids) % num_parts
         if not num_padding:
             return packed
+        # The padding comes last, so it is a child if there are children, because children follow all roots.
         roots, children = packed.layout.root_lengths, packed.layout.children
         if children:
             children = [*children, (0, num_padding)]
@@ -210,14 +211,16 @@ class MegatronEngine(Engine):
         """Computes the outputs of `infer` from the last stage's hidden states."""
         if self._stage.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        hidden = hidden[:, 0].index_select(0, packed.source)
+        hidden = hidden[:, 0].index_select(0, packed.predicting_position)
         if isinstance(self._stage_tensors.meta_model, ValueModel):
             return {"values": packed.unpack(self._stage.value_head(hidden).float().squeeze(-1))}
         outputs = self._log_probs(hidden, packed, **options)
         if params.replay is not None:
             local_agreement = torch.stack(list(params.agreement.values())).mean(0)
             agreement = self._gather_tokens(local_agreement)
-            outputs["routing_agreement"] = packed.unpack(agreement.index_select(0, packed.source))
+            outputs["routing_agreement"] = packed.unpack(
+                agreement.index_select(0, packed.predicting_position)
+            )
         if options.get("with_routing"):
             experts = torch.stack([params.experts[i] for i in sorted(params.experts)], 1)
             outputs["routed_experts"] = packed.pad(
@@ -272,7 +275,7 @@ class MegatronEngine(Engine):
         is_tied = stage.share_embeddings_and_output_weights
         weight = stage.shared_embedding_or_output_weight() if is_tied else stage.output_layer.weight
         start = self.mesh.tensor_rank * len(weight)
-        return weight[: max(0, self.facts.vocabulary - start)], start
+        return weight[: max(0, self.model_facts.vocab_size - start)], start
 
     def _broadcast_from_last_stage(self, value: T) -> T:
         """Returns the last stage's value on every stage; the values of other stages are ignored."""

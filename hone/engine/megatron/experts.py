@@ -1,4 +1,4 @@
-"""The experts and routers of a megatron-core MoE layer, with the results of the Hugging Face model.
+"""Experts and routers of a megatron-core MoE layer that compute the same values as the Hugging Face model.
 
 megatron-core dispatches tokens to the ranks of their experts. `Router` chooses experts as transformers does
 and can replay recorded experts. `PackedExperts` has the layout of a Hugging Face checkpoint.

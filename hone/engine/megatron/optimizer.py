@@ -116,7 +116,7 @@ class ShardedOptimizer(Optimizer):
         return metrics
 
     def state_schema(self, device: torch.device | str = "cpu") -> tuple[list[str], Fields]:
-        """Returns the names of the elementwise state (moments), and the initial other state (step counts)."""
+        """Returns the keys of the elementwise state (moments), and the rest (step counts) after one step."""
         probe = nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
         optimizer = build_optimizer([probe], self._config)

@@ -40,7 +40,7 @@ class Entry:
 class ModelSizes:
     """The sizes of the model and of expert parallelism that the mapping needs."""
 
-    vocabulary: int
+    vocab_size: int
     kv_heads: int
     head_dim: int
     expert_parallel_size: int = 1
@@ -133,7 +133,7 @@ def to_full(kind: Kind, shards: Sequence[Tensor], sizes: ModelSizes) -> list[Ten
     if kind == "columns":
         return [torch.cat(list(shards), 1)]
     if kind == "vocabulary":
-        return [torch.cat(list(shards))[: sizes.vocabulary]]
+        return [torch.cat(list(shards))[: sizes.vocab_size]]
     if kind == "gate_up":
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hone.agents.contract import AgentLoopBase, ServerManager
 from hone.agents.loop_names import LoopNames, loop_arguments
 from hone.agents.loops.tool import ToolAgentLoop
-from hone.agents.observations import Drift, drifts, observation_ids
+from hone.agents.observations import TemplateMismatch, compare_with_template, observation_ids
 from hone.agents.tools.contract import BaseTool, ToolError
 from hone.config import PPOTrainerConfig
 from hone.data.chat_template import BrokenTemplate
@@ -178,8 +178,8 @@ class AgentChecks:
         data, path = self.config.data, self.config.actor_rollout_ref.model.path
         if data.prompt_format != "chat" or not getattr(self.tokenizer, "chat_template", None):
             return
-        for case in drifts(self.tokenizer, data.apply_chat_template_kwargs, roles):
-            if isinstance(case, Drift):
+        for case in compare_with_template(self.tokenizer, data.apply_chat_template_kwargs, roles):
+            if isinstance(case, TemplateMismatch):
                 yield (
                     f"the chat template of {path} renders earlier turns differently than the model wrote "
                     f"them ({case.case}: {case.problem}); training keeps the tokens that the model wrote. "

@@ -66,11 +66,10 @@ def mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 
 
 def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
-    """Returns the bytes per method since the last call and their sum; clears the counters."""
+    """Returns the bytes that each worker method has sent and returned, and their sum; clears the counters."""
     total: Counter[str] = Counter({"weights": 0})  # reported even if it is 0
-    unique_counters = {
-        id(counter): counter for counter in counters
-    }  # one group may be listed twice
+    # Roles may share a worker group and its counter.
+    unique_counters = {id(counter): counter for counter in counters}
     for counter in unique_counters.values():
         total.update(counter)
         counter.clear()
@@ -96,9 +95,10 @@ class TrajectorySource:
         self._workers = workers
         self._run_seed = run_seed
         self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
-        self.weight_path = workers.call(RolloutWorker.weight_path)
+        self.weight_transfer = workers.call(RolloutWorker.weight_transfer)
         self._leader_ranks = workers.mesh(DEFAULT_MESH).collect_ranks  # the ranks with agent loops
-        self._submissions = [0] * workers.world_size  # by rank; each rank's runner counts alike
+        # The number of submissions to each rank; the rank's loop runner keeps the same count.
+        self._submissions = [0] * workers.world_size
         # By rank, submission number on that rank, and uid.
         self._running_groups: dict[tuple[int, int, str], _Group] = {}
         self._finished_groups: list[_Group] = []  # in finishing order
@@ -109,7 +109,7 @@ class TrajectorySource:
     @property
     def generates_concurrently(self) -> bool:
         """Whether generation continues while the training loop scores or updates."""
-        return self.weight_path != "gathered"
+        return self.weight_transfer != "gathered"
 
     @property
     def pending(self) -> int:
@@ -154,7 +154,8 @@ class TrajectorySource:
         """
         num_groups = self.pending if n_groups is None else min(n_groups, self.pending)
         while len(self._finished_groups) < num_groups:
-            # With several leaders, any of them may finish next, so each leader returns after the poll.
+            # With several leaders, none may wait for a number of groups, because another may finish first;
+            # each returns the groups that finish within _POLL_S.
             has_one_leader = len(self._leader_ranks) == 1
             groups_needed = num_groups - len(self._finished_groups) if has_one_leader else None
             rank_results = self._workers.call_all(
@@ -177,8 +178,10 @@ class TrajectorySource:
         batch = DataProto.concat(fill_object_columns([group.rows for group in groups]))
         batch = batch.select(meta_info_keys=[])
         batch.meta_info["group_numbers"] = [group.number for group in groups]
-        row_columns = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
-        batch.meta_info["loop_columns"] = sorted({*trajectories.non_tensor_batch, *row_columns})
+        trajectory_row_column = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
+        batch.meta_info["loop_columns"] = sorted(
+            {*trajectories.non_tensor_batch, *trajectory_row_column}
+        )
         self._loop_metrics += [output.metrics for output in outputs]
         return batch.union(trajectories)
 
@@ -229,13 +232,13 @@ class Publisher:
         config: CheckpointEngineConfig,
     ) -> None:
         self._actor, self._rollout = actor, rollout
-        self.weight_path = rollout.call(RolloutWorker.weight_path)
+        self.weight_transfer = rollout.call(RolloutWorker.weight_transfer)
         self.published = 0
         """How often new weights were published; staleness counts these publications."""
         self._publish_number_of_version: dict[int, int] = {}
         self._published_before_update = 0
         self._transport = ""
-        if self.weight_path == "streamed":
+        if self.weight_transfer == "streamed":
             self._sends_adapters = rollout.call(RolloutWorker.takes_adapters)
             sender = actor.call(ActorWorker.location)
             receivers = rollout.call_all(RolloutWorker.location)
@@ -245,7 +248,7 @@ class Publisher:
         """Sends the new weights, and returns the number of bytes sent as a metric."""
         actor, rollout, receivers = self._actor, self._rollout, 1
         version = actor.call(ActorWorker.version)
-        if self.weight_path == "streamed":
+        if self.weight_transfer == "streamed":
             receivers = rollout.world_size
             address = actor.call(ActorWorker.offer_weights, self._transport, receivers)
             receive_call = rollout.begin(RolloutWorker.receive_weights, address, version)
@@ -259,18 +262,17 @@ class Publisher:
             num_bytes = sum(rollout.call_all(RolloutWorker.switch_to_actor_weights, version))
         rollout.traffic["weights"] += num_bytes * receivers
         self._published_before_update = self.published
-        if (
-            version not in self._publish_number_of_version
-        ):  # an old version: all updates were skipped
+        # If all updates were skipped, the version is unchanged, and staleness counts no new publication.
+        if version not in self._publish_number_of_version:
             self.published += 1
             self._publish_number_of_version[version] = self.published
         return {"perf/weight_bytes": float(num_bytes)}
 
     def staleness(self, batch: DataProto) -> dict[str, float]:
-        """Returns metrics of the staleness and the span of each trajectory, counted in publications.
+        """Returns metrics of the staleness and the span of each trajectory.
 
-        Staleness is the age of the weights that sampled the oldest token, compared with the weights before
-        this update. Span is the difference in age between the weights of the oldest and the newest token.
+        Staleness is the number of publications from the weights that sampled the oldest token to the weights
+        before this update. Span is the number from the weights of the oldest token to those of the newest.
         """
         column = batch.non_tensor_batch.get("versions", ())
         versions = [v for v in column if v is not None and len(v)]

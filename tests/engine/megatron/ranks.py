@@ -156,8 +156,8 @@ def spec(
         device=torch.device("cpu"),
         dtype=case.dtype,
         fsdp=FSDPConfig(),
-        train_rule=lambda slots: MicroBatchRule(rows=2, tokens=0),
-        infer_rule=lambda slots: MicroBatchRule(rows=2, tokens=0),
+        train_micro_batch_rule=lambda slots: MicroBatchRule(rows=2, tokens=0),
+        infer_micro_batch_rule=lambda slots: MicroBatchRule(rows=2, tokens=0),
         response_width=WIDTH,
         optim=optim,
         grad_clip=case.grad_clip,
@@ -218,7 +218,7 @@ def run_case(engine: TrainEngine, case: Case) -> dict[str, Any]:
     results["metrics"] = engine.train_minibatch(batch, objective(case))
     results["weights"] = weights(engine)
     results["slot"] = (engine.mesh.data_parallel_rank, engine.mesh.is_collector)
-    results["facts"] = engine.facts
+    results["facts"] = engine.model_facts
     if case.head == "policy":
         with engine.lease() as lease:
             results["decodes"] = {n: p.clone() for n, p in lease.policy.lm.named_parameters()}

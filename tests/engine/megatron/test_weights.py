@@ -9,7 +9,7 @@ import torch
 
 from hone.engine.megatron.weights import ModelSizes, to_full, to_local
 
-SHAPE = ModelSizes(vocabulary=41, kv_heads=2, head_dim=4)
+SHAPE = ModelSizes(vocab_size=41, kv_heads=2, head_dim=4)
 WIDTH = 8
 WHOLE = {
     "same": [(WIDTH,)],

@@ -124,7 +124,7 @@ class Group:
 
 def test_staleness_counts_publishes_between_a_trajectory_s_tokens_and_the_update() -> None:
     actor = Group(version=0)
-    rollout = Group(weight_path="shared", switch_to_actor_weights=0)
+    rollout = Group(weight_transfer="shared", switch_to_actor_weights=0)
     publisher = Publisher(cast(Any, actor), cast(Any, rollout), CheckpointEngineConfig())
     for version in (0, 4, 8):  # four updates per publish
         actor.answers["version"] = version
@@ -137,7 +137,7 @@ def test_staleness_counts_publishes_between_a_trajectory_s_tokens_and_the_update
 
 
 def test_a_step_whose_updates_were_all_skipped_publishes_no_new_weights() -> None:
-    actor, rollout = Group(version=0), Group(weight_path="shared", switch_to_actor_weights=0)
+    actor, rollout = Group(version=0), Group(weight_transfer="shared", switch_to_actor_weights=0)
     publisher = Publisher(cast(Any, actor), cast(Any, rollout), CheckpointEngineConfig())
     batch = DataProto.from_dict({}, {"versions": object_array([[0, 0]])})
     publisher.publish()
