@@ -184,7 +184,7 @@ def test_keys_without_effect_are_listed_once_at_start(capsys: pytest.CaptureFixt
     composed = command_line.compose_arguments(
         ["data.pad_mode=right"], schema="sft_trainer", program="hone sft"
     )
-    command_line.print_starting_values_and_notes(composed)
+    command_line.print_config_notes(composed)
     screen.cache_clear()
     assert capsys.readouterr().out.count("data.pad_mode=right") == 1
 

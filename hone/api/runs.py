@@ -39,7 +39,7 @@ from hone.trainer.command_line import (
     STARTING_VALUES_ORIGIN,
     check_output_folder,
     check_plan,
-    print_starting_values_and_notes,
+    print_config_notes,
 )
 from hone.trainer.evaluation import Evaluation
 from hone.trainer.export import export
@@ -175,7 +175,7 @@ def train(
             val_files = inputs.prepare(validation, folder, "validation")
             call_settings.set({"data.val_files": val_files})
         composed = call_settings.compose(starting_values, check_plan)
-        print_starting_values_and_notes(composed)
+        print_config_notes(composed)
         main_ppo.run(composed.config, composed.origins, compute_score=inputs.score_function)
     return Trained(folder, composed, validation, reward)
 
@@ -202,7 +202,7 @@ def sft(
             if split_data is not None:
                 _set_sft_files(call_settings, split_data, folder, split, sets_columns)
         composed = call_settings.compose(_batch_size_settings)
-        print_starting_values_and_notes(composed)
+        print_config_notes(composed)
         if must_launch(composed.config.world_size, composed.config.trainer.nnodes, main_sft.MODULE):
             RunFolder(folder).write_config(config_to_dict(composed.config), composed.origins)
             rank_arguments = ["--config-path", str(folder), "--config-name", "config"]

@@ -1,4 +1,4 @@
-"""Converts values to type hints, formats values and hints as text, and reads the table of rules."""
+"""Converts values to type hints, formats values and hints as text, and reads rules.txt."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def read_rules() -> dict[str, list[list[str]]]:
         if line.startswith("["):
             rows = sections.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):
-            # One row per word of `<a,b>`; the word replaces `<a,b>` and `<>`.
+            # A line with <a,b> stands for two rows, with a or b in place of <a,b> and of every <>.
             alternatives = _ALTERNATIVES.search(line) or ("<>", "<>")
             for word in alternatives[1].split(","):
                 text = line.replace(alternatives[0], word).replace("<>", word)

@@ -42,7 +42,8 @@ class Pair:
 class PairDataset(EncodedDataset):
     """Rows with `prompt`, `chosen` and `rejected`, or with two whole dialogues.
 
-    `dataset[i]` is {"input_ids", "rejected_ids", "prompt_tokens", "margin"}.
+    `dataset[i]` is {"input_ids", "rejected_ids", "prompt_tokens", "margin"}; `prompt_tokens` is a list with
+    the number of prompt tokens.
     """
 
     config: PairDataConfig

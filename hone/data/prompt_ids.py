@@ -16,7 +16,11 @@ def render_prompt(
     template_kwargs: Settings | None = None,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """Returns the token ids of a prompt; raises PromptTooLong for a text far above `max_tokens`."""
+    """Returns all token ids of a prompt.
+
+    `max_tokens` only saves time: a long text whose start has over 2 · max_tokens + 64 tokens raises
+    PromptTooLong instead.
+    """
     prompt = render_text_or_ids(raw_prompt, tokenizer, prompt_format, tools, template_kwargs)
     return tokenise(prompt, tokenizer, max_tokens) if isinstance(prompt, str) else prompt
 

@@ -264,7 +264,8 @@ def raw_text(raw_prompt: Prompt) -> str:
 def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> list[int]:
     """Returns the token ids of a text, without added special tokens.
 
-    Raises PromptTooLong if the text far exceeds `max_tokens`, before all of it is tokenised.
+    `max_tokens` only saves time: if the start of a long text has over 2 · max_tokens + 64 tokens, the rest is
+    not tokenised, and PromptTooLong is raised.
     """
     length = MAX_CHARACTERS_PER_TOKEN * ((max_tokens or 0) + 64)
     while max_tokens is not None and length < len(text):

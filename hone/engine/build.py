@@ -30,8 +30,8 @@ STRATEGIES: Table[Callable[[EngineSpec], TrainEngine]] = Table(
         "megatron": "hone.engine.megatron.engine:build",
     },
 )
-LABELS = {"steps": ("bad", "good"), "score": ("reward",)}
-"""The labels of a classifier by head: steps (process reward model) and score (outcome reward model)."""
+LABELS = {"step_scores": ("bad", "good"), "score": ("reward",)}
+"""The labels of a classifier by head: step_scores (process reward model), score (outcome reward model)."""
 _ENGINE_MEMBERS = sorted(name for name in vars(TrainEngine) if not name.startswith("_"))
 
 

@@ -130,7 +130,7 @@ class ObjectiveOutput:
     """Metrics whose maximum is reported."""
 
 
-MakeMicroBatchRule = Callable[[int], MicroBatchRule]
+MicroBatchRuleFactory = Callable[[int], MicroBatchRule]
 """Maps the number of data-parallel slots to the rule that splits a mini-batch on one rank."""
 
 
@@ -141,17 +141,19 @@ class EngineSpec:
     If `world_size` is above 1, torch.distributed is already initialized.
     """
 
-    head: Literal["policy", "value", "steps", "score"]
+    head: Literal["policy", "value", "step_scores", "score"]
     """Decides what `infer` returns. policy: log_probs, on request entropy and sum_pi_squared; value: values;
-    steps: scores of a token classifier with two labels; score: scores of a sequence classifier."""
+    step_scores: scores of a token classifier with two labels; score: scores of a sequence classifier."""
     model_path: str
     device: torch.device
     dtype: torch.dtype
     """The dtype of parameters and computation; master weights are float32."""
     fsdp: FSDPConfig
     """The `fsdp_config` block of the role: sharding, offload, dropout seed."""
-    train_micro_batch_rule: MakeMicroBatchRule
-    infer_micro_batch_rule: MakeMicroBatchRule
+    train_micro_batch_rule: MicroBatchRuleFactory
+    """Returns the rule that splits the mini-batch of an update on one rank."""
+    infer_micro_batch_rule: MicroBatchRuleFactory
+    """Returns the rule that splits the batch of `infer` on one rank."""
     response_width: int
     """Maximum response length; the divisor of `seq-mean-token-sum-norm`."""
     optim: OptimConfig | None = None
@@ -167,7 +169,7 @@ class EngineSpec:
     compile_blocks: bool = False
     """Whether torch.compile compiles the decoder layers."""
     label_tokens: tuple[int, int] | None = None
-    """The token ids of a bad and a good step; the steps head then gets the LM head's rows of these tokens."""
+    """The token ids of a bad and a good step; their LM-head weights become the weights of the classifier."""
     trained_part: Literal["all", "head"] = "all"
     """all: the whole model; head: only the head of a classifier, on a frozen decoder."""
     replays_routing: bool = False
@@ -209,7 +211,7 @@ class Objective(Protocol):
     def mask(self, batch: DataProto) -> Tensor:
         """Returns a mask [B, T]: 1 for tokens in the loss, 0 for others.
 
-        Padded rows (`hone.protocol.real_row_mask`) are 0.
+        Padded rows, which only fill the batch, are 0 (`hone.protocol.real_row_mask`).
         """
 
     def prepare(self, outputs: Mapping[str, Tensor], batch: DataProto) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from hone.models.writing import without_progress_bar
 from hone.ops.counter_rng import fold_seed
 from hone.ops.rows import MicroBatchRule, PackedRows, pack_rows, shared_prompt_lengths
 from hone.protocol import PADDED_ROW, DataProto, real_row_mask, without_padding
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 from hone.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # importing sharding.py takes seconds, and a single rank does not need it
@@ -392,5 +392,5 @@ def move_to_device(micro_batch: DataProto, device: torch.device) -> DataProto:
     """Moves a micro-batch to the device in stream order, so that the host does not wait for the GPU."""
     if device.type == "cpu":
         return micro_batch
-    tensors = {name: send(x, device) for name, x in micro_batch.batch.items()}
+    tensors = {name: to_device(x, device) for name, x in micro_batch.batch.items()}
     return DataProto.from_dict(tensors, meta_info=dict(micro_batch.meta_info))

@@ -3,9 +3,9 @@
 Fused kernels support neither soft caps nor sinks. Attention with either is computed in float32, one
 sequence at a time, and its backward pass recomputes the attention scores to save memory.
 
-Packed rows consist of segments: a root is a prompt, or a whole row; a child is a response. A child attends
-to its root and to itself. 16-bit tensors on a GPU use a variable-length kernel, for which the keys and
-values of a root are copied before those of each child; all other tensors are padded.
+Packed tokens consist of segments. A root is the prompt of a group, or a prompt with its response; a
+child is one response to a root, and attends to its root and to itself. 16-bit tensors on a GPU use a varlen
+kernel, for which a root's keys and values are copied before those of each child; others are padded.
 
 In shapes, H is the number of query heads, KV of key-value heads, L of queries, M of keys, N of
 concatenated tokens and S of their sequences or segments; C is the number of children, D the head
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hone.ops.autograd import Context
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +142,8 @@ def varlen_attention(
 ) -> Tensor:  # [N, H, D]
     """Returns causal attention over concatenated 16-bit sequences on a GPU.
 
-    The last query and the last key of a sequence have the same position. If a flash-attn package that
-    supports this GPU is installed, its kernel is used instead of torch's.
+    The causal mask is aligned to the bottom right, as in flash-attn. If a flash-attn package that supports
+    this GPU is installed, its kernel is used instead of torch's.
     """
     kernel = _package_kernel()
     if kernel is None:
@@ -199,8 +199,8 @@ class Padding(NamedTuple):
         is_token = offset < num_tokens[:, None]
         cells = torch.where(is_token, starts[:, None] + offset, start)
         cell_indices = is_token.flatten().nonzero().flatten()
-        has_equal_lengths = bool((num_tokens == width).all())
-        return Padding(send(cells, device), send(cell_indices, device), start, has_equal_lengths)
+        cells, cell_indices = (to_device(x, device) for x in (cells, cell_indices))
+        return Padding(cells, cell_indices, start, bool((num_tokens == width).all()))
 
     def pad(self, x: Tensor) -> Tensor:  # [N, H, D] -> [S, H, L, D]
         segments, width = self.cells.shape
@@ -216,21 +216,21 @@ class Padding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SharedKeys:
-    """The queries and keys of each segment; a child has copies of its root's keys, then its own keys."""
+class VarlenIndices:
+    """Sequence offsets of all segments; the keys of a child are copies of its root's keys, then its own."""
 
     cu_queries: Tensor  # [S + 1] int32, cumulative number of queries
     cu_keys: Tensor  # [S + 1] int32, cumulative number of keys
     max_queries: int
     max_keys: int
     source: Tensor | None = None  # [M] packed position of each key; None if no key is copied
-    copy_indices: Tensor | None = None  # [M] indices of the copies, sorted by packed position
-    first_copy: Tensor | None = None  # [N + 1] where each token's copies begin in `copy_indices`
+    key_order: Tensor | None = None  # [M] argsort of `source`: key indices grouped by token
+    token_offsets: Tensor | None = None  # [N + 1] start of each token's group in `key_order`
 
     @staticmethod
     def build(
         root_lengths: list[int], children: list[tuple[int, int]], device: torch.device
-    ) -> SharedKeys:
+    ) -> VarlenIndices:
         """`children` has the index of the root and the length of each child."""
         root_sizes = np.array(root_lengths)
         root_starts = np.cumsum(root_sizes) - root_sizes
@@ -239,7 +239,7 @@ class SharedKeys:
         num_queries = np.concatenate([root_sizes, child_lengths])
         num_keys = np.concatenate([root_sizes, root_sizes[roots] + child_lengths])
         cu_queries, cu_keys = (_to_int32(_cumulative(n), device) for n in (num_queries, num_keys))
-        counts = SharedKeys(cu_queries, cu_keys, int(num_queries.max()), int(num_keys.max()))
+        counts = VarlenIndices(cu_queries, cu_keys, int(num_queries.max()), int(num_keys.max()))
         if not len(child_lengths):
             return counts
         child_starts = root_sizes.sum() + np.cumsum(child_lengths) - child_lengths
@@ -248,19 +248,19 @@ class SharedKeys:
             key_positions.append(root_starts[root] + np.arange(root_sizes[root]))
             key_positions.append(start + np.arange(length))
         source = np.concatenate(key_positions)
-        first_copy = _cumulative(np.bincount(source, minlength=num_queries.sum()))
+        token_offsets = _cumulative(np.bincount(source, minlength=num_queries.sum()))
         return replace(
             counts,
             source=_to_int32(source, device),
-            copy_indices=_to_int32(np.argsort(source, kind="stable"), device),
-            first_copy=_to_int32(first_copy, device),
+            key_order=_to_int32(np.argsort(source, kind="stable"), device),
+            token_offsets=_to_int32(token_offsets, device),
         )
 
     def repeat(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the keys and values [M, KV, D] of all segments, from those of each token [N, KV, D]."""
         if self.source is None:
             return k, v
-        return _RepeatKeys.apply(k, v, self.source, self.copy_indices, self.first_copy)
+        return _RepeatKeys.apply(k, v, self.source, self.key_order, self.token_offsets)
 
 
 def _cumulative(lengths: np.ndarray) -> np.ndarray:
@@ -268,7 +268,7 @@ def _cumulative(lengths: np.ndarray) -> np.ndarray:
 
 
 def _to_int32(values: np.ndarray, device: torch.device) -> Tensor:
-    return send(torch.from_numpy(values.astype(np.int32)), device)
+    return to_device(torch.from_numpy(values.astype(np.int32)), device)
 
 
 class _RepeatKeys(torch.autograd.Function):
@@ -276,9 +276,9 @@ class _RepeatKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, k: Tensor, v: Tensor, source: Tensor, copy_indices: Tensor, first_copy: Tensor
+        ctx: Context, k: Tensor, v: Tensor, source: Tensor, key_order: Tensor, token_offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(source, copy_indices, first_copy)
+        ctx.save_for_backward(source, key_order, token_offsets)
         if not k.is_cuda:
             return k[source], v[source]
         from hone.ops.training_triton import gather
@@ -287,14 +287,14 @@ class _RepeatKeys(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        source, copy_indices, first_copy = ctx.saved_tensors
+        source, key_order, token_offsets = ctx.saved_tensors
         if not grads[0].is_cuda:
-            sums = (sum_copies_plain(g, source, len(first_copy) - 1) for g in grads)
+            sums = (sum_copies_plain(g, source, len(token_offsets) - 1) for g in grads)
             return *sums, None, None, None
         from hone.ops.training_triton import sum_copies
 
         g_k, g_v = (g.contiguous() for g in grads)
-        return (*sum_copies(g_k, g_v, copy_indices, first_copy), None, None, None)
+        return (*sum_copies(g_k, g_v, key_order, token_offsets), None, None, None)
 
 
 def sum_copies_plain(g: Tensor, source: Tensor, tokens: int) -> Tensor:
@@ -321,8 +321,8 @@ class SegmentLayout:
         return SegmentLayout(self.root_lengths, self.children, device)
 
     @cached_property
-    def _shared_keys(self) -> SharedKeys:
-        return SharedKeys.build(self.root_lengths, self.children, self.device)
+    def _varlen_indices(self) -> VarlenIndices:
+        return VarlenIndices.build(self.root_lengths, self.children, self.device)
 
     @cached_property
     def _roots(self) -> Padding:
@@ -331,13 +331,13 @@ class SegmentLayout:
     @cached_property
     def _children(self) -> Padding | None:
         lengths = [n for _, n in self.children]
-        if not any(lengths):  # a one-token response has no packed tokens
+        if not any(lengths):  # the last token of a response is no input, so it is not packed
             return None
         return Padding.of(lengths, self.device, start=sum(self.root_lengths))
 
     @cached_property
     def _root_indices(self) -> Tensor:  # [C] index of each child's root
-        return send(torch.tensor([root for root, _ in self.children]), self.device)
+        return to_device(torch.tensor([root for root, _ in self.children]), self.device)
 
     @cached_property
     def _child_keys(self) -> Tensor:  # [C, P + R] packed positions that each child attends to
@@ -352,17 +352,17 @@ class SegmentLayout:
         options: AttentionOptions,
     ) -> Tensor:  # [N, H, D]
         if fits_varlen(q) and not options.needs_scores:
-            shared = self._shared_keys
+            indices = self._varlen_indices
             return varlen_attention(
-                q, *shared.repeat(k, v), shared.cu_queries, shared.cu_keys, shared.max_queries,
-                shared.max_keys, scaling=options.scaling, window=options.window,
+                q, *indices.repeat(k, v), indices.cu_queries, indices.cu_keys, indices.max_queries,
+                indices.max_keys, scaling=options.scaling, window=options.window,
             )  # fmt: skip
         k, v = repeat_heads(q, k, v)
-        roots, children, key = self._roots, self._children, (options.window, q.dtype)
-        if key not in self._biases:
-            child_bias = None if children is None else self._child_bias(children, *key)
-            self._biases[key] = self._root_bias(*key), child_bias
-        root_bias, child_bias = self._biases[key]
+        roots, children, bias_key = self._roots, self._children, (options.window, q.dtype)
+        if bias_key not in self._biases:
+            child_bias = None if children is None else self._child_bias(children, *bias_key)
+            self._biases[bias_key] = self._root_bias(*bias_key), child_bias
+        root_bias, child_bias = self._biases[bias_key]
         root_q, root_k, root_v = (roots.pad(x) for x in (q, k, v))
         out = roots.unpad(padded_attention(root_q, root_k, root_v, root_bias, options))
         if children is None:
@@ -388,7 +388,7 @@ class SegmentLayout:
         Padding queries attend to keys too, because the softmax of a fully masked row is NaN.
         """
         width = children.cells.shape[1]
-        root_lengths = send(torch.tensor(self.root_lengths), self.device)[self._root_indices]
+        root_lengths = to_device(torch.tensor(self.root_lengths), self.device)[self._root_indices]
         own_offset = torch.arange(width, device=self.device)
         root_offset = torch.arange(self._roots.cells.shape[1], device=self.device)
         sees_root = (root_offset < root_lengths[:, None])[:, None, :].expand(-1, width, -1)

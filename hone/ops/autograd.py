@@ -18,7 +18,7 @@ class Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     eps: float
-    factor: float
+    logit_factor: float
     softcap: float | None
     use_kernel: bool
     group: ProcessGroup

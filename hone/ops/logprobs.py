@@ -60,9 +60,17 @@ def linear_log_probs(
     `compute_statistics(hidden, target)` replaces the forward computation of a chunk.
     """
     use_kernel = hidden.is_cuda and bias is None and softcap is None
-    factor = logit_scale / temperature
+    logit_factor = logit_scale / temperature
     return LinearLogProbs.apply(
-        hidden, weight, bias, target, factor, softcap, with_entropy, use_kernel, compute_statistics
+        hidden,
+        weight,
+        bias,
+        target,
+        logit_factor,
+        softcap,
+        with_entropy,
+        use_kernel,
+        compute_statistics,
     )
 
 
@@ -99,20 +107,20 @@ def chunk_slices(tokens: int, vocab_size: int, *, use_kernel: bool) -> list[slic
 
 
 def scaled_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, factor: float
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_factor: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns float32 logits times `factor`, and the tanh of a soft cap, which the backward pass needs."""
+    """Returns float32 logits · `logit_factor`, and the tanh of a soft cap, which the backward pass needs."""
     z = matmul_fp32(hidden, weight)
     if bias is not None:
         z += bias
     if softcap is None:
-        return (z if factor == 1.0 else z.mul_(factor)), None
+        return (z if logit_factor == 1.0 else z.mul_(logit_factor)), None
     tanh = torch.tanh(z.div_(softcap))
-    return tanh * (softcap * factor), tanh
+    return tanh * (softcap * logit_factor), tanh
 
 
 class LinearLogProbs(torch.autograd.Function):
-    """`linear_log_probs` as an autograd function; `factor` is logit_scale / temperature."""
+    """`linear_log_probs` as an autograd function; `logit_factor` is logit_scale / temperature."""
 
     @staticmethod
     def forward(
@@ -121,7 +129,7 @@ class LinearLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        factor: float,
+        logit_factor: float,
         softcap: float | None,
         with_entropy: bool,
         use_kernel: bool,
@@ -135,14 +143,16 @@ class LinearLogProbs(torch.autograd.Function):
         """
 
         def plain_statistics(hidden: Tensor, target: Tensor) -> Statistics:
-            z, _ = scaled_logits(hidden, weight, bias, softcap, factor)
+            z, _ = scaled_logits(hidden, weight, bias, softcap, logit_factor)
             lse = torch.logsumexp(z, -1)
             log_probs = z.gather(-1, target[:, None]).squeeze(-1) - lse
             entropy = softmax_entropy(z, lse) if with_entropy else torch.zeros_like(lse)
             return log_probs, lse, entropy
 
         def gpu_statistics(hidden: Tensor, target: Tensor) -> Statistics:
-            return kernel_statistics(matmul_fp32(hidden, weight), target, factor, with_entropy)
+            return kernel_statistics(
+                matmul_fp32(hidden, weight), target, logit_factor, with_entropy
+            )
 
         compute = compute_statistics or (gpu_statistics if use_kernel else plain_statistics)
         slices = chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=use_kernel)
@@ -154,7 +164,7 @@ class LinearLogProbs(torch.autograd.Function):
         if combine_shards is not None:
             log_probs, lse, entropy = combine_shards((log_probs, lse, entropy), target)
         ctx.save_for_backward(bias, hidden, weight, target, lse, entropy)
-        ctx.factor, ctx.softcap, ctx.use_kernel = factor, softcap, use_kernel
+        ctx.logit_factor, ctx.softcap, ctx.use_kernel = logit_factor, softcap, use_kernel
         ctx.set_materialize_grads(False)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy.zero_())
@@ -173,12 +183,12 @@ class LinearLogProbs(torch.autograd.Function):
             if ctx.use_kernel:
                 z = matmul_fp32(hidden[chunk], weight)
                 g = _kernel_gradient(
-                    z, targets, lse, entropy, g_log_prob, g_entropy, ctx.factor, hidden.dtype
+                    z, targets, lse, entropy, g_log_prob, g_entropy, ctx.logit_factor, hidden.dtype
                 )
             else:
-                z, tanh = scaled_logits(hidden[chunk], weight, bias, ctx.softcap, ctx.factor)
+                z, tanh = scaled_logits(hidden[chunk], weight, bias, ctx.softcap, ctx.logit_factor)
                 g = _plain_gradient(
-                    z, tanh, targets, lse, entropy, g_log_prob, g_entropy, ctx.factor
+                    z, tanh, targets, lse, entropy, g_log_prob, g_entropy, ctx.logit_factor
                 )
                 if g_bias is not None:
                     g_bias += g.sum(0)
@@ -212,7 +222,7 @@ def _plain_gradient(
     entropy: Tensor,
     g_log_prob: Tensor | None,
     g_entropy: Tensor | None,
-    factor: float,
+    logit_factor: float,
 ) -> Tensor:
     """Returns the gradient of the LM head's output; overwrites z to save memory."""
     # d log p(target) / dz = onehot - p;   d entropy / dz = -p (log p + entropy)
@@ -229,23 +239,23 @@ def _plain_gradient(
     if g_log_prob is not None:  # a target is -1 if another rank's shard has it
         g_target = g_log_prob.masked_fill(target < 0, 0.0).to(g.dtype)
         g.scatter_add_(-1, target.clamp(min=0)[:, None], g_target[:, None])
-    g *= factor
+    g *= logit_factor
     return g if tanh is None else g.mul_(1 - tanh.square())
 
 
 def kernel_statistics(
     logits: Tensor,  # [M, V]
     target: Tensor,  # [M]
-    factor: float,
+    logit_factor: float,
     with_entropy: bool,
 ) -> Statistics:
-    """Computes the statistics of logits · factor on a GPU."""
+    """Computes the statistics of logits · logit_factor on a GPU."""
     from hone.ops import training_triton
 
     rows, vocab_size = logits.shape
     log_prob, lse, entropy = torch.zeros(3, rows, dtype=torch.float32, device=logits.device)
     training_triton.logit_statistics[(rows,)](
-        logits, target, log_prob, lse, entropy, factor, vocab_size,
+        logits, target, log_prob, lse, entropy, logit_factor, vocab_size,
         BLOCK=_kernel_block(vocab_size), ENTROPY=with_entropy, num_warps=8,
     )  # fmt: skip
     return log_prob, lse, entropy
@@ -258,7 +268,7 @@ def _kernel_gradient(
     entropy: Tensor,
     g_log_prob: Tensor | None,
     g_entropy: Tensor | None,
-    factor: float,
+    logit_factor: float,
     dtype: torch.dtype,
 ) -> Tensor:
     """Computes the gradient of the logits on a GPU; overwrites the logits if they have `dtype`."""
@@ -271,7 +281,7 @@ def _kernel_gradient(
         logits, out, target, lse, entropy,
         g_log_prob if g_log_prob is not None else lse,
         g_entropy if g_entropy is not None else lse,
-        factor, vocab_size, BLOCK=block,
+        logit_factor, vocab_size, BLOCK=block,
         LOG_PROB=g_log_prob is not None, ENTROPY=g_entropy is not None, num_warps=4,
     )  # fmt: skip
     return out

@@ -88,7 +88,7 @@ class PlainLinear:
         return self(x) + other
 
 
-def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
+def row_multiple(weights: Iterable[Tensor], *, prepacked: bool) -> int:
     """Returns the smallest m such that products with a multiple of m rows are batch-invariant.
 
     The matrix library chooses its code path, and thus the rounding, by the number of rows. Decoding pads
@@ -100,18 +100,18 @@ def row_multiple(weights: Iterable[Tensor], *, packed: bool) -> int:
         if weight.dim() == 2
     }
     threads = torch.get_num_threads()
-    multiples = (_row_multiple(*shape, threads, packed) for shape in sorted(shapes))
+    multiples = (_row_multiple(*shape, threads, prepacked) for shape in sorted(shapes))
     return max(multiples, default=_ROW_MULTIPLES[-1])
 
 
 @lru_cache(maxsize=256)
 @torch.inference_mode()
-def _row_multiple(out_features: int, in_features: int, threads: int, packed: bool) -> int:
+def _row_multiple(out_features: int, in_features: int, threads: int, prepacked: bool) -> int:
     """Returns the m of `row_multiple` for one weight shape; tests products on this machine."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out_features, in_features, generator=generator)
     x = torch.randn(_TESTED_ROWS, in_features, generator=generator)
-    product = make_linear(weight, None) if packed else PlainLinear(weight, None)
+    product = make_linear(weight, None) if prepacked else PlainLinear(weight, None)
     reference = product(x)
     for multiple in _ROW_MULTIPLES:
         row_counts = range(multiple, _TESTED_ROWS, multiple)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.attention import SegmentLayout
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 
 WHITEN_EPS = 1e-8
 
@@ -273,7 +273,7 @@ class PackedRows:
 
     def to(self, device: torch.device) -> PackedRows:
         tensors: dict[str, Any] = {
-            name: send(value, device)
+            name: to_device(value, device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }

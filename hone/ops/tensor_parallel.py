@@ -145,10 +145,10 @@ def vocab_parallel_log_probs(
         (local_target < 0) | (local_target >= weight.shape[0]), -1
     )
     use_kernel = hidden.is_cuda and bias is None and softcap is None
-    factor = logit_options["logit_scale"] / logit_options["temperature"]
+    logit_factor = logit_options["logit_scale"] / logit_options["temperature"]
     hidden = copy_to_group(hidden, group)
     return LinearLogProbs.apply(
-        hidden, weight, bias, local_target, factor, softcap, with_entropy, use_kernel, None,
+        hidden, weight, bias, local_target, logit_factor, softcap, with_entropy, use_kernel, None,
         partial(_combine_shards, group=group),
     )  # fmt: skip
 
@@ -158,11 +158,11 @@ def vocab_parallel_sum_pi_squared(
     hidden: Tensor, weight: Tensor, *, group: Group, **logit_options: Unpack[LogitOptions]
 ) -> Tensor:
     """Returns Σ p² over the whole vocabulary, [M] float32, without gradient."""
-    factor = logit_options["logit_scale"] / logit_options["temperature"]
+    logit_factor = logit_options["logit_scale"] / logit_options["temperature"]
     lse, squares = torch.empty(2, hidden.shape[0], dtype=torch.float32, device=hidden.device)
     for chunk in chunk_slices(hidden.shape[0], weight.shape[0], use_kernel=False):
         z, _ = scaled_logits(
-            hidden[chunk], weight, logit_options["bias"], logit_options["softcap"], factor
+            hidden[chunk], weight, logit_options["bias"], logit_options["softcap"], logit_factor
         )
         lse[chunk] = torch.logsumexp(z, -1)
         squares[chunk] = torch.softmax(z, -1).square().sum(-1)

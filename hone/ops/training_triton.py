@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 
 _NORM_BACKWARD_PROGRAMS = 528
 """Number of programs of the norm's backward pass; each sums the weight gradient of a part of the rows."""
@@ -17,10 +17,10 @@ _GATE_BLOCK = 2048
 _ADD_BLOCK = 4096
 
 
-# Both kernels on logits [tokens, vocabulary] read them once.
+# Both kernels read logits [tokens, vocabulary] once; `logit_factor` is logit_scale / temperature.
 @triton.jit
 def logit_statistics(  # type: ignore[no-untyped-def]
-    logits_ptr, target_ptr, log_prob_ptr, lse_ptr, entropy_ptr, factor, vocab_size,
+    logits_ptr, target_ptr, log_prob_ptr, lse_ptr, entropy_ptr, logit_factor, vocab_size,
     BLOCK: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -30,7 +30,7 @@ def logit_statistics(  # type: ignore[no-untyped-def]
     weighted_sum = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab_size, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        z = tl.load(row_ptr + i, i < vocab_size, other=float("-inf")).to(tl.float32) * factor
+        z = tl.load(row_ptr + i, i < vocab_size, other=float("-inf")).to(tl.float32) * logit_factor
         new_max = tl.maximum(running_max, z)
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.exp(running_max - finite_max)
@@ -44,7 +44,7 @@ def logit_statistics(  # type: ignore[no-untyped-def]
     exp_total = tl.sum(exp_sum * scale, 0)
     lse = row_max + tl.log(exp_total)
     target = tl.load(target_ptr + row)
-    z = tl.load(row_ptr + target).to(tl.float32) * factor
+    z = tl.load(row_ptr + target).to(tl.float32) * logit_factor
     tl.store(lse_ptr + row, lse)
     tl.store(log_prob_ptr + row, z - lse)
     if ENTROPY:
@@ -53,7 +53,7 @@ def logit_statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def logits_to_gradient(  # type: ignore[no-untyped-def]
-    logits_ptr, out_ptr, target_ptr, lse_ptr, entropy_ptr, g_log_prob_ptr, g_entropy_ptr, factor,
+    logits_ptr, out_ptr, target_ptr, lse_ptr, entropy_ptr, g_log_prob_ptr, g_entropy_ptr, logit_factor,
     vocab_size, BLOCK: tl.constexpr, LOG_PROB: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -61,7 +61,7 @@ def logits_to_gradient(  # type: ignore[no-untyped-def]
     mask = i < vocab_size
     offsets = row * vocab_size + i
     z = tl.load(logits_ptr + offsets, mask, other=0.0)
-    log_p = z.to(tl.float32) * factor - tl.load(lse_ptr + row)
+    log_p = z.to(tl.float32) * logit_factor - tl.load(lse_ptr + row)
     p = tl.exp(log_p)
     g = tl.zeros([BLOCK], tl.float32)
     if LOG_PROB:
@@ -69,7 +69,7 @@ def logits_to_gradient(  # type: ignore[no-untyped-def]
         g += tl.load(g_log_prob_ptr + row) * (is_target - p)
     if ENTROPY:
         g -= tl.load(g_entropy_ptr + row) * p * (log_p + tl.load(entropy_ptr + row))
-    tl.store(out_ptr + offsets, (g * factor).to(out_ptr.dtype.element_ty), mask)
+    tl.store(out_ptr + offsets, (g * logit_factor).to(out_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -172,11 +172,11 @@ def rms_norm_backward(
 
 @triton.jit
 def _rotate_qkv(  # type: ignore[no-untyped-def]
-    joined_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
+    qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, HEADS_PAD: tl.constexpr,
     HALF_PAD: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Computes `split_and_rotate` or, with BACKWARD, `join_gradients`."""
+    """Computes `split_and_rotate` or, with BACKWARD, `join_gradients`: all tensors are then gradients."""
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = D // 2
     h = tl.arange(0, HEADS_PAD)[:, None]
@@ -188,16 +188,16 @@ def _rotate_qkv(  # type: ignore[no-untyped-def]
     q = q_ptr + (token * H + h) * D + i
     k = k_ptr + (token * KV + h - H) * D + i
     v = v_ptr + (token * KV + h - H - KV) * D + i
-    joined = joined_ptr + (token * (H + 2 * KV) + h) * D + i
-    in_joined = in_half & (h < H + 2 * KV)
+    qkv = qkv_ptr + (token * (H + 2 * KV) + h) * D + i
+    in_qkv = in_half & (h < H + 2 * KV)
     if BACKWARD:
         a = tl.load(q, is_q, other=0.0) + tl.load(k, is_k, other=0.0)
         a += tl.load(v, is_v, other=0.0)
         b = tl.load(q + half, is_q, other=0.0) + tl.load(k + half, is_k, other=0.0)
         b += tl.load(v + half, is_v, other=0.0)
     else:
-        a = tl.load(joined, in_joined, other=0.0)
-        b = tl.load(joined + half, in_joined, other=0.0)
+        a = tl.load(qkv, in_qkv, other=0.0)
+        b = tl.load(qkv + half, in_qkv, other=0.0)
     angle_offset = token * D + i
     cos_a = tl.load(cos_ptr + angle_offset, in_half, other=0.0).to(tl.float32)
     cos_b = tl.load(cos_ptr + angle_offset + half, in_half, other=0.0).to(tl.float32)
@@ -213,8 +213,8 @@ def _rotate_qkv(  # type: ignore[no-untyped-def]
     first = tl.where(is_v, a, first.to(a.dtype))
     second = tl.where(is_v, b, second.to(b.dtype))
     if BACKWARD:
-        tl.store(joined, first, in_joined)
-        tl.store(joined + half, second, in_joined)
+        tl.store(qkv, first, in_qkv)
+        tl.store(qkv + half, second, in_qkv)
     else:
         tl.store(q, first, is_q)
         tl.store(q + half, second, is_q)
@@ -240,19 +240,19 @@ def join_gradients(g_q: Tensor, g_k: Tensor, g_v: Tensor, cos: Tensor, sin: Tens
     """Returns the gradient of the input `qkv` of `split_and_rotate`."""
     g_q, g_k, g_v = (g.contiguous() for g in (g_q, g_k, g_v))
     heads = g_q.shape[1] + 2 * g_k.shape[1]
-    joined = g_q.new_empty(len(g_q), heads * g_q.shape[2])
-    _launch_rotation(joined, g_q, g_k, g_v, cos, sin, backward=True)
-    return joined
+    g_qkv = g_q.new_empty(len(g_q), heads * g_q.shape[2])
+    _launch_rotation(g_qkv, g_q, g_k, g_v, cos, sin, backward=True)
+    return g_qkv
 
 
 def _launch_rotation(
-    joined: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
+    qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, backward: bool
 ) -> None:
     tokens, heads, d = q.shape
     kv = k.shape[1]
     k, v = (k, v) if kv else (q, q)  # an empty tensor has no address
     _rotate_qkv[(tokens,)](
-        joined, q, k, v, cos.contiguous(), sin.contiguous(), H=heads, KV=kv, D=d,
+        qkv, q, k, v, cos.contiguous(), sin.contiguous(), H=heads, KV=kv, D=d,
         HEADS_PAD=triton.next_power_of_2(heads + 2 * kv), HALF_PAD=triton.next_power_of_2(d // 2),
         BACKWARD=backward, num_warps=4,
     )  # fmt: skip
@@ -318,7 +318,7 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_copies(  # type: ignore[no-untyped-def]
-    k_ptr, v_ptr, copy_index_ptr, first_copy_ptr, k_out_ptr, v_out_ptr,
+    k_ptr, v_ptr, key_order_ptr, token_offset_ptr, k_out_ptr, v_out_ptr,
     WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -326,8 +326,8 @@ def _sum_copies(  # type: ignore[no-untyped-def]
     mask = i < WIDTH
     k = tl.zeros([WIDTH_PAD], tl.float32)
     v = tl.zeros([WIDTH_PAD], tl.float32)
-    for copy in range(tl.load(first_copy_ptr + token), tl.load(first_copy_ptr + token + 1)):
-        offsets = tl.load(copy_index_ptr + copy).to(tl.int64) * WIDTH + i
+    for copy in range(tl.load(token_offset_ptr + token), tl.load(token_offset_ptr + token + 1)):
+        offsets = tl.load(key_order_ptr + copy).to(tl.int64) * WIDTH + i
         k += tl.load(k_ptr + offsets, mask, other=0.0).to(tl.float32)
         v += tl.load(v_ptr + offsets, mask, other=0.0).to(tl.float32)
     tl.store(k_out_ptr + token * WIDTH + i, k.to(k_out_ptr.dtype.element_ty), mask)
@@ -344,12 +344,12 @@ def gather(k: Tensor, v: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sum_copies(
-    g_k: Tensor, g_v: Tensor, copy_indices: Tensor, first_copy: Tensor
+    g_k: Tensor, g_v: Tensor, key_order: Tensor, token_offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    width, tokens = g_k[0].numel(), len(first_copy) - 1
+    width, tokens = g_k[0].numel(), len(token_offsets) - 1
     outs = [torch.empty(tokens, *g.shape[1:], dtype=g.dtype, device=g.device) for g in (g_k, g_v)]
     _sum_copies[(tokens,)](
-        g_k, g_v, copy_indices, first_copy, *outs,
+        g_k, g_v, key_order, token_offsets, *outs,
         WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return outs[0], outs[1]
@@ -357,8 +357,8 @@ def sum_copies(
 
 @triton.jit
 def _add(  # type: ignore[no-untyped-def]
-    part_dtype_ptr, address_ptr, num_elements_ptr, tensor_index_ptr, first_element_ptr, num_tensors,
-    BLOCK: tl.constexpr,
+    any_part_ptr,  # a pointer to any of the parts; the kernel reads only its dtype
+    address_ptr, num_elements_ptr, tensor_index_ptr, first_element_ptr, num_tensors, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     tensor_index = tl.load(tensor_index_ptr + program)
@@ -366,7 +366,7 @@ def _add(  # type: ignore[no-untyped-def]
     num_elements = tl.load(num_elements_ptr + tensor_index)
     total = tl.load(address_ptr + tensor_index).to(tl.pointer_type(tl.float32))
     part = tl.load(address_ptr + num_tensors + tensor_index).to(
-        tl.pointer_type(part_dtype_ptr.dtype.element_ty)
+        tl.pointer_type(any_part_ptr.dtype.element_ty)
     )
     total, part = tl.multiple_of(total, 16), tl.multiple_of(part, 16)
     i = tl.multiple_of(first_element, BLOCK) + tl.arange(0, BLOCK)
@@ -380,7 +380,7 @@ def add_all(sums: list[Tensor], parts: list[Tensor]) -> None:
     device = sums[0].device
     sizes = tuple(total.numel() for total in sums)
     num_elements, tensor_index, first_element = _program_table(sizes, device)
-    addresses = send(torch.tensor([t.data_ptr() for t in (*sums, *parts)]), device)
+    addresses = to_device(torch.tensor([t.data_ptr() for t in (*sums, *parts)]), device)
     _add[(len(tensor_index),)](
         parts[0], addresses, num_elements, tensor_index, first_element, len(sums),
         BLOCK=_ADD_BLOCK, num_warps=4,

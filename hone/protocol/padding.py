@@ -119,7 +119,7 @@ def split_padded(data: DataProto, parts: int) -> list[DataProto]:
 
 
 def real_row_mask(data: DataProto) -> torch.Tensor:
-    """Returns a bool mask [B] that is False for padded rows."""
+    """Returns a bool mask [B] that is False for padded rows, which only fill the batch."""
     if not data.has_column(PADDED_ROW):
         return torch.ones(len(data), dtype=torch.bool)
     return ~torch.as_tensor(data.column(PADDED_ROW)).bool()

@@ -33,7 +33,7 @@ class ProtocolError(ValueError, AssertionError):
     """Columns, rows or metadata do not match; an AssertionError, as in verl."""
 
 
-def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns `x` on the device; a copy to a GPU is asynchronous, in stream order."""
     if device.type != "cuda" or x.is_cuda:
         return x.to(device)

@@ -13,11 +13,11 @@ from typing import Any
 MAX_CHARS = 512
 MAX_DEPTH = 32
 MAX_DIGITS = 24
-MAX_COMPAT_EXPONENT = 64
-MAX_COMPAT_BITS = 4096  # limit on the size of a power in `evaluate_compat`
+MAX_EXPONENT = 64  # of a power, which only `evaluate_like_python` allows
+MAX_POWER_BITS = 4096  # of the value of a power
 
 _EXACT_CHARS = re.compile(r"[0-9+\-*/()\s]*", re.ASCII)
-_COMPAT_CHARS = re.compile(r"[\d+\-*/().\s]+")
+_PYTHON_CHARS = re.compile(r"[\d+\-*/().\s]+")
 _LONG_SIGN_RUN = re.compile(rf"[-+]\s*(?:[-+]\s*){{{MAX_DEPTH},}}")
 _LONG_NUMBER = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
 _OPERATORS: dict[type[ast.operator | ast.unaryop], Callable[..., Any]] = {
@@ -60,10 +60,10 @@ def evaluate(text: str) -> Evaluation:
     return Evaluation(_evaluate(text, to_fraction, _OPERATORS), tuple(numbers))
 
 
-def evaluate_compat(text: str) -> float:
-    """Returns the value that TinyZero's `eval` gives; raises ExpressionError for a huge power."""
+def evaluate_like_python(text: str) -> float:
+    """Returns the value that `eval` gives in TinyZero; raises ExpressionError for a huge power."""
     text = text.strip()
-    if len(text) > MAX_CHARS or not _COMPAT_CHARS.fullmatch(text):
+    if len(text) > MAX_CHARS or not _PYTHON_CHARS.fullmatch(text):
         raise ExpressionError(
             f"only digits, + - * / ( ) and . are allowed, in at most {MAX_CHARS} characters"
         )
@@ -109,7 +109,7 @@ def nesting_depth(text: str) -> int:
 
 def _power(base: float, exponent: float) -> float:
     bits = base.bit_length() if isinstance(base, int) else 64  # a float has 64 bits
-    if abs(exponent) > MAX_COMPAT_EXPONENT or bits * abs(exponent) > MAX_COMPAT_BITS:
+    if abs(exponent) > MAX_EXPONENT or bits * abs(exponent) > MAX_POWER_BITS:
         raise ExpressionError("the power is too large")
     value = base**exponent
     if isinstance(value, complex):

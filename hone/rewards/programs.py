@@ -28,7 +28,7 @@ _FENCE = re.compile(r"```[ \t]*(?:([A-Za-z0-9_+-]+)[ \t]*)?\r?\n")
 _PYTHON_FENCE_NAMES = ("", "python", "py", "python3")
 _TOLERANCE = 1e-6  # relative to the expected value; absolute for expected values below 1
 CODE_PLACEHOLDER = "__CODE__"
-"""This line in the source of a test separates the preamble, which also runs before the program."""
+"""The lines of a test above this line are the preamble: it runs before the program and before the tests."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,8 @@ def _assertions_hold(code: str, test: SourceTest, limits: Limits) -> bool:
     judgement = _run_in_sandbox(run, limits, program=code, tests=tests, preamble=preamble)
     if not judgement.usable:
         raise GroundTruthError(f"the tests of this row cannot run: {judgement.reason}")
-    if judgement.passed and not judgement.answers:
+    num_values_from_program = judgement.answers
+    if judgement.passed and num_values_from_program == 0:
         raise GroundTruthError(
             "the tests of this row call nothing of the program: any program would pass them"
         )

@@ -14,7 +14,7 @@ from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 if TYPE_CHECKING:
     from hone.models.policy import PolicyModel
     from hone.rollout.native.core import NativeCore
-    from hone.rollout.native.decoder import PlainDecoder
+    from hone.rollout.native.decoder import PrepackedDecoder
     from hone.rollout.native.paged_core import PagedCore
 
 ENGINES: Table[Callable[[RolloutSpec], RolloutEngine]] = Table(
@@ -71,7 +71,7 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
 
 
 def build_slot_core(
-    spec: RolloutSpec, policy: PolicyModel, forward: PlainDecoder | None = None
+    spec: RolloutSpec, policy: PolicyModel, forward: PrepackedDecoder | None = None
 ) -> NativeCore:
     """Builds the core for a CPU; `forward` replaces the default forward of the policy."""
     from hone.rollout.native.core import NativeCore

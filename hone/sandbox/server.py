@@ -72,7 +72,10 @@ class SandboxServer(ThreadingHTTPServer):
         return f"http://{name!s}:{port}{RUN_PATH}"
 
     def is_own_host(self, host: str) -> bool:
-        """Returns whether a host is an IP address or a name of this server, unlike in DNS rebinding."""
+        """Returns whether the host of a request is an IP address or a name of this server.
+
+        In a DNS-rebinding attack, it is a name of the attacker.
+        """
         with contextlib.suppress(ValueError):
             ipaddress.ip_address(host)
             return True

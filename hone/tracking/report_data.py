@@ -96,7 +96,7 @@ def load_run(path: str | os.PathLike[str], label: str) -> RunData:
         run.notes.append(f"no {folder.config_file.name}")
     config = _read_settings(folder.config_file, folder.read_config, run.notes, flat=True)
     run.config = config or {}
-    run.origins = _read_settings(folder.origins_file, folder.read_origins, run.notes)
+    run.origins = _read_settings(folder.config_origins_file, folder.read_config_origins, run.notes)
     validations = _find_sample_files(folder.validation, run, "trainer.validation_data_dir")
     run.validation = _validation_by_prompt(validations, run.notes)
     rollouts = _find_sample_files(folder.rollouts, run, "trainer.rollout_data_dir")

@@ -36,7 +36,7 @@ class RunFolder:
         self.path = Path(path).expanduser()
         self.remote = None if remote is None else remote.rstrip("/")
         self.config_file = self.path / "config.yaml"
-        self.origins_file = self.path / "config_origins.json"
+        self.config_origins_file = self.path / "config_origins.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.trackers_file = self.path / "trackers.json"
         self.rollouts = self.path / "rollouts"
@@ -63,7 +63,10 @@ class RunFolder:
         return [(step, path) for step, path in entries if path.is_dir()]
 
     def write_config(self, config: Settings, origins: Mapping[str, str] | None = None) -> None:
-        """Writes the config and its origins; a different earlier config becomes `config.N.yaml`."""
+        """Writes the config; a different earlier config becomes `config.N.yaml`.
+
+        `origins` has the file or command line that set each key.
+        """
         import yaml
 
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
@@ -74,7 +77,7 @@ class RunFolder:
             atomic_write_bytes(self.path / f"config.{number}.yaml", old_bytes)
         atomic_write_text(self.config_file, text)
         if origins is not None:
-            atomic_write_text(self.origins_file, json.dumps(dict(origins), indent=1))
+            atomic_write_text(self.config_origins_file, json.dumps(dict(origins), indent=1))
 
     def read_config(self) -> Fields:
         """Returns the resolved config; empty if none was written."""
@@ -94,10 +97,11 @@ class RunFolder:
             return {}
         return config if isinstance(config, dict) else {}
 
-    def read_origins(self) -> dict[str, str]:
-        if not self.origins_file.exists():
+    def read_config_origins(self) -> dict[str, str]:
+        """Returns the file or command line that set each key; empty if none was written."""
+        if not self.config_origins_file.exists():
             return {}
-        return json.loads(self.origins_file.read_text(encoding="utf-8"))
+        return json.loads(self.config_origins_file.read_text(encoding="utf-8"))
 
     def truncate_after(self, step: int) -> None:
         """Removes metrics, rollouts and validations after `step`; checkpoints are kept."""
@@ -108,30 +112,30 @@ class RunFolder:
             if file_step > step:
                 file.unlink(missing_ok=True)
 
-    def tracker_ids(self) -> dict[str, str]:
-        """Returns the saved ids of this run, by tracker."""
+    def run_ids_by_tracker(self) -> dict[str, str]:
+        """Returns the saved ids that trackers gave this run, such as the wandb run id, by tracker."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             ids = json.loads(self.trackers_file.read_text(encoding="utf-8"))
             if isinstance(ids, dict):
                 return {name: run_id for name, run_id in ids.items() if isinstance(run_id, str)}
         return {}
 
-    def save_tracker_id(self, tracker: str, run_id: str) -> None:
-        ids = {**self.tracker_ids(), tracker: run_id}
+    def save_run_id(self, tracker: str, run_id: str) -> None:
+        ids = {**self.run_ids_by_tracker(), tracker: run_id}
         atomic_write_text(self.trackers_file, json.dumps(ids, indent=1, sort_keys=True))
 
 
 def resumed_run_id(run: RunInfo, tracker: str) -> str | None:
-    """Returns the tracker's id of the run that this process resumes; None for a fresh run."""
+    """Returns the id that the tracker gave the run which this process resumes; None for a fresh run."""
     if run.folder is None or run.resumed_from is None:
         return None
-    return RunFolder(run.folder).tracker_ids().get(tracker)
+    return RunFolder(run.folder).run_ids_by_tracker().get(tracker)
 
 
 def save_run_id(run: RunInfo, tracker: str, run_id: str) -> None:
-    """Saves the tracker's id of the run if there is a run folder."""
+    """Saves the id that the tracker gave this run, if there is a run folder."""
     if run.folder is not None:
-        RunFolder(run.folder).save_tracker_id(tracker, run_id)
+        RunFolder(run.folder).save_run_id(tracker, run_id)
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:

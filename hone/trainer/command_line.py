@@ -202,8 +202,8 @@ def check_plan(config: Block, origins: Mapping[str, str]) -> tuple[list[str], li
     return find_problems_and_notes(config, origins)
 
 
-def print_starting_values_and_notes(composed: ComposedConfig) -> None:
-    """Prints the starting values, and the notes about keys that the user set without effect."""
+def print_config_notes(composed: ComposedConfig) -> None:
+    """Prints the starting values that `hone train` chose, and notes about the user's keys without effect."""
     from hone.tracking.console import screen
 
     keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES_ORIGIN]
@@ -294,7 +294,7 @@ def run_ranks(
     """Calls `run` if this process is a rank of the program `module`, or else launches the ranks."""
     trainer = composed.config.trainer
     if Ranks.from_env().is_first:
-        print_starting_values_and_notes(composed)
+        print_config_notes(composed)
     if trainer.controller == "ray":
         raise ConfigError(
             f"trainer.controller=ray: the ranks of {module} are plain processes; leave it at auto, "

@@ -20,7 +20,7 @@ from hone.trainer.command_line import (
     check_output_folder,
     compose_arguments,
     path_override,
-    print_starting_values_and_notes,
+    print_config_notes,
     require_keys,
     run_module,
 )
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     composed = compose_arguments(overrides, schema="evaluation", program="hone eval")
     require_keys(composed, {"data.path": "the file of responses"})
-    print_starting_values_and_notes(composed)
+    print_config_notes(composed)
     run(composed.config)
 
 
@@ -60,7 +60,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", help="model folder or training checkpoint")
     parser.add_argument("--bench", action="append", default=[], metavar="NAME", help=bench_help)
     parser.add_argument("--data", metavar="DIR", help="folder with the benchmarks' files")
-    parser.add_argument("--out", metavar="DIR", help="folder to write to (eval)")
+    parser.add_argument("--out", metavar="DIR", help="output folder (default: eval)")
     return parser
 
 

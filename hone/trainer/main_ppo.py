@@ -16,7 +16,7 @@ from hone.trainer.command_line import (
     check_plan,
     compose_arguments,
     lock_run_folder,
-    print_starting_values_and_notes,
+    print_config_notes,
     require_keys,
     run_module,
 )
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         program="main_ppo",
         extra_checks=check_plan,
     )
-    print_starting_values_and_notes(composed)
+    print_config_notes(composed)
     run(composed.config, composed.origins, dry_run=DRY_RUN in arguments)
 
 
@@ -53,7 +53,7 @@ def train(arguments: Sequence[str]) -> None:
             extra_checks=check_plan,
         )
     require_keys(composed, REQUIRED_KEYS)
-    print_starting_values_and_notes(composed)
+    print_config_notes(composed)
     run(composed.config, composed.origins, dry_run=DRY_RUN in arguments)
 
 

@@ -37,7 +37,7 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     run_folders = [path for path in checkpoint.parents[:3] if (path / "config.yaml").is_file()]
     if run_folders:
         run = RunFolder(run_folders[0])
-        config, origins = run.read_config_or_empty(), run.read_origins()
+        config, origins = run.read_config_or_empty(), run.read_config_origins()
         metric_rows = list(run.metrics.rows())
     if step_match := re.search(r"global_step_(\d+)", str(checkpoint)):
         metric_rows = [row for row in metric_rows if row["step"] <= int(step_match[1])]

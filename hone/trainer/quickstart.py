@@ -50,7 +50,7 @@ NEXT_COMMANDS = (
     "hone quickstart --seed 2 trainer.total_training_steps=200",
     "hone train data.train_files={train} data.val_files={test} data.prompt_format=raw"
     " actor_rollout_ref.model.path={base} trainer.total_training_steps=100"
-    " trainer.default_local_dir={folder}-by-hand      # then with your own files and model",
+    " trainer.default_local_dir={folder}-by-hand      # for your own files and model: change these paths",
 )
 """The commands that the summary suggests, with placeholders for the run's paths."""
 

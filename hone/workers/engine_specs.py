@@ -10,7 +10,7 @@ import torch
 from hone.config import PPOTrainerConfig
 from hone.config.engine import FSDPConfig, MicroBatches, sequence_parallel
 from hone.controller import Worker
-from hone.engine.contract import EngineSpec, MakeMicroBatchRule
+from hone.engine.contract import EngineSpec, MicroBatchRuleFactory
 from hone.models.from_config import lora_adapters_or_none
 from hone.models.lora import AdapterSettings
 from hone.ops.rows import MicroBatchRule
@@ -26,8 +26,10 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
         device,
         actor,
         actor.fsdp_config,
-        train_micro_batch_rule=_rule_for_slots(actor, "ppo_", actor.ppo_max_token_len_per_gpu),
-        infer_micro_batch_rule=_rule_for_slots(
+        train_micro_batch_rule=_micro_batch_rule_factory(
+            actor, "ppo_", actor.ppo_max_token_len_per_gpu
+        ),
+        infer_micro_batch_rule=_micro_batch_rule_factory(
             rollout, "log_prob_", rollout.log_prob_max_token_len_per_gpu
         ),
         optim=actor.optim,
@@ -41,7 +43,7 @@ def actor_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -
 def reference_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) -> EngineSpec:
     """Returns the spec of the reference, which is not trained."""
     ref = config.actor_rollout_ref.ref
-    rule = _rule_for_slots(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
+    rule = _micro_batch_rule_factory(ref, "log_prob_", ref.log_prob_max_token_len_per_gpu)
     return _spec(
         config,
         worker,
@@ -72,8 +74,10 @@ def critic_spec(config: PPOTrainerConfig, worker: Worker, device: torch.device) 
         model_path=model.path or config.actor_rollout_ref.model.path,
         override_config=model.override_config,
         gradient_checkpointing=model.enable_gradient_checkpointing,
-        train_micro_batch_rule=_rule_for_slots(critic, "ppo_", critic.ppo_max_token_len_per_gpu),
-        infer_micro_batch_rule=_rule_for_slots(
+        train_micro_batch_rule=_micro_batch_rule_factory(
+            critic, "ppo_", critic.ppo_max_token_len_per_gpu
+        ),
+        infer_micro_batch_rule=_micro_batch_rule_factory(
             critic, "forward_", critic.forward_max_token_len_per_gpu
         ),
         optim=critic.optim,
@@ -87,7 +91,7 @@ def implicit_reward_spec(
 ) -> EngineSpec:
     """Returns the spec of PRIME's reward model, or of its frozen reference."""
     reward, model = config.reward_model, config.reward_model.model
-    rule = _rule_for_slots(reward, "", reward.forward_max_token_len_per_gpu)
+    rule = _micro_batch_rule_factory(reward, "", reward.forward_max_token_len_per_gpu)
     return _spec(
         config,
         worker,
@@ -114,13 +118,13 @@ def process_reward_spec(
     """Returns the spec of a process reward model, which is not trained."""
     spec = implicit_reward_spec(config, worker, device, frozen=True)
     path = str(config.reward_model.model.path)
-    return replace(spec, head="steps", model_path=path, label_tokens=label_tokens)
+    return replace(spec, head="step_scores", model_path=path, label_tokens=label_tokens)
 
 
-def _rule_for_slots(
+def _micro_batch_rule_factory(
     role_config: MicroBatches, key_prefix: str, max_tokens: int
-) -> MakeMicroBatchRule:
-    """Returns a function from the number of data-parallel slots to the micro-batch rule."""
+) -> MicroBatchRuleFactory:
+    """Returns a function from the number of data-parallel slots to the rule that splits a mini-batch."""
 
     def make_rule(slots: int) -> MicroBatchRule:
         return MicroBatchRule(role_config.sequences_per_micro_batch(slots, key_prefix), max_tokens)

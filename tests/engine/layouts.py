@@ -117,7 +117,7 @@ CASES = {
     "recomputed activations": Case(_policy(), changes=(("gradient_checkpointing", True),)),
     "LoRA": Case(_policy(), changes=(("adapters", _LORA),), fsdp_only=True),
     "critic": Case(_value, head="value", on_many_ranks=True),
-    "process reward model": Case(StepObjective, head="steps", fsdp_only=True),
+    "process reward model": Case(StepObjective, head="step_scores", fsdp_only=True),
     "outcome reward model": Case(StepObjective, head="score", fsdp_only=True),
     "odd vocabulary": Case(_policy(entropy_coeff=0.1), model="odd"),
     "one key head, untied": Case(_policy(), model="llama", sequence_only=True, on_many_ranks=True),

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from hone.ops import logprobs
-from hone.ops.attention import AttentionOptions, SegmentLayout, SharedKeys, varlen_attention
+from hone.ops.attention import AttentionOptions, SegmentLayout, VarlenIndices, varlen_attention
 from hone.ops.logprobs import add_product, linear_fp32
 
 from .device import DEVICE, needs_gpu, needs_kernels, relative_error
@@ -282,21 +282,25 @@ class TestAccumulation:
             assert torch.equal(actual, reference)
 
 
-class TestSharedKeys:
+class TestVarlenIndices:
     pytestmark = needs_kernels
 
     def test_copies_and_sums_equal_plain_torch(self) -> None:
         from hone.ops.attention import sum_copies_plain
         from hone.ops.training_triton import gather, sum_copies
 
-        keys = SharedKeys.build([5, 70, 1], [(1, 9), (0, 3), (1, 40), (1, 0), (2, 2)], DEVICE)
-        source, copy_indices, first_copy = keys.source, keys.copy_indices, keys.first_copy
+        keys = VarlenIndices.build([5, 70, 1], [(1, 9), (0, 3), (1, 40), (1, 0), (2, 2)], DEVICE)
+        source, key_order, token_offsets = (
+            keys.source,
+            keys.key_order,
+            keys.token_offsets,
+        )
         k, v = torch.randn(2, 130, 2, 24, device=DEVICE)
         for actual, inputs in zip(gather(k, v, source), (k, v), strict=True):
             assert torch.equal(actual, inputs[source.long()])
         g_k, g_v = torch.randn(2, len(source), 2, 24, device=DEVICE)
         for actual, inputs in zip(
-            sum_copies(g_k, g_v, copy_indices, first_copy), (g_k, g_v), strict=True
+            sum_copies(g_k, g_v, key_order, token_offsets), (g_k, g_v), strict=True
         ):
             assert relative_error(actual, sum_copies_plain(inputs, source, 130)) < 1e-6
 

@@ -20,7 +20,7 @@ from hone.ops import attention
 from hone.ops.attention import (
     AttentionOptions,
     SegmentLayout,
-    SharedKeys,
+    VarlenIndices,
     padded_attention,
     varlen_attention,
 )
@@ -283,7 +283,7 @@ CPU = torch.device("cpu")
 
 
 def test_each_response_attends_to_its_prompt_and_itself() -> None:
-    keys = SharedKeys.build([2, 3], [(1, 2), (0, 1), (1, 0)], CPU)
+    keys = VarlenIndices.build([2, 3], [(1, 2), (0, 1), (1, 0)], CPU)
     assert keys.cu_queries.tolist() == [0, 2, 5, 7, 8]
     assert keys.cu_keys.tolist() == [0, 2, 5, 10, 13]
     assert (keys.max_queries, keys.max_keys) == (3, 5)
@@ -293,7 +293,7 @@ def test_each_response_attends_to_its_prompt_and_itself() -> None:
 
 
 def test_without_children_keys_are_not_copied() -> None:
-    keys = SharedKeys.build([2, 3], [(0, 0)], CPU)
+    keys = VarlenIndices.build([2, 3], [(0, 0)], CPU)
     k = torch.randn(5, 2, 4)
     repeated = keys.repeat(k, k)
     assert repeated[0] is k
@@ -301,7 +301,7 @@ def test_without_children_keys_are_not_copied() -> None:
 
 
 def test_a_gradient_is_the_sum_over_all_copies() -> None:
-    keys = SharedKeys.build([2, 3], [(1, 2), (0, 1), (1, 4)], CPU)
+    keys = VarlenIndices.build([2, 3], [(1, 2), (0, 1), (1, 4)], CPU)
     k, v = torch.randn(2, 12, 2, 4, dtype=torch.float64)
     mine = [x.clone().requires_grad_() for x in (k, v)]
     plain = [x.clone().requires_grad_() for x in (k, v)]
@@ -316,10 +316,10 @@ def test_a_gradient_is_the_sum_over_all_copies() -> None:
 
 
 def test_copies_are_listed_by_token() -> None:
-    keys = SharedKeys.build([2], [(0, 1), (0, 2)], CPU)
+    keys = VarlenIndices.build([2], [(0, 1), (0, 2)], CPU)
     assert keys.source is not None
-    assert keys.copy_indices is not None
-    assert keys.first_copy is not None
+    assert keys.key_order is not None
+    assert keys.token_offsets is not None
     for token in range(5):
-        copy_indices = keys.copy_indices[keys.first_copy[token] : keys.first_copy[token + 1]]
-        assert copy_indices.tolist() == (keys.source == token).nonzero().flatten().tolist()
+        key_order = keys.key_order[keys.token_offsets[token] : keys.token_offsets[token + 1]]
+        assert key_order.tolist() == (keys.source == token).nonzero().flatten().tolist()

@@ -59,7 +59,7 @@ def test_a_row_has_the_same_bits_in_every_multiple_of_row_multiple(
 ) -> None:
     weight, x = torch.randn(outputs, inputs), torch.randn(96, inputs)
     product = make_linear(weight, None) if packed else PlainLinear(weight, None)
-    multiple = row_multiple([weight], packed=packed)
+    multiple = row_multiple([weight], prepacked=packed)
     alone = torch.cat([product(x[i : i + 1].repeat(multiple, 1))[:1] for i in range(96)])
     for rows in range(multiple, 97, multiple):
         assert torch.equal(product(x[:rows]), alone[:rows]), rows
@@ -70,7 +70,7 @@ def test_the_largest_row_multiple_of_all_weights_is_used(monkeypatch: pytest.Mon
         packed_linear, "_row_multiple", lambda o, i, threads, packed: {8: 4, 9: 16}[o]
     )
     weights = [torch.empty(8, 3), torch.empty(9, 3), torch.empty(5)]
-    assert row_multiple(weights, packed=True) == 16
+    assert row_multiple(weights, prepacked=True) == 16
 
 
 def test_a_machine_without_a_row_multiple_gets_a_warning(
@@ -79,7 +79,7 @@ def test_a_machine_without_a_row_multiple_gets_a_warning(
     monkeypatch.setattr(PlainLinear, "__call__", lambda self, x: torch.randn(len(x), 8))
     packed_linear._row_multiple.cache_clear()
     try:
-        assert row_multiple([torch.empty(8, 3)], packed=False) == 16
+        assert row_multiple([torch.empty(8, 3)], prepacked=False) == 16
     finally:
         packed_linear._row_multiple.cache_clear()
     assert "may get other tokens in another batch" in caplog.text

@@ -13,7 +13,7 @@ from hone.rewards.expressions import (
     MAX_DEPTH,
     ExpressionError,
     evaluate,
-    evaluate_compat,
+    evaluate_like_python,
 )
 
 
@@ -87,7 +87,7 @@ def test_hostile_text_is_refused_before_any_arithmetic(text: str) -> None:
     with pytest.raises(ExpressionError):
         evaluate(text)
     with pytest.raises(ExpressionError):
-        evaluate_compat("2**" + text)
+        evaluate_like_python("2**" + text)
 
 
 expressions = st.recursive(
@@ -154,7 +154,7 @@ def test_any_text_has_the_value_that_python_gives_it_or_is_refused(text: str) ->
     [("2**3*3", 24), ("49//2*1", 24), ("4.5*2", 9.0), ("+3", 3), ("2**-1", 0.5), ("7/2", 3.5)],
 )
 def test_compat_evaluates_what_tinyzero_accepts(text: str, value: float) -> None:
-    assert evaluate_compat(text) == value
+    assert evaluate_like_python(text) == value
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_compat_evaluates_what_tinyzero_accepts(text: str, value: float) -> None
 )
 def test_compat_refuses_calls_errors_and_huge_powers(text: str) -> None:
     with pytest.raises(ExpressionError):
-        evaluate_compat(text)
+        evaluate_like_python(text)
 
 
-@pytest.mark.parametrize("evaluator", [evaluate, evaluate_compat])
+@pytest.mark.parametrize("evaluator", [evaluate, evaluate_like_python])
 def test_text_after_many_blanks_is_not_ignored(evaluator: Callable[[str], object]) -> None:
     with pytest.raises(ExpressionError):
         evaluator("1" + " " * 600 + "+True")

@@ -12,7 +12,7 @@ from hone.ops.counter_rng import fold_seed
 from hone.rollout.contract import RolloutEngine, Traits
 from hone.rollout.hf import HFRollout
 from hone.rollout.native.core import NativeCore
-from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder
+from hone.rollout.native.decoder import ModuleDecoder, PrepackedDecoder
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.requests import Request, RequestRules
 from hone.rollout.scripted import ScriptedRollout
@@ -69,7 +69,7 @@ class PlainNativeFactory(NativeFactory):
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         engine: Any = super().build(policy, max_num_seqs=max_num_seqs)
-        assert type(engine._core._forward) is PlainDecoder
+        assert type(engine._core._forward) is PrepackedDecoder
         return engine
 
 

@@ -36,7 +36,7 @@ def test_a_resumed_run_continues_the_same_mlflow_run(
     with Tracking("p", "e", "mlflow", config, tmp_path, resumed_from=1) as resumed:
         resumed.log({"val-core/x/acc/mean@1": 0.75}, 2)
     assert (tracking.failures, resumed.failures) == ({}, {})
-    run_id = RunFolder(tmp_path).tracker_ids().get("mlflow")
+    run_id = RunFolder(tmp_path).run_ids_by_tracker().get("mlflow")
     assert run_id is not None
     (folder,) = (tmp_path / "mlruns").glob(f"*/{run_id}")
     values = (folder / "metrics" / "val-core" / "x" / "acc" / "mean_at_1").read_text().split("\n")

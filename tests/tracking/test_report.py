@@ -161,7 +161,7 @@ def test_unreadable_parts_are_skipped_and_named_in_the_page(
     text = "".join(json.dumps(line) + "\n" for line in lines)
     run.metrics_file.write_text(text + '{"step": 4, "fi')
     run.config_file.write_text("a: [1, 2")
-    run.origins_file.write_text('{"a": "co')
+    run.config_origins_file.write_text('{"a": "co')
     row = {"score": "high", "uid": "u", "prompt_text": "p", "response_text": "r"}
     write_parquet((run.rollouts / "step_1.parquet"), [row])
     write_parquet(run.validation_file(1), [row])
@@ -197,7 +197,7 @@ def test_an_invalid_config_does_not_break_the_report(
     run = RunFolder(tmp_path / "odd")
     run.metrics.append({"a": 1.0}, 1)
     run.config_file.write_text(config)
-    run.origins_file.write_text(origins)
+    run.config_origins_file.write_text(origins)
     text = Page(report(tmp_path, run)).text
     assert "config.yaml" in text or "1.2" in text  # a note, or the keys
     assert ("config_origins.json" in text) == (origins != '{"a": 1}')

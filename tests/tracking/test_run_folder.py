@@ -30,11 +30,11 @@ def test_names_inside_the_folder_are_fixed(tmp_path: Path) -> None:
 def test_config_and_origins_come_back(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     assert run.read_config() == {}
-    assert run.read_origins() == {}
+    assert run.read_config_origins() == {}
     config = {"trainer": {"logger": ["console"], "name": "größe", "steps": None}, "a": 1e-06}
     run.write_config(config, {"a": "command line"})
     assert run.read_config() == config
-    assert run.read_origins() == {"a": "command line"}
+    assert run.read_config_origins() == {"a": "command line"}
 
 
 def test_a_changed_config_keeps_the_earlier_ones(tmp_path: Path) -> None:
@@ -87,10 +87,13 @@ def test_truncate_after_removes_metrics_and_samples_after_the_checkpoint(tmp_pat
 
 def test_ids_of_several_trackers_are_saved(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    assert run.tracker_ids().get("wandb") is None
-    run.save_tracker_id("wandb", "abc")
-    run.save_tracker_id("mlflow", "def")
-    assert (run.tracker_ids().get("wandb"), run.tracker_ids().get("mlflow")) == ("abc", "def")
+    assert run.run_ids_by_tracker().get("wandb") is None
+    run.save_run_id("wandb", "abc")
+    run.save_run_id("mlflow", "def")
+    assert (run.run_ids_by_tracker().get("wandb"), run.run_ids_by_tracker().get("mlflow")) == (
+        "abc",
+        "def",
+    )
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"[]", b'{"wandb": 5}', b""])
@@ -100,9 +103,9 @@ def test_invalid_files_are_kept_or_ignored(tmp_path: Path, content: bytes) -> No
     run.trackers_file.write_bytes(content)
     run.write_config({"a": 1})
     assert (tmp_path / "config.1.yaml").read_bytes() == content
-    assert run.tracker_ids().get("wandb") is None
-    run.save_tracker_id("wandb", "x1")
-    assert run.tracker_ids().get("wandb") == "x1"
+    assert run.run_ids_by_tracker().get("wandb") is None
+    run.save_run_id("wandb", "x1")
+    assert run.run_ids_by_tracker().get("wandb") == "x1"
 
 
 def test_the_latest_checkpoint_is_found_under_verls_name(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_metrics_and_samples_are_logged_and_a_resumed_run_keeps_its_id(
     assert "id" not in first
     assert (second["id"], second["resume"]) == ("abc", "allow")
     assert fake.finished == 2
-    assert RunFolder(tmp_path).tracker_ids().get("swanlab") == "abc"
+    assert RunFolder(tmp_path).run_ids_by_tracker().get("swanlab") == "abc"
 
 
 def test_without_the_package_the_error_names_the_extra(

@@ -69,7 +69,7 @@ def test_a_resumed_run_continues_under_its_id_and_a_fresh_one_does_not(
     fake: Any, tmp_path: Path
 ) -> None:
     Tracking("p", "e", "wandb", {}, tmp_path).finish()
-    assert RunFolder(tmp_path).tracker_ids().get("wandb") == "fresh"
+    assert RunFolder(tmp_path).run_ids_by_tracker().get("wandb") == "fresh"
     Tracking("p", "e", "wandb", {}, tmp_path, resumed_from=5).finish()
     Tracking("p", "e", "wandb", {}, tmp_path).finish()
     assert [(o["id"], o["resume"]) for o in fake.inits] == [

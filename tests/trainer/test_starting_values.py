@@ -13,7 +13,7 @@ from hone.config import compose
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking.console import screen
 from hone.trainer import main_ppo
-from hone.trainer.command_line import STARTING_VALUES_ORIGIN, print_starting_values_and_notes
+from hone.trainer.command_line import STARTING_VALUES_ORIGIN, print_config_notes
 from hone.trainer.starting_values import LEARNING_RATES, starting_values
 
 
@@ -86,9 +86,9 @@ def test_three_lines_say_what_was_chosen(
 ) -> None:
     overrides = [f"{key}={value}" for key, value in settings_of_task.items()]
     screen.cache_clear()
-    print_starting_values_and_notes(compose(overrides))
+    print_config_notes(compose(overrides))
     assert capsys.readouterr().out == ""
-    print_starting_values_and_notes(compose(overrides, starting_values=starting_values))
+    print_config_notes(compose(overrides, starting_values=starting_values))
     output = capsys.readouterr().out
     screen.cache_clear()
     assert output.startswith("starting values for this data, model and device")
@@ -101,7 +101,7 @@ def test_a_single_starting_value_is_one_line(
     composed = compose([f"{key}={value}" for key, value in settings_of_task.items()])
     origins = {"data.train_batch_size": STARTING_VALUES_ORIGIN}
     screen.cache_clear()
-    print_starting_values_and_notes(replace(composed, origins=origins, notes=()))
+    print_config_notes(replace(composed, origins=origins, notes=()))
     output = capsys.readouterr().out
     screen.cache_clear()
     assert output.splitlines()[1:] == [

@@ -8,7 +8,7 @@ from hone.agents.tools.contract import (
     ToolResponse,
     function_schema,
 )
-from hone.rewards.expressions import ExpressionError, evaluate_compat
+from hone.rewards.expressions import ExpressionError, evaluate_like_python
 from hone.types import Fields, JsonObject, JsonValue
 
 
@@ -27,7 +27,7 @@ class CalculatorTool(BaseTool):
     ) -> tuple[ToolResponse, float, Fields]:
         text = str(next(iter(parameters.values()), ""))
         try:
-            value = evaluate_compat(text)
+            value = evaluate_like_python(text)
         except ExpressionError as error:
             return ToolResponse(text=f"this is not arithmetic: {error}"), 0.0, {"status": "refused"}
         answer = str(value) if isinstance(value, int) else f"{value:.12g}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from hone.rewards.expressions import ExpressionError, evaluate, evaluate_compat
+from hone.rewards.expressions import ExpressionError, evaluate, evaluate_like_python
 from hone.rewards.ground_truth import as_integer, as_integers, as_mapping
 from hone.rewards.scorer import all_answers, last_answer
 from hone.types import JsonValue
@@ -70,7 +70,7 @@ def compute_score(
     try:
         if compat:
             used_numbers = [int(digits) for digits in re.findall(r"\d+", answer[:1024])]
-            is_right = abs(evaluate_compat(answer) - target) < _COMPAT_TOLERANCE
+            is_right = abs(evaluate_like_python(answer) - target) < _COMPAT_TOLERANCE
         else:
             result = evaluate(answer)
             used_numbers = list(result.numbers)

@@ -30,7 +30,7 @@ from hone.ops.attention import (
 from hone.ops.packed_linear import row_multiple
 from hone.ops.rows import first_equal_indices
 from hone.rollout.contract import StopReason
-from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder
+from hone.rollout.native.decoder import ModuleDecoder, PrepackedDecoder
 from hone.rollout.native.paged_cache import zeros
 from hone.rollout.native.sampler import SamplingRows, sample_tokens
 from hone.rollout.requests import Request, RequestRules, select
@@ -41,8 +41,8 @@ _CAPACITY_MULTIPLE = 64
 _KEY_MULTIPLE = 16
 """Attention reads a multiple of this many keys, so that the summation order does not depend on
 the batch."""
-_SMALL_PRODUCT = 400
-"""Minimum number of multiplications per batched product; torch rounds smaller products differently."""
+_MIN_BMM_MULTIPLICATIONS = 400
+"""For products with fewer multiplications, torch.bmm uses another kernel, which rounds differently."""
 
 
 class SlotCache:
@@ -129,18 +129,19 @@ class DecodeLayout:
         self._max_length = int(positions.max()) + 1
         self._num_keys = 0  # keys that attention reads per slot
         self._biases: dict[int | None, Tensor] = {}
-        self._flat_indices: Tensor | None = None
+        # [rows · KV] indices of the new keys in the cache viewed as [slots · KV · capacity, D]
+        self._write_indices: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         rows, kv_heads, head_dim = k.shape
         keys, values = self._cache.layer(options.layer, k)
-        if self._flat_indices is None:
-            multiple = _round_up(_SMALL_PRODUCT // head_dim + 1, _KEY_MULTIPLE)
+        if self._write_indices is None:
+            multiple = _round_up(_MIN_BMM_MULTIPLICATIONS // head_dim + 1, _KEY_MULTIPLE)
             self._num_keys = min(_round_up(self._max_length, multiple), keys.shape[2])
-            head = torch.arange(rows * kv_heads).view(rows, kv_heads)
-            self._flat_indices = (head * keys.shape[2] + self.positions[:, None]).flatten()
-        keys.view(-1, head_dim).index_copy_(0, self._flat_indices, k.reshape(-1, head_dim))
-        values.view(-1, head_dim).index_copy_(0, self._flat_indices, v.reshape(-1, head_dim))
+            slot_head = torch.arange(rows * kv_heads).view(rows, kv_heads)
+            self._write_indices = (slot_head * keys.shape[2] + self.positions[:, None]).flatten()
+        keys.view(-1, head_dim).index_copy_(0, self._write_indices, k.reshape(-1, head_dim))
+        values.view(-1, head_dim).index_copy_(0, self._write_indices, v.reshape(-1, head_dim))
         if options.window not in self._biases:
             distance = self.positions[:, None] - torch.arange(self._num_keys)
             bias = as_bias(is_visible(distance, options.window), q.dtype)
@@ -190,7 +191,7 @@ class NativeCore:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         tokenizer: Tokenizer | None = None,
-        forward: PlainDecoder | ModuleDecoder | None = None,
+        forward: PrepackedDecoder | ModuleDecoder | None = None,
     ) -> None:
         """`forward` replaces the default forward of the policy."""
         config = policy.lm.config
@@ -199,11 +200,13 @@ class NativeCore:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         if forward is None:
-            forward = PlainDecoder(policy) if fits_decoder_layer(policy) else ModuleDecoder(policy)
+            forward = (
+                PrepackedDecoder(policy) if fits_decoder_layer(policy) else ModuleDecoder(policy)
+            )
         self._forward = forward
         self._forward_is_current = False  # whether the forward has read the current parameters
-        packed = isinstance(self._forward, PlainDecoder)
-        self.row_multiple = row_multiple(policy.parameters(), packed=packed)
+        prepacked = isinstance(self._forward, PrepackedDecoder)
+        self.row_multiple = row_multiple(policy.parameters(), prepacked=prepacked)
         """Rows of a forward are padded to this multiple."""
         self.cache = SlotCache(config.get_text_config().num_hidden_layers, max_num_seqs)
         self.version = 0
@@ -243,10 +246,10 @@ class NativeCore:
         return [*self._remove_finished(), *waiting]
 
     @torch.inference_mode()
-    def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
+    def step(self, should_return: Callable[[], bool] = lambda: True) -> list[Request]:
         """Admits requests, samples one token per sequence, and returns the finished requests.
 
-        `must_yield` is ignored, because a step of one token is short.
+        `should_return`, with which the paged core may stop a step of several tokens, is not called.
         """
         admitted = self._admit()
         logits = self._next_logits(admitted)

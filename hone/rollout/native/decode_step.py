@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 
 if TYPE_CHECKING:
     from hone.rollout.native.paged_layouts import ExactLayout, PagedDecode
@@ -122,7 +122,7 @@ class BatchState:
         source, target = self.rows(begin, end), device_state.rows(begin, end)
         for name in _INPUT_FIELDS:
             rows = getattr(source, name).contiguous()
-            getattr(target, name).copy_(send(rows, target.state.device))
+            getattr(target, name).copy_(to_device(rows, target.state.device))
 
 
 def graph_sizes(max_num_seqs: int, configured_sizes: Sequence[int] | None) -> list[int]:

@@ -1,6 +1,6 @@
 """The decoder forwards of the native engine, over the policy's own parameters.
 
-`PlainDecoder` (CPU) and `FusedDecoder` (GPU) compute the layers of models/decoder_layer.py without module
+`PrepackedDecoder` (CPU) and `FusedDecoder` (GPU) compute the layers of models/decoder_layer.py without module
 overhead. `ModuleDecoder` runs the modules of any other model. exact_decoder.py has the forward of exact
 mode, and sharding.py has the forwards of tensor parallelism.
 """
@@ -27,7 +27,7 @@ from hone.models.routing import EXPERT_DTYPE, Routing
 from hone.ops.decoder import Linear, Norm
 from hone.ops.logprobs import matmul_fp32
 from hone.ops.packed_linear import PackableLinear, make_linear
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_layouts import PagedDecode, PagedPrefill
 
@@ -60,8 +60,8 @@ class ModuleDecoder:
         return out.last_hidden_state[0]
 
 
-class PlainDecoder:
-    """Computes the layers of models/decoder_layer.py with packed copies of the parameters."""
+class PrepackedDecoder:
+    """Computes the layers of models/decoder_layer.py with prepacked copies of the weights (oneDNN)."""
 
     def __init__(self, policy: PolicyModel) -> None:
         self._policy = policy
@@ -72,7 +72,7 @@ class PlainDecoder:
     def invalidate(self) -> None:
         """Drops everything that was computed from the parameters."""
         self._parameters: list[Tensor] = []
-        self._packed_versions: list[tuple[int, int]] = []
+        self._prepacked_versions: list[tuple[int, int]] = []
         self._layers: list[DecoderLayer[PackableLinear, RmsNorm]] = []
         self._lm_head: PackableLinear | None = None
 
@@ -82,18 +82,18 @@ class PlainDecoder:
             self._parameters = list(self._policy.parameters())
         # Every write by torch increments `_version`; sharding changes the address.
         versions = [(p.data_ptr(), p._version) for p in self._parameters]
-        if versions == self._packed_versions:
+        if versions == self._prepacked_versions:
             return
         decoder = self._policy.decoder
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._norm = RmsNorm(decoder.norm)
         self._layers = [self._read_layer(layer) for layer in decoder.layers]
         if self._policy.has_plain_head:
-            self._lm_head = _join_packed([self._policy.lm.get_output_embeddings()])
-        self._packed_versions = versions
+            self._lm_head = _join_and_prepack([self._policy.lm.get_output_embeddings()])
+        self._prepacked_versions = versions
 
     def _read_layer(self, layer: LlamaDecoderLayer) -> DecoderLayer[PackableLinear, RmsNorm]:
-        return read_layer(layer, join=_join_packed, norm=RmsNorm)
+        return read_layer(layer, join=_join_and_prepack, norm=RmsNorm)
 
     def _embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embedding)
@@ -131,7 +131,7 @@ class PlainDecoder:
         self._sin = torch.cat([-sin[:, :half], sin[:, half:]], -1)[:, None]
 
 
-def _join_packed(modules: Sequence[nn.Linear]) -> PackableLinear:
+def _join_and_prepack(modules: Sequence[nn.Linear]) -> PackableLinear:
     """Returns one layer that concatenates the outputs of linear layers with the same input."""
     first, *others = modules
     if not others:
@@ -297,14 +297,14 @@ class ExpertCache:
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         if sources:
-            target = send(torch.tensor(targets), self._device)
-            source = send(torch.tensor(sources), self._device)
+            target = to_device(torch.tensor(targets), self._device)
+            source = to_device(torch.tensor(sources), self._device)
             self._memory[target] = self._memory[source]
 
     def read(self, blocks: Sequence[int], num_tokens: int) -> Tensor:
         """Returns the experts [num_tokens, layers, k] of a sequence's first tokens, on the CPU."""
         num_blocks = -(-num_tokens // self._block_size)
-        block_ids = send(torch.tensor(list(blocks[:num_blocks])), self._device)
+        block_ids = to_device(torch.tensor(list(blocks[:num_blocks])), self._device)
         return self._memory[block_ids].flatten(0, 1)[:num_tokens].cpu()
 
 

@@ -45,7 +45,8 @@ class Core(Protocol):
 
     def add(self, request: Request) -> None: ...
 
-    def step(self, must_yield: Callable[[], bool]) -> list[Request]: ...
+    def step(self, should_return: Callable[[], bool]) -> list[Request]:
+        """Runs one step, which may go on until `should_return()` is True; returns the finished requests."""
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]: ...
 
@@ -277,13 +278,13 @@ class NativeRollout(RequestEngine):
         for request in arrivals:
             self._core.add(request)
         self._num_in_core += len(arrivals)
-        finished = self._core.step(self._must_yield)
+        finished = self._core.step(self._should_return)
         self._num_in_core -= len(finished)
         if self._num_in_core and not self._core.busy:
             raise RolloutError(f"the core lost {self._num_in_core} requests; this is a defect")
         return finished
 
-    def _must_yield(self) -> bool:
+    def _should_return(self) -> bool:
         """Whether the core should end its step soon, because a request or a caller waits."""
         return bool(
             self._arrivals

@@ -62,7 +62,7 @@ class LeaderCore:
         with self._peers.close_on_error():
             self._replica.add(number, copy)
 
-    def step(self, must_yield: Callable[[], bool]) -> list[Request]:
+    def step(self, should_return: Callable[[], bool]) -> list[Request]:
         replica = self._replica
         cancelled = [
             number

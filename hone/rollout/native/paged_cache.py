@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hone.models.policy import PolicyModel
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 from hone.rollout.contract import RolloutError
 
 NULL_BLOCK = 0
@@ -257,8 +257,8 @@ class PagedCache:
         if not sources:
             return
         assert self._memory is not None
-        source = send(torch.tensor(sources), self._device)
-        target = send(torch.tensor(targets), self._device)
+        source = to_device(torch.tensor(sources), self._device)
+        target = to_device(torch.tensor(targets), self._device)
         self._memory[:, :, target] = self._memory[:, :, source]
 
 

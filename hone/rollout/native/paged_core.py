@@ -17,7 +17,7 @@ from torch import Tensor
 from hone.models.decoder_layer import fits_decoder_layer
 from hone.models.policy import PolicyModel
 from hone.ops.rows import first_equal_indices
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 from hone.rollout.native.decode_step import BatchState, DecodeStep, graph_sizes
 from hone.rollout.native.decoder import (
     ExpertCache,
@@ -161,11 +161,11 @@ class PagedCore:
         return self._scheduler.abort(request_ids)
 
     @torch.no_grad()
-    def step(self, must_yield: Callable[[], bool] = lambda: True) -> list[Request]:
+    def step(self, should_return: Callable[[], bool] = lambda: True) -> list[Request]:
         """Samples a chunk of tokens per sequence, admits requests, and returns the finished requests.
 
         The host prepares prefills while the device computes the chunk of the running sequences.
-        Until `must_yield` returns True, further chunks follow if they do not need the host; the
+        Until `should_return()` is True, further chunks follow if they do not need the host; the
         host appends the tokens of one chunk while the device samples the next.
         """
         self.cache.reserve()
@@ -186,7 +186,7 @@ class PagedCore:
             # The admitted sequences have blocks for `steps` tokens only.
             self._decode(min(steps, scheduler.chunk_steps(unread_tokens=1)))
         chunk = self._read_chunk()
-        while not (any(chunk.finished) or must_yield()):
+        while not (any(chunk.finished) or should_return()):
             lookahead = scheduler.lookahead_steps(chunk.counts)
             if not lookahead:
                 break
@@ -262,7 +262,7 @@ class PagedCore:
         self._host_rows.copy_to(self._device_rows, begin, end)
         row_by_first_index = {first: i for i, first in enumerate(distinct_indices)}
         rows = torch.tensor([row_by_first_index[first] for first in first_indices])
-        logits = self._logits(hidden[send(rows, self.device)])
+        logits = self._logits(hidden[to_device(rows, self.device)])
         self._sample(logits, self._truncated_sampling(admitted), begin, end)
         for i in distinct_indices:
             self._scheduler.insert_prefix(admitted[i], prompts[i])
@@ -282,12 +282,12 @@ class PagedCore:
         ids: list[int] = []
         for prompt, start in zip(prompts, starts, strict=True):
             ids += prompt[start:]
-        inputs = send(torch.from_numpy(np.array(ids, np.int64)), self.device)
+        inputs = to_device(torch.from_numpy(np.array(ids, np.int64)), self.device)
         forward: Callable[..., Tensor] = self._forward  # layout types differ
         hidden = forward(inputs, layout.positions, layout)
         self.prefilled_tokens += len(ids)
         last_token_indices = torch.tensor(lengths).cumsum(0) - 1
-        return hidden[send(last_token_indices, self.device)]
+        return hidden[to_device(last_token_indices, self.device)]
 
     def _sample(
         self, logits: Tensor, truncated_sampling: TruncatedSampling | None, begin: int, end: int

@@ -26,7 +26,7 @@ from hone.ops.attention import (
     varlen_attention,
 )
 from hone.ops.rows import PackedRows
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 from hone.rollout.native.decode_step import BatchState
 from hone.rollout.native.kernels_reference import RotaryTable
 from hone.rollout.native.paged_cache import PagedCache
@@ -61,7 +61,9 @@ class PagedPrefill:
         self._key_slots = _concat(slots, device) if any(starts) else None
         self._max_lengths = max(lengths), max(ends)
         self._cu_q, self._cu_k = (
-            send(torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32), device)
+            to_device(
+                torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32), device
+            )
             for counts in (lengths, ends)
         )
 
@@ -106,7 +108,7 @@ class PagedPrefill:
 
 
 def _concat(arrays: list[np.ndarray], device: torch.device) -> Tensor:
-    return send(torch.from_numpy(np.concatenate(arrays)), device)
+    return to_device(torch.from_numpy(np.concatenate(arrays)), device)
 
 
 class PagedDecode:
@@ -208,13 +210,16 @@ def segment_queries(
         segment,
     )
 
-    def to_device(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
-        return send(torch.from_numpy(np.ascontiguousarray(values, dtype)), device)
+    def array_to_device(values: np.ndarray, dtype: type[np.integer] = np.int64) -> Tensor:
+        return to_device(torch.from_numpy(np.ascontiguousarray(values, dtype)), device)
 
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    block_table = to_device(padded_table, np.int32)
+    block_table = array_to_device(padded_table, np.int32)
     return Queries(
-        to_device(position), to_device(rows), block_table, Tiles(*map(to_device, tile_arrays))
+        array_to_device(position),
+        array_to_device(rows),
+        block_table,
+        Tiles(*map(array_to_device, tile_arrays)),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hone.ops.counter_rng import uniform
-from hone.protocol.rows import send
+from hone.protocol.rows import to_device
 from hone.rollout.contract import Sampling
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def _truncate(p: Tensor, sampling: SamplingRows) -> Tensor:
 class TruncatedSampling:
     """The rows of a batch that have top-k, top-p or min-p.
 
-    The kernels sample all other rows as in a batch without such rows, because a sampled token must not
-    depend on the batch.
+    Only these rows are sampled by `sample_tokens`; rows without truncation are always sampled by the kernels,
+    so that their tokens do not depend on the other rows of the batch.
     """
 
     indices: Tensor  # [T] int64, indices of the T rows with truncation
@@ -117,8 +117,8 @@ class TruncatedSampling:
             return None
         mask = torch.tensor(truncates)
         sampling = SamplingRows.of([s for s in samplings if s.truncates], device)
-        indices = send(mask.nonzero().flatten(), device)
-        return TruncatedSampling(indices, send(mask, device), sampling, exact)
+        indices = to_device(mask.nonzero().flatten(), device)
+        return TruncatedSampling(indices, to_device(mask, device), sampling, exact)
 
     def sample(
         self, logits: Tensor, rows: BatchState, kernels: ModuleType, block_size: int

@@ -23,7 +23,7 @@ from hone.models.policy import PolicyModel
 from hone.ops.packed_linear import PackableLinear
 from hone.rollout.build import build_slot_core, paged_core_factory
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Weights
-from hone.rollout.native.decoder import FusedDecoder, ModuleDecoder, PlainDecoder, RmsNorm
+from hone.rollout.native.decoder import FusedDecoder, ModuleDecoder, PrepackedDecoder, RmsNorm
 from hone.rollout.native.engine import Core
 from hone.rollout.native.follower import FollowerRollout
 from hone.rollout.native.kernels_reference import kernels_for
@@ -126,8 +126,8 @@ class ShardedPolicy(PolicyModel):
         }
         self._allocate(device)
         self.lm.to(device)
-        self.uses_plain_decoder = fits_decoder_layer(self)
-        if not self.uses_plain_decoder:
+        self.uses_prepacked_decoder = fits_decoder_layer(self)
+        if not self.uses_prepacked_decoder:
             self._register_hooks()
 
     @property
@@ -237,7 +237,7 @@ def build_sharded(spec: RolloutSpec, peers: Peers) -> RolloutEngine:
 
 def build_slot_shard(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
     """Builds this rank's core for a CPU; all ranks pad batches to a multiple of the same number of rows."""
-    forward = ShardedPlainDecoder(policy) if policy.uses_plain_decoder else None
+    forward = ShardedPrepackedDecoder(policy) if policy.uses_prepacked_decoder else None
     core = build_slot_core(spec, policy, forward)
     core.row_multiple = -policy.peers.min_over_ranks(-core.row_multiple)  # the maximum of all ranks
     return core
@@ -246,7 +246,7 @@ def build_slot_shard(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
 def build_paged_shard(spec: RolloutSpec, policy: ShardedPolicy, blocks: int | None = None) -> Core:
     """Builds this rank's core for a GPU, without CUDA graphs; all ranks have the same number of blocks."""
     forward: FusedDecoder | ModuleDecoder = ModuleDecoder(policy)
-    if policy.uses_plain_decoder:
+    if policy.uses_prepacked_decoder:
         kernels, max_positions = kernels_for(spec.device), spec.config.max_total_tokens
         forward = ShardedFusedDecoder(policy, kernels, max_positions)
     build_core = partial(paged_core_factory(spec, policy), enforce_eager=True, forward=forward)
@@ -268,8 +268,8 @@ class _RowParallelLinear:
         return self(x).add_(other)
 
 
-class ShardedPlainDecoder(PlainDecoder):
-    """A `PlainDecoder` over this rank's shard of the policy, on a CPU."""
+class ShardedPrepackedDecoder(PrepackedDecoder):
+    """A `PrepackedDecoder` over this rank's shard of the policy, on a CPU."""
 
     _policy: ShardedPolicy
 

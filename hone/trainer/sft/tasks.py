@@ -85,7 +85,7 @@ class CustomRows:
 class Task(ABC):
     """The data, the head, the objective and the validation metrics of a supervised run."""
 
-    head: Literal["policy", "steps", "score"]
+    head: Literal["policy", "step_scores", "score"]
     """The head of the model: next token, p(good) of each step, or one score per sequence."""
     trained_part: Literal["all", "head"] = "all"
     """Whether all parameters are trained, or only those of the head."""
@@ -146,22 +146,21 @@ class ScoredTokens:
 
     ids: list[int]
     mask: list[int]
-    prompt_tokens: int
-    """The length of the prompt; only its last token and later tokens are scored."""
+    prompt_length: int
+    """Number of prompt tokens; only the last of them and later tokens are scored."""
 
 
 def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> DataProto:
-    """Builds a batch with one padding token after each response.
+    """Builds a batch; the engine's score at response position t is the score of the token before it.
 
-    The score at response position t is that of the token before position t, because the engine reads the
-    hidden state before each response token.
+    One padding token is added to each response, so that its last token is scored too.
     """
     return collate_outputs(
         [
             AgentLoopOutput(
-                row.ids[: row.prompt_tokens],
-                [*row.ids[row.prompt_tokens :], pad_token_id],
-                row.mask[row.prompt_tokens - 1 :],
+                row.ids[: row.prompt_length],
+                [*row.ids[row.prompt_length :], pad_token_id],
+                row.mask[row.prompt_length - 1 :],
             )
             for row in rows
         ],
@@ -169,10 +168,15 @@ def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> Da
     )
 
 
+def _prompt_length(row: EncodedRow) -> int:
+    """Returns the number of prompt tokens, which the column `prompt_tokens` has as a list of one."""
+    return int(row["prompt_tokens"][0])
+
+
 class StepTask(Task):
     """Trains a process reward model on labelled steps: in PURE's first stage only the head, then all."""
 
-    head = "steps"
+    head = "step_scores"
     columns = ("input_ids", "loss_mask", "labels", "prompt_tokens")
     objective = StepObjective()
 
@@ -196,13 +200,12 @@ class StepTask(Task):
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
         sequences = [
-            ScoredTokens(row["input_ids"], row["loss_mask"], row["prompt_tokens"][0])
-            for row in rows
+            ScoredTokens(row["input_ids"], row["loss_mask"], _prompt_length(row)) for row in rows
         ]
         batch = collate_scored_tokens(sequences, pad_token_id)
         labels = torch.zeros(batch.batch["response_mask"].shape)
         for labels_of_row, row in zip(labels, rows, strict=True):
-            response_labels = row["labels"][row["prompt_tokens"][0] - 1 :]
+            response_labels = row["labels"][_prompt_length(row) - 1 :]
             labels_of_row[: len(response_labels)] = torch.tensor(response_labels)
         batch.batch["labels"] = labels
         return batch
@@ -241,7 +244,7 @@ class PairTask(Task):
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
         sequences = [
-            ScoredTokens(ids, [0] * (len(ids) - 1) + [1], row["prompt_tokens"][0])
+            ScoredTokens(ids, [0] * (len(ids) - 1) + [1], _prompt_length(row))
             for row in rows
             for ids in (row["input_ids"], row["rejected_ids"])
         ]

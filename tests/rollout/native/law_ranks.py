@@ -102,9 +102,9 @@ def exit_of_a_rank(rank: int, size: int) -> dict[str, Any]:
     if rank:
         step, calls = core.step, []
 
-        def ending(must_yield: Any) -> Any:
+        def ending(should_return: Any) -> Any:
             calls.append(1)
-            return step(must_yield) if len(calls) < 3 else os._exit(0)
+            return step(should_return) if len(calls) < 3 else os._exit(0)
 
         core.step = ending  # type: ignore[method-assign]
         FollowerRollout(core, peers).drive(lambda: False)

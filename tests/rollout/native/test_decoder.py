@@ -14,7 +14,7 @@ from hone.models.tiny import tiny_lm
 from hone.ops.rows import pack_rows
 from hone.protocol import DataProto
 from hone.rollout.native.core import PrefillLayout, SlotCache
-from hone.rollout.native.decoder import ModuleDecoder, PlainDecoder, can_join
+from hone.rollout.native.decoder import ModuleDecoder, PrepackedDecoder, can_join
 from hone.rollout.requests import Request
 from tests.engine.engines import policy
 from tests.models.test_routing import moe_policy, tie_experts
@@ -23,7 +23,7 @@ from ..models import prompts
 from .paged import ask, finish, paged_core
 
 LENGTHS = [7, 3]
-KINDS: list[type[PlainDecoder] | type[ModuleDecoder]] = [PlainDecoder, ModuleDecoder]
+KINDS: list[type[PrepackedDecoder] | type[ModuleDecoder]] = [PrepackedDecoder, ModuleDecoder]
 
 
 def policy_of(family: str) -> PolicyModel:
@@ -31,7 +31,7 @@ def policy_of(family: str) -> PolicyModel:
 
 
 @torch.no_grad()
-def computed(forward: PlainDecoder | ModuleDecoder, ids: Tensor) -> Tensor:
+def computed(forward: PrepackedDecoder | ModuleDecoder, ids: Tensor) -> Tensor:
     """The logits of two prompts through the cache of the CPU core."""
     cache = SlotCache(num_layers=2, num_slots=2)
     cache.reserve(max(LENGTHS), 0)
@@ -63,7 +63,7 @@ def test_other_families_run_their_modules() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_logits_are_those_of_plain_transformers(
-    family: str, kind: type[PlainDecoder] | type[ModuleDecoder]
+    family: str, kind: type[PrepackedDecoder] | type[ModuleDecoder]
 ) -> None:
     policy, ids = policy_of(family), torch.randint(3, 30, (sum(LENGTHS),))
     torch.testing.assert_close(
@@ -73,7 +73,7 @@ def test_logits_are_those_of_plain_transformers(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_training_writes_in_place_is_read_at_the_next_refresh(
-    kind: type[PlainDecoder] | type[ModuleDecoder],
+    kind: type[PrepackedDecoder] | type[ModuleDecoder],
 ) -> None:
     policy, ids = policy_of("qwen2"), torch.randint(3, 30, (sum(LENGTHS),))
     forward = kind(policy)
@@ -88,7 +88,7 @@ def test_what_training_writes_in_place_is_read_at_the_next_refresh(
 
 def test_parameters_that_are_replaced_are_read_after_invalidate() -> None:
     policy, ids = policy_of("llama"), torch.randint(3, 30, (sum(LENGTHS),))
-    forward = PlainDecoder(policy)
+    forward = PrepackedDecoder(policy)
     computed(forward, ids)
     other = policy_of("llama")
     with torch.no_grad():

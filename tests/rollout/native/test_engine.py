@@ -27,14 +27,14 @@ def halted_under_way(engine: Any) -> threading.Event:
     """An event that is set when the next request has a token; after this token the core samples no other."""
     step, event, steps = engine._core.step, threading.Event(), 0
 
-    def two_steps(must_yield: Any) -> list[Any]:
+    def two_steps(should_return: Any) -> list[Any]:
         nonlocal steps
         if steps == 2:
             event.set()
             time.sleep(0.001)
             return []
         steps += 1
-        return step(must_yield)
+        return step(should_return)
 
     engine._core.step = two_steps
     return event
@@ -65,10 +65,10 @@ def test_a_cancelled_waiter_frees_its_slot() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         step = core.step
 
-        def counted(must_yield: Any) -> list[Any]:
+        def counted(should_return: Any) -> list[Any]:
             nonlocal steps
             steps += 1
-            return step(must_yield)
+            return step(should_return)
 
         core.step = counted
         assert len(play(replaced()).token_ids) == 2
@@ -115,13 +115,13 @@ def test_weights_change_between_steps_never_within_one() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         step, steps = core.step, 0
 
-        def last_tokens_wait_for_the_last_weights(must_yield: Any) -> list[Any]:
+        def last_tokens_wait_for_the_last_weights(should_return: Any) -> list[Any]:
             nonlocal steps
             if steps > LONG.max_tokens // 2 and core.version < 3:
                 time.sleep(0.001)
                 return []
             steps += 1
-            return step(must_yield)
+            return step(should_return)
 
         core.step = last_tokens_wait_for_the_last_weights
 
@@ -152,9 +152,9 @@ def test_the_driving_thread_decodes_and_loops_run_in_another() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
         step = core.step
 
-        def watched(must_yield: Any) -> list[Any]:
+        def watched(should_return: Any) -> list[Any]:
             threads["decode"] = threading.current_thread().name
-            return step(must_yield)
+            return step(should_return)
 
         async def loop() -> TokenOutput:
             threads["loop"] = threading.current_thread().name
@@ -258,7 +258,7 @@ def test_a_core_that_loses_a_request_is_found_out() -> None:
     with NativeFactory().engine(policy()) as engine:
         core: Any = engine._core  # type: ignore[attr-defined]
 
-        def forgets(must_yield: Any) -> list[Any]:
+        def forgets(should_return: Any) -> list[Any]:
             core._waiting.clear()
             return []
 

@@ -38,11 +38,11 @@ def test_an_error_on_one_rank_ends_all_with_its_cause(rank: int) -> None:
     slot = Slot(policy())
     step, calls = slot.cores[rank].step, []
 
-    def breaking(must_yield: Any) -> Any:
+    def breaking(should_return: Any) -> Any:
         calls.append(1)
         if len(calls) == 3:
             raise MemoryError("no room on this rank")
-        return step(must_yield)
+        return step(should_return)
 
     slot.cores[rank].step = breaking  # type: ignore[method-assign]
     slot.follow()

@@ -212,7 +212,7 @@ def test_parameters_that_rested_on_the_host_are_found_again() -> None:
     del blockers
 
 
-def test_chunks_follow_each_other_until_the_core_must_yield_and_draw_the_same() -> None:
+def test_chunks_follow_each_other_until_the_core_should_return_and_draw_the_same() -> None:
     arguments = list(zip(prompts(3, 20, 40), (200, 150, 190), strict=True))
     expected = finish(
         paged_core(policy()), [ask(p, n, seed=i) for i, (p, n) in enumerate(arguments)]

@@ -97,11 +97,11 @@ def test_invalidated_copies_are_deleted_with_the_old_ones(store: str, tmp_path: 
 
 def test_a_run_on_another_machine_has_the_ids_of_its_trackers(store: str, tmp_path: Path) -> None:
     first = copied_run(tmp_path / "first", store, 1)
-    first.save_tracker_id("wandb", "abc")
+    first.save_run_id("wandb", "abc")
     remote_checkpoints.push(first, 0)
     second = RunFolder(tmp_path / "second", store)
     remote_checkpoints.pull(second)
-    assert second.tracker_ids().get("wandb") == "abc"
+    assert second.run_ids_by_tracker().get("wandb") == "abc"
 
 
 def test_without_any_sound_copy_the_run_stops_and_changes_nothing(
