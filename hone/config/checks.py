@@ -24,7 +24,7 @@ from hone.suggestions import suggestion
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
 _TREE_OF_ROWS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
-"""Trees without rows of their own in `rules.txt`, and the tree whose rows check them."""
+"""Maps each tree without rows in `rules.txt` to the tree whose rows check it."""
 _PARALLEL_SIZE_KEY = re.compile(
     r".*(ulysses_sequence|fsdp_config\.tensor|megatron\.\w+)_parallel_size"
 )

@@ -34,6 +34,7 @@ _RULES = read_rules()
 GROUPS: dict[str, list[str]] = {group: options.split() for group, options in _RULES["groups"]}
 """The options of verl's Hydra groups, by group."""
 _BUILT_IN_CONFIGS = {name: row for names, *row in _RULES["configs"] for name in names.split()}
+"""The tree and the settings of each config of verl, by name."""
 BUILT_IN_TREES: dict[str, str] = {name: tree for name, (tree, _) in _BUILT_IN_CONFIGS.items()}
 """The tree of hone for each config name of verl."""
 _NEW_ARGUMENT = re.compile(r"[~+-]|[^=]+=")

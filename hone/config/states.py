@@ -186,7 +186,7 @@ COMPUTED: dict[str, Callable[[str, JsonValue, Values], JsonObject]] = {
     **dict.fromkeys(("**.optim.min_lr", "**.optim.lr_min"), _min_lr_ratio),
     "reward_model.reward_kwargs.**": _manager_extras,
 }
-"""Functions that compute the settings that replace a key, by pattern. A pattern that begins with `**` applies
+"""Computes the settings that replace a key: one function per pattern. A pattern that begins with `**` applies
 to every tree. `!`, here and in `rules.txt`, marks a key that also overrides settings written after it."""
 
 

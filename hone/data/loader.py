@@ -98,7 +98,8 @@ class PromptLoader(PromptBatches):
             self._indices = self._row_indices(epoch)
         else:
             self._epoch_size = len(self.sampler)
-            self._indices = None  # `next_batch` sets it, after the sampler's last `update`
+            # `next_batch` iterates over the sampler only after the sampler's last `update`.
+            self._indices = None
         if self.batch_size < 1:
             raise DataError(f"the batch size is {self.batch_size}; it must be at least 1")
         if self._epoch_size == 0:
@@ -163,7 +164,7 @@ class PromptLoader(PromptBatches):
         }
 
     def load_state_dict(self, state: Settings) -> None:
-        """Restores a state; the loader that saved the state may have had another batch size."""
+        """Restores a state, even of a loader with another batch size."""
         if state["version"] != STATE_VERSION:
             raise DataError(f"loader state has version {state['version']}, not {STATE_VERSION}")
         if state["order"] != self.order_name:

@@ -22,7 +22,7 @@ def permutation(values: Sequence[int], seed: str) -> list[int]:
 
 
 class EpochOrder(ABC):
-    """A built-in order of the rows of an epoch, which depends on the number of the epoch alone."""
+    """A built-in order of an epoch's rows; it depends only on the number of the epoch."""
 
     has_added_rows = True
     """Whether the order includes rows that the dataset adds during training."""

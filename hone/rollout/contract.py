@@ -164,7 +164,7 @@ class Traits:
 
     uses_policy_module: bool
     """The engine decodes with the module that `RolloutSpec.load_policy` returns: often the training module.
-    Other engines have weights of their own and receive new weights through `load`."""
+    Other engines keep a copy of the weights and receive new weights through `load`."""
     honors_seeds: bool = True
     """The same request with the same seed gets the same tokens."""
     samples_by_position: bool = True
@@ -194,7 +194,7 @@ class RolloutSpec:
     model_path: str
     load_policy: Callable[[], PolicyModel]
     """Returns the module to decode with: the training module if this process has one, else a copy.
-    Engines with weights of their own load `model_path` instead."""
+    Engines that keep a copy of the weights load `model_path` instead."""
     dtype: torch.dtype
     device: torch.device
     tokenizer: Tokenizer

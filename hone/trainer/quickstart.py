@@ -1,4 +1,4 @@
-"""`hone quickstart` trains a tiny new policy on sums with GRPO, on this machine, in two minutes.
+"""`hone quickstart` trains a tiny new policy on addition problems with GRPO, on this machine, in two minutes.
 
 Nothing is downloaded. SFT teaches the base policy the answer format with mostly wrong answers, so the
 initial score of RL is low. RL then learns the right answers from rewards. Held-out sums are in no training

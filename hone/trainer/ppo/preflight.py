@@ -91,7 +91,7 @@ class _Preflight:
         self.problems: list[str] = []
         self._errors: list[Exception] = []
         self.warnings: list[str] = []
-        self.facts = model_facts(config.actor_rollout_ref.model.path)
+        self.folder_facts = model_facts(config.actor_rollout_ref.model.path)
         self.lengths: dict[str, PromptLengths] = {}
         self.managers: dict[str, AbstractRewardManager | None] = {}
 
@@ -124,7 +124,7 @@ class _Preflight:
             attempt(lambda: earlier_run.require_same_data(datasets.get(TRAIN_KEY)))
         resources = None
         if plan is not None:
-            resources = ResourceEstimate(config, plan, self.facts)
+            resources = ResourceEstimate(config, plan, self.folder_facts)
             self._add_problems(resources.disk_problems())
         if agent_checks is not None:
             self._add_problems(agent_problems)
@@ -225,7 +225,9 @@ class _Preflight:
     def _prompt_problems(self, datasets: dict[str, Dataset]) -> Iterator[str]:
         """Yields a problem per data set with prompts that exceed `data.max_prompt_length` or the model."""
         data, overrides = self.config.data, self.config.actor_rollout_ref.model.override_config
-        positions = overrides.get("max_position_embeddings", self.facts.max_position_embeddings)
+        positions = overrides.get(
+            "max_position_embeddings", self.folder_facts.max_position_embeddings
+        )
         for key, dataset in datasets.items():
             if not isinstance(dataset, RLHFDataset):
                 continue

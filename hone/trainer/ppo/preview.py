@@ -20,9 +20,9 @@ BYTES_16_BIT, BYTES_32_BIT = 2, 4
 class ResourceEstimate:
     """Estimates the memory and disk space that a run needs from the number of parameters."""
 
-    def __init__(self, config: PPOTrainerConfig, plan: Plan, facts: FolderFacts) -> None:
-        self.config, self.plan, self.facts = config, plan, facts
-        self.parameters = facts.parameters or 0
+    def __init__(self, config: PPOTrainerConfig, plan: Plan, folder_facts: FolderFacts) -> None:
+        self.config, self.plan, self.folder_facts = config, plan, folder_facts
+        self.parameters = folder_facts.parameters or 0
         folder = Path(config.trainer.default_local_dir).expanduser().absolute()
         self._disk_folder = next(path for path in (folder, *folder.parents) if path.exists())
         self.free_bytes = shutil.disk_usage(self._disk_folder).free
@@ -74,11 +74,11 @@ def preview_lines(
     trainer: PPOTrainer, estimate: ResourceEstimate, lengths: Mapping[str, PromptLengths]
 ) -> Iterator[str]:
     """Yields the lines that summarize model, data, steps, roles and resources."""
-    config, facts = trainer.config, estimate.facts
+    config, folder_facts = trainer.config, estimate.folder_facts
     policy, trainer_config = config.actor_rollout_ref, config.trainer
-    size = f", {facts.parameters:,} parameters" if facts.parameters else ""
+    size = f", {folder_facts.parameters:,} parameters" if folder_facts.parameters else ""
     yield (
-        f"train {policy.model.path} ({facts.family or 'model'}{size}) by "
+        f"train {policy.model.path} ({folder_facts.family or 'model'}{size}) by "
         f"{config.algorithm.adv_estimator}, {policy.rollout.n} responses per prompt"
     )
     for key, dataset_lengths in lengths.items():
@@ -93,7 +93,7 @@ def preview_lines(
     roles = ", ".join(str(role) for role in trainer.roles)
     processes = f"{config.world_size} process{'es' * (config.world_size > 1)}"
     yield f"roles: {roles}; {processes}, device {trainer_config.device}"
-    if facts.parameters:
+    if folder_facts.parameters:
         yield (
             f"about {estimate.memory_bytes / GIB:.2f} GiB per process for weights, gradients and "
             "optimizer, without activations and KV cache; a checkpoint takes about "
