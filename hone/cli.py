@@ -133,7 +133,7 @@ def _add_quickstart(subcommands: Subcommands) -> None:
         "trainer.total_training_steps=200; `hone config explain KEY` explains a key."
     )
     parser.set_defaults(takes_extra_arguments=True)
-    parser.add_argument("--seed", type=int, default=1, help="run seed (default 1)")
+    parser.add_argument("--seed", type=int, default=1, help="run seed (default: 1)")
     parser.add_argument("--out", default="quickstart", help="folder to write to")
 
 
@@ -163,7 +163,7 @@ def _add_config(subcommands: Subcommands) -> None:
     )
     show.add_argument("overrides", nargs="*", metavar="key=value")
     show.add_argument(
-        "--tree", choices=SCHEMAS, help=f"schema (default {SCHEMAS[0]}, or the YAML's own)"
+        "--tree", choices=SCHEMAS, help=f"schema (default: {SCHEMAS[0]}, or the YAML's own)"
     )
     show.add_argument("--config-path", "-cp", help="folder of your own YAML files")
     show.add_argument("--config-name", "-cn", help="which YAML to start from")
@@ -218,7 +218,7 @@ def _add_report(subcommands: Subcommands) -> None:
         subcommands, "report", _report, "write an HTML page about one run, or several overlaid"
     )
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-    report.add_argument("--out", default="report.html", help="file to write (report.html)")
+    report.add_argument("--out", default="report.html", help="file to write (default: report.html)")
 
 
 def _add_wandb_workspace(subcommands: Subcommands) -> None:
@@ -230,7 +230,7 @@ def _add_wandb_workspace(subcommands: Subcommands) -> None:
     )
     workspace.add_argument("--project", required=True, help="the run's trainer.project_name")
     workspace.add_argument("--entity", required=True, help="your user or team")
-    workspace.add_argument("--name", default="PURE", help="name of the workspace (PURE)")
+    workspace.add_argument("--name", default="PURE", help="name of the workspace (default: PURE)")
     workspace.add_argument(
         "--dry-run", action="store_true", help="list the panels and send nothing"
     )

@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         "--start-timeout",
         type=float,
         metavar="S",
-        help="seconds that a node may take to start (300)",
+        help="seconds that a node may take to start (default: 300)",
     )
     launchers = parser.add_subparsers(dest="launcher", required=True)
     _add_job_file_launchers(launchers)
@@ -128,11 +128,13 @@ def _add_job_file_launchers(launchers: _Launchers) -> None:
     kubernetes.add_argument("--namespace")
     kubernetes.add_argument("--volume", action="append", default=[], metavar="CLAIM:/PATH")
     kubernetes.add_argument("--env-secret", action="append", default=[], metavar="SECRET")
-    kubernetes.add_argument("--cpus", type=int, default=32, help="per node (32)")
-    kubernetes.add_argument("--memory", default="256Gi", help="per node (256Gi)")
+    kubernetes.add_argument("--cpus", type=int, default=32, help="CPUs per node (default: 32)")
+    kubernetes.add_argument("--memory", default="256Gi", help="memory per node (default: 256Gi)")
     for launcher, suffix in ((slurm, "sbatch"), (kubernetes, "yaml")):
-        launcher.add_argument("--name", default="hone", help="name of the job (hone)")
-        launcher.add_argument("--out", metavar="FILE", help=f"file to write (NAME.{suffix})")
+        launcher.add_argument("--name", default="hone", help="name of the job (default: hone)")
+        launcher.add_argument(
+            "--out", metavar="FILE", help=f"file to write (default: NAME.{suffix})"
+        )
 
 
 def _add_running_launchers(launchers: _Launchers) -> None:

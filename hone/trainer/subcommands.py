@@ -100,7 +100,9 @@ def _add_rendering_options(parser: Parser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="MODEL", help="render prompts and count tokens with its tokenizer"
     )
-    parser.add_argument("--prompt-key", metavar="COLUMN", help="the prompt's column (prompt)")
+    parser.add_argument(
+        "--prompt-key", metavar="COLUMN", help="the prompt's column (default: prompt)"
+    )
     parser.add_argument("--prompt-format", choices=("chat", "raw"), help="as data.prompt_format")
 
 
@@ -192,7 +194,7 @@ def add_recipes_subcommand(subcommands: Subcommands) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="recipe to copy; without it, all are listed"
     )
-    parser.add_argument("out", nargs="?", metavar="OUT", help="new folder (default recipes/NAME)")
+    parser.add_argument("out", nargs="?", metavar="OUT", help="new folder (default: recipes/NAME)")
 
 
 def _recipes(options: Options, extra_arguments: list[str]) -> None:

@@ -287,8 +287,8 @@ def build_engine(
     if config.engine.full_determinism:
         make_deterministic(config.engine.seed)
 
-    def micro_batch_rule(micro_batch_rows: int) -> MicroBatchRule:
-        sequences = data.sequences_per_micro_batch(micro_batch_rows)
+    def micro_batch_rule(slots: int) -> MicroBatchRule:
+        sequences = data.sequences_per_micro_batch(slots)
         # Unless the head is a policy's, `collate_scored_tokens` appends a padding token to each sequence.
         padding_tokens = 0 if task.head == "policy" else task.sequences_per_row
         max_tokens = data.max_token_len_per_gpu + padding_tokens
