@@ -53,8 +53,8 @@ def logit_statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def logits_to_gradient(  # type: ignore[no-untyped-def]
-    logits_ptr, out_ptr, target_ptr, lse_ptr, entropy_ptr, g_log_prob_ptr, g_entropy_ptr, logit_factor,
-    vocab_size, BLOCK: tl.constexpr, LOG_PROB: tl.constexpr, ENTROPY: tl.constexpr,
+    logits_ptr, out_ptr, target_ptr, lse_ptr, entropy_ptr, g_log_prob_ptr, g_entropy_ptr,
+    logit_factor, vocab_size, BLOCK: tl.constexpr, LOG_PROB: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -357,8 +357,8 @@ def sum_copies(
 
 @triton.jit
 def _add(  # type: ignore[no-untyped-def]
-    any_part_ptr,  # a pointer to any of the parts; the kernel reads only its dtype
-    address_ptr, num_elements_ptr, tensor_index_ptr, first_element_ptr, num_tensors, BLOCK: tl.constexpr,
+    any_part_ptr, address_ptr, num_elements_ptr, tensor_index_ptr, first_element_ptr, num_tensors,
+    BLOCK: tl.constexpr,  # `any_part_ptr` points to any of the parts; only its dtype is read
 ):  # fmt: skip
     program = tl.program_id(0)
     tensor_index = tl.load(tensor_index_ptr + program)
