@@ -94,7 +94,7 @@ class StreamingEngine(RequestEngine):
         threading.Thread(
             target=self._loop.run_forever, name=f"hone-{self.name}", daemon=True
         ).start()
-        # If nobody closes the engine, garbage collection ends the thread.
+        # Garbage collection ends the thread of an engine that is not closed.
         weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
 
     # -- implemented by subclasses --------------------------------------------------------------
