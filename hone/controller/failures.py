@@ -123,8 +123,9 @@ def _log_tail(lines: Sequence[str]) -> str:
 
 def join_words(words: Sequence[str]) -> str:
     """Returns the words as in "a, b and c"."""
-    *first_words, last_word = words
-    return f"{', '.join(first_words)} and {last_word}" if first_words else last_word
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 class WaitTimeout(TimeoutError):

@@ -126,6 +126,14 @@ def test_what_is_left_is_refused_in_one_sentence_if_no_pool_of_the_run_fits_on_i
         attempts(config, LOST)
 
 
+def test_a_run_without_a_reachable_node_is_refused_in_one_sentence(
+    cluster: Any, tmp_path: Path
+) -> None:
+    cluster.cpus = []
+    with pytest.raises(ConfigError, match=r"cannot restart on the remaining nodes \(\):"):
+        attempts(config_of(tmp_path, "trainer.max_restarts=1"), LOST)
+
+
 def test_a_rollout_pool_shrinks_after_the_trainer_pool(cluster: Any, tmp_path: Path) -> None:
     pool = ["actor_rollout_ref.rollout.nnodes=2", "actor_rollout_ref.rollout.n_gpus_per_node=4"]
     config = config_of(tmp_path, *pool, "trainer.nnodes=1", "trainer.max_restarts=1")
