@@ -21,6 +21,8 @@ _MAX_SUBSETS = 1000
 def best_at(values: Sequence[float], n: int) -> float:
     """Returns the expected maximum of n of the values."""
     largest, weights = max(values), _maximum_weights(len(values), n)
+    if math.isinf(largest):  # a deviation from it would be NaN
+        return largest
     # The weights sum to 1 up to rounding; sums of deviations are exact for equal values.
     pairs = zip(sorted(values), weights, strict=True)
     return largest + sum((value - largest) * weight for value, weight in pairs)

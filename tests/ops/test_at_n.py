@@ -132,6 +132,11 @@ def test_equal_values_have_exactly_that_value_and_no_deviation(count: int) -> No
         assert best_std_at(values, n) == worst_std_at(values, n) == 0.0
 
 
+def test_an_infinite_value_is_the_best_or_the_worst() -> None:
+    assert best_at([0.0, 1.0, math.inf], 2) == math.inf
+    assert worst_at([0.0, 1.0, -math.inf], 2) == -math.inf
+
+
 def test_thousands_of_attempts_have_a_finite_best() -> None:
     values = [0.0] * 1500 + [1.0] * 548
     exact = 1 - math.comb(1500, 1024) / math.comb(2048, 1024)
