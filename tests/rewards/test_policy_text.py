@@ -10,7 +10,13 @@ import torch
 
 from hone.protocol import DataProto
 from hone.rewards.managers.registry import get_reward_manager_cls
-from hone.rewards.managers.rule import RuleRewardManager, move_to_policy_tokens, response_tokens
+from hone.rewards.managers.rule import (
+    Extras,
+    NaiveRewardManager,
+    RuleRewardManager,
+    move_to_policy_tokens,
+    response_tokens,
+)
 from hone.rewards.scorer import ScorerInput, read_rows
 
 MakeBatch = Callable[..., DataProto]
@@ -129,6 +135,23 @@ def test_repetition_is_measured_in_the_policys_text(tokenizer: Any, make_batch: 
     data = make_batch([text], "openai/gsm8k", ["1"], masks=[mask])
     manager = manager_of("naive", tokenizer, repeat_threshold=0.2)
     assert manager(data).sum() == 1.0
+
+
+def test_the_penalty_of_repetition_leaves_the_columns_of_a_users_manager(
+    tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    class KeepsScores(NaiveRewardManager):
+        def shape_rewards(
+            self, scores: list[float], lengths: list[int]
+        ) -> tuple[list[float], Extras]:
+            return scores, {"before_penalty": scores}
+
+    data = make_batch(["again " * 60 + "#### 1"], "openai/gsm8k", ["1"])
+    manager = KeepsScores(tokenizer, 0, repeat_threshold=0.2)
+    result = manager(data, return_dict=True)
+    assert isinstance(result, dict)
+    assert result["reward_tensor"].sum() == 0.0
+    assert result["reward_extra_info"]["before_penalty"] == [1.0]
 
 
 def test_a_reward_on_an_observation_moves_to_the_policy_token_before_it(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.request
 
 from hone.agents.tools.contract import (
     BaseTool,
@@ -17,7 +18,6 @@ from hone.agents.tools.contract import (
     function_schema,
 )
 from hone.event_loop import run_in_thread
-from hone.retrieval.client import retrieve
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
 
@@ -58,9 +58,14 @@ class SearchTool(BaseTool):
         return ToolResponse(text=answer_text), 0.0, metrics
 
     def _retrieve(self, queries: list[str]) -> list[list[str]]:
-        topk, timeout_s = self.config.get("topk", 3), self.config.get("timeout", 30)
-        with self._request_slots:
-            return retrieve(self._url, queries, topk, timeout_s)
+        body = {"queries": queries, "topk": self.config.get("topk", 3), "return_scores": True}
+        request = urllib.request.Request(
+            self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        timeout_s = self.config.get("timeout", 30)
+        with self._request_slots, urllib.request.urlopen(request, timeout=timeout_s) as response:
+            results = json.load(response)["result"]
+        return [[str(hit["document"]["contents"]) for hit in hits] for hits in results]
 
 
 def _format_passages(passages: list[str]) -> str:

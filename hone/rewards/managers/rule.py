@@ -200,9 +200,8 @@ class RuleRewardManager(AbstractRewardManager):
         if self.repeat_threshold is not None:
             repeat_scores = repeatness([row.solution_str for row in rows])
             extras["repeat_score"] = repeat_scores
-            for index, repeat_score in enumerate(repeat_scores):
-                if repeat_score > self.repeat_threshold:
-                    scores[index] = 0.0
+            pairs = zip(scores, repeat_scores, strict=True)
+            scores = [0.0 if repeat > self.repeat_threshold else score for score, repeat in pairs]
         num_without_policy_token = sum(not any(flags) for flags in is_policy)
         if num_without_policy_token:
             self.failures["no_policy_token"] += num_without_policy_token

@@ -18,10 +18,12 @@ REQUESTS: list[Any] = []
 
 
 class Service(BaseHTTPRequestHandler):
+    contents: Any = "Paris\nCapital of France."
+
     def do_POST(self) -> None:
         query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         REQUESTS.append(query)
-        hit = {"document": {"id": "7", "contents": "Paris\nCapital of France."}, "score": 1.0}
+        hit = {"document": {"id": "7", "contents": self.contents}, "score": 1.0}
         body = json.dumps({"result": [[hit] * query["topk"] for _ in query["queries"]]}).encode()
         self.send_response(200)
         self.end_headers()
@@ -56,3 +58,21 @@ def test_what_is_no_list_of_questions_and_no_url_is_refused(url: str) -> None:
         asyncio.run(tool.execute("i", {"query_list": "a"}))
     with pytest.raises(ToolError, match="not an http"):
         SearchTool({"topk": 3})
+
+
+def test_a_long_question_is_sent_whole_and_contents_of_any_type_become_text(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Service, "contents", 42)
+    tool = SearchTool({"retrieval_service_url": url, "topk": 1})
+    question = "why? " * 4000
+    answer, _, _ = asyncio.run(tool.execute("i", {"query_list": [question]}))
+    assert json.loads(answer.text or "") == {"result": "Doc 1 (Title: 42)\n"}
+    assert REQUESTS[-1]["queries"] == [question]
+
+
+def test_the_error_that_the_model_reads_has_no_url() -> None:
+    tool = SearchTool({"retrieval_service_url": "http://127.0.0.1:9/retrieve?key=secret"})
+    with pytest.raises(OSError) as failure:
+        asyncio.run(tool.execute("i", {"query_list": ["a"]}))
+    assert "secret" not in str(failure.value)
