@@ -62,6 +62,10 @@ class BatchState:
     num_sampled = property(lambda self: self.state[6])
     """The number of tokens sampled since the host last read them."""
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.greedy)
+
     @staticmethod
     def empty(
         num_rows: int, max_blocks_per_seq: int, chunk_capacity: int, device: torch.device
@@ -182,11 +186,11 @@ class DecodeStep:
         return logits
 
     def _compute(self, size: int, sample: bool) -> Tensor:
-        rows = self._batch_state.rows(0, size)
-        hidden = self._forward(rows.token, rows.position, self._make_layout(rows))
+        batch = self._batch_state.rows(0, size)
+        hidden = self._forward(batch.token, batch.position, self._make_layout(batch))
         logits = self._compute_logits(hidden)
         if sample:
-            self._kernels.sample(logits, rows, self._block_size)
+            self._kernels.sample(logits, batch, self._block_size)
         return logits
 
     def _synchronizes(self, size: int) -> bool:

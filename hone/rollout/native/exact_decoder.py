@@ -95,9 +95,9 @@ class ExactDecoder(JoinedDecoder):
             x = self._compute_layer(index, positions, layout, x)
         return self._apply_norm(self._norm, x)
 
-    def decode_layout(self, cache: PagedCache, rows: BatchState) -> ExactLayout:
-        queries = decode_queries(rows.block_table, rows.position)
-        return ExactLayout(cache, self.kernels, queries, rows.slot)
+    def decode_layout(self, cache: PagedCache, batch: BatchState) -> ExactLayout:
+        queries = decode_queries(batch.block_table, batch.position)
+        return ExactLayout(cache, self.kernels, queries, batch.slot)
 
     def prefill_layout(
         self, cache: PagedCache, blocks: list[list[int]], starts: list[int], lengths: list[int]

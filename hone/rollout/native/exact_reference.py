@@ -129,7 +129,7 @@ def token_log_probs(logits: Tensor, tokens: Tensor, inverse_temperature: Tensor)
     return log_p.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
+def sample(logits: Tensor, batch: BatchState, block_size: int) -> None:
     """Samples as kernels_reference.sample does, with the log-probs of `token_log_probs`."""
-    log_p = log_softmax(logits, rows.inverse_temperature)
-    sample_from(log_p, log_p.argmax(-1), rows, block_size)
+    log_p = log_softmax(logits, batch.inverse_temperature)
+    sample_from(log_p, log_p.argmax(-1), batch, block_size)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class FollowerRollout(RequestEngine):
     """The engine of a rank above 0: `drive` executes commands until `release` or `close`.
 
-    This rank's own worker only updates its weights: `begin_update` waits until rank 0 begins the
-    update, and `drive` executes no step before `commit`.
+    The worker of this rank calls only `begin_update`, `load` and `commit`; `begin_update` waits until rank 0
+    has begun the same update. `drive`, in another thread, executes no command from then until `commit`.
     """
 
     name = "native"
@@ -34,6 +34,7 @@ class FollowerRollout(RequestEngine):
         # Numbers of updates that rank 0 has announced, that this rank has begun, and that it has ended.
         self._updates_announced = self._updates_begun = self._updates_ended = 0
         self._update_error: str | None = None
+        """Why rank 0 could not begin the announced update; None if it has begun it."""
         self._is_driven = False
 
     @property
@@ -60,8 +61,8 @@ class FollowerRollout(RequestEngine):
         with self._condition:
             self._raise_if_stopped()
             while self._updates_announced == self._updates_begun:
-                if self._is_driven and not self._update_pending:  # `drive` receives the commands
-                    self._wait_for_announcement()
+                if self._is_driven and not self._update_pending:
+                    self._wait_for_announcement()  # the thread in `drive` receives the commands
                 else:
                     self._execute_all(self._receive())
             self._updates_begun += 1
@@ -125,7 +126,7 @@ class FollowerRollout(RequestEngine):
         self._raise_if_stopped()
 
     def _wait_for_update(self) -> None:
-        """Waits until this rank's worker has ended the update.
+        """Waits until the worker of this rank has ended the update.
 
         The transfer of the weights may take one timeout, so this wait takes up to two timeouts.
         """
@@ -148,7 +149,7 @@ class FollowerRollout(RequestEngine):
             for command in commands:
                 if command["do"] == "update":
                     self._updates_announced += 1
-                    self._update_error = command.get("refused")
+                    self._update_error = command.get("refused")  # rank 0 could not begin it
                 elif command["do"] == "close":
                     self._closed = True
                 else:

@@ -125,34 +125,34 @@ def rope_attention(
     return decode_attention(q, cache, block_table, positions, options, splits=splits)
 
 
-def sample(logits: Tensor, rows: BatchState, block_size: int) -> None:
+def sample(logits: Tensor, batch: BatchState, block_size: int) -> None:
     """Samples one token per row from logits [R, V], and calls `advance`."""
-    z = logits.float() * rows.inverse_temperature[:, None]
-    sample_from(torch.log_softmax(z, -1), z.argmax(-1), rows, block_size)
+    z = logits.float() * batch.inverse_temperature[:, None]
+    sample_from(torch.log_softmax(z, -1), z.argmax(-1), batch, block_size)
 
 
-def sample_from(log_p: Tensor, greedy_token: Tensor, rows: BatchState, block_size: int) -> None:
+def sample_from(log_p: Tensor, greedy_token: Tensor, batch: BatchState, block_size: int) -> None:
     """Samples from log_p [R, V], or takes `greedy_token` in greedy rows, and calls `advance`."""
     cumulative = log_p.exp().cumsum(-1)
-    threshold = uniform(rows.seed, rows.position + 1) * cumulative[:, -1].double()
+    threshold = uniform(batch.seed, batch.position + 1) * cumulative[:, -1].double()
     token = torch.searchsorted(cumulative.double(), threshold[:, None], right=True).squeeze(-1)
-    token = torch.where(rows.greedy != 0, greedy_token, token.clamp(max=log_p.shape[-1] - 1))
-    advance(token, log_p.gather(-1, token[:, None]).squeeze(-1), rows, block_size)
+    token = torch.where(batch.greedy != 0, greedy_token, token.clamp(max=log_p.shape[-1] - 1))
+    advance(token, log_p.gather(-1, token[:, None]).squeeze(-1), batch, block_size)
 
 
-def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int) -> None:
+def advance(tokens: Tensor, log_probs: Tensor, batch: BatchState, block_size: int) -> None:
     """Writes the sampled tokens and moves each row to its next position; finished rows are unchanged."""
-    running_rows = (rows.finished == 0).nonzero().flatten()
-    index = rows.num_sampled[running_rows]
-    rows.tokens_out[running_rows, index] = tokens[running_rows].to(rows.tokens_out.dtype)
-    rows.log_probs_out[running_rows, index] = log_probs[running_rows]
-    rows.num_sampled[running_rows] += 1
-    stopped = (rows.stop_ids[running_rows] == tokens[running_rows, None]).any(1)
-    position = rows.position[running_rows] + 1
-    finished = stopped | (position + 1 >= rows.max_length[running_rows])
-    rows.finished[running_rows] = finished.long()
+    running_rows = (batch.finished == 0).nonzero().flatten()
+    index = batch.num_sampled[running_rows]
+    batch.tokens_out[running_rows, index] = tokens[running_rows].to(batch.tokens_out.dtype)
+    batch.log_probs_out[running_rows, index] = log_probs[running_rows]
+    batch.num_sampled[running_rows] += 1
+    stopped = (batch.stop_ids[running_rows] == tokens[running_rows, None]).any(1)
+    position = batch.position[running_rows] + 1
+    finished = stopped | (position + 1 >= batch.max_length[running_rows])
+    batch.finished[running_rows] = finished.long()
     advancing_rows, position = running_rows[~finished], position[~finished]
-    rows.token[advancing_rows] = tokens[advancing_rows]
-    rows.position[advancing_rows] = position
-    block = rows.block_table[advancing_rows, position // block_size].long()
-    rows.slot[advancing_rows] = block * block_size + position % block_size
+    batch.token[advancing_rows] = tokens[advancing_rows]
+    batch.position[advancing_rows] = position
+    block = batch.block_table[advancing_rows, position // block_size].long()
+    batch.slot[advancing_rows] = block * block_size + position % block_size

@@ -304,19 +304,19 @@ def _sample(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def sample(logits: Tensor, rows: BatchState, block_size: int, *, exact: bool = False) -> None:
+def sample(logits: Tensor, batch: BatchState, block_size: int, *, exact: bool = False) -> None:
     """Samples one token per row; with `exact`, log-probs equal those of `token_log_probs`."""
     num_rows, vocab_size = logits.shape
-    max_logit, exp_sum, argmax = _chunk_statistics(logits, rows.inverse_temperature)
+    max_logit, exp_sum, argmax = _chunk_statistics(logits, batch.inverse_temperature)
     chunks = max_logit.shape[1]
     lse = _exact_logsumexp(max_logit, exp_sum) if exact else max_logit
     _sample[(num_rows,)](
-        logits, rows.inverse_temperature, rows.greedy, max_logit, exp_sum, argmax, lse, vocab_size,
-        rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
-        rows.block_table, rows.block_table.stride(0), rows.stop_ids,
+        logits, batch.inverse_temperature, batch.greedy, max_logit, exp_sum, argmax, lse,
+        vocab_size, batch.state, batch.state.stride(0), batch.log_probs_out, batch.tokens_out,
+        batch.block_table, batch.block_table.stride(0), batch.stop_ids,
         CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks), CHUNK=_CHUNK_LOGITS, EXACT=exact,
-        NUM_STOP_IDS=rows.stop_ids.shape[1], BLOCK_SIZE=block_size,
-        CAPACITY=rows.tokens_out.shape[1], num_warps=_SAMPLE_WARPS,
+        NUM_STOP_IDS=batch.stop_ids.shape[1], BLOCK_SIZE=block_size,
+        CAPACITY=batch.tokens_out.shape[1], num_warps=_SAMPLE_WARPS,
     )  # fmt: skip
 
 
@@ -370,10 +370,10 @@ def _advance_rows(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-def advance(tokens: Tensor, log_probs: Tensor, rows: BatchState, block_size: int) -> None:
+def advance(tokens: Tensor, log_probs: Tensor, batch: BatchState, block_size: int) -> None:
     _advance_rows[(tokens.shape[0],)](
-        tokens, log_probs, rows.state, rows.state.stride(0), rows.log_probs_out, rows.tokens_out,
-        rows.block_table, rows.block_table.stride(0), rows.stop_ids,
-        NUM_STOP_IDS=rows.stop_ids.shape[1], BLOCK_SIZE=block_size,
-        CAPACITY=rows.tokens_out.shape[1], num_warps=1,
+        tokens, log_probs, batch.state, batch.state.stride(0), batch.log_probs_out,
+        batch.tokens_out, batch.block_table, batch.block_table.stride(0), batch.stop_ids,
+        NUM_STOP_IDS=batch.stop_ids.shape[1], BLOCK_SIZE=block_size,
+        CAPACITY=batch.tokens_out.shape[1], num_warps=1,
     )  # fmt: skip

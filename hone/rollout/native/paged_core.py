@@ -292,20 +292,20 @@ class PagedCore:
     def _sample(
         self, logits: Tensor, truncated_sampling: TruncatedSampling | None, begin: int, end: int
     ) -> None:
-        rows = self._device_rows.rows(begin, end)
+        batch = self._device_rows.rows(begin, end)
         if truncated_sampling is None:
-            self._kernels.sample(logits, rows, BLOCK_SIZE)
+            self._kernels.sample(logits, batch, BLOCK_SIZE)
         else:
-            truncated_sampling.sample(logits[: end - begin], rows, self._kernels, BLOCK_SIZE)
+            truncated_sampling.sample(logits[: end - begin], batch, self._kernels, BLOCK_SIZE)
 
     def _truncated_sampling(self, sequences: list[RunningSequence]) -> TruncatedSampling | None:
         sampling = [s.request.sampling for s in sequences]
         return TruncatedSampling.of(sampling, self.device, exact=self._exact is not None)
 
-    def _decode_layout(self, rows: BatchState) -> ExactLayout | PagedDecode:
+    def _decode_layout(self, batch: BatchState) -> ExactLayout | PagedDecode:
         if self._exact is not None:
-            return self._exact.decode_layout(self.cache, rows)
-        return PagedDecode(self.cache, self._kernels, rows)
+            return self._exact.decode_layout(self.cache, batch)
+        return PagedDecode(self.cache, self._kernels, batch)
 
     def _decode(self, steps: int) -> None:
         """Launches `steps` decode steps; the host reads no result."""
@@ -320,10 +320,10 @@ class PagedCore:
 
     def _read_chunk(self) -> _Chunk:
         """Waits for the device; copies the sampled tokens, because the next chunk overwrites them."""
-        rows = self._device_rows.rows(0, len(self._scheduler.running))
-        tokens = rows.tokens_out.to("cpu", copy=True)
-        log_probs = rows.log_probs_out.to("cpu", copy=True)
-        return _Chunk(tokens, log_probs, rows.num_sampled.tolist(), rows.finished.tolist())
+        batch = self._device_rows.rows(0, len(self._scheduler.running))
+        tokens = batch.tokens_out.to("cpu", copy=True)
+        log_probs = batch.log_probs_out.to("cpu", copy=True)
+        return _Chunk(tokens, log_probs, batch.num_sampled.tolist(), batch.finished.tolist())
 
     def _append_chunk(self, chunk: _Chunk) -> None:
         tokens, log_probs = chunk.tokens.tolist(), chunk.log_probs.tolist()

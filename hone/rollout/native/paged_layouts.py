@@ -1,9 +1,10 @@
-"""Attention layouts over the paged cache: prefill, decode, and the layouts of exact mode.
+"""Layouts over the paged cache, for prefill, for decoding and for exact mode.
 
-`PagedPrefill` and `PagedDecode` first write the new keys and values into the cache. Hugging Face models
-call `attend`; the fused decoder calls `attend_qkv` with queries, keys and values as one tensor before the
-rotation. `ExactLayout` describes decoding, prefill and training by the block table and the position of
-every query, so one kernel computes all of them.
+A layout is the attention metadata of one forward pass (docs/glossary.md). `PagedPrefill` and `PagedDecode`
+first write the new keys and values into the cache. Hugging Face models call `attend`; the fused decoder calls
+`attend_qkv` with queries, keys and values as one tensor before the rotation. `ExactLayout` describes
+decoding, prefill and training by the block table and the position of every query, so one kernel computes all
+of them.
 """
 
 from __future__ import annotations
@@ -114,11 +115,12 @@ def _concat(arrays: list[np.ndarray], device: torch.device) -> Tensor:
 class PagedDecode:
     """The layout of one new token per row of a batch; small batches split the keys of a row."""
 
-    def __init__(self, cache: PagedCache, kernels: ModuleType, rows: BatchState) -> None:
+    def __init__(self, cache: PagedCache, kernels: ModuleType, batch: BatchState) -> None:
         self._cache, self._kernels = cache, kernels
-        self._block_table, self._positions, self.slots = rows.block_table, rows.position, rows.slot
+        self._block_table, self._positions = batch.block_table, batch.position
+        self.slots = batch.slot
         # The kernel that combines the splits expects a power of two.
-        splits_to_fill = _FULL_GPU_PROGRAMS // max(len(rows.greedy) * cache.kv_heads, 1)
+        splits_to_fill = _FULL_GPU_PROGRAMS // max(batch.num_rows * cache.kv_heads, 1)
         self._splits = min(_MAX_SPLITS, 1 << max(0, int(math.log2(max(splits_to_fill, 1)))))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -224,7 +226,7 @@ def segment_queries(
 
 
 class ExactLayout:
-    """The attention layout of one forward: the slots of its new keys, and its queries."""
+    """The layout of exact mode: the queries of one forward pass, and the slots of its new keys."""
 
     def __init__(
         self, cache: PagedCache, kernels: ModuleType, queries: Queries, slots: Tensor | None = None

@@ -121,7 +121,7 @@ class TruncatedSampling:
         return TruncatedSampling(indices, to_device(mask, device), sampling, exact)
 
     def sample(
-        self, logits: Tensor, rows: BatchState, kernels: ModuleType, block_size: int
+        self, logits: Tensor, batch: BatchState, kernels: ModuleType, block_size: int
     ) -> None:
         """Samples one token per row from logits [R, V] and moves each row to its next position.
 
@@ -129,20 +129,20 @@ class TruncatedSampling:
         sampled, so in each pass the rows of the other pass are marked as finished.
         """
         indices = self.indices
-        finished_before = rows.finished.clone()
-        rows.finished.masked_fill_(self.mask, 1)
-        kernels.sample(logits, rows, block_size)
-        finished_after_kernel = rows.finished.clone()
+        finished_before = batch.finished.clone()
+        batch.finished.masked_fill_(self.mask, 1)
+        kernels.sample(logits, batch, block_size)
+        finished_after_kernel = batch.finished.clone()
         truncated_logits = logits[indices]
         token, log_prob = sample_tokens(
-            truncated_logits.float(), rows.position[indices] + 1, self.sampling
+            truncated_logits.float(), batch.position[indices] + 1, self.sampling
         )
         if self.exact:
             log_prob = kernels.token_log_probs(
-                truncated_logits, token, rows.inverse_temperature[indices]
+                truncated_logits, token, batch.inverse_temperature[indices]
             )
-        tokens = torch.zeros_like(rows.token).index_copy_(0, indices, token)
-        log_probs = torch.zeros_like(rows.inverse_temperature).index_copy_(0, indices, log_prob)
-        rows.finished.copy_(torch.where(self.mask, finished_before, 1))
-        kernels.advance(tokens, log_probs, rows, block_size)
-        rows.finished.copy_(torch.where(self.mask, rows.finished, finished_after_kernel))
+        tokens = torch.zeros_like(batch.token).index_copy_(0, indices, token)
+        log_probs = torch.zeros_like(batch.inverse_temperature).index_copy_(0, indices, log_prob)
+        batch.finished.copy_(torch.where(self.mask, finished_before, 1))
+        kernels.advance(tokens, log_probs, batch, block_size)
+        batch.finished.copy_(torch.where(self.mask, batch.finished, finished_after_kernel))
