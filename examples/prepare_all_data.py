@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 from hone.data.check import check_file
-from hone.data.prepare import RECIPES, prepare
+from hone.data.prepare import DATASETS, prepare
 from hone.data.rows import DataError
 from hone.rewards.scores.table import find_entry
 
 
 def ways(name: str, source: str | None) -> list[tuple[str, str | None]]:
     """(folder, source folder) of each way to prepare a set: generated, from upstream's files."""
-    generated = [(name, None)] if RECIPES[name].generator else []
-    if not RECIPES[name].source_builder:
+    generated = [(name, None)] if DATASETS[name].generator else []
+    if not DATASETS[name].source_builder:
         return generated
     return [*generated, (f"{name}_upstream" if generated else name, source)]
 
@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--source_dir", help="folder of upstream's files, one folder a set")
     options = parser.parse_args()
     failed = 0
-    for name in RECIPES:
+    for name in DATASETS:
         for label, source in ways(name, options.source_dir):
             folder = Path(options.local_dir, label)
             try:

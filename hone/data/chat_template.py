@@ -108,7 +108,7 @@ def apply_template(
     """Calls `tokenizer.apply_chat_template` within the limits."""
     template = None
     if hasattr(tokenizer, "get_chat_template"):
-        # The rendering raises the same error.
+        # `render` below raises the same error.
         with contextlib.suppress(ValueError, TypeError):
             template = tokenizer.get_chat_template(options.get("chat_template"), tools)
     if isinstance(template, str):

@@ -61,7 +61,7 @@ def main() -> int:
         text = render(task["template"], task["variables"])
     except MemoryError:
         return TOO_LARGE
-    except Exception:  # the prompt's own rendering raises it again
+    except Exception:  # rendering the prompt in the main process raises it too
         return 0
     return TOO_LARGE if len(text) > task["characters"] else 0
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hone.data.prepare import ALIASES, RECIPES, prepare
+from hone.data.prepare import ALIASES, DATASETS, prepare
 from hone.data.rows import DataError
 from hone.suggestions import suggestion
 
@@ -57,7 +57,7 @@ def benchmark_file(name: str, folder: Path, work_folder: Path) -> Path:
                 raise DataError(
                     f"{mismatch_message}; prepare {benchmark} there (`hone data prepare`)"
                 )
-    needs_source = RECIPES[benchmark].source_builder is not None  # otherwise rows are generated
+    needs_source = DATASETS[benchmark].source_builder is not None  # otherwise rows are generated
     try:
         prepare(
             benchmark,

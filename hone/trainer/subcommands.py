@@ -107,16 +107,16 @@ def _add_rendering_options(parser: Parser) -> None:
 
 
 def _data_prepare(options: Options, extra_arguments: list[str]) -> None:
-    from hone.data.prepare import RECIPES, prepare_from_arguments
+    from hone.data.prepare import DATASETS, prepare_from_arguments
 
     if options.name is None and {"-h", "--help"} & set(extra_arguments):
         options.own_parser.print_help()
     elif options.name is None and extra_arguments:
         options.own_parser.error(f"{extra_arguments[0]}: name the data set first")
     elif options.name is None:
-        name_width = max(map(len, RECIPES))
-        for name, recipe in RECIPES.items():
-            print_text(f"{name:<{name_width}}  {recipe.summary}")
+        name_width = max(map(len, DATASETS))
+        for name, dataset in DATASETS.items():
+            print_text(f"{name:<{name_width}}  {dataset.summary}")
     else:
         program = f"hone data prepare {options.name}"
         print_text(str(prepare_from_arguments(options.name, extra_arguments, program)))

@@ -12,7 +12,7 @@ import pytest
 
 from hone.data.check import check_file
 from hone.data.loader import PromptLoader
-from hone.data.prepare import RECIPES
+from hone.data.prepare import DATASETS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
@@ -57,4 +57,4 @@ def test_the_example_sampler_resumes_exactly() -> None:
 def test_every_data_set_is_listed() -> None:
     table = PAGE[PAGE.index("## Ready-made") :]
     words = set(re.findall(r"[\w]+", table))
-    assert set(RECIPES) <= words
+    assert set(DATASETS) <= words

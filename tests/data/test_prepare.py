@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from hone.data.prepare import ALIASES, RECIPES, argument_parser, prepare, prepare_from_arguments
+from hone.data.prepare import ALIASES, DATASETS, argument_parser, prepare, prepare_from_arguments
 from hone.data.rows import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,13 +235,13 @@ def test_without_the_datasets_package_the_hub_is_explained(
 def test_every_script_names_a_known_data_set_and_shadows_no_module() -> None:
     assert len(SCRIPTS) >= 22
     for path in SCRIPTS:
-        assert ALIASES.get(path.stem, path.stem) in RECIPES
+        assert ALIASES.get(path.stem, path.stem) in DATASETS
         assert f'script("{path.stem}")' in path.read_text()
         assert path.stem not in sys.stdlib_module_names, "it would shadow a module of Python"
 
 
-def test_every_recipe_has_a_builder_with_its_arguments() -> None:
-    for name in [*RECIPES, *ALIASES]:
+def test_every_dataset_has_a_builder_with_its_arguments() -> None:
+    for name in [*DATASETS, *ALIASES]:
         assert "--local_dir" in argument_parser(name).format_help()
 
 
@@ -292,8 +292,8 @@ def test_all_sets_at_hand_are_prepared_checked_and_the_others_named(
 ) -> None:
     script = ROOT / "examples/prepare_all_data.py"
     code = (
-        "import runpy, sys; from hone.data.prepare import RECIPES;"
-        " [RECIPES.pop(n) for n in [*RECIPES] if n not in ('gsm8k', 'hellaswag', 'mbpp')];"
+        "import runpy, sys; from hone.data.prepare import DATASETS;"
+        " [DATASETS.pop(n) for n in [*DATASETS] if n not in ('gsm8k', 'hellaswag', 'mbpp')];"
         " sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     arguments = [str(script), "--local_dir", str(tmp_path / "out"), "--source_dir", str(source)]

@@ -71,9 +71,9 @@ def test_an_unknown_benchmark_says_which_are_known(tmp_path: Path) -> None:
 
 
 def test_every_benchmark_can_be_built_and_the_maths_ones_scored() -> None:
-    from hone.data.prepare import RECIPES
+    from hone.data.prepare import DATASETS
 
-    assert set(BENCHMARKS) <= set(RECIPES)
+    assert set(BENCHMARKS) <= set(DATASETS)
     assert all(
         find_entry(name) is not None for name in (*MATH_BENCHMARKS, "gsm8k", "humaneval", "mbpp")
     )

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hone.data.prepare import RECIPES
+from hone.data.prepare import DATASETS
 from hone.data.preprocess.sources import Source, Splits
 
 
@@ -14,7 +14,7 @@ def write(path: Path, rows: list[Any]) -> None:
 
 
 def rows_of(name: str, folder: Path) -> Splits:
-    builder = RECIPES[name].source_builder
+    builder = DATASETS[name].source_builder
     assert builder is not None
     return builder(source=Source(folder))
 

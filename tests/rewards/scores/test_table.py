@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hone.data.prepare import RECIPES
+from hone.data.prepare import DATASETS
 from hone.data.preprocess.sources import Source, UpstreamDataset
 from hone.rewards.scorer import ScorerSignatureError
 from hone.rewards.scores import table
@@ -197,7 +197,7 @@ ANY_RECORD = {
 """A record with every field that a preparer reads."""
 
 
-@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("name", sorted(DATASETS))
 def test_every_source_that_a_preparer_writes_has_a_rule(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,12 +205,12 @@ def test_every_source_that_a_preparer_writes_has_a_rule(
         return None if split == "examples" else [dict(ANY_RECORD)]
 
     monkeypatch.setattr(Source, "find_records", find_records)
-    recipe = RECIPES[name]
-    builders = [b for b in (recipe.source_builder, recipe.generator) if b]
+    dataset = DATASETS[name]
+    builders = [b for b in (dataset.source_builder, dataset.generator) if b]
     for builder in builders:
-        sizes = {"train_size": 4, "test_size": 2} if builder == recipe.generator else {}
-        arguments = {"source": Source()} if builder == recipe.source_builder else sizes
-        splits = builder(**arguments, **recipe.preset)
+        sizes = {"train_size": 4, "test_size": 2} if builder == dataset.generator else {}
+        arguments = {"source": Source()} if builder == dataset.source_builder else sizes
+        splits = builder(**arguments, **dataset.preset)
         rows = [row for split in splits.values() for row in split if "data_source" in row]
         assert rows or name in ("gsm8k_multiturn_sft",), name
         check_sources(rows)
