@@ -1,9 +1,13 @@
 """Selects rows of a batch: the group filters of DAPO and PURE, and PF-PPO's resampling.
 
-A filter returns a mask [B] of the rows to keep; the trainer generates groups to replace the others.
+A filter returns a mask [B] of the rows to keep; rows with an equal `index` are one group. The trainer
+generates groups to replace the others.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -11,16 +15,18 @@ from torch import Tensor
 
 from hone.ops.rows import Groups, Labels
 
+Scores: TypeAlias = Sequence[float] | np.ndarray | Tensor
+"""[B] one score per row."""
 _MIN_WEIGHT = 1e-8
 
 
-def keep_informative(scores: Labels, index: Labels) -> Tensor:
+def keep_informative(scores: Scores, index: Labels) -> Tensor:
     """Keeps the groups whose scores differ, and groups of one (2503.14476)."""
     values, groups = _scores_and_groups(scores, index)
     return ((groups.max(values) > groups.min(values)) | (groups.sizes == 1))[groups.ids]
 
 
-def remove_extreme(scores: Labels, index: Labels) -> Tensor:
+def remove_extreme(scores: Scores, index: Labels) -> Tensor:
     """Keeps the groups whose mean score is above 0 and below 1."""
     values, groups = _scores_and_groups(scores, index)
     mean = groups.mean(values)
@@ -28,9 +34,12 @@ def remove_extreme(scores: Labels, index: Labels) -> Tensor:
 
 
 def interquartile(
-    scores: Labels, index: Labels, lower_percentile_bound: float, upper_percentile_bound: float
+    scores: Scores, index: Labels, lower_percentile_bound: float, upper_percentile_bound: float
 ) -> Tensor:
-    """Keeps the groups whose mean score lies between two percentiles of all groups' means, or equals both."""
+    """Keeps the groups whose mean score is in [low, high), or equal to both if low equals high.
+
+    low and high are the two percentiles of the mean scores of all groups.
+    """
     values, groups = _scores_and_groups(scores, index)
     mean = groups.mean(values)
     if not len(mean):
@@ -42,13 +51,13 @@ def interquartile(
     return ((mean >= low) & ((mean < high) | (low == high) & (mean == high)))[groups.ids]
 
 
-def _scores_and_groups(scores: Labels, index: Labels) -> tuple[Tensor, Groups]:
+def _scores_and_groups(scores: Scores, index: Labels) -> tuple[Tensor, Groups]:
     values = torch.as_tensor(
         scores if isinstance(scores, Tensor) else np.asarray(scores, dtype=np.float64)
     ).double()
     if values.dim() != 1 or len(values) != len(index):
         raise ValueError(
-            f"group filter: scores have shape {tuple(values.shape)} for {len(index)} labels; "
+            f"group filter: scores have shape {tuple(values.shape)} for {len(index)} rows; "
             "give one number per row"
         )
     return values, Groups.of(index, values.device)

@@ -103,7 +103,7 @@ class _Composition:
         for block, key in _SUGGESTED_KEY.findall("\n".join(self.problems)):
             # A suggestion is a full key, or a name in the block.
             reported_keys |= {key, f"{block}.{key}"}
-        # A sentence may omit the first names of a key, as in `rollout.n=1`.
+        # A sentence may omit the blocks that contain a key, as in `rollout.n=1`.
         endings = {key[match.start() :] for key in reported_keys for match in _NAME.finditer(key)}
         for sentence in sentences:
             if endings.isdisjoint(_KEY_IN_MESSAGE.findall(sentence)):

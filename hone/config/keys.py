@@ -34,8 +34,9 @@ T = TypeVar("T")
 
 PLAIN_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 """`${a.b}`; the group is the key."""
-BOUND_REFERENCE = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
-"""A default that `at_most` declares; the groups are the limit and the key."""
+MIN_REFERENCE = re.compile(r"\$\{least:(\d+),\$\{([A-Za-z_][\w.]*)\}\}")
+"""`${least:N,${a.b}}`, the smaller of N and the value of a.b, declared with `at_most`; the groups are N and
+the key."""
 _REFERENCE = re.compile(r"(\$\{(?:oc\.select:\s*)?)([A-Za-z_][\w.]*)(?=\s*[},])")
 """The start of any reference, also of `${oc.select:a.b,default}`; the second group is the key."""
 _MAX_REFERENCE_CHAIN = 20
@@ -60,7 +61,7 @@ class Leaf:
 
     @property
     def followed_key(self) -> str | None:
-        """The key whose value is the default, or None."""
+        """The other key whose value this key has by default, or None."""
         match = PLAIN_REFERENCE.fullmatch(self.default) if isinstance(self.default, str) else None
         return match and match[1]
 
@@ -69,8 +70,8 @@ class Leaf:
         """The default, in words: the value, the key that it follows, or the smaller of two."""
         if self.followed_key:
             return f"follows {self.followed_key}"
-        if bound := BOUND_REFERENCE.fullmatch(str(self.default)):
-            return f"{bound[1]}, or {bound[2]} where that is smaller"
+        if minimum := MIN_REFERENCE.fullmatch(str(self.default)):
+            return f"{minimum[1]}, or {minimum[2]} where that is smaller"
         return show_value(self.default)
 
 
@@ -182,34 +183,36 @@ def unknown_key_message(root: type, key: str, added: bool = False) -> str | None
 def suggested_keys(root: type, key: str, is_last: bool = True) -> list[str]:
     """Returns the keys that a short form may mean, or an empty list if there are more than four.
 
-    If there are none, returns the keys of the same root block that have the same last name, else the only key
-    of the tree that has this last name.
+    If no key matches, looks for keys that end in the same name: returns those in the same top-level block, or
+    the only one in the other blocks.
     """
     all_keys = list(leaves(root))
-    first_names, _, name = key.rpartition(".")
+    parent, _, name = key.rpartition(".")
     suggestions = [full_key for full_key in all_keys if full_key.endswith(f".{key}")]
     suggestions = suggestions or keys_matching(key, all_keys)
-    if not suggestions and key.split(".")[0] not in hints(root):  # the last name may be misspelled
-        required_names = set(filter(None, first_names.split(".")))
+    if not suggestions and key.split(".")[0] not in hints(root):  # the final name may be misspelled
+        parent_names = set(filter(None, parent.split(".")))
         paths = [full_key.split(".") for full_key in all_keys]
-        last_names = [path[-1] for path in paths if required_names.issubset(path[:-1])]
-        suggestions = keys_matching(f"{first_names}.{nearest(name, last_names)}", all_keys)
+        final_names = [path[-1] for path in paths if parent_names.issubset(path[:-1])]
+        suggestions = keys_matching(f"{parent}.{nearest(name, final_names)}", all_keys)
     elif not suggestions and is_last:
-        root_block = key.split(".")[0]
+        top_block = key.split(".")[0]
         same_name = [full_key for full_key in all_keys if full_key.split(".")[-1] == name]
-        suggestions = [full_key for full_key in same_name if full_key.startswith(f"{root_block}.")]
-        # Of several keys in other blocks, most would set another model.
+        suggestions = [full_key for full_key in same_name if full_key.startswith(f"{top_block}.")]
+        # Several other blocks: most of them configure another model, such as the critic.
         suggestions = suggestions or (same_name if len(same_name) == 1 else [])
     return suggestions if len(suggestions) <= 4 else []
 
 
 def keys_matching(short: str, keys: Iterable[str]) -> list[str]:
     """Returns the keys that a short form may mean: `actor.lr` matches `actor_rollout_ref.actor.optim.lr`,
-    because the last names are equal and the key contains the other names of the short form."""
-    *first_names, last_name = short.lstrip(".").split(".")
+    because the final names are equal and the key contains the other names of the short form."""
+    *parent_names, final_name = short.lstrip(".").split(".")
     paths = ((key, key.split(".")) for key in keys)
     return [
-        key for key, path in paths if path[-1] == last_name and set(first_names).issubset(path[:-1])
+        key
+        for key, path in paths
+        if path[-1] == final_name and set(parent_names).issubset(path[:-1])
     ]
 
 
@@ -279,9 +282,9 @@ def resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
 
     if reference := PLAIN_REFERENCE.fullmatch(value):
         return look_up(reference[1])
-    if bound := BOUND_REFERENCE.fullmatch(value):
-        other = look_up(bound[2])
-        return min(int(bound[1]), other) if isinstance(other, int) else other
+    if minimum := MIN_REFERENCE.fullmatch(value):
+        other = look_up(minimum[2])
+        return min(int(minimum[1]), other) if isinstance(other, int) else other
     text = PLAIN_REFERENCE.sub(lambda match: str(look_up(match[1])), value)
     if "${" in text:
         raise KeyError(value)
@@ -291,7 +294,7 @@ def resolve_value(value: Value, values: JsonObject, depth: int = 0) -> Value:
 def resolve_default(default: Value, values: JsonObject) -> Value:
     """Returns a default of the schema with its references resolved.
 
-    If a referenced value contains the text of a reference, the default is returned unchanged.
+    If only OmegaConf can resolve one of the references, returns the default unchanged.
     """
     with contextlib.suppress(KeyError):
         return resolve_value(default, values)

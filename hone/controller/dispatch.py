@@ -1,7 +1,7 @@
 """The call of a worker's method from the training loop, on all ranks of its worker group.
 
-`GroupCalls` splits the arguments over the ranks, an executor runs the method on each rank, and
-`GroupCalls` joins the results. `LocalExecutor` runs the single rank of this process; `RayExecutor`
+`WorkerGroupBase` splits the arguments over the ranks, an executor runs the method on each rank, and
+`WorkerGroupBase` joins the results. `LocalExecutor` runs the single rank of this process; `RayExecutor`
 (ray.py) runs each rank in a Ray actor. On a rank, `WorkerHost` calls the worker.
 """
 
@@ -196,11 +196,11 @@ def count_and_collect(
     return collect(results)
 
 
-class GroupCalls(Generic[W]):
-    """Calls the ranks of one role.
+class WorkerGroupBase(Generic[W]):
+    """The base class of `WorkerGroup`: calls the ranks of one role.
 
-    `group.method(…)` calls any registered method by its name. `call`, `call_all`, `call_each` and
-    `begin` take the method itself, so that type checkers check its arguments and result.
+    `group.method(…)` calls any registered method by its name. `call`, `call_all` and `call_each`
+    take the method itself, so that type checkers check its arguments and result.
     """
 
     def __init__(self, executor: Executor[Any], name: str, role: str) -> None:
@@ -212,7 +212,7 @@ class GroupCalls(Generic[W]):
         self._methods: dict[str, Function] = {}
         self.name = name
         self.traffic: Counter[str] = Counter()
-        """Payload bytes of arguments and results, by `role/method`."""
+        """Payload bytes of arguments and results, by `name/method`; `name` is that of the group."""
 
     @property
     def world_size(self) -> int:

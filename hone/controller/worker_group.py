@@ -14,7 +14,7 @@ from typing import Any, Concatenate
 from hone.controller.colocated import ClassWithInitArgs, ColocatedClass
 from hone.controller.contract import Call, Executor, Mesh
 from hone.controller.decorator import registered_methods
-from hone.controller.dispatch import GroupCalls, LocalExecutor, P, R, W, WorkerHost
+from hone.controller.dispatch import LocalExecutor, P, R, W, WorkerGroupBase, WorkerHost
 from hone.controller.resource_pool import ResourcePool, Role
 from hone.controller.threads import set_thread_count, thread_count
 from hone.controller.worker import Placement, Worker, use_placement
@@ -23,7 +23,7 @@ from hone.protocol import DataProtoFuture
 from hone.types import Settings
 
 
-class WorkerGroup(GroupCalls[W]):
+class WorkerGroup(WorkerGroupBase[W]):
     """Calls the ranks of one role, with verl's methods for all ranks, for rank 0 and for colocated roles."""
 
     def __init__(

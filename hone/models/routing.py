@@ -71,9 +71,10 @@ class Routing:
             block.forward = partial(self._forward, block.forward, layer)
 
     def start(self, replay: Tensor | None, *, record: bool) -> dict[int, Tensor]:
-        """Prepares a forward pass of the trainer and returns a dict, which is empty unless `record` is set.
+        """Prepares a forward pass of the trainer and returns a dict of experts by layer.
 
-        The forward pass writes the experts [N, k] of each layer to the dict. `replay` stays set until the
+        With `record`, the forward pass writes the experts [N, k] of each layer to the dict; without, the dict
+        stays empty. `replay` stays set until the
         engine resets it, because the backward pass computes checkpointed layers again.
         """
         self.replay, self._agreement = replay, {}

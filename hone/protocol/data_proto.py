@@ -353,7 +353,10 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
-        """Reads a batch that hone or verl saved; raises if it has more than values, arrays and tensors."""
+        """Reads a batch that hone or verl saved.
+
+        Raises UnsafeObject if the file has other objects than plain values, arrays and tensors.
+        """
         return load(filepath, DataProto)
 
 

@@ -50,7 +50,7 @@ def escape_special_tokens(text: str, tokenizer: Tokenizer | None = None) -> str:
     """Inserts a zero-width space into each control token, so that tokenizers read the token as plain text."""
     special_tokens = () if tokenizer is None else getattr(tokenizer, "all_special_tokens", ())
     pattern = _control_token_pattern(tuple(special_tokens))
-    return pattern.sub(lambda token: token[0][0] + _ZERO_WIDTH_SPACE + token[0][1:], text)
+    return pattern.sub(lambda match: match[0][0] + _ZERO_WIDTH_SPACE + match[0][1:], text)
 
 
 @functools.lru_cache(maxsize=16)

@@ -26,7 +26,7 @@ def unwrap_function(function: Function) -> Function:
 
 
 def describe(function: Function) -> str:
-    """Returns `name of file` for a function from a user's file, else `module.name`."""
+    """Returns `NAME of FILE` for a function from a user's file, else `MODULE.NAME`."""
     unwrapped = unwrap_function(function)
     name = getattr(unwrapped, "__qualname__", type(unwrapped).__qualname__)
     module = getattr(unwrapped, "__module__", "?")
@@ -37,19 +37,19 @@ def describe(function: Function) -> str:
 
 
 def definition_location(function: Function) -> str | None:
-    """Returns `file:line` of the definition of a function, or None for a function in C."""
+    """Returns `FILE:LINE` of the definition of a function, or None for a function in C."""
     code = _code_of(function)
     return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def error_location(error: BaseException, function: Function) -> str | None:
-    """Returns `file:line` of the innermost frame in the user's file, or of the definition."""
+    """Returns `FILE:LINE` of the innermost frame in the user's file, or of the definition."""
     frames = traceback.extract_tb(error.__traceback__)
     code = _code_of(function)
     if code is None or code.co_filename.startswith(_PACKAGE_FOLDER):
         # `function` is hone's own, but may have called a registered rule in the user's file.
-        foreign_folders = (_PACKAGE_FOLDER, *_LIBRARY_FOLDERS)
-        user_frames = [frame for frame in frames if not frame.filename.startswith(foreign_folders)]
+        non_user_folders = (_PACKAGE_FOLDER, *_LIBRARY_FOLDERS)
+        user_frames = [frame for frame in frames if not frame.filename.startswith(non_user_folders)]
         user_frames = user_frames or frames
     else:
         user_frames = [frame for frame in frames if frame.filename == code.co_filename]

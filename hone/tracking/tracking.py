@@ -137,9 +137,9 @@ class Tracking:
                 raise
             self.failures[name] = self.failures.get(name, 0) + 1
             if self.failures[name] == 1:
-                has_other_cause = storage_errno(error) is None  # a full disk needs no traceback
+                needs_traceback = storage_errno(error) is None  # not if the disk is full
                 message = "tracker %r failed (%r); the run continues"
-                log.warning(message, name, error, exc_info=has_other_cause)
+                log.warning(message, name, error, exc_info=needs_traceback)
 
 
 class ValidationGenerationsLogger:

@@ -52,7 +52,7 @@ def test_interquartile_keeps_the_middle_of_the_batch():
 def test_scores_must_be_one_number_per_row():
     with pytest.raises(ValueError, match="one number per row"):
         keep_informative(torch.ones(2, 3), ["a", "a"])
-    with pytest.raises(ValueError, match="for 1 labels"):
+    with pytest.raises(ValueError, match="for 1 rows"):
         keep_informative([1.0, 2.0], ["a"])
 
 

@@ -43,7 +43,7 @@ class MCPBaseTool(BaseTool):
         return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, Fields]:
-        """Returns the parts of a result as text, and no metrics; a part without text is its type."""
+        """Returns the parts of a result as text, with `(type)` for a part without text, and no metrics."""
         texts = (getattr(part, "text", None) for part in content)
         pairs = zip(texts, content, strict=True)
         return "\n".join(f"({part.type})" if text is None else text for text, part in pairs), {}
@@ -167,7 +167,7 @@ def _transport(settings: Settings) -> contextlib.AbstractAsyncContextManager[Any
 def mcp_tools(
     cls: type[MCPBaseTool], config: Settings, mcp_config: JsonValue, path: str
 ) -> list[MCPBaseTool]:
-    """Returns the tools, objects of `cls`, of the MCP servers in one entry of the tool list."""
+    """Connects to the MCP servers in one entry of the tool list; returns one object of `cls` per tool."""
     try:
         import mcp as _  # noqa: F401
     except ModuleNotFoundError as error:

@@ -184,14 +184,14 @@ def get_reward_model(
 def load_external_reward_model(
     config: PPOTrainerConfig, tokenizer: Tokenizer, group: WorkerGroup[JudgeWorker] | None
 ) -> ModelRewardManager:
-    """Returns the manager of a reward model on a server, or of a judge that `group` may run."""
+    """Returns the manager of a served reward model or a judge; without a server, a judge runs in `group`."""
     from hone.models.load import load_tokenizer
     from hone.rewards.loading import load_model_manager
 
     model = config.reward_model
     if model.type == "judge":
-        completions = None if model.server.url else JudgeWorkerClient(group)
-        return load_model_manager(config, tokenizer, None, completions)
+        judge_client = None if model.server.url else JudgeWorkerClient(group)
+        return load_model_manager(config, tokenizer, None, judge_client)
     path, trust = model.model.path, model.model.trust_remote_code
     model_tokenizer = load_tokenizer(path, trust_remote_code=trust) if path else None
     return load_model_manager(config, tokenizer, model_tokenizer)
