@@ -16,8 +16,8 @@ from hone.agents.collate import (
 from hone.protocol import DataProto
 
 
-def join_ranks(worker_group: object, results: Sequence[DataProto]) -> DataProto:
-    """Concatenates the batches that the ranks of a worker group collated.
+def join_ranks(_worker_group: object, results: Sequence[DataProto]) -> DataProto:
+    """Concatenates the batches that the ranks of a worker group collated; it is called as a `collect_fn`.
 
     A column that only some ranks have is filled with None, and `routed_experts` with NOT_RECORDED;
     `rollout_log_probs` that only some ranks have are dropped.

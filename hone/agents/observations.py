@@ -235,7 +235,7 @@ def truncate_text(text: str, max_chars: int, side: str) -> str:
 
 
 def truncate_tokens(text: str, tokenizer: Tokenizer, max_tokens: int | None, side: str) -> str:
-    """Drops the `side` part of a text longer than `max_tokens`; None is no limit."""
+    """Drops the `side` part of a text longer than `max_tokens`; None means no limit."""
     if max_tokens is None:
         return text
     ids = tokenizer.encode(clean_text(text), add_special_tokens=False)

@@ -160,13 +160,13 @@ class LLM:
         return render_prompt(prompt, self.tokenizer, prompt_format, template_kwargs=options)
 
     def _max_response_tokens(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Returns the limit of a response's length; raises an error if prompt and response do not fit."""
+        """Returns the maximum length of the response; raises an error if prompt and response do not fit."""
         free_tokens = self._max_length - prompt_tokens
         if not prompt_tokens or free_tokens < (max_tokens or 1):
             raise GenerationError(
                 f"a prompt of {prompt_tokens} tokens and max_tokens={max_tokens or 1} do not fit: "
-                f"together they may have 1 to {self._max_length} tokens (the model's positions, and "
-                "LLM(…, max_model_len=N))"
+                "the prompt must have at least 1 token, and together they may have at most "
+                f"{self._max_length} (max_model_len, or the model's maximum length if that is smaller)"
             )
         return max_tokens or min(free_tokens, self.config.rollout.response_length)
 

@@ -15,7 +15,7 @@ import sys
 import time
 
 MARK_ENV = "HONE_PROCESS_MARKS"
-"""The marks of a process, separated by colons: one for its cluster and one for its server."""
+"""The marks of a process, separated by colons: one for each Ray cluster or SGLang server it belongs to."""
 POLL_INTERVAL_S = 0.5
 KILL_DEADLINE_S = 10.0
 

@@ -97,7 +97,7 @@ def text_problem(row: Row, columns_without_nul: Collection[str]) -> Problem | No
 
 
 def _type_problems(row: Row) -> Iterator[Problem]:
-    """Yields a problem for each name that is not text and each object column that is no object."""
+    """Yields a problem for each value that must be text, or must be an object, and has another type."""
     for name in NAME_COLUMNS:
         actual_type = json_type(row.get(name))
         if actual_type not in ("text", "null"):

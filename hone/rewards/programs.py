@@ -255,16 +255,19 @@ def _sandbox_service(url: str | None, memory_mb: int) -> SandboxService | None:
 
 
 def count_passed(
-    code: str, tests: Sequence[Test], limits: Limits, num_counted: int
+    code: str, tests: Sequence[Test], limits: Limits, num_always_run: int
 ) -> tuple[bool, int]:
-    """Returns whether all tests pass, and how many of the first `num_counted` tests pass."""
+    """Returns whether all tests pass, and how many of the first `num_always_run` tests pass.
+
+    The first `num_always_run` tests run even after a failed test; later tests do not.
+    """
     num_passed, has_failed = 0, False
     for index, test in enumerate(tests):
-        if has_failed and index >= num_counted:
+        if has_failed and index >= num_always_run:
             break
         is_passed = passes(code, test, limits)
         has_failed |= not is_passed
-        num_passed += is_passed and index < num_counted
+        num_passed += is_passed and index < num_always_run
     return not has_failed, num_passed
 
 

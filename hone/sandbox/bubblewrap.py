@@ -11,7 +11,7 @@ from hone.sandbox.interpreter import SYSTEM_PATHS
 from hone.sandbox.plan import BOX_HOME, DEVICES, NOBODY, RunRequest, box_environment
 
 INSTALL = "apt-get install -y bubblewrap (Debian, Ubuntu), dnf install bubblewrap (Fedora)"
-_NEWER_OPTIONS = ("disable-userns",)  # options that old versions of bubblewrap lack
+_RECENT_OPTIONS = ("disable-userns",)  # options that only recent versions of bubblewrap have
 _SYMLINKS = {  # target → link
     "/proc/self/fd": "/dev/fd",
     "/proc/self/fd/0": "/dev/stdin",
@@ -23,7 +23,7 @@ _SYMLINKS = {  # target → link
 
 @functools.lru_cache(maxsize=1)
 def find_bubblewrap() -> tuple[str | None, tuple[str, ...]]:
-    """Returns the path of bubblewrap (or None) and the newer options that this version supports."""
+    """Returns the path of bubblewrap (or None), and those of _RECENT_OPTIONS that this version has."""
     path = shutil.which("bwrap") or shutil.which("bwrap", path="/usr/bin:/bin:/usr/local/bin")
     if path is None:
         return None, ()
@@ -33,7 +33,7 @@ def find_bubblewrap() -> tuple[str | None, tuple[str, ...]]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None, ()
-    return path, tuple(name for name in _NEWER_OPTIONS if f"--{name} " in help_text)
+    return path, tuple(name for name in _RECENT_OPTIONS if f"--{name} " in help_text)
 
 
 def build_options(

@@ -19,17 +19,17 @@ class BoxPlan:
     """The way in which this machine builds boxes; all runs have the same plan."""
 
     bwrap_path: str | None
-    """None for boxes of Landlock and seccomp only."""
+    """The path of bubblewrap; None for boxes of Landlock and seccomp only."""
     bwrap_options: tuple[str, ...]
-    """The newer options that `find_bubblewrap` returns."""
+    """Options that only recent versions of bubblewrap have, if the installed version has them."""
     mount_proc: bool
     """Whether a box has its own /proc, which some containers forbid."""
     box_uid: int | None
-    """The user id of the warden and the boxes; None keeps the user id of a process without privileges."""
+    """The user id of the warden and the boxes; None if this process is not root: they use its id."""
     use_seccomp: bool
     interpreter: Interpreter
     bind_interpreter: bool
-    """Whether the warden bind-mounts the interpreter, which `box_uid` cannot read."""
+    """Whether the warden bind-mounts the interpreter, so that `box_uid` needs no access to its path."""
     parent_cgroups: ParentCgroups | None
 
 

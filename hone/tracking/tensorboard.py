@@ -25,7 +25,8 @@ class TensorboardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         # A resumed run repeats the steps after its checkpoint, and a fresh run in the folder of an earlier
-        # run repeats all steps; `purge_step` hides their old values. $TENSORBOARD_DIR may have other runs.
+        # run repeats all steps; `purge_step` hides their old values. A fresh run hides nothing in
+        # $TENSORBOARD_DIR, because other runs may write there.
         purge_step = None
         if run.will_train and run.resumed_from is not None:
             purge_step = run.resumed_from + 1

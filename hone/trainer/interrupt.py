@@ -153,7 +153,8 @@ def exit_on_signal() -> Iterator[None]:
     def handle(signal_number: int, frame: FrameType | None) -> None:
         if is_rank():
             for number in SIGNAL_NAMES:
-                signal.signal(number, signal.SIG_IGN)  # the launcher forwards the same request
+                # The launcher may forward the signal that this rank has already received.
+                signal.signal(number, signal.SIG_IGN)
         _raise_exit(signal_number, restore_default=not is_rank())
 
     _process.num_programs += 1

@@ -296,7 +296,7 @@ class ToolAgentLoop(AgentLoopBase):
             observation = self.parser.observation(
                 text, [message["content"] for message in messages]
             )
-            # If the last token is no special token, the model's turn goes on after the observation.
+            # If the last token is not a special token, the model's turn goes on after the observation.
             if self.tokenizer.decode([last_id], skip_special_tokens=True):
                 return self.tokenizer.encode(observation, add_special_tokens=False)
             messages = [{"role": "user", "content": observation.strip()}]

@@ -22,7 +22,7 @@ _EXPECTED_FORMAT = "a call is <function=NAME><parameter=KEY>VALUE</parameter></f
 
 
 class _TaggedParser(DelimitedParser):
-    """Base class of both parsers; text after the first call is no content."""
+    """Base class of both parsers; the content is the text before the first call, later text is dropped."""
 
     opening, closing = "<tool_call>", "</tool_call>"
 

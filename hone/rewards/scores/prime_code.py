@@ -11,7 +11,7 @@ from threading import Semaphore
 from hone.rewards.programs import Limits, count_passed, extract_code, read_tests
 from hone.types import Fields, JsonValue, Settings
 
-MAX_COUNTED_TESTS = 10  # number of tests that count with `continuous`
+MAX_COUNTED_TESTS = 10  # with `continuous`, the score is the share of these first tests that pass
 TEST_TIMEOUT_S = 10.0
 
 
@@ -30,8 +30,8 @@ def score_details(
     tests = read_tests(ground_truth, extra_info)
     code = extract_code(solution_str)
     with concurrent_semaphore or contextlib.nullcontext():
-        num_counted = MAX_COUNTED_TESTS if continuous else 0
-        has_passed_all, num_passed = count_passed(code, tests, limits, num_counted)
+        num_always_run = MAX_COUNTED_TESTS if continuous else 0  # 0: stop at the first failed test
+        has_passed_all, num_passed = count_passed(code, tests, limits, num_always_run)
     share = num_passed / min(MAX_COUNTED_TESTS, len(tests)) if continuous else 0.0
     return {"score": 1.0 if has_passed_all else share, "acc": float(has_passed_all)}
 

@@ -1,7 +1,8 @@
 """Writes requests to the program's box, and reads the answers.
 
 An answer is untrusted JSON with tags, which becomes values of built-in types, instances of shared classes
-(the classes that the preamble defines) and proxies. Any other answer raises MalformedAnswer.
+and proxies. Any other answer raises MalformedAnswer. Shared classes are those that the preamble defines,
+the code that both boxes run first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Shape: TypeAlias = type | list[type]
 """The exact type of the content of a tag, or the exact types of the items in a list."""
 
 VALUE, EXCEPTION, CALLBACK = "v", "x", "b"
-"""The kinds of messages from the program's box; a callback is a call of a function of the tests."""
+"""The kinds of messages from the program's box; a callback asks to call a function of the tests."""
 MAX_ANSWER_BYTES = 16 << 20
 _MAX_DIGITS = 1 << 18  # of a large integer or decimal
 _SCALAR_TYPES = frozenset({type(None), bool, int, float, str, bytes, complex})
@@ -50,7 +51,7 @@ class NotPlainData(TypeError):
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A match of a regular expression, which is true and equal only to itself."""
+    """The data of an `re.Match`; an instance is truthy and compares by identity, as an `re.Match` does."""
 
     group: Value
     start: Value
@@ -81,8 +82,8 @@ class AnswerReader:
             "o": ([int, str], self._get_object),
             "m": (list, self._get_member),
             "n": ([str, list], self._get_named_tuple),
-            "h": (int, lambda number: make_proxy("handle", _non_negative(number))),
-            "g": (int, lambda number: make_proxy("iterator", _non_negative(number))),
+            "h": (int, lambda handle: make_proxy("handle", _non_negative(handle))),
+            "g": (int, lambda handle: make_proxy("iterator", _non_negative(handle))),
             "e": (
                 list,
                 lambda names: make_exception_class([_check_shape(name, str) for name in names]),
@@ -95,8 +96,8 @@ class AnswerReader:
             message = json.loads(data, object_hook=self._decode_tag)
             kind, value, object_states, changes = _check_shape(message, list)
             for state in _check_shape(object_states, list):
-                number, name, attributes = _check_shape(state, [int, str, list])
-                self._set_attributes(self._get_object([number, name]), _pair_up(attributes))
+                object_id, name, attributes = _check_shape(state, [int, str, list])
+                self._set_attributes(self._get_object([object_id, name]), _pair_up(attributes))
             return (
                 _check_shape(kind, str),
                 value,
@@ -111,11 +112,11 @@ class AnswerReader:
         return convert(_check_shape(value, shape))
 
     def _get_object(self, content: list[Value]) -> Value:
-        """Returns the object of a number; the first use of the number creates the object."""
-        number, name = content
-        if number not in self._objects:
-            self._objects[number] = object.__new__(self._shared_classes[name])
-        return self._objects[number]
+        """Returns the shared object with an id; creates it if the id is new."""
+        object_id, name = content
+        if object_id not in self._objects:
+            self._objects[object_id] = object.__new__(self._shared_classes[name])
+        return self._objects[object_id]
 
     def _get_member(self, content: list[Value]) -> Value:
         """Returns a member of a shared enumeration."""
@@ -227,12 +228,12 @@ _TAGS: dict[str, tuple[Shape, Callable[[Value], Value]]] = {
 
 
 def resolve(kind: str, key: Value) -> NoReturn:
-    """A call of this function in a pickle is a placeholder; program_server.py replaces it by the object."""
+    """Stands for an object in a pickle; program_server.py calls `Request._resolve`, which returns it."""
     raise NotImplementedError(kind, key)
 
 
 class RequestWriter(pickle.Pickler):
-    """Pickles one request: plain data, and other objects and functions as numbers."""
+    """Pickles a request: data by value, objects of the program by handle, functions of the tests by id."""
 
     def __init__(
         self,

@@ -128,9 +128,8 @@ class ProgramSession:
 
     def __init__(self, channel: int, scope: dict[str, Value]) -> None:
         self.scope = scope  # the program's global names
-        self.shared_classes: frozenset[str] = (
-            frozenset()
-        )  # names of the classes that the preamble defines
+        self.shared_classes: frozenset[str] = frozenset()
+        """Names of the classes defined by the preamble, the code that both boxes run first."""
         self.handles: list[Value] = []
         self._channel = channel
 
@@ -215,12 +214,12 @@ class ProgramSession:
             changed = [(key, value) for key, value in changed if value != old_values[key]]
         return [[key, encoder.encode(value)] for key, value in changed]
 
-    def make_callback(self, number: int) -> Callable[..., Value]:
-        """Returns a function that calls function `number` of the tests, in the judge's box."""
+    def make_callback(self, callback_id: int) -> Callable[..., Value]:
+        """Returns a function that calls the tests' function with this id, in the judge's box."""
 
         def callback(*args: Value, **kwargs: Value) -> Value:
             encoder = Encoder(self, [], False)
-            content = [number, encoder.encode([*args]), encoder.encode(kwargs)]
+            content = [callback_id, encoder.encode([*args]), encoder.encode(kwargs)]
             self.send(_CALLBACK, content, [], encoder)
             while True:
                 request = self.receive()
@@ -251,7 +250,7 @@ class Encoder:
         self._session = session
         self._skip_list_check = skip_list_check
         self._shared_objects = [*shared_objects]
-        self._numbers = {id(value): number for number, value in enumerate(shared_objects)}
+        self._object_ids = {id(value): object_id for object_id, value in enumerate(shared_objects)}
 
     def encode(self, value: Value) -> Value:
         value_type = type(value)
@@ -283,27 +282,27 @@ class Encoder:
         return self._add_handle(value, value_type)
 
     def _add_shared_object(self, value: Value) -> Value:
-        number = self._numbers.setdefault(id(value), len(self._shared_objects))
-        if number == len(self._shared_objects):
+        object_id = self._object_ids.setdefault(id(value), len(self._shared_objects))
+        if object_id == len(self._shared_objects):
             self._shared_objects.append(value)
-        return {"o": [number, type(value).__name__]}
+        return {"o": [object_id, type(value).__name__]}
 
     def _add_handle(self, value: Value, value_type: type) -> Value:
         self._session.handles.append(value)
-        number = len(self._session.handles) - 1
+        handle = len(self._session.handles) - 1
         if isinstance(value, type) and issubclass(value, BaseException):
             return {"e": [base.__name__ for base in value.__mro__]}
         if hasattr(value_type, "__next__") and hasattr(value_type, "__iter__"):
-            self._session.handles[number] = iter(value)
-            return {"g": number}
-        return {"h": number}
+            self._session.handles[handle] = iter(value)
+            return {"g": handle}
+        return {"h": handle}
 
     def object_states(self) -> list[Value]:
-        """Returns the instances of shared classes as [number, class name, attributes]."""
+        """Returns the instances of shared classes as [object id, class name, attributes]."""
         states = []
-        for number, value in enumerate(self._shared_objects):  # encode() may append
+        for object_id, value in enumerate(self._shared_objects):  # encode() may append
             states.append(
-                [number, type(value).__name__, self.encode(_flatten_items(_attributes(value)))]
+                [object_id, type(value).__name__, self.encode(_flatten_items(_attributes(value)))]
             )
         return states
 

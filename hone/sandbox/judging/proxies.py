@@ -164,8 +164,8 @@ class Session:
     def _run_callback(self, value: Value) -> None:
         """Runs a function of the tests that the program called, and sends the result."""
         try:
-            number, args, kwargs = value
-            function = self._callbacks[number]
+            callback_id, args, kwargs = value
+            function = self._callbacks[callback_id]
         except (TypeError, ValueError, LookupError):
             raise TestsFailed("the program's box called an unknown function") from None
         try:

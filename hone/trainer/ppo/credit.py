@@ -42,7 +42,7 @@ from hone.text import short_repr
 from hone.trainer.ppo.extras import FAILURE_COLUMN, Extras, extra_numbers, has_extra
 from hone.trainer.ppo.metrics import balance_metrics, style_metrics
 from hone.trainer.ppo.roles import RewardModel
-from hone.trainer.ppo.source import are_numbers, environment_columns, mean_max_min
+from hone.trainer.ppo.source import are_numbers, env_metric_columns, mean_max_min
 from hone.types import Fields, Function, JsonValue
 from hone.workers.reward_model import RewardModelWorker
 
@@ -362,7 +362,7 @@ def data_metrics(
     for name in ("num_turns", "tool_call_counts", "tool_failures"):
         counts = [float(count) for count in arrays.get(name, ()) if count is not None]
         metrics |= mean_max_min(name, torch.tensor(counts))
-    for name in environment_columns(batch):
+    for name in env_metric_columns(batch):
         policy_tokens = int(mask.sum())
         metrics["state_tokens/total"] = policy_tokens
         metrics["state_tokens/coverage"] = policy_tokens / max(int(response_length.sum()), 1)

@@ -288,7 +288,7 @@ class Publisher:
         }
 
 
-def environment_columns(batch: DataProto) -> list[str]:
+def env_metric_columns(batch: DataProto) -> list[str]:
     """Returns the names of numeric columns that agent loops wrote with the prefix `env/`."""
     arrays, names = batch.non_tensor_batch, batch.meta_info.get("loop_columns", ())
     return [name for name in names if name.startswith("env/") and are_numbers(arrays[name])]

@@ -16,7 +16,7 @@ from hone.ops import at_n
 from hone.protocol import DataProto
 from hone.rewards.scorer import vote_of
 from hone.tracking.console import Bar
-from hone.trainer.ppo.source import are_numbers, environment_columns, mean_max_min
+from hone.trainer.ppo.source import are_numbers, env_metric_columns, mean_max_min
 from hone.types import JsonValue
 
 
@@ -35,7 +35,7 @@ def run_validation(
     for prompt_batch in prompts:
         batch = generate(prompt_batch)
         arrays = batch.non_tensor_batch
-        names = [*batch.meta_info["reward_extra_names"], *environment_columns(batch)]
+        names = [*batch.meta_info["reward_extra_names"], *env_metric_columns(batch)]
         values = {name: list(last_row_values(batch, arrays[name])) for name in names}
         scores = batch.batch["token_level_scores"].sum(-1)
         values["reward"] = trajectory_totals(batch, scores).tolist()
@@ -95,8 +95,9 @@ def process_validation_metrics(
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Returns values by source, variable and statistic, for numeric variables.
 
-    Name and arguments are verl's; `seed` is unused, since expectations are exact. `expected_acc_counts` is
-    the number of attempts by (source, uid); missing attempts count as wrong in `acc`.
+    Name and arguments are verl's. `seed` is unused: best@n, worst@n and maj@n are computed exactly, not by
+    bootstrap. `expected_acc_counts` is the number of attempts by (source, uid); missing attempts count as
+    wrong in `acc`.
     """
     groups: dict[tuple[str, str], Group] = {}
     predictions = infos_dict.get("pred")

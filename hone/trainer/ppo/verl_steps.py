@@ -64,7 +64,7 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: AlgorithmConfig | None = None,
 ) -> DataProto:
-    """Writes `advantages` and `returns` with any estimator of the table.
+    """Writes `advantages` and `returns` with any registered estimator.
 
     `gamma` and `lam` apply to gae, `norm_adv_by_std_in_grpo` to grpo; other estimators read `config`.
     `num_repeat` is unused, as in verl: a group is the rows with the same `uid`.
@@ -79,7 +79,7 @@ def compute_advantage(
     estimator = advantages.get_estimator(name, config, **options.get(name, {}))
     columns: Fields = {"non_tensor_batch": data.non_tensor_batch}
     for column in estimator.requires:
-        # A reward part without a column may be a value of `reward_extra_info`, which GDPO looks up.
+        # If there is no column `reward/PART`, GDPO reads PART from `non_tensor_batch`.
         if data.has_column(column) or not column.startswith(REWARD_PREFIX):
             columns[column] = require(data, column)
     tensors = credit.run_estimator(data, estimator, columns)
