@@ -189,8 +189,8 @@ class PolicyModel(DecoderModel):
         return key_shape(self.lm.config.get_text_config())
 
     @property
-    def has_plain_head(self) -> bool:
-        """Whether logits are the output of the LM head, without soft cap and scale."""
+    def logits_are_head_output(self) -> bool:
+        """Whether the logits are the plain output of this LM head: unsharded, without soft cap and scale."""
         return self._softcap is None and self._logit_scale == 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, d] -> [M, V] float32, before temperature

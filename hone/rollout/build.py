@@ -56,7 +56,7 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
     config, policy = spec.config, spec.load_policy()
     record_experts = isinstance(config, RolloutConfig) and config.enable_rollout_routing_replay
     if not config.exact and not record_experts and spec.device.type != "cuda":
-        return NativeRollout(build_slot_core(spec, policy))
+        return NativeRollout(build_cpu_core(spec, policy))
     exact_decoder = None
     if config.exact:
         from hone.rollout.native.exact_decoder import ExactDecoder
@@ -70,7 +70,7 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
     )
 
 
-def build_slot_core(
+def build_cpu_core(
     spec: RolloutSpec, policy: PolicyModel, forward: PrepackedDecoder | None = None
 ) -> NativeCore:
     """Builds the core for a CPU; `forward` replaces the default forward of the policy."""

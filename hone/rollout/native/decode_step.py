@@ -1,6 +1,6 @@
 """The running sequences as device tensors, and the decode steps over them, eager or as CUDA graphs.
 
-Row i of the batch is sequence i. Between two chunks of steps, the host fills the rows and reads the
+Row i of the batch is sequence i. Between two decode chunks, the host fills the rows and reads the
 sampled tokens. A CUDA graph contains a whole step (forward, logits, sampling, state update), so the host
 launches many steps without waiting. Batches are padded to the next captured size.
 """
@@ -35,9 +35,9 @@ _INPUT_FIELDS = ("state", "inverse_temperature", "greedy", "stop_ids", "block_ta
 
 @dataclass(frozen=True)
 class BatchState:
-    """The inputs and the state of R sequences, and the outputs of a chunk of up to C decode steps.
+    """The inputs and the state of R sequences, and the outputs of a decode chunk of up to C steps.
 
-    A chunk is the steps between two reads by the host. The host fills its own copy, which has C = 0,
+    A decode chunk is the steps between two reads by the host. The host fills its own copy, which has C = 0,
     and copies rows of it to the device.
     """
 
@@ -46,7 +46,7 @@ class BatchState:
     greedy: Tensor  # [R] int32; 1 where the temperature is 0
     stop_ids: Tensor  # [R, MAX_STOP_IDS] int64, -1 where unused
     block_table: Tensor  # [R, max_blocks_per_seq] int32
-    tokens_out: Tensor  # [R, C] int32, the tokens that a chunk has sampled
+    tokens_out: Tensor  # [R, C] int32, the tokens that a decode chunk has sampled
     log_probs_out: Tensor  # [R, C] float32
 
     token = property(lambda self: self.state[0])

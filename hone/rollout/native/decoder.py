@@ -88,7 +88,7 @@ class PrepackedDecoder:
         self._embedding: Tensor = decoder.embed_tokens.weight
         self._norm = RmsNorm(decoder.norm)
         self._layers = [self._read_layer(layer) for layer in decoder.layers]
-        if self._policy.has_plain_head:
+        if self._policy.logits_are_head_output:
             self._lm_head = _join_and_prepack([self._policy.lm.get_output_embeddings()])
         self._prepacked_versions = versions
 
@@ -271,8 +271,8 @@ def _join_parameters(parameters: Sequence[Tensor]) -> Tensor:
     return joined
 
 
-def can_join(policy: PolicyModel) -> bool:
-    """Whether the parameters are plain tensors whose memory may be moved.
+def can_join_parameters(policy: PolicyModel) -> bool:
+    """Returns whether parameters may be moved into joined weights: they are plain tensors.
 
     FSDP2 owns the memory of its parameters, even while they are gathered.
     """

@@ -24,7 +24,7 @@ from hone.ops.logprobs import Statistics, kernel_statistics, linear_log_probs, s
 from hone.ops.rows import PackedRows
 from hone.rollout.contract import RolloutError
 from hone.rollout.native.decode_step import BatchState
-from hone.rollout.native.decoder import JoinedDecoder, can_join
+from hone.rollout.native.decoder import JoinedDecoder, can_join_parameters
 from hone.rollout.native.kernels_reference import RotaryTable, kernels_for
 from hone.rollout.native.paged_cache import PagedCache
 from hone.rollout.native.paged_layouts import (
@@ -68,7 +68,11 @@ class ExactDecoder(JoinedDecoder):
     def __init__(self, policy: PolicyModel) -> None:
         config = policy.lm.config
         check_exact_supported(config, getattr(config, "_name_or_path", "") or "this model")
-        if not (fits_decoder_layer(policy) and can_join(policy) and policy.has_plain_head):
+        if not (
+            fits_decoder_layer(policy)
+            and can_join_parameters(policy)
+            and policy.logits_are_head_output
+        ):
             raise RolloutError(
                 "rollout.exact=true needs a model with unsharded parameters, SiLU and a fixed "
                 "rotary table, without adapters and hooks; use rollout.exact=false"

@@ -1,7 +1,8 @@
-"""The core of the native engine on a GPU: a step admits requests and samples a chunk of tokens.
+"""The core of the native engine on a GPU: a step admits requests and runs a chunk of decode steps.
 
-scheduler.py decides which sequences run. The host reads results once per chunk; within a chunk, the
-device moves each row to its next position. CPU tests run this core with the reference kernels.
+scheduler.py decides which sequences run. A decode chunk is several decode steps, after which the host
+reads all sampled tokens at once; within a chunk, the device moves each row to its next position. CPU
+tests run this core with the reference kernels.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hone.rollout.native.decoder import (
     FusedDecoder,
     ModuleDecoder,
     RecordingDecoder,
-    can_join,
+    can_join_parameters,
 )
 from hone.rollout.native.exact_decoder import ExactDecoder
 from hone.rollout.native.kernels_reference import kernels_for
@@ -42,8 +43,8 @@ from hone.rollout.requests import Request, RequestRules
 from hone.tokenizer import Tokenizer
 
 
-class _Chunk(NamedTuple):
-    """Sampled tokens that the host has read but not yet appended to their requests."""
+class _DecodeChunk(NamedTuple):
+    """The tokens of a decode chunk, which the host has read but not yet appended to their requests."""
 
     tokens: Tensor  # [sequences, C]; the first counts[i] of row i are valid
     log_probs: Tensor  # [sequences, C]
@@ -133,7 +134,7 @@ class PagedCore:
         if self._exact is not None:
             self._exact.extend_rotary_table(max_model_len)
             return self._exact
-        if fits_decoder_layer(self.policy) and can_join(self.policy):
+        if fits_decoder_layer(self.policy) and can_join_parameters(self.policy):
             return FusedDecoder(self.policy, self._kernels, max_model_len)
         return ModuleDecoder(self.policy)
 
@@ -162,11 +163,11 @@ class PagedCore:
 
     @torch.no_grad()
     def step(self, should_return: Callable[[], bool] = lambda: True) -> list[Request]:
-        """Samples a chunk of tokens per sequence, admits requests, and returns the finished requests.
+        """Runs a decode chunk, admits requests, and returns the finished requests.
 
-        The host prepares prefills while the device computes the chunk of the running sequences.
-        Until `should_return()` is True, further chunks follow if they do not need the host; the
-        host appends the tokens of one chunk while the device samples the next.
+        The host prepares prefills while the device computes the chunk of the running sequences. Then further
+        chunks run until a sequence finishes, `should_return()` is True, or `Scheduler.lookahead_steps` is 0.
+        The host appends the tokens of one chunk while the device samples the next.
         """
         self.cache.reserve()
         if self.device.type == "cuda":
@@ -183,7 +184,7 @@ class PagedCore:
         while admitted := scheduler.admit(steps):
             self._prefill(admitted)
         if not num_running:
-            # The admitted sequences have blocks for `steps` tokens only.
+            # The prefill has sampled one token that the host has not read; blocks suffice for `steps` more.
             self._decode(min(steps, scheduler.chunk_steps(unread_tokens=1)))
         chunk = self._read_chunk()
         while not (any(chunk.finished) or should_return()):
@@ -198,7 +199,7 @@ class PagedCore:
         return self._remove_finished()
 
     def _refresh_forward(self) -> None:
-        """Reads moved parameters again; discards the graphs that read the parameters' old memory."""
+        """Reads changed parameters again; discards the CUDA graphs if parameter addresses have changed."""
         self._forward.refresh()
         addresses = self.policy.addresses()
         if addresses != self._addresses:
@@ -210,8 +211,8 @@ class PagedCore:
     def _update_rows(self) -> None:
         """Copies the running sequences to the device rows, unless the rows are up to date.
 
-        If no sequence runs, all rows are cleared, because the next batch is padded with the rows after its
-        sequences, and a stale row would write to the blocks of that batch.
+        All other rows are cleared, even if no sequence runs: a decode step computes some of them as padding,
+        and a stale row would write to blocks that other sequences now own.
         """
         running = self._scheduler.running
         if running and self._device_row_keys == _row_keys(running):
@@ -318,14 +319,14 @@ class PagedCore:
 
     # -- results -------------------------------------------------------------------------------
 
-    def _read_chunk(self) -> _Chunk:
-        """Waits for the device; copies the sampled tokens, because the next chunk overwrites them."""
+    def _read_chunk(self) -> _DecodeChunk:
+        """Waits for the device; copies the sampled tokens, because the next decode chunk overwrites them."""
         batch = self._device_rows.rows(0, len(self._scheduler.running))
         tokens = batch.tokens_out.to("cpu", copy=True)
         log_probs = batch.log_probs_out.to("cpu", copy=True)
-        return _Chunk(tokens, log_probs, batch.num_sampled.tolist(), batch.finished.tolist())
+        return _DecodeChunk(tokens, log_probs, batch.num_sampled.tolist(), batch.finished.tolist())
 
-    def _append_chunk(self, chunk: _Chunk) -> None:
+    def _append_chunk(self, chunk: _DecodeChunk) -> None:
         tokens, log_probs = chunk.tokens.tolist(), chunk.log_probs.tolist()
         for index, sequence in enumerate(self._scheduler.running):
             count, finished = chunk.counts[index], bool(chunk.finished[index])

@@ -84,7 +84,7 @@ class Scheduler:
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._watermark = max_num_seqs * (STEPS_PER_LONG_CHUNK // BLOCK_SIZE)
-        """Number of free blocks that running sequences may need in the next chunk.
+        """Number of free blocks that running sequences may need in the next decode chunk.
 
         A sequence gets the blocks of its maximum length at once if at least this number stays free.
         """
@@ -120,7 +120,7 @@ class Scheduler:
         return [*running, *waiting]
 
     def chunk_steps(self, unread_tokens: int = 0) -> int:
-        """Returns the number of decode steps of the next chunk, limited by the longest remaining response.
+        """Returns the number of steps of the next decode chunk, limited by the longest remaining response.
 
         `unread_tokens` is the number of sampled tokens per sequence that the host has not read.
         """
@@ -145,7 +145,7 @@ class Scheduler:
         return min(STEPS_PER_LONG_CHUNK, remaining)
 
     def extend_block_tables(self, steps: int) -> None:
-        """Allocates blocks for the next chunk; if they run out, preempts the newest sequences."""
+        """Allocates blocks for the next decode chunk; if they run out, preempts the newest sequences."""
         index = 0
         while index < len(self.running):
             sequence = self.running[index]

@@ -21,7 +21,7 @@ from hone.models.families import SHARDED_FAMILIES, UnsupportedModel, key_shape
 from hone.models.load import empty_causal_lm
 from hone.models.policy import PolicyModel
 from hone.ops.packed_linear import PackableLinear
-from hone.rollout.build import build_slot_core, paged_core_factory
+from hone.rollout.build import build_cpu_core, paged_core_factory
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Weights
 from hone.rollout.native.decoder import FusedDecoder, ModuleDecoder, PrepackedDecoder, RmsNorm
 from hone.rollout.native.engine import Core
@@ -110,7 +110,7 @@ def _unknown_parameters(layer: nn.Module, head_dim: int) -> Iterator[str]:
 class ShardedPolicy(PolicyModel):
     """One rank's shard of a causal language model."""
 
-    has_plain_head = False  # logits are gathered over the ranks
+    logits_are_head_output = False  # the head's output is gathered over the ranks
 
     def __init__(self, lm: PreTrainedModel, peers: Peers, device: torch.device) -> None:
         """Allocates the shard on `device`; the parameters of `lm` are on the meta device."""
@@ -231,14 +231,17 @@ def build_sharded(spec: RolloutSpec, peers: Peers) -> RolloutEngine:
     if spec.current_weights is not None:
         load_weights(policy, policy.shards(spec.current_weights()))
     on_gpu = spec.device.type == "cuda"
-    core = build_paged_shard(spec, policy) if on_gpu else build_slot_shard(spec, policy)
+    core = build_paged_shard(spec, policy) if on_gpu else build_cpu_shard(spec, policy)
     return LeaderRollout(core, peers) if peers.rank == 0 else FollowerRollout(core, peers)
 
 
-def build_slot_shard(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
-    """Builds this rank's core for a CPU; all ranks pad batches to a multiple of the same number of rows."""
+def build_cpu_shard(spec: RolloutSpec, policy: ShardedPolicy) -> Core:
+    """Builds this rank's core for a CPU; all ranks have the same `row_multiple`.
+
+    Ranks decode the same batch together, so they must pad it to the same number of rows.
+    """
     forward = ShardedPrepackedDecoder(policy) if policy.uses_prepacked_decoder else None
-    core = build_slot_core(spec, policy, forward)
+    core = build_cpu_core(spec, policy, forward)
     core.row_multiple = -policy.peers.min_over_ranks(-core.row_multiple)  # the maximum of all ranks
     return core
 

@@ -21,7 +21,7 @@ from hone.rollout.native.engine import Core
 from hone.rollout.native.follower import FollowerRollout
 from hone.rollout.native.leader import LeaderRollout
 from hone.rollout.native.peers import SHARDED_TRAITS, Peers
-from hone.rollout.native.sharding import ShardedPolicy, build_paged_shard, build_slot_shard
+from hone.rollout.native.sharding import ShardedPolicy, build_cpu_shard, build_paged_shard
 from hone.rollout.weights import load_weights
 
 from ..engine_contract import Place
@@ -86,7 +86,7 @@ def cores_of(shards: list[ShardedPolicy], *, paged: bool = False, **settings: An
     def build(rank: int) -> Core:
         if paged:
             return build_paged_shard(spec, shards[rank], BLOCKS)
-        return build_slot_shard(spec, shards[rank])
+        return build_cpu_shard(spec, shards[rank])
 
     return on_ranks(len(shards), build)
 

@@ -14,7 +14,7 @@ from hone.models.tiny import tiny_lm
 from hone.ops.rows import pack_rows
 from hone.protocol import DataProto
 from hone.rollout.native.core import PrefillLayout, SlotCache
-from hone.rollout.native.decoder import ModuleDecoder, PrepackedDecoder, can_join
+from hone.rollout.native.decoder import ModuleDecoder, PrepackedDecoder, can_join_parameters
 from hone.rollout.requests import Request
 from tests.engine.engines import policy
 from tests.models.test_routing import moe_policy, tie_experts
@@ -102,9 +102,9 @@ def test_parameters_that_are_replaced_are_read_after_invalidate() -> None:
 def test_parameters_that_fsdp_gathered_are_not_moved():
     """If they were moved, they would keep the weights of the first all-gather."""
     model = policy()
-    assert can_join(model)
+    assert can_join_parameters(model)
     model.decoder.unshard = lambda: None  # what fully_shard adds to a module's class
-    assert not can_join(model)
+    assert not can_join_parameters(model)
 
 
 def rolled_out(policy: PolicyModel, **options: int) -> list[Request]:
