@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hone.algorithms.policy_losses.policy_loss import log_prob_gap_metrics
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.config.block import setting
 from hone.config.ranges import (
@@ -169,9 +170,10 @@ def agreement_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics
     trainer_log_ppl, rollout_log_ppl = (-masked_mean(x, mask, -1) for x in (trainer, rollout))
     log_ppl_diff = trainer_log_ppl - rollout_log_ppl  # [B]
     row_log_ratio = masked_sum(log_ratio, mask, -1)
+    token_gaps = log_prob_gap_metrics(trainer, rollout, mask)
     return {
-        "kl": -masked_mean(log_ratio, mask),
-        "k3_kl": masked_mean(_bounded_exp(log_ratio) - log_ratio - 1, mask),
+        "kl": token_gaps["kl"],
+        "k3_kl": token_gaps["k3_kl"],
         "training_ppl": masked_mean(_bounded_exp(trainer_log_ppl), row_mask),
         "training_log_ppl": masked_mean(trainer_log_ppl, row_mask),
         "rollout_ppl": masked_mean(_bounded_exp(rollout_log_ppl), row_mask),

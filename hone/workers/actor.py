@@ -20,7 +20,12 @@ from torch import Tensor
 from hone.algorithms.advantages.estimator import needed_columns
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import TABLE
-from hone.algorithms.policy_losses.policy_loss import PolicyLoss, agg_loss, call_custom_loss
+from hone.algorithms.policy_losses.policy_loss import (
+    PolicyLoss,
+    agg_loss,
+    call_custom_loss,
+    log_prob_gap_metrics,
+)
 from hone.columns import require
 from hone.config.actor import ActorConfig, CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
@@ -28,7 +33,7 @@ from hone.config.engine import CheckpointConfig
 from hone.controller import Dispatch, register
 from hone.engine.contract import ModelFacts, ObjectiveOutput, Options, TrainEngine
 from hone.models.from_config import build_tokenizer, import_external
-from hone.ops.rows import masked_mean, shared_prompt_lengths, zero_outside_mask
+from hone.ops.rows import masked_mean, shared_prompt_lengths
 from hone.protocol import PADDED_ROW, DataProto
 from hone.protocol.padding import zero_padded_rows
 from hone.types import Fields
@@ -237,10 +242,9 @@ class PolicyObjective:
             loss = loss + config.kl_loss_coef * kl
         maxima: dict[str, Tensor] = {}
         if "old_log_probs" not in names and "rollout_log_probs" in names:
-            gap = zero_outside_mask(log_prob.detach() - columns["rollout_log_probs"], mask)
-            means["rollout_corr/kl"] = -masked_mean(gap, mask)
-            means["rollout_corr/log_prob_abs_diff_mean"] = masked_mean(gap.abs(), mask)
-            maxima["rollout_corr/log_prob_abs_diff_max"] = gap.abs().max()
+            gaps = log_prob_gap_metrics(log_prob.detach(), columns["rollout_log_probs"], mask)
+            maxima["rollout_corr/log_prob_abs_diff_max"] = gaps.pop("log_prob_abs_diff_max")
+            means |= {f"rollout_corr/{name}": value for name, value in gaps.items()}
         return ObjectiveOutput(loss, sums, means, maxima)
 
     def _aggregate(self, values: Tensor, mask: Tensor) -> Tensor:  # [B, T], [B, T] -> scalar

@@ -86,6 +86,8 @@ def test_without_old_log_probs_the_gap_to_the_rollout_is_reported(outputs):
     terms = PolicyObjective(actor(), temperature=1.0)(outputs, batch)
     gap = (outputs["log_probs"] - old)[mask].detach()
     assert float(terms.means["rollout_corr/kl"]) == pytest.approx(-gap.mean().item(), rel=1e-4)
+    k3 = (gap.exp() - gap - 1).mean().item()
+    assert float(terms.means["rollout_corr/k3_kl"]) == pytest.approx(k3, rel=1e-3)
     mean_gap = float(terms.means["rollout_corr/log_prob_abs_diff_mean"])
     assert mean_gap == pytest.approx(gap.abs().mean().item(), rel=1e-4)
     assert float(terms.maxima["rollout_corr/log_prob_abs_diff_max"]) == pytest.approx(

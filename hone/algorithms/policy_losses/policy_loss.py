@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hone.config.actor import ActorConfig, current_batch_info
 from hone.config.block import setting
@@ -299,6 +300,19 @@ def standard_metrics(
         "actor/ppo_kl": -(tokens.log_ratio if log_ratio is None else log_ratio),
         "actor/pg_clipfrac_lower": clipped_below,
         "actor/avg_ratio": bounded_log_ratio(tokens).exp(),
+    }
+
+
+def log_prob_gap_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> NamedTensors:
+    """Returns metrics of the gap between trainer and rollout log-probs, over all tokens in the mask."""
+    gap = zero_outside_mask(trainer - rollout, mask)
+    k3 = gap.clamp(-RATIO_EXPONENT_BOUND, RATIO_EXPONENT_BOUND).exp() - gap - 1
+    return {
+        "kl": -masked_mean(gap, mask),
+        "k3_kl": masked_mean(k3, mask),
+        "log_prob_abs_diff_mean": masked_mean(gap.abs(), mask),
+        # The added 0 is the maximum of an empty batch.
+        "log_prob_abs_diff_max": pad(gap.abs().flatten(), (0, 1)).max(),
     }
 
 

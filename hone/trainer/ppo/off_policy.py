@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hone.algorithms.correction import correct
+from hone.algorithms.policy_losses.policy_loss import log_prob_gap_metrics
 from hone.columns import require, write
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.protocol import DataProto
@@ -28,16 +29,13 @@ def agreement_metrics(batch: DataProto) -> dict[str, float]:
         return {}
     columns = batch.batch
     mask = columns["response_mask"].bool()
-    trainer_log_probs, rollout_log_probs = columns["old_log_probs"], columns["rollout_log_probs"]
-    log_prob_gap = (trainer_log_probs - rollout_log_probs)[mask]
-    if log_prob_gap.numel() == 0:
+    if not mask.any():
         return {}
-    probability_gap = (trainer_log_probs.exp() - rollout_log_probs.exp())[mask].abs()
+    trainer, rollout = columns["old_log_probs"], columns["rollout_log_probs"]
+    gaps = log_prob_gap_metrics(trainer, rollout, mask)
+    probability_gap = (trainer.exp() - rollout.exp())[mask].abs()
     return {
-        "rollout_corr/kl": -log_prob_gap.mean().item(),
-        "rollout_corr/log_prob_abs_diff_mean": log_prob_gap.abs().mean().item(),
-        "rollout_corr/log_prob_abs_diff_max": log_prob_gap.abs().max().item(),
-        "rollout_corr/k3_kl": (log_prob_gap.exp() - 1 - log_prob_gap).mean().item(),
+        **{f"rollout_corr/{name}": value.item() for name, value in gaps.items()},
         "training/rollout_probs_diff_mean": probability_gap.mean().item(),
         "training/rollout_probs_diff_max": probability_gap.max().item(),
     }
