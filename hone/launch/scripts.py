@@ -56,17 +56,10 @@ def sbatch_script(
             *(f"#SBATCH {option}" for option in directives),
             *([setup] if setup else []),  # before `set`: the setup may read unset variables
             "set -euo pipefail",
-            "hosts=$(mktemp)",
-            "trap 'rm -f \"$hosts\"' EXIT",
-            'scontrol show hostnames "$SLURM_JOB_NODELIST" > "$hosts"',
-            "# The launch process gets the signals; it stops the job and then Ray.",
-            f'{shlex.join(launch_command)} srun --hosts "$hosts" -- {shlex.join(command)} &',
-            "launch=$!",
-            "trap 'kill -TERM \"$launch\"' TERM INT",
-            "status=0",
-            'wait "$launch" || status=$?',
-            'while kill -0 "$launch" 2>/dev/null; do status=0; wait "$launch" || status=$?; done',
-            'exit "$status"',
+            'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            "# exec: the signals go to the launch process, which stops the job and then Ray.",
+            f"exec {shlex.join(launch_command)} srun --hosts /dev/fd/3 -- {shlex.join(command)} "
+            '3<<< "$hosts"',
             "",
         ]
     )
