@@ -89,6 +89,7 @@ class EngineProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._pong: asyncio.Future[float] | None = None
         """The answer to the last ping: seconds that the current command or decode step has taken."""
+        self._why_dead = f"{name} is not running"
         self._closed = False
 
     @property
@@ -174,7 +175,7 @@ class EngineProcess:
     async def call(self, verb: str, **arguments: object) -> object:
         """Returns the result of a command; raises RolloutError, or EngineDied if the process dies."""
         if not self.alive:
-            raise EngineDied(f"{self._name} is not running")
+            raise EngineDied(self._why_dead)
         call_id = next(self._call_ids)
         self._calls[call_id] = asyncio.get_running_loop().create_future()
         self.send(verb, call=call_id, **arguments)
@@ -263,13 +264,13 @@ class EngineProcess:
         """Fails all calls and streams after the process has ended."""
         self.alive = self.serving = False
         self.kill()
-        reason = f"{self._name} has ended ({self._last_log_line()})"
+        self._why_dead = f"{self._name} has ended ({self._last_log_line()})"
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineDied(reason))
+                future.set_exception(EngineDied(self._why_dead))
         self._calls = {}
         for queue in self._streams.values():
-            queue.put_nowait(EngineDied(reason))
+            queue.put_nowait(EngineDied(self._why_dead))
 
     def kill(self) -> None:
         """Kills the process group, which closes the socket and so ends `_read`."""

@@ -119,8 +119,9 @@ def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
         while not isinstance(item := await queue.get(), Exception):
             pass
         assert isinstance(item, EngineDied)
-        with pytest.raises(EngineDied):
+        with pytest.raises(EngineDied) as late_call:
             await process.call("pause")
+        assert str(late_call.value) == str(item), "a call after the death names another reason"
         with pytest.raises(EngineDied):
             process.open_stream("late")
         await process.start()  # a new process
