@@ -14,12 +14,14 @@ import torch
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
 from hone.config import ConfigError, load_config
+from hone.config.reward import RewardModelConfig
 from hone.controller.worker import free_port
 from hone.data.response_steps import TokenTextSplitter
 from hone.data.steps import build_step_separator
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
+from hone.trainer.ppo.credit import score
 from hone.workers.process_reward_model import ProcessRewardModelWorker
 from tests.algorithms.advantages.references import pure_reference, whiten
 from tests.data.tokenizers_of_bytes import byte_level_tokenizer, piece_tokenizer
@@ -134,6 +136,29 @@ def test_two_ranks_that_shard_the_model_score_as_one(prm: Path, tmp_path: Path) 
     parts = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     for name, expected in worker.compute_rm_score(batch).batch.items():
         torch.testing.assert_close(torch.cat([part[name] for part in parts]), expected)
+
+
+def test_with_a_small_temperature_the_score_of_a_trajectory_is_its_worst_step(prm: Path) -> None:
+    class Group:
+        def call(self, method: object, data: DataProto) -> DataProto:
+            return worker.compute_rm_score(data)
+
+    def no_rule(data: DataProto) -> torch.Tensor:
+        return torch.zeros(data.batch["responses"].shape)
+
+    worker = make_worker(prm)
+    config = RewardModelConfig(type="prm", credit_assignment=1e-5, modeling_reward_coef=0.5)
+    for trajectory_rows in ([None, None, None], [None, 1, None]):
+        batch = batch_of(worker.tokenizer)
+        batch.non_tensor_batch["trajectory_row"] = object_array(trajectory_rows)
+        scored = score(batch, no_rule, Group(), config).batch  # type: ignore[arg-type]
+        steps = worker.compute_rm_score(batch).batch
+        worst = steps["step_rewards"].masked_fill(~steps["step_mask"].bool(), 1).amin(1).tolist()
+        scores = scored["token_level_scores"].sum(1).tolist()
+        if trajectory_rows[1] is not None:  # rows 0 and 1 are one trajectory
+            worst[:2], scores[:2] = [min(worst[:2])], [sum(scores[:2])]
+        assert scores == pytest.approx([0.5 * reward for reward in worst], abs=1e-4)
+        assert torch.equal(scored["reward/process"], scored["token_level_scores"])
 
 
 def test_tool_tokens_are_context_and_end_no_step(prm: Path) -> None:
