@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from hone.controller.worker import free_port
 from hone.engine.rendezvous import STORE_FILE_VARIABLE, rendezvous_store
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def listening_on(port: int) -> set[str]:
