@@ -81,7 +81,7 @@ class Service:
         worker = self._worker
         prompts = _text_list(body, "text_1")
         responses = _text_list(body, "text_2", may_be_empty=True)
-        if len(prompts) == 1:  # as in vLLM, a single prompt belongs to all responses
+        if len(prompts) == 1 and responses:  # as in vLLM, a single prompt belongs to all responses
             prompts *= len(responses)
         conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
         texts = [escape_special_tokens(response, worker.tokenizer) for response in responses]

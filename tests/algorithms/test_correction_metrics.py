@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hone.algorithms.correction import correct
-from hone.algorithms.policy_losses.policy_loss import log_prob_gap_metrics
 
 from .two_rows import MASK, OLD, ROLLOUT, options
 
@@ -31,23 +30,6 @@ def test_agreement_metrics_by_hand():
     assert m["ppl_ratio"] == pytest.approx((math.exp(row[0] - 1) + 1) / 2)
     assert m["chi2_token"] == pytest.approx((0.25 + 16 + 3) / 5 - 1)
     assert m["chi2_seq"] == pytest.approx((4 + 1) / 2 - 1)
-
-
-def test_the_gap_of_trainer_and_rollout_by_hand():
-    mask = torch.tensor([[1, 1, 0]])
-    trainer, rollout = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
-    metrics = log_prob_gap_metrics(trainer, rollout, mask)
-    k3 = [math.exp(0.5) - 0.5 - 1, math.exp(-1.0) + 1.0 - 1]
-    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
-        {
-            "kl": 0.25,
-            "k3_kl": sum(k3) / 2,
-            "log_prob_abs_diff_mean": 0.75,
-            "log_prob_abs_diff_max": 1.0,
-        }
-    )
-    empty = log_prob_gap_metrics(trainer[:0], rollout[:0], mask[:0])
-    assert {value.item() for value in empty.values()} == {0}
 
 
 def test_weight_metrics_by_hand():

@@ -67,6 +67,7 @@ def test_our_client_reads_the_scores_of_the_worker(model: Path, kind: Any) -> No
         ("/classify", {}),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}),
         ("/score", {"text_1": "", "text_2": ["c"]}),
+        ("/score", {"text_1": "a", "text_2": []}),
     ],
 )
 def test_a_bad_request_is_answered_with_400(model: Path, path: str, body: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter
@@ -189,6 +190,12 @@ class EstimatorFunction:
                 raise unknown_argument(self.__name__, name, used_names)
         columns = values | keywords
         rewards, mask, index, config = (columns.pop(name, None) for name in _ARGUMENTS)
+        is_sequence = isinstance(config, Collection) and not isinstance(config, Mapping)
+        if is_sequence or isinstance(config, int | float) or isinstance(index, Mapping):
+            raise TypeError(
+                f"{self.__name__} takes {self.__signature__}; got {type(index).__name__} as index and "
+                f"{type(config).__name__} as config; name the arguments"
+            )
         options = {name: columns.pop(name) for name in self._options if name in columns}
         estimator = self.estimator.from_config(config, **options)
         return estimator(Trajectories(rewards, mask, index, columns))

@@ -4,6 +4,8 @@ masks, groups and lengths, and nothing outside the mask matters.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -183,6 +185,17 @@ def test_an_unknown_keyword_is_refused_with_the_nearest_known_one(name):
         run(name, b, trajectory_ids=list("xy"))
     with pytest.raises(TypeError, match="takes no argument 'step'"):
         run(name, b, step=3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_in_the_place_of_index_or_config_are_refused(name):
+    """verl's functions do not agree on these positions: reinforce_plus_plus has config before index."""
+    b = batch(np.ones((2, 2)), np.ones((2, 2)), list("aa"))
+    for config in (0.5, True, ["a", "a"], np.array(["a", "a"])):
+        with pytest.raises(TypeError, match=f"{type(config).__name__} as config; name the"):
+            run(name, replace(b, config=config))
+    with pytest.raises(TypeError, match=r"takes \(token_level_rewards, .* got dict as index"):
+        run(name, replace(b, index={"gamma": 0.5, "lam": 1.0}))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hone.algorithms.policy_losses import get_policy_loss_fn
-from hone.algorithms.policy_losses.policy_loss import Tokens
+from hone.algorithms.policy_losses.policy_loss import Tokens, log_prob_gap_metrics
 from hone.config import load_config
 from tests.algorithms.policy_losses.one_token import CFG, one
 
@@ -81,3 +81,20 @@ def test_clip_ratio_works_alone_and_under_low_and_high(overrides, bounds):
     zeros = torch.zeros(1, 1)
     tokens = Tokens(zeros, zeros, zeros, zeros.bool(), config.actor_rollout_ref.actor)
     assert tokens.clip_bounds() == bounds
+
+
+def test_the_gap_of_trainer_and_rollout_by_hand():
+    mask = torch.tensor([[1, 1, 0]])
+    trainer, rollout = torch.tensor([[-1.0, -2.0, -9.0]]), torch.tensor([[-1.5, -1.0, -1.0]])
+    metrics = log_prob_gap_metrics(trainer, rollout, mask)
+    k3 = [math.exp(0.5) - 0.5 - 1, math.exp(-1.0) + 1.0 - 1]
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {
+            "kl": 0.25,
+            "k3_kl": sum(k3) / 2,
+            "log_prob_abs_diff_mean": 0.75,
+            "log_prob_abs_diff_max": 1.0,
+        }
+    )
+    empty = log_prob_gap_metrics(trainer[:0], rollout[:0], mask[:0])
+    assert {value.item() for value in empty.values()} == {0}
