@@ -222,10 +222,10 @@ def _run_job(
         while job.poll() is None and not stop_event.wait(0.2):
             pass
         if job.poll() is None:
+            stop_event.clear()  # before the message, which asks for the second Ctrl-C
             report(
                 "stopping the job; it may save first. Press Ctrl-C again to stop the cluster now"
             )
-            stop_event.clear()
             job.stdin.close()
             while job.poll() is None and not stop_event.wait(0.2):
                 pass
