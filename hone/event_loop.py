@@ -71,9 +71,8 @@ def run_coroutine(coroutine: Coroutine[None, None, T]) -> T:
     except RuntimeError:
         return run.run()
     with ThreadPoolExecutor(max_workers=1) as executor:
-        future = executor.submit(run.run)
         try:
-            return future.result()
+            return executor.submit(run.run).result()
         except KeyboardInterrupt:  # the stop button of a notebook
             run.cancel()
             raise

@@ -118,7 +118,10 @@ def test_a_generator_that_does_not_close_is_left_behind() -> None:
     assert ended(work) == 1
 
 
-def test_a_generator_is_closed_after_the_task_that_iterates_over_it_has_ended() -> None:
+def test_a_generator_is_closed_after_the_task_that_iterates_over_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(event_loop, "GRACE_S", 60.0)
     errors, closed = [], []
 
     async def numbers() -> AsyncIterator[int]:
@@ -183,16 +186,21 @@ def test_a_callback_that_stops_the_loop_stops_nothing_else() -> None:
 
 
 def test_another_thread_may_cancel() -> None:
-    cleaned: list[str] = []
+    begun, cleaned = threading.Event(), list[str]()
 
     async def work() -> None:
         try:
+            begun.set()
             await asyncio.Event().wait()
         finally:
             cleaned.append("up")
 
+    def cancel() -> None:
+        begun.wait(60)
+        running.cancel()
+
     running = EventLoopRun(work())
-    threading.Timer(0.02, running.cancel).start()
+    threading.Thread(target=cancel, daemon=True).start()
     with pytest.raises(asyncio.CancelledError):
         running.run()
     assert cleaned == ["up"]
@@ -251,10 +259,13 @@ def handler_like() -> None:
 
 def test_an_interrupt_in_a_notebook_cancels_the_coroutine_that_it_waits_for() -> None:
     cancelled = threading.Event()
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
 
     async def decode() -> None:
         try:
-            await asyncio.sleep(30)
+            signal.pthread_kill(main_thread, signal.SIGINT)
+            await asyncio.sleep(60)
         except asyncio.CancelledError:
             cancelled.set()
             raise
@@ -263,12 +274,8 @@ def test_an_interrupt_in_a_notebook_cancels_the_coroutine_that_it_waits_for() ->
         with pytest.raises(KeyboardInterrupt):
             run_coroutine(decode())
 
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main_thread, signal.SIGINT))
     loop = asyncio.new_event_loop()  # without the handler of `asyncio.run`, as in a notebook
     try:
-        timer.start()
         loop.run_until_complete(cell())
     finally:
         loop.close()

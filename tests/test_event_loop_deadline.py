@@ -104,14 +104,18 @@ def test_a_cancellation_during_the_grace_time_leaves_the_work_behind_too(
     """The waiter is cancelled during the grace time of work that does not end."""
     outcome: list[Any] = []
 
-    async def stubborn() -> None:
+    async def stubborn(is_cancelled: asyncio.Event) -> None:
         while True:
-            with contextlib.suppress(asyncio.CancelledError):
+            try:
                 await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                is_cancelled.set()
 
     async def run() -> bool:
-        waiting = asyncio.create_task(run_with_deadline(stubborn(), 0.01, grace_s=3600.0))
-        await asyncio.sleep(0.05)
+        in_grace = asyncio.Event()
+        work = stubborn(in_grace)
+        waiting = asyncio.create_task(run_with_deadline(work, 0.01, grace_s=3600.0))
+        await in_grace.wait()
         waiting.cancel()
         await asyncio.wait({waiting})
         return waiting.cancelled()
