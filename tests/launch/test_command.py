@@ -261,6 +261,14 @@ def processes_of(folder: Path) -> list[int]:
     return pids
 
 
+def assert_nothing_runs(folder: Path) -> None:
+    """A killed process may be seen for a while on a busy machine."""
+    deadline = time.monotonic() + 120
+    while (pids := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert pids == []
+
+
 def addresses_listened_on(pids: list[int]) -> set[str]:
     inodes = set()
     for pid in pids:
@@ -311,7 +319,7 @@ def test_three_local_raylets_from_a_bare_shell_end_with_ctrl_c(tmp_path: Path) -
         assert [p.returncode for p in (launch, follower, another)] == [130] * 3
         assert token_file.parent.parent.exists() is False
     time.sleep(1)
-    assert processes_of(tmp_path) == []
+    assert_nothing_runs(tmp_path)
 
 
 @pytest.mark.slow
@@ -335,7 +343,7 @@ def test_an_sbatch_script_runs_a_real_cluster_and_has_the_job_s_status(tmp_path:
     log = (tmp_path / "srun.log").read_text()
     assert "--nodelist=node1" in log
     assert "--nodelist=node2" in log
-    assert processes_of(tmp_path) == []
+    assert_nothing_runs(tmp_path)
 
 
 def sshd_command(folder: Path, port: int) -> list[str] | None:
@@ -391,8 +399,5 @@ def test_nothing_is_left_on_the_hosts_of_ssh_when_the_launch_is_killed(tmp_path:
                     break
             assert f"nodes 1 folder {tmp_path} word a  b\n" in lines, "".join(lines)
             launch.kill()
-        end_time = time.monotonic() + 120
-        while processes_of(tmp_path) and time.monotonic() < end_time:
-            time.sleep(0.5)
-    assert processes_of(tmp_path) == []
+        assert_nothing_runs(tmp_path)
     assert list(tmp_path.glob(".hone/launch/*")) == []

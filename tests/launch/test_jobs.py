@@ -154,7 +154,6 @@ def test_a_request_to_stop_is_sent_again_when_it_fails(monkeypatch: pytest.Monke
     assert written[-1] == "saved\n"
 
 
-@pytest.mark.usefixtures("_quick")
 def test_a_job_that_cannot_be_followed_is_stopped_and_ends_before_the_launch(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,12 +174,15 @@ def test_a_job_that_cannot_be_followed_is_stopped_and_ends_before_the_launch(
         return clients[-1]
 
     monkeypatch.setattr(jobs, "JobSubmissionClient", client)
-    monkeypatch.setattr(jobs, "RETRY_DEADLINE_S", 0.2)
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(jobs, "time", clock)
     assert jobs.run_job("http://x", "true", lambda text: None, wait_for_ever) == 1
     assert "no answer" in caplog.text
     calls = clients[0].calls
     assert calls.count("stop") == 1
-    assert calls.index("stop") > 1  # after several failures
+    assert calls.index("stop") > jobs.RETRY_DEADLINE_S / jobs.POLL_INTERVAL_S
     assert calls[-1] == "info"  # the end of the job was waited for
 
 

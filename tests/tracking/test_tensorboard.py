@@ -9,6 +9,15 @@ from hone.tracking import Tracking
 pytest.importorskip("tensorboard")
 
 
+@pytest.fixture(autouse=True)
+def _first_writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard sorts the files of one second by the writer's number, as text: 9 after 10."""
+    from tensorboard.summary.writer import event_file_writer
+
+    counter = event_file_writer.AtomicCounter(0)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
+
+
 def read(folder: Path) -> object:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
