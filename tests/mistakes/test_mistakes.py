@@ -18,6 +18,7 @@ import pytest
 
 from hone import cli
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.tracking.console import screen
 
 from . import data, folders, plugins, programs, settings
 from .cases import FILES, Mistake
@@ -73,7 +74,7 @@ def _made(mistake: Mistake, model: Path, root: Path) -> tuple[int, str, str]:
             mistake.arrange(root)
         if not mistake.loads_model:
             _refuse_models(patch)
-        patch.setattr("hone.tracking.console._screen", None, raising=False)
+        screen.cache_clear()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 code = cli.main(mistake.command)

@@ -36,6 +36,8 @@ def main():
     with GracefulStop() as stop:
         (folder / f"pid{rank}").write_text(str(os.getpid()))
         while mode != "quick" and not (stop.is_requested and mode != "deaf"):
+            if stop.is_requested:
+                (folder / f"asked{rank}").touch()
             time.sleep(0.01)
         if stop.is_requested:
             (folder / f"saved{rank}").touch()
@@ -124,6 +126,7 @@ def test_a_second_signal_ends_ranks_that_do_not_end(launched: Callable[[str], La
     run = launched("deaf")
     pids = run.ready()
     run.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: len(list(run.folder.glob("asked*"))) == 2)  # else two signals may be one
     time.sleep(0.3)
     assert run.process.poll() is None
     run.process.send_signal(signal.SIGTERM)
@@ -169,7 +172,7 @@ def test_a_signal_while_ranks_start_reaches_those_that_start_after_it(
 
     popen = SimpleNamespace(Popen=start)
     monkeypatch.setattr(ranks, "subprocess", popen)
-    exit_codes = ranks._Processes().run(["sleep", "20"], [dict(os.environ)] * 2)
+    exit_codes = ranks._Processes().run(["sleep", "600"], [dict(os.environ)] * 2)
     assert exit_codes == {0: -signal.SIGTERM, 1: -signal.SIGTERM}
 
 

@@ -105,7 +105,7 @@ class Slow:
         self.may_decode = threading.Event()
 
     def decode(self, ids: Any) -> str:
-        assert self.may_decode.wait(20)
+        assert self.may_decode.wait(60)
         return "x"
 
 
