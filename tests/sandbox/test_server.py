@@ -26,7 +26,7 @@ def running() -> Iterator[SandboxServer]:
         0,
         max_concurrent=1,
         max_memory_mb=128,
-        max_timeout_s=60.0,
+        max_timeout_s=600.0,
         host_names=["box.test"],
     ) as instance:
         thread = threading.Thread(target=instance.serve_forever)
@@ -93,7 +93,7 @@ def test_a_server_without_finite_limits_does_not_start(limits: dict[str, Any]) -
         {"code": "x", "stdin": ["a"]},
         {"code": "x", "language": "cpp"},
         {"code": "x", "language": ["python"]},
-        *({"code": "x", "run_timeout": v} for v in ("soon", True, 0, -1, 1e308, 2**70, 61, [5])),
+        *({"code": "x", "run_timeout": v} for v in ("soon", True, 0, -1, 1e308, 2**70, 601, [5])),
         b'{"code": "x", "run_timeout": NaN}',
         b'{"code": "x", "run_timeout": Infinity}',
         *({"code": "x", "memory_limit_MB": v} for v in ("1", True, 0, -5, 1e308, 2**70, 2**50)),
@@ -177,10 +177,10 @@ def test_assertions_are_judged_in_two_boxes(running: SandboxServer, bwrap: None)
 def test_a_client_that_disconnects_ends_its_box_and_frees_its_slot(
     running: SandboxServer, bwrap: None, path: str
 ) -> None:
-    token = f"50.{time.time_ns()}"
+    token = f"500.{time.time_ns()}"
     forever = f"import subprocess\nsubprocess.run(['sleep', {token!r}])"
     requests = {RUN_PATH: {"code": forever}, JUDGE_PATH: {"program": forever, "tests": "f()"}}
-    body = json.dumps({**requests[path], "run_timeout": 50}).encode()
+    body = json.dumps({**requests[path], "run_timeout": 500}).encode()  # longer than `send` waits
     with send(running, body, path=path):
         assert wait_until(lambda: processes_that_mention(token))
         with send(running, body, path=path):  # waits for the only slot, and disconnects too

@@ -177,7 +177,7 @@ def test_a_warden_killed_while_a_box_is_being_built_leaves_nothing(bwrap: None) 
 
         thread = threading.Thread(target=run)
         thread.start()
-        assert wait_until(lambda warden=pid: descendants(warden) != [])
+        assert wait_until(lambda warden=pid, ended=outcomes: descendants(warden) or ended)
         time.sleep(0.004 * number)
         os.kill(pid, signal.SIGKILL)
         thread.join(60)
@@ -207,19 +207,17 @@ def test_no_invalid_request_ends_the_warden_or_other_runs(
 ) -> None:
     """Job refuses these values; here they are sent to the warden anyway."""
     pid = warden_pid()
-    others: list[str] = []
-    code = "import time; time.sleep(0.3); print(1)"
-    other = threading.Thread(target=lambda: others.append(run_python(code).stdout))
-    other.start()
-    request = RunRequest.from_job(Job("pass"), box_plan_for(DEFAULT_MINIMUM))
+    plan = box_plan_for(DEFAULT_MINIMUM)
+    other = client.Run(Job("import time; time.sleep(0.3); print(1)", timeout_s=60.0), plan)
+    request = RunRequest.from_job(Job("pass"), plan)
     for name, value in limits.items():
         object.__setattr__(request if name == "plan" else request.job, name, value)
     with monkeypatch.context() as patched:
         patched.setattr(RunRequest, "from_job", lambda *_, **__: request)
         with contextlib.suppress(SandboxError):
-            run_job(Job("pass", timeout_s=20.0), box_plan_for(DEFAULT_MINIMUM))
-    other.join(60)
-    assert others == ["1\n"]
+            run_job(Job("pass", timeout_s=20.0), plan)
+    with other:
+        assert other.result().stdout == "1\n"
     assert warden_pid() == pid
 
 
