@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +19,7 @@ class ScoringServer:
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
         self.max_concurrent = self._concurrent = 0
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = 0
         self.start()
 
     @property
@@ -30,18 +27,18 @@ class ScoringServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Listens on the same port as before."""
+        """Listens on a free port, or on the same port as before."""
         self._loop = asyncio.new_event_loop()
         listening = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(listening,), daemon=True)
         self._thread.start()
-        assert listening.wait(20)
+        assert listening.wait(60)
 
     def stop(self) -> None:
         """Stops the server: connections break, and new ones are refused."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(20)
+            self._thread.join(60)
 
     def _serve(self, listening: threading.Event) -> None:
         self._loop.run_until_complete(self._until_stopped(listening))
@@ -54,6 +51,7 @@ class ScoringServer:
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.port = runner.addresses[0][1]
         listening.set()
         await self._stopping.wait()
         await runner.cleanup()

@@ -68,14 +68,14 @@ def test_the_next_run_of_the_same_kind_uses_the_spare_with_its_own_limits(warden
     code += "print(sys.stdin.read(), open('/proc/1/stat').read().split()[21], flush=True)\n"
     code += "while True: pass"
     start_time = Path(f"/proc/{first_process}/stat").read_text().split()[21]
-    result = run_python(
-        code, stdin="input", memory_mb=300, open_files=40, cpu_s=1, timeout_s=60.0
-    )
+    result = run_python(code, stdin="input", memory_mb=300, open_files=40, cpu_s=1, timeout_s=60.0)
     assert (result.status, result.exit_code) == (Status.TIMEOUT, 128 + 24), result
     assert result.stdout.split() == ["300", "40", "input", start_time]
     result = run_python("while True: pass", timeout_s=0.3)
     assert result.status is Status.TIMEOUT
-    assert result.wall_s < Job("pass").timeout_s  # the limit of the run that the spare was built for
+    assert (
+        result.wall_s < Job("pass").timeout_s
+    )  # the limit of the run that the spare was built for
 
 
 def test_standard_input_of_a_spare_cannot_be_written(warden: int) -> None:

@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -163,7 +162,8 @@ def failing(solution_str: str) -> Any:
     if solution_str == "raise":
         raise ValueError("bad day")
     if solution_str == "hang":
-        time.sleep(600)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+        signal.raise_signal(signal.SIGALRM)  # the deadline, which no other row reaches
     return {"nan": float("nan"), "none": None}.get(solution_str, {"score": 1.0, "acc": 1.0})
 
 
@@ -171,8 +171,7 @@ def test_failures_are_scored_counted_and_named_by_reason(
     tokenizer: Any, make_batch: MakeBatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     texts = ["ok", "raise", "hang", "nan", "none", "raise"]
-    policy = FailurePolicy("score", -1.0, 3.0)
-    manager = NaiveRewardManager(tokenizer, 0, failing, policy=policy)
+    manager = NaiveRewardManager(tokenizer, 0, failing, policy=LENIENT)
     result = manager(make_batch(texts), return_dict=True)
     extras = result["reward_extra_info"]
     assert result["reward_tensor"].sum(1).tolist() == [1.0, -1.0, -1.0, -1.0, -1.0, -1.0]
@@ -330,7 +329,6 @@ async def hostile_judge(solution_str: str, ground_truth: Any) -> float:
     while solution_str == "swallow":
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(600)
-    await asyncio.sleep(0)
     if solution_str == "exit":
         raise SystemExit(3)
     if solution_str == "cancel":
