@@ -22,10 +22,12 @@ Runner = Callable[..., LoopRunner]
 class GatedLoop(AgentLoopBase):
     """Waits for the event of its row; `ended` lists the loops that were released."""
 
+    begun = threading.Event()
     ended: list[str] = []  # noqa: RUF012
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         try:
+            self.begun.set()
             if row.get("fails"):
                 raise KeyError("no such tool")
             while not row["gate"].is_set():
@@ -49,6 +51,7 @@ def engine(tokenizer: Any) -> ScriptedRollout:
 @pytest.fixture
 def gated(rows: Rows) -> Callable[..., DataProto]:
     """Returns rows whose loops wait for their events."""
+    GatedLoop.begun.clear()
     GatedLoop.ended.clear()
 
     def build(uids: list[str], gates: list[threading.Event], **columns: list[Any]) -> DataProto:
@@ -151,8 +154,9 @@ def test_closing_releases_the_loops_and_refuses_more(
 ) -> None:
     loops = runner(engine)
     loops.submit(gated(["a"], [threading.Event()]))
+    assert GatedLoop.begun.wait(60)
     loops.close()
-    assert GatedLoop.ended in (["a"], [])  # it may not have begun
+    assert GatedLoop.ended == ["a"]
     with pytest.raises(AgentLoopFailed, match="closed"):
         loops.submit(gated(["b"], [opened()]))
 
@@ -191,6 +195,7 @@ def test_loops_that_outlive_a_stopped_engine_are_cancelled(
     monkeypatch.setattr("hone.agents.runner.LOOPS_GRACE_S", 0.2)
     loops = runner(StuckEngine([]))
     loops.submit(gated(["a"], [threading.Event()]))
+    assert GatedLoop.begun.wait(60)
     with pytest.raises(AgentLoopFailed, match="decoding has stopped, and 1 groups"):
         loops.run_until(lambda: False)
     assert GatedLoop.ended == ["a"]

@@ -44,7 +44,7 @@ class Retriever:
     def __enter__(self) -> Retriever:
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -68,5 +68,5 @@ class Retriever:
 
     def answered(self) -> int:
         """Returns the number of queries that the service has answered."""
-        with urllib.request.urlopen(self.url.replace("retrieve", "health"), timeout=10) as response:
+        with urllib.request.urlopen(self.url.replace("retrieve", "health"), timeout=60) as response:
             return int(json.load(response)["answered"])

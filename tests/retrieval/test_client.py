@@ -25,7 +25,7 @@ class Service(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         service_class = type(self)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        service_class.hold.wait(10)
+        service_class.hold.wait(60)
         service_class.batch_sizes.append(len(body["queries"]))
         service_class.failures -= 1
         self.send_response(500 if service_class.failures >= 0 else 200)
@@ -57,25 +57,25 @@ def service() -> Iterator[tuple[type[Service], str]]:
 def test_every_response_format_is_parsed(service: Any, to_hit: Any) -> None:
     service_class, url = service
     service_class.to_hit = staticmethod(to_hit)
-    assert retrieve(url, ["a", "b"], 1, 5.0) == [["a"], ["b"]]
+    assert retrieve(url, ["a", "b"], 1, 60.0) == [["a"], ["b"]]
 
 
 def test_a_response_without_passages_raises(service: Any) -> None:
     service_class, url = service
     service_class.to_hit = staticmethod(lambda query: {"document": {"text": query}})
     with pytest.raises(RetrievalFailed, match="KeyError"):
-        retrieve(url, ["a"], 1, 5.0)
+        retrieve(url, ["a"], 1, 60.0)
 
 
 def test_waiting_queries_are_sent_in_one_request(service: Any) -> None:
     service_class, url = service
     service_class.hold.clear()
-    client = RetrievalClient(url, 1, timeout_s=10, retries=0)
+    client = RetrievalClient(url, 1, timeout_s=60, retries=0)
     futures = [client.submit(str(number)) for number in range(20)]
     service_class.hold.set()
-    assert [future.result(10) for future in futures] == [[str(number)] for number in range(20)]
+    assert [future.result(60) for future in futures] == [[str(number)] for number in range(20)]
     assert sum(service_class.batch_sizes) == 20
-    assert len(service_class.batch_sizes) <= 3
+    assert len(service_class.batch_sizes) <= 2
 
 
 def test_a_failed_request_is_retried_and_then_returns_none(
@@ -84,31 +84,31 @@ def test_a_failed_request_is_retried_and_then_returns_none(
     service_class, url = service
     delays: list[float] = []
     monkeypatch.setattr("hone.retrieval.client.time.sleep", delays.append)
-    client = RetrievalClient(url, 1, timeout_s=10, retries=2)
+    client = RetrievalClient(url, 1, timeout_s=60, retries=2)
     service_class.failures = 2
-    assert client.submit("a").result(10) == ["a"]
+    assert client.submit("a").result(60) == ["a"]
     assert delays == [0.25, 0.5]
     service_class.failures = 4
-    assert client.submit("b").result(10) is None
-    assert client.submit("c").result(10) is None  # one attempt: the service is known to be down
+    assert client.submit("b").result(60) is None
+    assert client.submit("c").result(60) is None  # one attempt: the service is known to be down
     assert len(service_class.batch_sizes) == 3 + 3 + 1
-    assert client.submit("d").result(10) == ["d"]
+    assert client.submit("d").result(60) == ["d"]
 
 
 def test_a_cancelled_query_does_not_affect_others(service: Any) -> None:
     service_class, url = service
     service_class.hold.clear()
-    client = RetrievalClient(url, 1, timeout_s=10, retries=0)
+    client = RetrievalClient(url, 1, timeout_s=60, retries=0)
     first, second, third = (client.submit(query) for query in "abc")
     second.cancel()
     service_class.hold.set()
-    assert (first.result(10), third.result(10)) == (["a"], ["c"])
+    assert (first.result(60), third.result(60)) == (["a"], ["c"])
 
 
 def test_an_invalid_url_returns_none() -> None:
     client = RetrievalClient("localhost/retrieve", 3, timeout_s=1.0, retries=0)
-    assert client.submit("one").result(10) is None
-    assert client.submit("two").result(10) is None
+    assert client.submit("one").result(60) is None
+    assert client.submit("two").result(60) is None
 
 
 def test_long_queries_do_not_exceed_the_servers_limit(service: Any) -> None:
@@ -122,6 +122,6 @@ def test_long_queries_do_not_exceed_the_servers_limit(service: Any) -> None:
         answer(handler)
 
     service_class.do_POST = record_size
-    passages = retrieve(url, ["\u5b57" * 50_000] * 255 + ["owl"], 1, 30.0)
+    passages = retrieve(url, ["\u5b57" * 50_000] * 255 + ["owl"], 1, 60.0)
     assert (passages[0], passages[-1]) == (["10000"], ["3"])
     assert sizes[0] < server._MAX_BODY_BYTES

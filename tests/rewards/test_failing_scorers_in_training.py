@@ -146,7 +146,7 @@ def test_a_scorer_that_cannot_be_called_stops_the_run_before_models_load(
 def test_failures_are_counted_by_reason_and_the_other_rows_are_used(
     files: Path, tmp_path: Path
 ) -> None:
-    settings = [f"reward_model.reward_kwargs.{s}" for s in ("failure_score=-1", "timeout_s=3")]
+    settings = [f"reward_model.reward_kwargs.{s}" for s in ("failure_score=-1", "timeout_s=5")]
     one_step = "trainer.total_training_steps=1"
     (step,) = train(files, tmp_path, *scorer(files, "mixed"), *settings, one_step)
     assert failure_counts(step) == Counter(dict.fromkeys(REASONS.values(), 2))

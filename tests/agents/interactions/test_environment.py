@@ -290,7 +290,7 @@ def test_an_environment_that_is_made_after_the_deadline_is_closed() -> None:
 
     class Slow:
         def __init__(self) -> None:
-            may_be_made.wait(10)
+            may_be_made.wait(60)
 
         def close(self) -> None:
             closed.set()
@@ -301,4 +301,4 @@ def test_an_environment_that_is_made_after_the_deadline_is_closed() -> None:
 
     asyncio.run(start())
     may_be_made.set()
-    assert closed.wait(10)
+    assert closed.wait(60)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -298,14 +300,16 @@ class Hang(BaseInteraction):
 
 
 def test_a_simulated_user_that_hangs_ends_the_talk_when_the_trajectory_ends(
-    run_row: Callable[..., Any], tmp_path: Path
+    run_row: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 0.0, perf_counter=time.perf_counter)
+    monkeypatch.setattr("hone.agents.loops.tool.time", clock)  # a slow machine uses up no time
     (tmp_path / "user.py").write_text(HANGS)
     listed = f"interaction:\n  - name: u\n    class_name: {tmp_path / 'user.py'}:Hang\n"
     (tmp_path / "hang.yaml").write_text(listed)
     overrides = (
         f"{MULTI}.interaction_config_path={tmp_path / 'hang.yaml'}",
-        f"{MULTI}.trajectory_timeout_s=0.5",
+        f"{MULTI}.trajectory_timeout_s=0.1",
     )
     engine, batch = run_row(["first", "never"], *overrides, interaction_kwargs=[{"name": "u"}])
     assert len(engine.requests) == 1

@@ -107,7 +107,7 @@ def test_cells_of_one_turn_are_kept_in_call_order_whichever_ends_first() -> None
         def run(self, code: str) -> SandboxResult:
             programs.append(code)
             if "run('slow = 1')" in code:
-                first_may_end.wait(10)
+                first_may_end.wait(60)
             else:
                 first_may_end.set()
             return SandboxResult(Status.OK, 0, "", "", 0.0)

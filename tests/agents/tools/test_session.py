@@ -16,7 +16,7 @@ from hone.agents.tools.session import ToolSession
 
 
 class Echo(BaseTool):
-    """Returns `text` after `wait` seconds; records created and released instances."""
+    """Returns `text`, after `wait` seconds or `last` of three calls; records its instances."""
 
     def __init__(self) -> None:
         self.alive: dict[str, dict[str, Any]] = {}
@@ -37,7 +37,10 @@ class Echo(BaseTool):
         assert instance_id in self.alive
         self.running += 1
         self.most_at_once = max(self.most_at_once, self.running)
-        await asyncio.sleep(parameters.get("wait", 0))
+        if "wait" in parameters:
+            await asyncio.sleep(parameters["wait"])
+        while parameters.get("last") and (self.most_at_once < 3 or self.running > 1):
+            await asyncio.sleep(0)
         self.running -= 1
         if parameters["text"] == "raise":
             raise KeyError("oops")
@@ -71,13 +74,13 @@ def echo(text: str, **more: Any) -> ToolCall:
 def test_calls_of_a_turn_run_together_and_are_kept_in_their_order() -> None:
     tool = Echo()
     session = make_session(tool)
-    calls = [echo("late", wait=0.2), echo("b"), echo("c")]
+    calls = [echo("late", last=True), echo("b", wait=0), echo("c", wait=0)]
     assert asyncio.run(session.run_calls(calls)) == ["late", "b", "c"]
     assert tool.most_at_once == 3
     assert [output["text"] for output in session.outputs] == ["late", "b", "c"]
     assert session.outputs[0] == {
         "name": "echo",
-        "arguments": {"text": "late", "wait": 0.2},
+        "arguments": {"text": "late", "last": True},
         "text": "late",
         "reward": 0.25,
         "metrics": {"n": 4},
