@@ -29,23 +29,30 @@ rl() { # configuration, model, suffix of the data files, folder, overrides…
         trainer.seed="$SEED" trainer.default_local_dir="$OUT/$name" "$@" >"$OUT/$name.log" 2>&1
 }
 
+jobs=() # `jobs -p` does not list a job that has ended
+background() {
+    "$@" &
+    jobs+=($!)
+}
+
 together() { # wait for all background jobs; the first failure ends the script
     local failed=0 job
-    for job in $(jobs -p); do wait "$job" || failed=1; done
+    for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+    jobs=()
     [ $failed = 0 ] || { tail -n 5 "$OUT"/*.log; exit 1; }
 }
 
-sft sft &
-sft sft_tools &
-rl grpo "$MODEL" "" untrained trainer.val_only=true &
+background sft sft
+background sft sft_tools
+background rl grpo "$MODEL" "" untrained trainer.val_only=true
 TOOLS=(actor_rollout_ref.rollout.multi_turn.tool_config_path="$HERE/calculator.yaml")
-rl tools "$MODEL" _tools untrained_tools trainer.val_only=true "${TOOLS[@]}" &
+background rl tools "$MODEL" _tools untrained_tools trainer.val_only=true "${TOOLS[@]}"
 together
 for run in $RUNS; do
     if [ "$run" = tools ]; then
-        rl tools "$OUT/sft_tools" _tools "tools-$SEED" "${TOOLS[@]}" "$@" &
+        background rl tools "$OUT/sft_tools" _tools "tools-$SEED" "${TOOLS[@]}" "$@"
     else
-        rl "$run" "$OUT/sft" "" "$run-$SEED" "$@" &
+        background rl "$run" "$OUT/sft" "" "$run-$SEED" "$@"
     fi
 done
 together
