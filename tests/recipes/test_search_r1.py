@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 from hone.agents.loops.search import INFORMATION_END, INFORMATION_START, read_action
 from hone.config import compose
+from hone.controller.worker import free_port
 from hone.rewards.scores.qa_em_format import is_valid_sequence
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "search_r1"
@@ -28,13 +28,6 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import pytest
 
 from hone.cli import main as hone
 from hone.config import ConfigError
+from hone.controller.worker import free_port
 from hone.data import files
 from hone.tracking import RunFolder
 from hone.tracking.manifest import write_manifest
@@ -189,9 +190,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
         pytest.skip("no S3 server: `make setup-s3` installs one")
     from pyarrow.fs import S3FileSystem
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([str(MOTO), "-H", "127.0.0.1", "-p", str(port)], stderr=-3, stdout=-3)
     for name, value in {
         "AWS_ACCESS_KEY_ID": "key",
