@@ -11,7 +11,6 @@ import math
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from hone.controller import reaper
+from hone.controller.ray_ports import free_ports
 from hone.rollout.contract import RolloutError, RolloutSpec
 from hone.rollout.sglang_server import SGLangServer
 from hone.types import Settings
@@ -54,8 +54,7 @@ class LaunchedSGLang(SGLangServer):
         """Starts the process on a free port."""
         self.terminate()
         self.released_tags = ()
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        (port,) = free_ports(1)
         self.url = f"http://127.0.0.1:{port}"
         self.num_starts += 1
         mark = f"sglang-{secrets.token_hex(8)}"

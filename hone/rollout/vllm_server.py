@@ -101,6 +101,8 @@ class Server:
                     raise
                 traceback.print_exc()
                 answer["error"] = f"{type(error).__name__}: {error}"
+            # A ping right after the answer must not read the duration of this command as a stall.
+            self._busy_since = None
             if call_id is not None:
                 self._send(answer)
 
