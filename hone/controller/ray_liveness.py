@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -112,12 +113,10 @@ class _Ping:
 
 def call_control_plane(request: Callable[[], T]) -> T:
     """Returns the result of `request`; raises ClusterFailed if the request hangs."""
-    limit_s = TrainerConfig.liveness_deadline_s
-    if _watch is not None:
-        limit_s = _watch.unresponsive_timer.limit_s
+    limit_s = _watch.unresponsive_timer.limit_s if _watch else TrainerConfig.liveness_deadline_s
     try:
         return DAEMON_THREADS.submit(request).result(limit_s)
-    except TimeoutError:
+    except FutureTimeoutError:  # before Python 3.11 no TimeoutError
         if _watch is not None:
             _watch.failed = True
         event, hint = _control_plane_timeout_message(limit_s)

@@ -124,13 +124,13 @@ class Reservation:
                 hint = f"free are {_format_nodes(nodes)}"
                 raise ClusterFailed(event, self._pool.name_prefix, _AWAITED, hint)
             free = f"free are {_format_nodes(nodes)}"
+            if not has_warned:
+                logger.warning("%s waits for resources; %s", self._pool, free)
+                has_warned = True
             if time.monotonic() > end_time:
                 awaited = f"Ray to reserve {self._pool.process_on_nodes} processes"
                 hint = f"other worker groups or runs hold resources; {free}"
                 raise WaitTimeout(self._pool.name_prefix, awaited, deadline_s, hint)
-            if not has_warned:
-                logger.warning("%s waits for resources; %s", self._pool, free)
-                has_warned = True
             check_alive(self._pool.name_prefix, _AWAITED)
             time.sleep(0.5)
 

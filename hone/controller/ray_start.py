@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import ray
@@ -193,7 +193,7 @@ def _start_cluster(options: Settings, report: Callable[[str], None]) -> None:
         logger.warning("Ray listens on %s, not only on loopback; a token protects it", address)
     pid_by_name = {}
     for pid in reaper.marked_pids(mark):
-        with open(f"/proc/{pid}/comm", encoding="utf-8") as file:
+        with suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8") as file:
             pid_by_name[file.read().strip()] = pid
     ray_pids = {name: pid_by_name[name] for name in RAY_PROCESSES if name in pid_by_name}
     watch_cluster(ray_pids, os.path.join(context.address_info["session_dir"], "logs"))
