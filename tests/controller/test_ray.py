@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,28 +89,30 @@ def _first(results: list[Any]) -> Any:
 
 
 class Slow(Worker):
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, gate: Path) -> None:
+        self.gate = gate
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def produce(self, data: DataProto) -> DataProto:
-        time.sleep(5.0)
+        while not self.gate.exists():
+            time.sleep(0.01)
         return DataProto.from_dict(
             {"x": data.batch["x"] + 1}, {"uid": data.non_tensor_batch["uid"]}
         )
 
 
 @pytest.mark.slow
-def test_futures_stay_lazy_between_groups_of_different_size() -> None:
+def test_futures_stay_lazy_between_groups_of_different_size(tmp_path: Path) -> None:
     import ray
 
-    pool = ResourcePool([2])
-    producer = _slow_group(pool)
+    pool, gate = ResourcePool([2]), tmp_path / "gate"
+    producer = _slow_group(pool, gate)
     consumer = make_group(2, resource_pool=pool)
     data = DataProto.from_dict({"x": torch.arange(5.0)}, {"uid": list("abcde")})
     future = producer.produce(data)
     ready, _ = ray.wait(future.futures, num_returns=2, timeout=0)
     assert not ready, "the call returned before its workers were done"
+    gate.touch()
     result = consumer.scale(future)
     assert result.batch["y"].tolist() == [2, 4, 6, 8, 10]
     assert list(result.non_tensor_batch["uid"]) == list("abcde")
@@ -119,10 +122,12 @@ def test_futures_stay_lazy_between_groups_of_different_size() -> None:
     consumer.shutdown()
 
 
-def _slow_group(pool: ResourcePool) -> Any:
+def _slow_group(pool: ResourcePool, gate: Path) -> Any:
     from hone.controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
-    return RayWorkerGroup(pool, RayClassWithInitArgs(Slow), start_deadline_s=250, deadlines=LONG)
+    return RayWorkerGroup(
+        pool, RayClassWithInitArgs(Slow, gate), start_deadline_s=250, deadlines=LONG
+    )
 
 
 @pytest.mark.slow

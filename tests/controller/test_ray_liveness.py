@@ -25,7 +25,7 @@ from hone.controller.failures import (
     WorkerProcess,
     WorkerStopped,
 )
-from hone.controller.processes import GONE, STOPPED
+from hone.controller.processes import GONE, MAX_UPDATE_GAP_S, STOPPED
 
 pytest.importorskip("ray")
 
@@ -274,10 +274,12 @@ def test_a_worker_that_holds_its_interpreter_is_busy_and_a_stopped_one_is_not() 
 
     from hone.controller.ray import RayWorkerGroup
 
+    # Longer than MAX_UPDATE_GAP_S: if the whole machine is stopped, nothing else counts as stopped.
+    deadline_s = MAX_UPDATE_GAP_S + 0.5
     group = RayWorkerGroup(
-        ResourcePool([2]), ClassWithInitArgs(Toy, 1.0), "toy", 250.0, liveness_deadline_s=3.0
+        ResourcePool([2]), ClassWithInitArgs(Toy, 1.0), "toy", 250.0, liveness_deadline_s=deadline_s
     )
-    group.hold_interpreter(8.0)
+    group.hold_interpreter(deadline_s + 1.0)
     pid = group.whereabouts()[1]["pid"]
     stop = threading.Timer(1.0, os.kill, (pid, signal.SIGSTOP))
     stop.start()

@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from hone.controller import reaper
 
 ray = pytest.importorskip("ray")
 
-from hone.controller import ray_start  # noqa: E402
+from hone.controller import ray_liveness, ray_start  # noqa: E402
 from hone.controller.ray_ports import SLOW_START_ENV  # noqa: E402
 from hone.controller.worker import free_port  # noqa: E402
 
@@ -163,18 +164,17 @@ def listening(pids: list[int]) -> list[tuple[str, str]]:
     """(address in hexadecimal, program) of every socket on which one of these processes listens."""
     owner = {}
     for pid in pids:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            try:
-                owner[os.readlink(f"/proc/{pid}/fd/{fd}")] = pid
-            except OSError:
-                continue
+        with suppress(OSError):  # the process has ended
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    owner[os.readlink(f"/proc/{pid}/fd/{fd}")] = pid
     rows = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             pid = owner.get(f"socket:[{fields[9]}]")
             if fields[3] == "0A" and pid is not None:
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                name = _content(Path(f"/proc/{pid}/comm")).decode().strip()
                 rows.append((fields[1].rpartition(":")[0], name))
     return rows
 
@@ -196,7 +196,8 @@ def test_every_socket_of_our_cluster_listens_on_loopback() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_the_token_is_in_no_file_and_no_worker_shows_it() -> None:
     assert ray_start._own_cluster is not None
-    pid = reaper.marked_pids(ray_start._own_cluster.mark)[0]
+    assert ray_liveness._watch is not None
+    pid = ray_liveness._watch._ray_pids["gcs_server"]
     environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     token = next(entry for entry in environ if entry.startswith(TOKEN.encode())).partition(b"=")[2]
     assert len(token) == 64
@@ -206,13 +207,17 @@ def test_the_token_is_in_no_file_and_no_worker_shows_it() -> None:
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert files
-    assert [file for file in files if token in file.read_bytes()] == []
-    assert not any(token in Path(f"/proc/{p}/cmdline").read_bytes() for p in _pids())
+    assert [file for file in files if token in _content(file)] == []
+    pids = reaper.marked_pids(ray_start._own_cluster.mark)
+    assert pid in pids
+    assert not any(token in _content(Path(f"/proc/{p}/cmdline")) for p in pids)
 
 
-def _pids() -> list[int]:
-    assert ray_start._own_cluster is not None
-    return reaper.marked_pids(ray_start._own_cluster.mark)
+def _content(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:  # Ray has deleted it, or the process has ended
+        return b""
 
 
 INTRUDER = """
