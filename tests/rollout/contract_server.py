@@ -36,6 +36,9 @@ from hone.rollout.native.engine import NativeRollout
 from .contract_faults import Body, Faults
 from .models import EOS, TOKENIZER, next_probabilities
 
+_TOKENS_PER_EVENT = 2
+"""The most tokens of an event, so that a busy machine does not send a short response in one event."""
+
 
 class ContractServer(Faults):
     """A server with SGLang's HTTP interface, in a thread of its own."""
@@ -434,7 +437,7 @@ class ContractServer(Faults):
         )
         ids: list[int] = []
         log_probs: list[float] = []
-        reason = None
+        sent, reason, has_sent_reason = 0, None, False
         while reason is None:
             arrival = asyncio.ensure_future(deltas.get())
             await asyncio.wait({job, arrival}, return_when=asyncio.FIRST_COMPLETED)
@@ -442,24 +445,28 @@ class ContractServer(Faults):
             arrival.cancel()
             while not deltas.empty():
                 new.append(deltas.get_nowait())
-            if self.dead:
-                assert request.transport is not None
-                request.transport.abort()
-                return answer
-            sent = len(ids)
             ids += [token for delta in new for token in delta.token_ids]
             log_probs += [x for delta in new for x in delta.log_probs]
             if job.done() and deltas.empty():
                 reason = job.result().stop_reason
-            meta = self._meta(body, ids, log_probs, reason)
-            event = {"output_ids": list(ids), "meta_info": meta}
-            if self.incremental:
-                event["output_ids"] = ids[sent:]
-                meta["output_token_logprobs"] = meta["output_token_logprobs"][sent:]
-            if await self._breaks(request, answer, event, len(ids)):
-                return answer
-            await answer.write(f"data: {json.dumps(event)}\n\n".encode())
-            if self.incremental and len(ids) > 3 and self.fails("an event comes twice"):
+            while sent < len(ids) or (reason is not None and not has_sent_reason):
+                if self.dead:
+                    assert request.transport is not None
+                    request.transport.abort()
+                    return answer
+                begin, sent = sent, min(sent + _TOKENS_PER_EVENT, len(ids))
+                has_sent_reason = reason is not None and sent == len(ids)
+                meta = self._meta(
+                    body, ids[:sent], log_probs[:sent], reason if has_sent_reason else None
+                )
+                event = {"output_ids": ids[:sent], "meta_info": meta}
+                if self.incremental:
+                    event["output_ids"] = ids[begin:sent]
+                    meta["output_token_logprobs"] = meta["output_token_logprobs"][begin:]
+                if await self._breaks(request, answer, event, sent):
+                    return answer
                 await answer.write(f"data: {json.dumps(event)}\n\n".encode())
+                if self.incremental and sent > 3 and self.fails("an event comes twice"):
+                    await answer.write(f"data: {json.dumps(event)}\n\n".encode())
         await answer.write(b"data: [DONE]\n\n")
         return answer

@@ -5,24 +5,69 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any
+
+import pytest
 
 from hone.models.policy import PolicyModel
 from hone.ops.counter_rng import fold_seed
-from hone.rollout.contract import RolloutEngine, Traits
+from hone.rollout.contract import RolloutEngine, Sampling, Traits
 from hone.rollout.hf import HFRollout
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.decoder import ModuleDecoder, PrepackedDecoder
 from hone.rollout.native.engine import NativeRollout
-from hone.rollout.requests import Request, RequestRules
+from hone.rollout.requests import Chunk, Request, RequestRules
 from hone.rollout.scripted import ScriptedRollout
 from hone.rollout.server import ServerRollout
 from hone.rollout.server_weights import WeightFolder
 from hone.rollout.sglang_server import SGLangServer
+from hone.rollout.streaming_engine import StreamingEngine
 
 from .contract_server import ContractServer
 from .engine_contract import Factory, Place
 from .models import EOS, TOKENIZER, VOCABULARY
+
+
+@contextmanager
+def slow_motion() -> Iterator[None]:
+    """In the block, native engines run one step after each arrival of requests; then the requests wait."""
+    step = NativeRollout._step
+
+    def one_step(engine: NativeRollout) -> list[Request]:
+        if engine._arrivals:
+            return step(engine)
+        time.sleep(0.001)
+        return []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeRollout, "_step", one_step)
+        patch.setattr(NativeRollout, "_should_return", lambda engine: True)
+        yield
+
+
+@contextmanager
+def slow_streams(engine_class: type[StreamingEngine]) -> Iterator[None]:
+    """In the block, the requests of these engines wait after two tokens."""
+    stream, is_over = engine_class._backend_stream, False
+
+    async def two_tokens(
+        engine: Any, request: Request, sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(stream(engine, request, sampling)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+                while len(request.token_ids) >= 2 and not is_over:
+                    await asyncio.sleep(0.001)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_class, "_backend_stream", two_tokens)
+        try:
+            yield
+        finally:
+            is_over = True
 
 
 class NativeFactory(Factory):
@@ -31,6 +76,7 @@ class NativeFactory(Factory):
     probes = frozenset({"model", "prefill", "memory"})
     core_class: type[NativeCore] = NativeCore
     engine_class: type[NativeRollout] = NativeRollout
+    slow_motion = staticmethod(slow_motion)
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         core = self.core_class(
@@ -96,6 +142,9 @@ class HFFactory(Factory):
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         return HFRollout(policy, eos_ids=(EOS,), tokenizer=TOKENIZER)
 
+    def slow_motion(self) -> AbstractContextManager[None]:
+        return slow_streams(HFRollout)
+
     def phases(self, engine: Any) -> dict[str, Place]:
         return {"forward": (engine, "_sample_token"), "stop": (RequestRules, "stop_reason")}
 
@@ -111,6 +160,7 @@ class SGLangFactory(Factory):
     long_tokens = 120
     servers = 1
     send_tensors = False
+    slow_motion = staticmethod(slow_motion)
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
         servers = [
@@ -171,6 +221,9 @@ class ScriptedFactory(Factory):
         return ScriptedRollout(
             scramble, tokenizer=TOKENIZER, eos_ids=(EOS,), seconds_per_token=0.0005
         )
+
+    def slow_motion(self) -> AbstractContextManager[None]:
+        return slow_streams(ScriptedRollout)
 
     def phases(self, engine: Any) -> dict[str, Place]:
         return {"script": (engine, "_next_answer"), "stop": (RequestRules, "stop_reason")}

@@ -26,7 +26,7 @@ def test_a_server_that_does_not_return_is_reported_at_the_deadline(
     servers: list[ContractServer],
 ) -> None:
     async def scenario() -> None:
-        async with open_engine(servers, call_timeout_s=0.3) as engine:
+        async with open_engine(servers) as engine:
             for server in engine._servers:
                 server.start_timeout_s = 0.5
             servers[0].die()
@@ -50,7 +50,7 @@ def test_a_server_that_is_not_healthy_yet_is_waited_for(servers: list[ContractSe
     servers[0].faults["unhealthy"] = 2
 
     async def scenario() -> None:
-        server = SGLangServer(servers[0].url, 30.0, 5.0)
+        server = SGLangServer(servers[0].url, 60.0, 60.0)
         await server.wait_until_healthy()
         await server.close()
         assert servers[0].calls == ["/health"] * 3
@@ -78,7 +78,7 @@ def test_the_api_key_comes_from_the_environment_and_is_never_shown(
 
     async def scenario(variable: str) -> None:
         url = servers[0].url.replace("http://", "http://user:pass@")
-        server = SGLangServer(url, 5.0, 5.0, api_key_env=variable)
+        server = SGLangServer(url, 60.0, 60.0, api_key_env=variable)
         try:
             assert "s3cret" not in repr(server)
             assert "pass" not in repr(server) + server.safe_url
@@ -174,7 +174,7 @@ def test_a_server_of_another_kind_is_named(servers: list[ContractServer]) -> Non
     servers.append(ContractServer(policy()))
 
     async def connect() -> None:
-        server = VLLMServer(servers[0].url, 5.0, 5.0)
+        server = VLLMServer(servers[0].url, 60.0, 60.0)
         try:
             await server.connect()
         finally:
@@ -193,7 +193,7 @@ def test_a_cancellation_is_never_lost_to_an_answer_that_comes_at_the_same_time()
         async def read() -> int:
             return await answer
 
-        job = asyncio.create_task(_wait_for(5.0, read()))
+        job = asyncio.create_task(_wait_for(60.0, read()))
         await asyncio.sleep(0.01)
         answer.set_result(1)
         await asyncio.sleep(0)
@@ -223,7 +223,7 @@ def outcomes_of(answer: web.Response) -> tuple[object, object]:
         web_server = web.Server(handle)
         listener = await asyncio.get_running_loop().create_server(web_server, "127.0.0.1", 0)
         port = listener.sockets[0].getsockname()[1]
-        server = VLLMServer(f"http://127.0.0.1:{port}", 5.0, 5.0)
+        server = VLLMServer(f"http://127.0.0.1:{port}", 60.0, 60.0)
         try:
             return await outcome(server.weight_version()), await outcome(events())
         finally:

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 _ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling)
 
 
-HANG = ("AbortHoldsNewRequests", "ResumeDropsWhatWasHeld")
-"""These mutants never answer a request, so their clauses end at the deadline."""
+HANG = ("AbortHoldsNewRequests", "ResumeDropsWhatWasHeld", "StreamsNothing")
+"""These mutants never answer a request, or never stream, so their clauses end at the deadline."""
 
 
 @pytest.fixture(autouse=True)

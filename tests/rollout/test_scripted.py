@@ -115,7 +115,7 @@ def test_a_script_that_exits_fails_its_request() -> None:
     async def generate() -> None:
         engine = ScriptedRollout(script)
         with pytest.raises(RolloutError, match=r"the script raised SystemExit\(3\)"):
-            await asyncio.wait_for(engine.generate([1], Sampling(2, 1.0, 0), "r"), 10)
+            await asyncio.wait_for(engine.generate([1], Sampling(2, 1.0, 0), "r"), 60)
         await engine.close()
 
     asyncio.run(generate())

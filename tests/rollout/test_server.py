@@ -16,6 +16,7 @@ from hone.rollout.contract import RolloutError, Sampling, StopReason
 from hone.rollout.sglang_server import SGLangServer
 
 from .contract_server import ContractServer
+from .factories import slow_motion
 from .models import policy, prompts, trainer_log_probs
 from .opened_servers import PROMPT, SHORT, open_engine, updated
 
@@ -93,12 +94,15 @@ def test_a_server_that_dies_and_returns_gets_its_weights_again(
             job = asyncio.create_task(
                 engine.generate(PROMPT, long, "job", on_tokens=lambda delta: some.set())
             )
-            for _ in range(3):
-                some.clear()
-                await some.wait()
-                servers[0].die()
+            for deaths in range(3):
+                with slow_motion():
+                    if deaths:
+                        await asyncio.to_thread(servers[0].come_back)
+                    some.clear()
+                    await some.wait()
+                    servers[0].die()
                 await asyncio.sleep(0.05)
-                await asyncio.to_thread(servers[0].come_back)
+            await asyncio.to_thread(servers[0].come_back)
             out = await job
             assert out.token_ids == complete.token_ids
             assert out.log_probs == pytest.approx(complete.log_probs, abs=1e-4)
@@ -152,17 +156,24 @@ def test_a_server_that_does_not_return_is_named_once_while_another_serves(
     servers: list[ContractServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario() -> None:
-        async with open_engine(servers, 2, start_timeout_s=0.3) as engine:
+        async with open_engine(servers, 2) as engine:
+            engine._servers[0].start_timeout_s = 0.3
             servers[0].die()
-            for prompt in prompts(4, 5, 9):
+            before, after = prompts(4, 5, 9), prompts(4, 5, 9, seed=1)
+            for prompt in before:
                 assert len(await engine.generate(prompt, SHORT, f"{prompt}")) == SHORT.max_tokens
-            await asyncio.sleep(1)
+            while not warnings():
+                await asyncio.sleep(0.01)
+            for prompt in after:
+                assert len(await engine.generate(prompt, SHORT, f"{prompt}")) == SHORT.max_tokens
             gc.collect()
 
+    def warnings() -> list[logging.LogRecord]:
+        return [r for r in caplog.records if r.levelno >= logging.WARNING]
+
     asyncio.run(scenario())
-    records = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert not [r for r in records if "never retrieved" in r.getMessage()]
-    messages = [r.getMessage() for r in records if r.name.startswith("hone.")]
+    assert not [r for r in warnings() if "never retrieved" in r.getMessage()]
+    messages = [r.getMessage() for r in warnings() if r.name.startswith("hone.")]
     assert len(messages) == 1, messages
     assert "is not healthy after 0.3 s" in messages[0]
     assert "until the next update" in messages[0]
@@ -174,8 +185,9 @@ def test_requests_of_a_prefix_and_a_trajectory_stay_on_one_server(
     async def scenario() -> None:
         async with open_engine(servers, 2) as engine:
             for group in prompts(4, 6, 9, seed=12):
-                jobs = (engine.generate(group, SHORT, f"{group}-{i}") for i in range(4))
-                await asyncio.gather(*jobs)
+                await asyncio.gather(
+                    *(engine.generate(group, SHORT, f"{group}-{i}") for i in range(4))
+                )
                 later = [*group, 4, 5]  # the next turn of one trajectory
                 await engine.generate(later, SHORT, f"{group}-0")
                 holders = [
@@ -187,7 +199,11 @@ def test_requests_of_a_prefix_and_a_trajectory_stay_on_one_server(
             few = Sampling(4, 1.0, 0, ignore_eos=True)
             many = [engine.generate(p, few, f"{i}") for i, p in enumerate(prompts(40, 5, 9))]
             before = [len(server.bodies) for server in servers]
-            await asyncio.gather(*many)
+            with slow_motion():
+                jobs = [asyncio.create_task(request) for request in many]
+                while sum(server.num_open_requests for server in engine._servers) < len(jobs):
+                    await asyncio.sleep(0.001)
+            await asyncio.gather(*jobs)
             shares = [len(s.bodies) - b for s, b in zip(servers, before, strict=True)]
             assert min(shares) >= 8, "the load is not spread"
 
@@ -356,13 +372,14 @@ def test_a_request_to_sleeping_servers_wakes_them_and_one_that_runs_refuses_slee
             assert not servers[1].released
             some = asyncio.Event()
             long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
-            job = asyncio.create_task(
-                engine.generate(PROMPT, long, "runs", on_tokens=lambda delta: some.set())
-            )
-            await some.wait()
-            with pytest.raises(RolloutError, match="sleep while requests run"):
-                await engine.sleep()
-            await engine.abort()
+            with slow_motion():
+                job = asyncio.create_task(
+                    engine.generate(PROMPT, long, "runs", on_tokens=lambda delta: some.set())
+                )
+                await some.wait()
+                with pytest.raises(RolloutError, match="sleep while requests run"):
+                    await engine.sleep()
+                await engine.abort()
             await job
 
     asyncio.run(scenario())
@@ -376,23 +393,24 @@ def test_no_request_that_waits_for_a_lost_server_outlives_an_abort_or_a_close(
     """Each call ends after `call_timeout_s`, and does not wait for `start_timeout_s`."""
 
     async def scenario() -> None:
-        async with open_engine(servers, call_timeout_s=0.3, start_timeout_s=3600.0) as engine:
+        async with open_engine(servers, start_timeout_s=3600.0) as engine:
             some = asyncio.Event()
             long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
-            job = asyncio.create_task(
-                engine.generate(PROMPT, long, "waits", on_tokens=lambda delta: some.set())
-            )
-            await some.wait()
-            setattr(servers[0], loss, True)
+            with slow_motion():
+                job = asyncio.create_task(
+                    engine.generate(PROMPT, long, "waits", on_tokens=lambda delta: some.set())
+                )
+                await some.wait()
+                engine._servers[0].call_timeout_s = 0.3
+                servers[0].hung = loss == "hung"
+                servers[0].dead = True  # a running stream does not notice that the server hangs
             while engine._servers[0].recovery is None:
-                if loss == "hung":  # a running stream does not notice that the server hangs
-                    servers[0].dead = True
                 await asyncio.sleep(0.01)
-            await asyncio.wait_for(getattr(engine, ending)(), 30)
-            out = await asyncio.wait_for(job, 30)
+            await asyncio.wait_for(getattr(engine, ending)(), 60)
+            out = await asyncio.wait_for(job, 60)
             assert out.stop_reason is StopReason.ABORT
             assert len(out) > 0
-            await asyncio.wait_for(engine.close(), 30)
+            await asyncio.wait_for(engine.close(), 60)
             servers[0].hung = servers[0].dead = False
 
     asyncio.run(scenario())
@@ -403,7 +421,7 @@ def test_closing_ends_a_call_that_waits_for_a_lost_server(
     verb: str, servers: list[ContractServer]
 ) -> None:
     async def scenario() -> None:
-        async with open_engine(servers, call_timeout_s=0.3, start_timeout_s=3600.0) as engine:
+        async with open_engine(servers, start_timeout_s=3600.0) as engine:
             if verb == "commit":
                 await engine.begin_update()
                 await engine.load(policy(seed=1).lm.named_parameters())
@@ -418,9 +436,9 @@ def test_closing_ends_a_call_that_waits_for_a_lost_server(
             call = asyncio.create_task(getattr(engine, verb)(*[1] * (verb == "commit")))
             await asyncio.sleep(0.3)
             assert not call.done()
-            await asyncio.wait_for(engine.close(), 30)
+            await asyncio.wait_for(engine.close(), 60)
             with pytest.raises(RolloutError, match="is closed"):
-                await asyncio.wait_for(call, 30)
+                await asyncio.wait_for(call, 60)
             servers[0].dead = False
 
     asyncio.run(scenario())
@@ -539,7 +557,7 @@ def test_no_server_stays_paused_after_a_run(servers: list[ContractServer]) -> No
         assert servers[0].paused == ""
         await servers[0].engine.pause(keep=True)
         servers[0].paused = "retract"
-        server = SGLangServer(servers[0].url, 5.0, 5.0)
+        server = SGLangServer(servers[0].url, 60.0, 60.0)
         await server.connect()
         assert servers[0].paused == ""
         await server.close()

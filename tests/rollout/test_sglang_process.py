@@ -26,6 +26,7 @@ from hone.rollout.sglang_process import LaunchedSGLang, command_and_environment
 from .models import TOKENIZER, policy, trainer_log_probs
 from .opened_servers import PROMPT, updated
 from .test_build import spec_of
+from .test_vllm_process import group_members
 
 FAKE = Path(__file__).parent / "fake_sglang"
 WORKER = """
@@ -104,26 +105,20 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return save_pretrained(policy().lm, TOKENIZER, tmp_path / "model")
 
 
-def _group(leader: int) -> list[int]:
-    """Returns the living processes of a group."""
-    pids = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
-            if int(group) == leader and state != "Z":
-                pids.append(int(path.parent.name))
-    return pids
-
-
 def _until_ended(leader: int) -> bool:
-    ends = time.monotonic() + 30
-    while (living := _group(leader)) and time.monotonic() < ends:
+    ends = time.monotonic() + 60
+    while (living := group_members(leader)) and time.monotonic() < ends:
         time.sleep(0.05)
     return not living
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_is_restarted_with_the_current_weights(fake: Path) -> None:
+def test_a_server_that_is_killed_is_restarted_with_the_current_weights(
+    fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halt = tmp_path / "halt"
+    halt.touch()
+    monkeypatch.setenv("FAKE_SGLANG_HALT", str(halt))
     engine: Any = build_rollout(spec(fake))
     assert isinstance(engine, ServerRollout)
     (server,) = engine._servers
@@ -138,6 +133,7 @@ def test_a_server_that_is_killed_is_restarted_with_the_current_weights(fake: Pat
         )
         await some.wait()
         os.killpg(server.pid, signal.SIGKILL)
+        halt.unlink()
         out = await job
         assert server.pid != first
         assert out.versions == [1] * 300
@@ -161,7 +157,7 @@ def test_a_killed_worker_leaves_no_server(fake: Path) -> None:
         assert worker.stdout is not None
         server = int(worker.stdout.readline())
         try:
-            assert len(_group(server)) == 2
+            assert len(group_members(server)) == 2
             worker.kill()
             assert _until_ended(server)
         finally:

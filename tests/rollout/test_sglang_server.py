@@ -11,6 +11,7 @@ import pytest
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
 
 from .contract_server import ContractServer
+from .factories import slow_motion
 from .models import policy, trainer_log_probs
 from .opened_servers import PROMPT, SHORT, open_engine
 
@@ -45,13 +46,13 @@ def test_a_fault_of_the_connection_loses_no_token(
     fault: str, servers: list[ContractServer]
 ) -> None:
     async def scenario() -> tuple[TokenOutput, TokenOutput, list[int]]:
-        # A request that waits for its first token has the limit of a start.
-        late = fault == "the first token comes too late"
-        async with open_engine(
-            servers, call_timeout_s=0.4, start_timeout_s=4.0 if late else 10.0
-        ) as engine:
+        async with open_engine(servers) as engine:
             complete = await engine.generate(PROMPT, SHORT, "whole")
             servers[0].faults[fault] = 1
+            if fault == "stream stalls":
+                engine._servers[0].call_timeout_s = 0.4
+            if fault == "the first token comes too late":  # its limit is that of a start
+                engine._servers[0].start_timeout_s = 1.0
             streamed: list[int] = []
             again = await engine.generate(
                 PROMPT, SHORT, "again", on_tokens=lambda delta: streamed.extend(delta.token_ids)
@@ -72,13 +73,14 @@ def test_a_request_ends_although_the_server_ignores_its_abort(
         async with open_engine(servers) as engine:
             some = asyncio.Event()
             long = Sampling(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
-            job = asyncio.create_task(
-                engine.generate(PROMPT, long, "long", on_tokens=lambda delta: some.set())
-            )
-            await some.wait()
-            servers[0].faults["abort is ignored"] = 1
-            await engine.abort()
-            out = await job
+            with slow_motion():
+                job = asyncio.create_task(
+                    engine.generate(PROMPT, long, "long", on_tokens=lambda delta: some.set())
+                )
+                await some.wait()
+                servers[0].faults["abort is ignored"] = 1
+                await engine.abort()
+                out = await job
             assert out.stop_reason is StopReason.ABORT
             assert servers[0].faults["abort is ignored"] == 0
             assert len(await engine.generate(PROMPT, SHORT, "after")) == SHORT.max_tokens

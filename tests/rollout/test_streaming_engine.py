@@ -150,7 +150,7 @@ def test_an_abort_comes_before_tokens_that_wait_in_a_buffer() -> None:
 
     async def work() -> TokenOutput:
         engine, some = Buffered(), asyncio.Event()
-        many = replace(FIVE, max_tokens=20000)
+        many = replace(FIVE, max_tokens=2**40)
         job = asyncio.create_task(
             engine.generate([1], many, "many", on_tokens=lambda delta: some.set())
         )
@@ -162,7 +162,7 @@ def test_an_abort_comes_before_tokens_that_wait_in_a_buffer() -> None:
 
     out = asyncio.run(work())
     assert out.stop_reason is StopReason.ABORT
-    assert 0 < len(out) < 20000
+    assert len(out) > 0
 
 
 @pytest.mark.parametrize("verb", ["sleep", "begin_update"])
@@ -170,7 +170,7 @@ def test_a_request_that_was_just_cancelled_is_waited_for(verb: str) -> None:
     """The server ends the request late, and the next call must wait for this end."""
 
     class EndsLate(Counting):
-        ended = False
+        may_end = ended = False
 
         async def _backend_stream(
             self, request: Request, sampling: Sampling
@@ -179,7 +179,8 @@ def test_a_request_that_was_just_cancelled_is_waited_for(verb: str) -> None:
                 yield Chunk([5], [-0.5])
                 await asyncio.sleep(3600)
             finally:
-                await asyncio.sleep(0.1)
+                while not self.may_end:
+                    await asyncio.sleep(0.001)
                 self.ended = True
 
     async def work() -> None:
@@ -190,8 +191,11 @@ def test_a_request_that_was_just_cancelled_is_waited_for(verb: str) -> None:
         await some.wait()
         job.cancel()
         await asyncio.wait({job})
-        assert not engine.ended
-        await getattr(engine, verb)()
+        call = asyncio.create_task(getattr(engine, verb)())
+        await asyncio.wait({call}, timeout=0.05)
+        assert not call.done()
+        engine.may_end = True
+        await call
         assert engine.ended
         await engine.close()
 
@@ -222,6 +226,6 @@ def test_a_request_that_close_cancels_before_its_start_does_not_wait_for_ever() 
 
     async def ask() -> None:
         with pytest.raises(RolloutError, match="is closed"):
-            await asyncio.wait_for(Closes().generate([1], FIVE, "late"), 5)
+            await asyncio.wait_for(Closes().generate([1], FIVE, "late"), 60)
 
     asyncio.run(ask())

@@ -237,9 +237,9 @@ def with_engine(
     asyncio.run(run())
 
 
-def gated(folder: Path) -> dict[str, str]:
-    """The environment in which requests end only after `open_gate`."""
-    return {"FAKE_VLLM_GATE": str(folder / "gate")}
+def gated(folder: Path, after: int = 40) -> dict[str, str]:
+    """The environment in which requests wait for `open_gate` after so many tokens of a process."""
+    return {"FAKE_VLLM_GATE": str(folder / "gate"), "FAKE_VLLM_TOKENS": str(after)}
 
 
 def open_gate(folder: Path) -> None:
@@ -271,6 +271,8 @@ def test_ten_deaths_in_one_request_lose_no_token(tmp_path: Path) -> None:
             if deaths < 10 and count > 6 * deaths:
                 deaths += 1
                 process.kill()
+                if deaths == 10:
+                    open_gate(tmp_path)
 
         deltas: list[TokenDelta] = []
         jobs = [engine.generate([1, 2], LONG, "killed", on_tokens=kill)]
@@ -283,7 +285,8 @@ def test_ten_deaths_in_one_request_lose_no_token(tmp_path: Path) -> None:
         for i, out in enumerate(others, 1):
             assert out.token_ids == expected_tokens([3] * i, 5)
 
-    with_engine(tmp_path, work)
+    # A process samples few tokens, so that the request does not end before the last death.
+    with_engine(tmp_path, work, environment=gated(tmp_path, after=7))
 
 
 @pytest.mark.parametrize("source", ["host copy", "trainer"])
@@ -314,9 +317,9 @@ def test_a_death_in_an_update_does_not_end_it(tmp_path: Path, when: str) -> None
         open_gate(tmp_path)
 
         async def kill() -> None:
-            pid = process.pid
+            child = process._child
             process.kill()
-            while process.serving and process.pid == pid:
+            while process.serving and process._child is child:
                 await asyncio.sleep(0.001)
 
         if when == "before":
@@ -391,7 +394,11 @@ def test_a_trajectory_and_a_prompt_stay_on_their_process(tmp_path: Path) -> None
         for g in (1, 2):
             assert len({where[f"{g}-{i}"] for i in range(4)}) == 1
         assert targets["2-0"].pid == where["2-0"]
-        await asyncio.gather(*(turn([9], f"9-{i}") for i in range(24)))
+        (tmp_path / "gate").unlink()
+        same = [asyncio.ensure_future(turn([9], f"9-{i}")) for i in range(24)]
+        await sampling(engine, 24)
+        open_gate(tmp_path)
+        await asyncio.gather(*same)
         spread = Counter(targets[f"9-{i}"].pid for i in range(24))
         assert min(spread[process.pid] for process in engine._processes) >= 4, (
             "one prompt filled one process"
@@ -446,9 +453,9 @@ def test_abort_and_close_do_not_wait_for_a_process_that_starts_again(tmp_path: P
         jobs = [asyncio.ensure_future(engine.generate([1], LONG, name)) for name in ("a", "b")]
         await sampling(engine, 2)
         process._launch = LaunchArguments(process._launch.python, {"model": "slow"}, {})
-        pid = process.pid
+        child = process._child
         process.kill()
-        while not process.alive or process.pid == pid:
+        while not process.alive or process._child is child:
             await asyncio.sleep(0.005)
         await engine.abort(["a"])
         out = await asyncio.wait_for(jobs[0], 60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -50,13 +51,15 @@ async def started(process: EngineProcess) -> None:
     process.serving = True
 
 
-def gone(pid: int) -> bool:
-    """Whether no process of the group runs; zombies do not count."""
-    try:
-        os.killpg(pid, 0)
-    except ProcessLookupError:
-        return True
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+def group_members(leader: int) -> list[int]:
+    """Returns the processes of a group that run; zombies do not count."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended
+            state, _, group = path.read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state != "Z":
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def test_tokens_come_in_a_stream_until_the_end(tmp_path: Path) -> None:
@@ -132,7 +135,7 @@ def test_a_death_reaches_streams_and_calls_and_leaves_nothing(
     monkeypatch.setattr(vllm_process, "_PING_INTERVAL_S", 0.05 if death == "stall" else 15.0)
     timeouts = {"stall_timeout_s": 0.5} if death == "stall" else {}
     pid, reason = with_process(tmp_path, work, **timeouts)
-    assert gone(pid)
+    assert not group_members(pid)
     if death == "step":
         assert "RuntimeError: the kernel failed" in reason
 
@@ -171,9 +174,8 @@ def test_no_process_outlives_its_parent(tmp_path: Path, end: signal.Signals | No
         if end is not None:
             parent.send_signal(end)
         parent.wait(60)
-    for _ in range(600):
-        if gone(int(pid)) and not Path(folder).exists():
-            break
+    deadline = time.monotonic() + 60
+    while (group_members(int(pid)) or Path(folder).exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert gone(int(pid))
+    assert not group_members(int(pid))
     assert not Path(folder).exists()

@@ -7,13 +7,13 @@ import atexit
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hone.controller.ray_ports import free_ports
 from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import save_pretrained
@@ -36,8 +36,7 @@ def server_url() -> str:
     """Starts the server with weights that no test uses, and waits until the server is healthy."""
     folder = Path(tempfile.mkdtemp(prefix="hone-test-vllm-openai-"))
     save_pretrained(policy(seed=9).lm, TOKENIZER, folder / "model")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",

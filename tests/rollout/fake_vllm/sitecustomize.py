@@ -2,7 +2,7 @@
 
 Python imports this file at its start where it is on the path. A prompt with token 93 makes a step fail, one
 with 96 is refused, and one with 97 makes a step take very long. `model` says how it starts. Requests wait
-after 40 tokens until the file FAKE_VLLM_GATE is there, if the environment names one.
+after FAKE_VLLM_TOKENS tokens until the file FAKE_VLLM_GATE is there, if the environment names one.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Engine:
         outputs = []
         for key, state in list(self.requests.items()):
             prompt, params, count = state
-            if closed and count == 40:
+            if closed and count == int(os.environ["FAKE_VLLM_TOKENS"]):
                 continue
             if 93 in prompt and count == 3:
                 raise RuntimeError("the kernel failed")

@@ -15,7 +15,7 @@ from hone.agents.loop_thread import run_with_engine
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenOutput
 
 from ..engine_contract import play, update
-from ..factories import NativeFactory
+from ..factories import NativeFactory, slow_motion
 from ..models import policy, prompts
 from .paged import PagedFactory
 
@@ -55,10 +55,14 @@ def test_a_cancelled_waiter_frees_its_slot() -> None:
     with NativeFactory().engine(policy(), max_num_seqs=1) as engine:
 
         async def replaced() -> TokenOutput:
-            job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
-            await asyncio.sleep(0.02)
-            job.cancel()
-            await asyncio.gather(job, return_exceptions=True)
+            with slow_motion():
+                some = asyncio.Event()
+                job = asyncio.create_task(
+                    engine.generate(PROMPT, LONG, "long", on_tokens=lambda delta: some.set())
+                )
+                await some.wait()
+                job.cancel()
+                await asyncio.gather(job, return_exceptions=True)
             return await engine.generate(PROMPT, Sampling(2, 1.0, 0, ignore_eos=True), "short")
 
         steps = 0

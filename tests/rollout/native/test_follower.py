@@ -13,6 +13,7 @@ from hone.agents.loop_thread import run_with_engine
 from hone.rollout.contract import RolloutError, Sampling
 
 from ..engine_contract import driving
+from ..factories import slow_motion
 from ..models import policy
 from .slot import Slot, SlotRollout
 
@@ -33,9 +34,13 @@ def test_weights_change_between_two_steps_on_all_ranks() -> None:
     follower.begin_update = late
 
     async def updated() -> Any:
-        job = asyncio.create_task(engine.generate([3, 4], LONG, "a"))
-        await asyncio.sleep(0.05)
-        await engine.pause(keep=True)
+        some = asyncio.Event()
+        with slow_motion():
+            job = asyncio.create_task(
+                engine.generate([3, 4], LONG, "a", on_tokens=lambda delta: some.set())
+            )
+            await some.wait()
+            await engine.pause(keep=True)
         await engine.begin_update()
         await engine.load(other)
         await engine.commit(1)
@@ -44,7 +49,7 @@ def test_weights_change_between_two_steps_on_all_ranks() -> None:
 
     out = run_with_engine(engine, updated())
     assert len(out.token_ids) == LONG.max_tokens
-    assert out.versions[-1] == 1
+    assert (out.versions[0], out.versions[-1]) == (0, 1)
     first, second = (core.policy for core in engine.slot.cores)
     name = "model.layers.0.mlp.up_proj.weight"
     joined = torch.cat([dict(p.lm.named_parameters())[name] for p in (first, second)])
@@ -75,7 +80,8 @@ def test_a_rank_that_was_too_early_for_an_update_begins_the_next() -> None:
     slot.follow()
     slot.peers[1].timeout_s = 0.05
     with driving(slot.leader):
-        time.sleep(0.1)
+        while not follower._is_driven:
+            time.sleep(0.001)
         with pytest.raises(RolloutError, match=r"rank 0 began no update within 0\.05 s"):
             asyncio.run(follower.begin_update())
         slot.peers[1].timeout_s = 20.0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +18,38 @@ from ..models import policy
 from .slot import Slot, on_ranks, peers_of
 
 
-@pytest.mark.slow
-def test_a_silent_first_rank_is_noticed_and_a_waiting_one_is_not() -> None:
-    slot = Slot(policy(), timeout_s=3.0)
+def test_a_first_rank_that_waits_sends_commands_before_the_timeout() -> None:
+    slot = Slot(policy())
+    receive, received = slot.peers[1].receive, list[Command]()
+
+    def recorded() -> list[Command]:
+        commands = receive()
+        received.extend(commands)
+        return commands
+
+    slot.peers[1].receive = recorded  # type: ignore[method-assign]
+    assert slot.leader._heartbeat_s <= slot.peers[1].timeout_s / 4
+    slot.leader._heartbeat_s = 0.001
     slot.follow()
-    with driving(slot.leader):  # sends a command every 0.75 s
-        time.sleep(4.0)
-        assert not slot.errors
-    time.sleep(4.0)  # `drive` has ended, and rank 0 sends no more commands
+    with driving(slot.leader):
+        while len(received) < 5:
+            time.sleep(0.001)
+    slot.leader.release()
+    slot.join()
+    assert not slot.errors
+    assert received[0] == {"do": "wait"}
+
+
+def test_a_silent_first_rank_is_noticed() -> None:
+    slot = Slot(policy())
+    group: Any = slot.peers[1].control_group
+    group.set_timeout(timedelta(seconds=0.5))
+    slot.peers[1].timeout_s = 0.5
+    slot.follow()  # nothing drives rank 0
     slot.join()
     (error,) = slot.errors
     assert isinstance(error, PeerLost)
-    assert "did not answer within 3 s" in str(error)
+    assert "did not answer within 0.5 s" in str(error)
 
 
 def test_commands_of_any_length_arrive_in_order() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import threading
+import time
+from contextlib import nullcontext
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -28,10 +31,15 @@ def main() -> None:
     from hone.models.load import load_causal_lm
     from hone.models.policy import PolicyModel
     from tests.rollout.contract_server import ContractServer
+    from tests.rollout.factories import slow_motion
 
     subprocess.Popen(["sleep", "600"])  # in place of SGLang's scheduler processes
     lm = load_causal_lm(arguments.model_path, dtype=torch.float32).eval()
-    ContractServer(PolicyModel(lm), port=arguments.port, eos=lm.config.eos_token_id)
+    halt_file = os.environ.get("FAKE_SGLANG_HALT", "")  # while it exists, no request ends
+    with slow_motion() if os.path.exists(halt_file) else nullcontext():
+        ContractServer(PolicyModel(lm), port=arguments.port, eos=lm.config.eos_token_id)
+        while os.path.exists(halt_file):
+            time.sleep(0.01)
     threading.Event().wait()
 
 
