@@ -150,6 +150,15 @@ def test_a_handler_of_the_program_for_sigterm_stays(
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_process_of_ray_that_ends_at_once_does_not_fail_the_start(
+    inits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reaper, "marked_pids", lambda mark: [2**30])  # no such process
+    monkeypatch.setattr(reaper, "kill_marked_processes", lambda mark: [])
+    assert ray_start.start_ray({})
+    assert len(inits) == 1
+
+
 def _latest_cluster(folder: Path, address: str) -> Path:
     (folder / "ray").mkdir()
     file = folder / "ray" / "ray_current_cluster"

@@ -6,12 +6,14 @@ import asyncio
 import socket
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hone.rollout.contract import RolloutError
 from hone.rollout.requests import Chunk
 from hone.rollout.vllm_process import _LENGTH, EngineDied, EngineProcess
+from hone.rollout.vllm_server import Server
 
 from .test_vllm_process import started, with_process
 
@@ -28,6 +30,24 @@ def test_frames_of_any_length_arrive_whole(size: int) -> None:
         assert connection.recv_bytes() == content
         connection.send_bytes(content)
         assert file.read(_LENGTH.size + size) == _LENGTH.pack(size) + content
+
+
+def test_a_command_that_is_answered_is_no_stall() -> None:
+    """A ping may be read at any moment, so also while the answer is sent."""
+    busy: list[float | None] = []
+
+    class Pipe:
+        def send_bytes(self, content: bytes) -> None:
+            busy.append(server._busy_since)
+            raise EOFError
+
+    pipe: Any = Pipe()
+    server = Server(pipe)
+    server.start = lambda frame: "version"  # type: ignore[method-assign]
+    server._commands.put({"verb": "start", "call": 1})
+    with pytest.raises(EOFError):
+        server.serve()
+    assert busy == [None]
 
 
 def test_a_pause_holds_tokens_and_what_was_drawn_comes_before_its_answer(tmp_path: Path) -> None:
