@@ -440,9 +440,11 @@ class ContractServer(Faults):
         sent, reason, has_sent_reason = 0, None, False
         while reason is None:
             arrival = asyncio.ensure_future(deltas.get())
-            await asyncio.wait({job, arrival}, return_when=asyncio.FIRST_COMPLETED)
-            new: list[TokenDelta] = [arrival.result()] if arrival.done() else []
-            arrival.cancel()
+            try:
+                await asyncio.wait({job, arrival}, return_when=asyncio.FIRST_COMPLETED)
+                new: list[TokenDelta] = [arrival.result()] if arrival.done() else []
+            finally:
+                arrival.cancel()
             while not deltas.empty():
                 new.append(deltas.get_nowait())
             ids += [token for delta in new for token in delta.token_ids]
