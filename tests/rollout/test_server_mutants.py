@@ -95,8 +95,6 @@ def test_the_contract_names_the_clause_a_broken_server_engine_breaks(
     owner: Any, method: str, mutant: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contract, "DEADLINE_S", 10.0)
-    if mutant is pause_without_hold:  # on a busy machine, its answer may come late
-        monkeypatch.setattr(contract, "HOLD_S", 60.0)
     monkeypatch.setattr(owner, method, mutant)
     with pytest.raises(contract.Violation, match=f"^{name}: "):
         contract.verify(name, SGLangFactory())
