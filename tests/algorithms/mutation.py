@@ -44,6 +44,7 @@ TESTS: dict[str, list[str]] = {
     "hone/algorithms/credit.py": [
         "tests/algorithms/test_credit.py",
         "tests/algorithms/test_implicit_reward.py",
+        "tests/algorithms/advantages/test_rloo.py",
     ],
     "hone/algorithms/correction.py": [*CORRECTION, *LOSSES],
 }
@@ -94,6 +95,9 @@ EQUIVALENT: dict[str, str] = {
     "hone/algorithms/kl.py::module: 20.0  →  20.5": (
         "only keeps exp finite: the value is bounded at 10 long before"
     ),
+    "hone/algorithms/credit.py::outcome_losses: (logit - contrast_logits) * "
+    "torch.where(outcome > 0, 1.0, -1.0)  →  (logit - contrast_logits) / "
+    "torch.where(outcome > 0, 1.0, -1.0)": "the factor is 1 or −1",
     "hone/algorithms/advantages/optimal_token_baseline.py::__call__: "
     "int(position.max()) + 1  →  int(position.max()) + 2": "any sufficient number of positions",
     "hone/algorithms/advantages/optimal_token_baseline.py::__call__: "

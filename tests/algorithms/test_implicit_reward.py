@@ -52,14 +52,15 @@ def test_dpo_compares_with_the_mean_of_the_groups_other_outcomes():
     outcome = torch.tensor([1.0, 0.0, 0.0, 1.0])
     contrast_logits = mean_contrast_logits(logit, outcome, ["p", "p", "p", "alone"])
     np.testing.assert_allclose(contrast_logits, [0.2, 0.2, 0.2, 0.0])
-    losses = outcome_losses(RATIO, outcome[:2], MASK, 0.05, contrast_logits[:2])
-    expected = [math.log(1 + math.exp(0.0)), math.log(1 + math.exp(-0.3))]
+    losses = outcome_losses(RATIO, outcome[:2], MASK, 0.05, contrast_logits[:2] - 0.1)
+    expected = [math.log(1 + math.exp(-0.1)), math.log(1 + math.exp(-0.2))]
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
 
 
 def test_ranking_counts_pairs_of_one_prompt():
-    logit, outcome = torch.tensor([0.3, -0.2, 0.5, -1.0]), torch.tensor([1.0, 0.0, 0.0, 1.0])
-    pairs, signs = ranking_accuracy(logit, outcome, ["p", "p", "p", "q"])
-    assert pairs == pytest.approx(1 / 2)  # 0.3 is above −0.2 and below 0.5
-    assert signs == pytest.approx(2 / 4)
-    assert ranking_accuracy(logit, torch.ones(4), ["p"] * 4)[0] == 0.5
+    logit = torch.tensor([0.3, -0.2, 0.5, 0.1, -1.0, 0.4, 0.6])
+    outcome = torch.tensor([1.0, 0, 0, 0, 1, 1, 1])
+    pairs, signs = ranking_accuracy(logit, outcome, [*"ppppqqq"])
+    assert pairs == pytest.approx(2 / 3)  # 0.3 is above −0.2 and 0.1, and below 0.5
+    assert signs == pytest.approx(4 / 7)
+    assert ranking_accuracy(logit, torch.ones(7), ["p"] * 7)[0] == 0.5

@@ -63,8 +63,9 @@ def test_k3_is_bounded():
 
 @pytest.mark.parametrize("kind", ["full", "k4", "", "full+"])
 def test_the_error_of_an_unknown_kind_names_known_ones(kind):
-    with pytest.raises(NotImplementedError, match="k3"):
+    with pytest.raises(NotImplementedError, match="k3") as caught:
         at(kind)
+    assert ("needs the full distribution" in str(caught.value)) == (kind == "full")
 
 
 def test_k3_has_the_mean_of_the_divergence_and_k2s_gradient_is_unbiased():
