@@ -71,7 +71,7 @@ class NobodyRunner:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(60)
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,7 @@ def test_a_killed_warden_ends_its_boxes_and_is_replaced(bwrap: None) -> None:
     assert wait_until(lambda: len(descendants(pid)) >= 3)
     box_pids = descendants(pid)
     os.kill(pid, signal.SIGKILL)
-    thread.join(30)
+    thread.join(60)
     assert "warden ended" in str(errors[0])
     assert wait_until(lambda: not any(os.path.exists(f"/proc/{child}/exe") for child in box_pids))
     assert run_python("print(1)").stdout == "1\n"

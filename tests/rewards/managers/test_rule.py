@@ -15,6 +15,7 @@ import torch
 
 from hone.protocol import DataProto
 from hone.rewards.failures import FailurePolicy, RewardError, WrongSetting
+from hone.rewards.managers.batch import BatchRewardManager
 from hone.rewards.managers.rule import AbstractRewardManager, NaiveRewardManager
 from hone.rewards.scorer import ScorerSignatureError, count_mishap
 from hone.rewards.scores.table import UnknownSourceError, default_compute_score
@@ -123,6 +124,18 @@ def test_accuracy_is_added_unless_the_rule_returns_it(
     assert extras["score"] == [1.0, 0.1, -1.0]
     assert extras["acc"] == [1.0, 0.0, False]
     assert extras["pred"] == [None, None, "4"]
+
+
+@pytest.mark.parametrize("manager_class", [NaiveRewardManager, BatchRewardManager])
+def test_a_rule_of_verl_returns_a_number_and_its_parts_are_columns(
+    manager_class: Any, tokenizer: Any, make_batch: MakeBatch
+) -> None:
+    text = r"<think>a</think>\boxed{80}"
+    assert default_compute_score("hiyouga/geometry3k", text, "81") == 0.1
+    data = make_batch([text, r"\boxed{80}"], "hiyouga/geometry3k", ["81", "80"])
+    for scorer in (None, partial(default_compute_score, format_score=0.1)):
+        extras = manager_class(tokenizer, 0, scorer)(data, return_dict=True)["reward_extra_info"]
+        assert extras == {"score": [0.1, 0.9], "acc": [0.0, 1.0], "format": [1.0, 0.0]}
 
 
 def test_no_accuracy_is_added_for_a_users_scorer(tokenizer: Any, make_batch: MakeBatch) -> None:
