@@ -87,6 +87,7 @@ def test_the_modes_can_be_listed() -> None:
 def test_modes_can_be_added_once_and_updated() -> None:
     mode = register_dispatch_mode("TEST_MODE", split, join)
     assert Dispatch.TEST_MODE is mode
+    assert mode in Dispatch
     with pytest.raises(ValueError, match="update_dispatch_mode"):
         register_dispatch_mode("TEST_MODE", split, join)
     with pytest.raises(ValueError, match="must be an identifier"):

@@ -118,10 +118,12 @@ def test_a_false_event_fails_its_request_in_one_sentence(
 def test_tokens_after_the_end_are_dropped(servers: list[ContractServer]) -> None:
     async def scenario() -> None:
         async with open_engine(servers) as engine:
-            servers[0].faults["tokens come after the end"] = 100
             four = Sampling(max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
+            expected = await engine.generate(PROMPT, four, "without the fault")
+            servers[0].faults["tokens come after the end"] = 100
             out = await engine.generate(PROMPT, four, "four")
-            assert len(out) == 4
+            assert out.token_ids == expected.token_ids
+            assert servers[0].faults["tokens come after the end"] < 100
             assert out.stop_reason is StopReason.LENGTH
 
     asyncio.run(scenario())
