@@ -34,7 +34,8 @@ NO_TESTS = 5  # pytest's exit status
 ADVANTAGES = ["tests/algorithms/advantages"]
 LOSSES = ["tests/algorithms/policy_losses"]
 CORRECTION = [
-    f"tests/algorithms/test_{name}.py" for name in ("correction", "correction_metrics", "rejection")
+    f"tests/algorithms/test_{name}.py"
+    for name in ("correction", "correction_metrics", "rejection", "rollout_correction")
 ]
 TESTS: dict[str, list[str]] = {
     "hone/ops/rows.py": ["tests/ops/test_rows.py"],

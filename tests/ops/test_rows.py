@@ -299,6 +299,18 @@ def test_unpack_puts_values_back_and_leaves_zero_elsewhere():
     assert values.grad.tolist() == [0, 1, 2, 6, 7, 12, 15]
 
 
+def test_packed_positions_hold_the_place_of_each_token_that_is_packed():
+    packed = pack_rows(*padded(ROWS, 5, 6), share_prompts=True, with_packed_positions=True)
+    assert packed.packed_positions is not None
+    (prompts, responses, *_), places = padded(ROWS, 5, 6), packed.packed_positions
+    tokens = np.concatenate([prompts, responses], 1)
+    is_packed = np.asarray(places) >= 0
+    np.testing.assert_array_equal(
+        np.asarray(packed.input_ids)[places[is_packed]], tokens[is_packed]
+    )
+    assert is_packed.sum(1).tolist() == [len(p) + max(len(r) - 1, 0) for p, r, _ in ROWS]
+
+
 def test_padding_does_not_change_packed_rows():
     narrow = pack_rows(*padded(ROWS), share_prompts=True)
     wide = pack_rows(*padded(ROWS, 9, 11), share_prompts=True)
@@ -359,6 +371,10 @@ def test_every_row_once_in_order_within_bounds_and_enough_parts(lengths, rows, m
     for part in parts:
         assert len(part) <= (rows or len(lengths))
         assert rows is not None or sum(lengths[r] for r in part) <= 12
+
+
+def test_the_largest_part_is_halved_until_there_are_enough():
+    assert MicroBatchRule(rows=9, tokens=0).split([1] * 4, min_micro_batches=2) == [[0, 1], [2, 3]]
 
 
 def test_a_rank_with_too_few_rows_gets_empty_parts():
