@@ -15,6 +15,7 @@ import logging
 import signal
 import threading
 import time
+import traceback
 from asyncio.tasks import _unregister_task
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
@@ -71,6 +72,8 @@ def run_coroutine(coroutine: Coroutine[None, None, T]) -> T:
     except RuntimeError:
         return run.run()
     with ThreadPoolExecutor(max_workers=1) as executor:
+        # The executor does not join a thread whose start is interrupted, so the thread starts before the run.
+        executor.submit(int).result()
         try:
             return executor.submit(run.run).result()
         except KeyboardInterrupt:  # the stop button of a notebook
@@ -221,10 +224,7 @@ def raised_by_signal(error: BaseException) -> bool:
     """Whether a handler of SIGINT, SIGTERM or a timer raised the error, and not the interrupted code."""
     if threading.current_thread() is not threading.main_thread():
         return False  # Python runs signal handlers in the main thread
-    last_traceback = error.__traceback__
-    while last_traceback is not None and last_traceback.tb_next is not None:
-        last_traceback = last_traceback.tb_next
-    frame = None if last_traceback is None else last_traceback.tb_frame
+    codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         handler = signal.getsignal(signal_number)
         if handler is signal.default_int_handler:
@@ -233,8 +233,7 @@ def raised_by_signal(error: BaseException) -> bool:
             continue
         while isinstance(handler, functools.partial):
             handler = handler.func
-        code = getattr(getattr(handler, "__func__", handler), "__code__", None)
-        if frame is not None and code is not None and frame.f_code is code:
+        if getattr(getattr(handler, "__func__", handler), "__code__", None) in codes:
             return True
     return False
 

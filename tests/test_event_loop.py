@@ -240,17 +240,36 @@ def test_a_signals_error_is_told_from_the_codes_own() -> None:
     def handler(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, handler)
+    def handler_that_calls(number: int, frame: Any) -> None:
+        handler_like()
+
     errors = []
+    before = signal.getsignal(signal.SIGINT)
     try:
-        for act in (lambda: signal.raise_signal(signal.SIGINT), lambda: handler_like()):
-            try:
-                act()
-            except KeyboardInterrupt as error:
-                errors.append(raised_by_signal(error))
+        for the_handler in (handler, handler_that_calls):
+            signal.signal(signal.SIGINT, the_handler)
+            for act in (lambda: signal.raise_signal(signal.SIGINT), lambda: handler_like()):
+                try:
+                    act()
+                except KeyboardInterrupt as error:
+                    errors.append(raised_by_signal(error))
     finally:
         signal.signal(signal.SIGINT, before)
-    assert errors == [True, False]
+    assert errors == [True, False, True, False]
+
+
+def test_an_alarm_whose_handler_calls_a_function_that_raises_ends_the_run() -> None:
+    def fail() -> None:
+        raise TimeoutError("the alarm of the caller")
+
+    before = signal.signal(signal.SIGALRM, lambda *_: fail())
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(TimeoutError, match="the alarm of the caller"):
+            run_coroutine(asyncio.wait_for(asyncio.Event().wait(), 30))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def handler_like() -> None:

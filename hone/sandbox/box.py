@@ -375,8 +375,7 @@ class Box(DescriptorOwner):
             return Status.TIMEOUT
         if exit_code in (None, 128 + signal.SIGKILL, 128 + signal.SIGTERM):
             return Status.KILLED
-        last_line = stderr.rstrip().rpartition(b"\n")[2]
-        return Status.MEMORY if last_line.startswith(b"MemoryError") else Status.ERROR
+        return Status.of_failed_program(stderr)
 
     def _setup_error(self, stderr: bytes) -> str | None:
         """Returns the reason why the program did not start, or None if it started."""

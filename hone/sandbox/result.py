@@ -52,6 +52,16 @@ class Status(str, enum.Enum):
     KILLED = "killed"
     """SIGKILL or SIGTERM ended the program, for none of the reasons above."""
 
+    @classmethod
+    def of_failed_program(cls, stderr: bytes) -> Status:
+        """Returns MEMORY if an uncaught MemoryError ended the program, otherwise ERROR."""
+        text = stderr.rstrip()
+        # Python 3.13 and later may lack the memory to print the exception's own line.
+        is_memory_error = text.rpartition(b"\n")[2].startswith(b"MemoryError") or text.endswith(
+            b"MemoryError()\nlost sys.stderr"
+        )
+        return cls.MEMORY if is_memory_error else cls.ERROR
+
 
 @dataclass(frozen=True)
 class SandboxResult:

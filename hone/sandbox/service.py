@@ -150,10 +150,8 @@ def _to_result(answer: Fields, output_bytes: int) -> SandboxResult:
         status = Status.OUTPUT
     elif result.get("status") == "Finished" and return_code == 0:
         status = Status.OK
-    elif stderr.rstrip().rpartition(b"\n")[2].startswith(b"MemoryError"):
-        status = Status.MEMORY
     else:
-        status = Status.ERROR
+        status = Status.of_failed_program(stderr)
     return SandboxResult(
         status=status,
         exit_code=None if status is Status.TIMEOUT else return_code,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hone.sandbox import Job
+from hone.sandbox import Job, Status
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,21 @@ def test_too_many_files_are_refused() -> None:
 def test_default_cpu_limit_is_above_the_wall_limit() -> None:
     assert Job("pass", timeout_s=2.1).cpu_limit_s == 3 + 5
     assert Job("pass", timeout_s=2.1, cpu_s=6.5).cpu_limit_s == 7
+
+
+@pytest.mark.parametrize(
+    ("stderr", "status"),
+    [
+        (b"Traceback (most recent call last):\n  ...\nMemoryError\n", Status.MEMORY),
+        (b"Exception ignored in m_clear of module time:\nMemoryError: \n", Status.MEMORY),
+        (b"object type name: MemoryError\nobject repr     : MemoryError()\nlost sys.stderr\n", Status.MEMORY),
+        (b"object repr     : ValueError()\nlost sys.stderr\n", Status.ERROR),
+        (b"MemoryError\nValueError: 3\n", Status.ERROR),
+        (b"", Status.ERROR),
+    ],
+)  # fmt: skip
+def test_a_program_whose_last_words_are_a_memory_error_has_run_out_of_memory(
+    stderr: bytes, status: Status
+) -> None:
+    """As CPython 3.11 and 3.13 write them."""
+    assert Status.of_failed_program(stderr) is status

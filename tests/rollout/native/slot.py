@@ -134,6 +134,11 @@ class SlotRollout:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.leader, name)
 
+    def notify(
+        self,
+    ) -> None:  # from Python 3.12 on, isinstance of a protocol does not ask __getattr__
+        self.leader.notify()
+
     def drive(self, until: Callable[[], bool]) -> None:
         self._is_driven = True
         self.slot.follow()
