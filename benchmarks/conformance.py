@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -108,9 +109,13 @@ def verdict(command: Command) -> Verdict:
     tree = _tree_of(command.program.rpartition(".")[2])
     arguments = command.arguments if tree is not None else None
     while arguments is not None:
-        with contextlib.chdir(command.folder):
-            words = getattr(compat, "PROGRAMS", {}).get(program, "").split()[1:]
+        words = getattr(compat, "PROGRAMS", {}).get(program, "").split()[1:]
+        before = os.getcwd()
+        os.chdir(command.folder)
+        try:
             problems, found.notes = _composed([*words, *arguments], tree or "", program)
+        finally:
+            os.chdir(before)
         found.reasons += [p for p in problems if p not in found.reasons]
         arguments = _without(arguments, problems) if problems else None
     return found

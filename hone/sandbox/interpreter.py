@@ -56,6 +56,15 @@ class Interpreter:
         return True
 
 
+def _link_target_directories(path: str) -> list[str]:
+    """Returns the directories of all links and of the file that the link `path` leads to."""
+    directories = [os.path.dirname(os.path.realpath(path))]
+    while os.path.islink(path):
+        path = os.path.join(os.path.dirname(path), os.readlink(path))
+        directories.append(os.path.dirname(os.path.normpath(path)))
+    return directories
+
+
 @functools.lru_cache(maxsize=8)
 def describe(executable: str | None = None) -> Interpreter:
     """Returns the interpreter at `executable`, or by default the base interpreter of this process."""
@@ -77,7 +86,7 @@ def describe(executable: str | None = None) -> Interpreter:
     path, prefix, base_prefix, base_executable, version = paths_and_version
     real_path = os.path.realpath(base_executable)
     is_in_venv = prefix != base_prefix
-    required_paths = [os.path.dirname(real_path) if is_in_venv else real_path]
+    required_paths = _link_target_directories(path) if is_in_venv else [real_path]
     required_paths += [os.path.join(base_prefix, name) for name in ("lib", "lib64")]
     if is_in_venv:
         required_paths.append(prefix)

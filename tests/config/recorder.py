@@ -22,6 +22,7 @@ from hone.config.trees import TREES
 
 CONFIG_ROOM = str(Path(hone.config.__file__).parent)
 COPYING = ("dataclasses.py", "copy.py", "pickle.py", "cloudpickle.py", "reprlib.py")
+COPYING += ("_collections_abc.py",)  # part of the interpreter, "<frozen …>", from Python 3.11 on
 LOOKUPS = [f.__code__ for f in (block.setting, block.config_value, block._lookup)]
 SELF = __file__
 

@@ -32,10 +32,19 @@ def test_system_interpreter_can_be_named(bwrap: None) -> None:
     assert result.stdout == "/usr\n"
 
 
-def test_a_virtual_environment_brings_its_packages(bwrap: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_virtual_environment_brings_its_packages(
+    bwrap: None, tmp_path: Path, is_nested: bool
+) -> None:
     import venv
 
     venv.create(tmp_path / "env", symlinks=True)
+    if is_nested:  # as Python 3.10 makes an environment out of another one
+        link = tmp_path / "env" / "bin" / "python"
+        (tmp_path / "outer").mkdir()
+        (tmp_path / "outer" / "python").symlink_to(link.resolve())
+        link.unlink()
+        link.symlink_to("../../outer/python")
     library = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
     (library / "treasure.py").write_text("VALUE = 7\n")
     python = str(tmp_path / "env" / "bin" / "python")

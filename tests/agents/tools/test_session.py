@@ -13,6 +13,7 @@ from hone.agents.agent_data import AgentData
 from hone.agents.parsers.contract import ToolCall
 from hone.agents.tools.contract import BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from hone.agents.tools.session import ToolSession
+from hone.event_loop import run_coroutine
 
 
 class Echo(BaseTool):
@@ -232,7 +233,7 @@ def test_no_verb_of_a_tool_stops_a_run(
     session = make_session(
         Faulty(verb, failure_kind), timeout_s=0.05 if failure_kind == "hangs" else 60.0
     )
-    (answer,), scores = asyncio.run(run_session(session))
+    (answer,), scores = run_coroutine(run_session(session))
     reason = {
         "hangs": "echo took longer than 0.05 s",
         "raises": "echo failed: RuntimeError: boom",
