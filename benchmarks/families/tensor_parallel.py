@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.families.tiny import randomise, tiny_config
 from hone.controller.worker import free_port
-from hone.engine.tensor_parallel import TensorParallel
-from hone.models.families import FAMILIES, FAMILIES_WITHOUT_TP_PLAN
+from hone.engine.tensor_parallel import TensorParallel, tensor_parallel_plan
+from hone.models.families import FAMILIES
 from hone.models.lora import AdapterSettings, full_tensor, init_lora
 from hone.models.policy import PolicyModel, register_attention
 from hone.ops.rows import pack_rows
@@ -99,6 +99,5 @@ def _main(rank: int, port: int, families: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    mp.spawn(
-        _main, (free_port(), sys.argv[1:] or sorted(FAMILIES - FAMILIES_WITHOUT_TP_PLAN)), nprocs=2
-    )
+    planned = [name for name in sorted(FAMILIES) if tensor_parallel_plan(tiny_config(name))]
+    mp.spawn(_main, (free_port(), sys.argv[1:] or planned), nprocs=2)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hone.engine.optimizer import local_shard
-from hone.models.families import FAMILIES_WITHOUT_TP_PLAN, UnsupportedModel, config_field, key_shape
+from hone.models.families import UnsupportedModel, config_field, key_shape
 from hone.models.lora import full_tensor, is_lora
 from hone.models.policy import Model, PolicyModel, without_peft
 from hone.ops.tensor_parallel import (
@@ -56,12 +56,12 @@ def check_tensor_parallel(
 ) -> None:
     """Raises if the model cannot be split over `size` ranks, and each part into `fsdp_shards` shards."""
     text_config, setting = config.get_text_config(), f"tensor_parallel_size={size}"
-    if config.model_type in FAMILIES_WITHOUT_TP_PLAN:
+    plan = tensor_parallel_plan(config)
+    if not plan:
         raise UnsupportedModel(
             f"{path} is a {config.model_type} model, whose layers have no tensor-parallel plan in "
             f"transformers; use tensor_parallel_size=1, not {size}"
         )
-    plan = text_config.base_model_tp_plan or {}
     if adapters and "moe_tp_experts" in plan.values():
         raise UnsupportedModel(
             f"{path} is a {config.model_type} model with LoRA adapters over its experts, which {setting} "
@@ -80,6 +80,15 @@ def check_tensor_parallel(
                 f"{path} has {name}={count}, which {setting} does not divide; {reason}use a "
                 f"divisor of {count}"
             )
+
+
+def tensor_parallel_plan(config: PreTrainedConfig) -> dict[str, str]:
+    """Returns transformers' plan for the model's layers, or {} if there is none that fits them."""
+    if (
+        config.model_type == "minimax_m3_vl_text"
+    ):  # its plan names modules that the model does not have
+        return {}
+    return config.get_text_config().base_model_tp_plan or {}
 
 
 def _split_sizes(config: PreTrainedConfig, plan: dict[str, str]) -> Iterator[tuple[str, int]]:

@@ -58,13 +58,6 @@ SHARDED_FAMILIES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Families that the native engine shards over ranks: tests compare their logits with those of one rank."""
-FAMILIES_WITHOUT_TP_PLAN = frozenset(
-    """
-    biogpt bitnet ctrl falcon gpt-sw3 gpt2 gpt_bigcode gpt_oss hunyuan_v1_dense jetmoe minimax_m3_vl_text opt
-    persimmon stablelm
-    """.split()  # noqa: SIM905
-)
-"""Families that tensor-parallel training refuses, because transformers has no plan for them."""
 MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families that `strategy=megatron` supports."""
 FAMILIES_DROPPING_KEYWORDS = frozenset({"falcon", "nemotron", "stablelm"})

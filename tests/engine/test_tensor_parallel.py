@@ -12,33 +12,29 @@ from benchmarks.families.tiny import tiny_config
 from hone.config.engine import FSDPConfig
 from hone.engine.build import build
 from hone.engine.contract import EngineSpec
-from hone.engine.tensor_parallel import STYLES, check_tensor_parallel
-from hone.models.families import FAMILIES, FAMILIES_WITHOUT_TP_PLAN, UnsupportedModel
+from hone.engine.tensor_parallel import STYLES, check_tensor_parallel, tensor_parallel_plan
+from hone.models.families import FAMILIES, UnsupportedModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.ops.rows import MicroBatchRule
 
-KNOWN = FAMILIES & set(CONFIG_MAPPING)
+KNOWN = sorted(FAMILIES & set(CONFIG_MAPPING))
 """The newest families are missing from the oldest transformers that hone supports."""
 
 
-def plan_of(family):
-    return tiny_config(family).get_text_config().base_model_tp_plan or {}
+@pytest.mark.parametrize("family", KNOWN)
+def test_a_family_has_a_plan_whose_styles_are_implemented_or_is_refused_by_name(family):
+    if plan := tensor_parallel_plan(tiny_config(family)):
+        assert set(plan.values()) <= STYLES
+        return
+    config = CONFIG_MAPPING[family]()
+    with pytest.raises(UnsupportedModel, match=f"is a {config.model_type} model, whose layers"):
+        check_tensor_parallel(config, "m", 2)
 
 
-def test_every_style_of_a_supported_family_is_implemented():
-    for family in KNOWN - FAMILIES_WITHOUT_TP_PLAN:
-        assert set(plan_of(family).values()) <= STYLES, family
-
-
-def test_a_family_without_a_plan_is_refused_by_name():
-    unplanned = {family for family in KNOWN if not plan_of(family)}
-    # Its plan names other modules than the model has.
-    expected = FAMILIES_WITHOUT_TP_PLAN & KNOWN
-    assert unplanned | ({"minimax_m3_vl_text"} & KNOWN) == expected
-    for family in expected:
-        config = CONFIG_MAPPING[family]()
-        with pytest.raises(UnsupportedModel, match=f"is a {config.model_type} model, whose layers"):
-            check_tensor_parallel(config, "m", 2)
+def test_families_known_to_have_no_plan_that_fits_are_refused():
+    without_plan = [family for family in KNOWN if not tensor_parallel_plan(tiny_config(family))]
+    assert {"gpt2", "gpt_oss", "minimax_m3_vl_text", "opt", "stablelm"} <= set(without_plan)
+    assert not {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3"} & set(without_plan)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt_neox", "gemma3", "qwen3_moe", "granite_swa"])
