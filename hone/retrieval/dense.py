@@ -44,7 +44,9 @@ class EncoderStyle:
 
 def encoder_style(name: str) -> EncoderStyle:
     """Returns the style for a model name: E5, BGE, or an encoder without prefixes."""
-    model_name = Path(name).name.lower()
+    # In the Hub's cache, a folder `models--OWNER--NAME` contains the folder of the model.
+    hub_names = [part for part in Path(name).parts if part.startswith("models--")]
+    model_name = (hub_names or [Path(name).name])[-1].lower()
     if "e5" in model_name:
         return EncoderStyle("query: ", "passage: ")
     if "bge" in model_name:
@@ -53,14 +55,15 @@ def encoder_style(name: str) -> EncoderStyle:
 
 
 class Encoder:
-    """Encodes texts as unit vectors."""
+    """Encodes texts as unit vectors; `name` selects the style, by default the name of the model."""
 
-    def __init__(self, model: str, *, device: str = "cpu") -> None:
+    def __init__(self, model: str, *, device: str = "cpu", name: str | None = None) -> None:
         folder = _default_encoder_folder() if model == _DEFAULT_ENCODER else model
-        self.style = encoder_style(model)
+        self.style = encoder_style(name or model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModel.from_pretrained(folder).to(device).eval()
         self._device = device
+        self.num_dimensions = int(self._model.config.hidden_size)
 
     @torch.inference_mode()
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:  # [N, d]
@@ -72,7 +75,7 @@ class Encoder:
             return_tensors="pt",
         ).to(self._device)
         if batch["input_ids"].shape[1] == 0:  # all texts are empty
-            return np.zeros((len(texts), self._model.config.hidden_size), dtype=np.float32)
+            return np.zeros((len(texts), self.num_dimensions), dtype=np.float32)
         hidden = self._model(**batch).last_hidden_state.float()  # [N, tokens, d]
         if self.style.pooling == "cls":
             pooled = hidden[:, 0]  # [N, d]
@@ -135,5 +138,10 @@ def open_dense(file: Path, encoder: Encoder, num_passages: int) -> DenseIndex:
         raise CorpusError(
             f"{file} has {index.ntotal} vectors but the corpus has {num_passages} passages; build "
             "the index again"
+        )
+    if index.d != encoder.num_dimensions:
+        raise CorpusError(
+            f"the vectors of {file} have {index.d} dimensions and those of the encoder "
+            f"{encoder.num_dimensions}; name the encoder of the index with --encoder"
         )
     return DenseIndex(index, encoder)

@@ -39,6 +39,8 @@ class IndexOptions:
     kind: str = "Flat"
     """Type of the faiss index."""
     device: str = "cpu"
+    encoder_name: str | None = None
+    """Selects the prefixes and the pooling (Search-R1's retriever_name); None uses `encoder`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +71,7 @@ def serve(flags: argparse.Namespace) -> int:
         flags.encoder,
         flags.kind,
         "cuda" if flags.faiss_gpu else flags.device,
+        flags.retriever_name if is_dense else None,
     )
     if flags.index_path is not None and not is_dense:
         log.info("--index_path %s is ignored: BM25 builds its own index", flags.index_path)
@@ -102,14 +105,13 @@ def open_index(options: IndexOptions) -> tuple[Corpus, Index]:
     corpus = open_corpus(options.corpus, folder)
     fingerprint_file = folder / f"{options.index}.json"
 
-    def build_unless_current(build: Callable[[], None]) -> None:
+    def build_unless_current(build: Callable[[], None], **dense_properties: str) -> None:
         properties = {
             "passages": str(len(corpus)),
             "bytes": str(corpus.file.stat().st_size),
             "index": options.index,
+            **dense_properties,
         }
-        if options.index == "dense":
-            properties |= {"encoder": options.encoder, "kind": options.kind}
         if _is_current(fingerprint_file, properties, corpus.file):
             return
         with lock_folder(folder):  # two servers must not build at the same time
@@ -123,14 +125,19 @@ def open_index(options: IndexOptions) -> tuple[Corpus, Index]:
 
         build_unless_current(partial(build_bm25, corpus, folder / "bm25"))
         return corpus, open_bm25(folder / "bm25")
-    from hone.retrieval.dense import Encoder, build_dense, open_dense
+    from hone.retrieval.dense import Encoder, build_dense, encoder_style, open_dense
 
-    encoder, file = Encoder(options.encoder, device=options.device), options.file
+    encoder = Encoder(options.encoder, device=options.device, name=options.encoder_name)
+    file = options.file
     if file is not None and not file.exists():
         raise CorpusError(f"--index_path {file} does not exist; omit the flag to build an index")
     if file is None:
         file = folder / "dense.faiss"
-        build_unless_current(partial(build_dense, corpus, file, encoder, options.kind))
+        properties = {"encoder": options.encoder, "kind": options.kind}
+        if encoder.style != encoder_style(options.encoder):
+            properties["encoder_name"] = str(options.encoder_name)
+        build = partial(build_dense, corpus, file, encoder, options.kind)
+        build_unless_current(build, **properties)
     return corpus, open_dense(file, encoder, len(corpus))
 
 

@@ -127,6 +127,35 @@ def test_prefixes_and_pooling_depend_on_the_encoder_name() -> None:
     assert encoder_style("all-MiniLM-L6-v2").query_prefix == ""
 
 
+def test_the_retriever_name_selects_the_prefixes_of_a_renamed_encoder(
+    tmp_path, encoder, monkeypatch
+) -> None:
+    hub_folder = "/cache/models--intfloat--e5-base-v2/snapshots/5b1f"
+    assert encoder_style(hub_folder).query_prefix == "query: "
+    options = []
+    monkeypatch.setattr(serve_module, "open_index", lambda o: (options.append(o), None))
+    monkeypatch.setattr(serve_module, "answer_requests", lambda *_, **__: None)
+    flags = ["--corpus_path", str(write_corpus(tmp_path)), "--retriever_model", encoder]
+    serve([*flags, "--retriever_name", "e5"])
+    serve([*flags, "--index", "dense"])
+    monkeypatch.undo()
+    (_, e5), (_, plain) = map(open_index, options)
+    assert e5._encoder.style.query_prefix == "query: "
+    assert plain._encoder.style.query_prefix == ""
+    assert e5.search(["owl"], 1) != plain.search(["owl"], 1)
+
+
+def test_an_index_of_another_encoder_is_refused(tmp_path, encoder) -> None:
+    options = IndexOptions(write_corpus(tmp_path), "dense", encoder=encoder)
+    open_index(options)
+    tokenizer = character_tokenizer()
+    model = tiny_lm(len(tokenizer), hidden=16, layers=1, heads=2)
+    other = str(save_pretrained(model, tokenizer, tmp_path / "other"))
+    file = tmp_path / "corpus.jsonl.index" / "dense.faiss"
+    with pytest.raises(CorpusError, match=r"have 32 dimensions and those of the encoder 16"):
+        open_index(IndexOptions(options.corpus, "dense", file=file, encoder=other))
+
+
 def test_a_missing_corpus_prints_one_sentence(tmp_path, capsys) -> None:
     from hone.cli import main
 
