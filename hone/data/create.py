@@ -62,17 +62,17 @@ def create_run_dataset(
     is_train: bool,
 ) -> Dataset:
     """Returns the given dataset, or creates a dataset of the given rows or of the configured files."""
+    max_samples = config.train_max_samples if is_train else config.val_max_samples
     if data is not None:
         rows = rows_of(data)
         if rows is None:
             return data
         if not rows:
             raise DataError(f"the {'training' if is_train else 'validation'} data set has no rows")
-        return create_rl_dataset(rows, config, tokenizer, processor, is_train)
+        return create_rl_dataset(rows, config, tokenizer, processor, is_train, max_samples)
     if is_train:
-        files, max_samples = config.train_files, config.train_max_samples
-        return create_rl_dataset(files, config, tokenizer, processor, True, max_samples)
-    files, max_samples = config.val_files or (), config.val_max_samples
+        return create_rl_dataset(config.train_files, config, tokenizer, processor, True, max_samples)
+    files = config.val_files or ()
     try:
         return create_rl_dataset(files, config, tokenizer, processor, False, max_samples)
     except DataError as error:

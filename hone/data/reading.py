@@ -104,7 +104,7 @@ def _read_parquet(path: str, bad_rows: BadRowPolicy) -> FileRows:
         except (ValueError, OverflowError) as error:
             reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "unreadable value"
             bad_rows.report(reason, f"{path}, row {number}: {reason}: {error}")
-    return FileRows(path, table.take(row_numbers), row_numbers)
+    return FileRows(path, table.take(pa.array(row_numbers, pa.int64())), row_numbers)
 
 
 def read_file(

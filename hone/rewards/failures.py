@@ -10,6 +10,8 @@ from hone.types import JsonObject
 if TYPE_CHECKING:
     from hone.config.reward import RewardKwargs
 
+MAX_TIMEOUT_S = 1e6
+"""Replaces a longer limit, such as infinity, which the timers of the system do not take."""
 POLICIES = ("raise", "score")
 NO_GROUND_TRUTH = "no_ground_truth"
 """The failure reason of a row that lacks a required ground truth."""
@@ -50,6 +52,7 @@ class FailurePolicy:
             raise WrongSetting(
                 f"reward_model.reward_kwargs.timeout_s={self.timeout_s} must be positive"
             )
+        object.__setattr__(self, "timeout_s", min(self.timeout_s, MAX_TIMEOUT_S))
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,14 @@ def test_an_error_in_a_validation_file_says_how_to_train_without_it(
         create_run_dataset(None, settings, tokenizer, is_train=False)
 
 
+def test_rows_in_memory_are_limited_like_those_of_files(
+    tokenizer: Any, config: Any, make_rows: Any
+) -> None:
+    settings, rows = config(train_max_samples=3, val_max_samples=2), make_rows(4)
+    assert len(create_run_dataset(rows, settings, tokenizer, is_train=True)) == 3
+    assert len(create_run_dataset(rows, settings, tokenizer, is_train=False)) == 2
+
+
 def test_a_users_dataset_class_with_its_hook_is_used_and_resumes(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str], make_rows: Any, plug_in: str
 ) -> None:

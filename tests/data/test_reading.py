@@ -315,6 +315,19 @@ def test_hostile_rows_of_a_json_list_are_named(tmp_path: Path) -> None:
         read_rows(str(path), BadRowPolicy("raise"))
 
 
+def test_a_parquet_file_without_a_good_row_is_not_called_unreadable(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "x.parquet"
+    offsets, content = pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")
+    text = pa.Array.from_buffers(pa.string(), 1, [None, offsets, content])
+    pq.write_table(pa.table({"prompt": text}), path)
+    bad_rows = BadRowPolicy("skip")
+    assert read_file(path, bad_rows) is None
+    assert bad_rows.counts == {"not UTF-8": 1}
+
+
 def test_parquet_rows_that_python_cannot_hold_are_named(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

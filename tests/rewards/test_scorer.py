@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
 from typing import Any
 
 import numpy as np
@@ -228,6 +231,16 @@ def test_mishaps_inside_a_scorer_are_part_of_its_result() -> None:
 def test_an_invalid_policy_is_refused(on_failure: str, timeout_s: float) -> None:
     with pytest.raises(ValueError, match=r"reward_model\.reward_kwargs\."):
         FailurePolicy(on_failure, 0.0, timeout_s)
+
+
+def test_an_infinite_time_limit_is_no_limit() -> None:
+    limit_s = FailurePolicy("score", 0.0, math.inf).timeout_s
+    assert call_with_deadline(lambda: 1, limit_s) == 1
+    with ThreadPoolExecutor(1) as thread:  # a thread has no timer signal
+        assert thread.submit(call_with_deadline, lambda: 1, limit_s).result() == 1
+    reader, writer = Pipe()  # as in the processes of the prime manager
+    writer.send(1)
+    assert reader.poll(limit_s)
 
 
 def test_a_number_too_large_for_a_float_is_a_failure() -> None:
