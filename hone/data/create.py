@@ -71,7 +71,9 @@ def create_run_dataset(
             raise DataError(f"the {'training' if is_train else 'validation'} data set has no rows")
         return create_rl_dataset(rows, config, tokenizer, processor, is_train, max_samples)
     if is_train:
-        return create_rl_dataset(config.train_files, config, tokenizer, processor, True, max_samples)
+        return create_rl_dataset(
+            config.train_files, config, tokenizer, processor, True, max_samples
+        )
     files = config.val_files or ()
     try:
         return create_rl_dataset(files, config, tokenizer, processor, False, max_samples)

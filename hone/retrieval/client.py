@@ -38,7 +38,7 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
     headers = {"Content-Type": "application/json"}
     try:
         request = urllib.request.Request(url, json.dumps(payload).encode(), headers)
-        with _opener(url).open(request, timeout=timeout_s) as response:
+        with service_opener(url).open(request, timeout=timeout_s) as response:
             result = json.load(response)["result"]
         passages = [[_contents(hit) for hit in hits] for hits in result]
     except Exception as error:  # a malformed response may raise anything
@@ -49,7 +49,7 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
 
 
 @functools.cache
-def _opener(url: str) -> urllib.request.OpenerDirector:
+def service_opener(url: str) -> urllib.request.OpenerDirector:
     """Returns a URL opener, without a proxy for a service on this machine."""
     is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
     handlers = [urllib.request.ProxyHandler({})] if is_local else []

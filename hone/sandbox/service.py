@@ -5,6 +5,7 @@ A failure of the service raises an error, and is never the result of a program.
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import threading
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from hone.sandbox.judging import Judgement
 from hone.sandbox.result import (
@@ -52,7 +54,8 @@ class SandboxService:
             raise ValueError(f"sandbox service: url={url!r} must begin with http:// or https://")
         if max_concurrent < 1:
             raise ValueError(f"sandbox service: max_concurrent={max_concurrent} must be at least 1")
-        self._url = url
+        # As in the other servers' settings, a URL without a path gets the usual one.
+        self._url = url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/run_code"
         self._slots = threading.BoundedSemaphore(max_concurrent)
         self._memory_limit_mb = memory_limit_mb
 
@@ -105,7 +108,7 @@ class SandboxService:
                     time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
                 try:
                     timeout = 2 * timeout_s + _QUEUE_TIMEOUT_S
-                    with urllib.request.urlopen(request, timeout=timeout) as response:
+                    with _opener(url).open(request, timeout=timeout) as response:
                         data = response.read()
                     break
                 except urllib.error.HTTPError as error:
@@ -133,6 +136,14 @@ class SandboxService:
         if answer["status"] == "SandboxError":
             raise SandboxServiceError(f"sandbox service failed: {answer.get('message') or answer}")
         return answer
+
+
+@functools.cache
+def _opener(url: str) -> urllib.request.OpenerDirector:
+    """Returns a URL opener, without a proxy for a service on this machine."""
+    is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
+    handlers = [urllib.request.ProxyHandler({})] if is_local else []
+    return urllib.request.build_opener(*handlers)
 
 
 def _to_result(answer: Fields, output_bytes: int) -> SandboxResult:

@@ -18,6 +18,7 @@ from hone.data.reading import (
     PURE_DATA_SOURCE,
     PURE_INSTRUCTION,
     collate_tensors,
+    read_file,
     read_rows,
     rows_of,
 )

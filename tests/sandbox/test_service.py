@@ -54,6 +54,30 @@ def serve(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         thread.join()
 
 
+def test_a_service_of_this_machine_needs_no_proxy_and_no_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    paths = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            paths.append(self.path)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            result = {"status": "Finished", "return_code": 0, "stdout": "1"}
+            self.wfile.write(json.dumps({"status": "Success", "run_result": result}).encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with serve(Handler) as url:
+        for address in (url, url.removesuffix("/run_code"), url.removesuffix("run_code")):
+            assert client(address).run_python("print(1)").stdout == "1"
+    assert paths == ["/run_code"] * 3
+
+
 def client(url: str, max_concurrent: int = 4, memory_limit_mb: int = 256) -> SandboxService:
     return SandboxService(url, max_concurrent=max_concurrent, memory_limit_mb=memory_limit_mb)
 

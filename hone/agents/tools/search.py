@@ -18,6 +18,7 @@ from hone.agents.tools.contract import (
     function_schema,
 )
 from hone.event_loop import run_in_thread
+from hone.retrieval.client import service_opener
 from hone.types import Fields, JsonObject, JsonValue, Settings
 
 
@@ -63,7 +64,10 @@ class SearchTool(BaseTool):
             self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         timeout_s = self.config.get("timeout", 30)
-        with self._request_slots, urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with (
+            self._request_slots,
+            service_opener(self._url).open(request, timeout=timeout_s) as response,
+        ):
             results = json.load(response)["result"]
         return [[str(hit["document"]["contents"]) for hit in hits] for hits in results]
 

@@ -6,7 +6,14 @@ Assertions come from the ground truth, or from the benchmarks' fields in `extra_
 from __future__ import annotations
 
 from hone.data.preprocess.programs import humaneval_tests
-from hone.rewards.programs import Limits, SourceTest, extract_code, passes, read_tests
+from hone.rewards.programs import (
+    CODE_PLACEHOLDER,
+    Limits,
+    SourceTest,
+    extract_code,
+    passes,
+    read_tests,
+)
 from hone.rewards.scorer import to_python
 from hone.rewards.scores.prime_code import TEST_TIMEOUT_S
 from hone.types import Fields, JsonValue, Settings
@@ -25,10 +32,12 @@ def compute_score(
     assertions = to_python(ground_truth) or _benchmark_assertions(to_python(extra_info or {}))
     tests = read_tests(assertions, extra_info)
     sources = [test.source for test in tests if isinstance(test, SourceTest)]
-    # One run for all sources is faster than a run per source.
-    combined_tests = [SourceTest("\n".join(sources))] if len(sources) > 1 else tests
+    has_preamble = any(CODE_PLACEHOLDER in source for source in sources)
+    if len(sources) == len(tests) and not has_preamble:
+        # One run for all sources is faster than a run per source.
+        tests = [SourceTest("\n".join(sources))]
     code = extract_code(solution_str)
-    return float(all(passes(code, test, limits) for test in combined_tests))
+    return float(all(passes(code, test, limits) for test in tests))
 
 
 def _benchmark_assertions(info: Fields) -> list[JsonValue]:

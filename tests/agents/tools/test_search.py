@@ -52,6 +52,15 @@ def test_passages_are_numbered_and_questions_apart(url: str) -> None:
     assert REQUESTS[-1] == {"queries": ["a", "b"], "topk": 2, "return_scores": True}
 
 
+def test_a_service_of_this_machine_needs_no_proxy(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    tool = SearchTool({"retrieval_service_url": url})
+    _, _, metrics = asyncio.run(tool.execute("i", {"query_list": ["a"]}))
+    assert metrics["query_count"] == 1
+
+
 def test_what_is_no_list_of_questions_and_no_url_is_refused(url: str) -> None:
     tool = SearchTool({"retrieval_service_url": url})
     with pytest.raises(ToolError, match="list of questions"):

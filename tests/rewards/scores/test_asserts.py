@@ -60,6 +60,20 @@ def test_tests_that_call_nothing_are_an_error_of_the_row(tests: str) -> None:
         asserts.compute_score(block(RIGHT), [tests])
 
 
+@pytest.mark.parametrize(("second_result", "score"), [(3, 1.0), (4, 0.0)])
+def test_every_test_of_a_list_has_its_own_preamble(second_result: int, score: float) -> None:
+    test = "import math\n__CODE__\nassert math.floor(f({})) == {}"
+    tests = [test.format(1, 2), test.format(2, second_result)]
+    assert asserts.compute_score(block("def f(x): return x + 1"), tests) == score
+
+
+def test_a_test_of_output_beside_assertions_counts() -> None:
+    program = block("def f(x): return x + 1\nprint(7)")
+    tests = ["assert f(1) == 2", "assert f(2) == 3"]
+    assert asserts.compute_score(program, [*tests, ["", "7"]]) == 1.0
+    assert asserts.compute_score(program, [*tests, ["", "8"]]) == 0.0
+
+
 def test_the_tests_use_the_functions_of_the_prompt() -> None:
     prompt = 'def encode(s): return s[::-1]\n\ndef decode(s):\n    """Undo encode."""\n'
     test = "def check(candidate):\n    assert candidate(encode('abc')) == 'abc'"
