@@ -117,6 +117,31 @@ def tidy_answer(answer: JsonValue) -> str:
     return re.sub(r"^(-?\d+)\.0$", r"\1", text)
 
 
+_DAPO_START = (
+    "Solve the following math problem step by step. The last line of your response should be of the"
+    " form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+_DAPO_END = '\n\nRemember to put your answer on its own line after "Answer:".'
+_PROBLEM_COLUMNS = ("problem", "question", "Question")
+_BODY_COLUMNS = ("body", "Body")  # of ASDiv and SVAMP: the text before the question
+_ANSWER_COLUMNS = ("answer", "Answer", "final_answer", "result")  # the last is MAWPS's
+
+
+def problem_and_answer(record: Row) -> tuple[JsonValue, JsonValue]:
+    """Returns the problem and the answer in the columns of any benchmark; None for a missing one."""
+    if isinstance(record.get("reward_model"), dict):  # DAPO's rows on the Hub have verl's schema
+        prompt = str(record["prompt"][-1]["content"])
+        problem = prompt.removeprefix(_DAPO_START).removesuffix(_DAPO_END)
+        return problem, record["reward_model"].get("ground_truth")
+    problem, body, answer = (
+        next((record[name] for name in names if record.get(name) not in (None, "")), None)
+        for names in (_PROBLEM_COLUMNS, _BODY_COLUMNS, _ANSWER_COLUMNS)
+    )
+    if isinstance(answer, list):  # OlympiadBench
+        answer = ", ".join(map(str, answer))
+    return (f"{body.strip()} {problem}" if body and problem else problem), answer
+
+
 def benchmark_splits(source: Source, *, name: str) -> Splits:
     """Builds the test set of a benchmark, or DAPO's training set."""
     data_source, hub_path, instruction = BENCHMARKS[name]
@@ -124,18 +149,24 @@ def benchmark_splits(source: Source, *, name: str) -> Splits:
         upstream = UpstreamDataset((name,), hub_path, splits={"train": ("train",)})
     else:
         upstream = UpstreamDataset(
-            ("math_eval", name), hub_path, splits={"test": (name, "test", "train")}
+            ("math_eval", name), hub_path, splits={"test": (name, "test", "validation", "train")}
         )
+    dapo_problems: set[JsonValue] = set()
 
-    def make_row(record: Row, split: str, index: int) -> Row:
-        problem = record.get("problem") or record.get("question")
-        if not problem:
-            raise DataError(f"record {index} of {data_source} has no problem")
+    def make_row(record: Row, split: str, index: int) -> Row | None:
+        problem, answer = problem_and_answer(record)
+        if problem is None or answer is None:
+            missing, columns = "answer" if problem else "problem", ", ".join(map(str, record))
+            raise DataError(f"record {index} of {data_source} has no {missing}, but {columns}")
+        if "reward_model" in record:  # the Hub has each of DAPO's problems a hundred times
+            if problem in dapo_problems:
+                return None
+            dapo_problems.add(problem)
         if instruction is ANSWER_LINE_PROMPT:
             prompt = instruction.format(problem=problem)
         else:
             prompt = f"{problem} {instruction}"
-        return task_row(data_source, prompt, "math", tidy_answer(record["answer"]), split, index)
+        return task_row(data_source, prompt, "math", tidy_answer(answer), split, index)
 
     return source.build_rows(upstream, make_row)
 

@@ -23,7 +23,11 @@ LEETCODE = UpstreamDataset(
     "newfacade/LeetCodeDataset",
     splits={"train": ("train", "train_v0.2.0"), "test": ("test", "test_v0.3.1")},
 )
-TACO = UpstreamDataset(("taco",), "likaixin/TACO-verified", splits={"test": ("test", "test_512")})
+TACO = UpstreamDataset(
+    ("taco",),
+    "likaixin/TACO-verified",
+    splits={"train": ("train",), "test": ("test", "test_512")},
+)
 
 
 def _program_row(
@@ -90,4 +94,9 @@ def leetcode_row(record: Row, split: str, index: int) -> Row:
 
 
 def taco_row(record: Row, split: str, index: int) -> Row:
+    if "input_output" in record:  # on the Hub
+        starter = (record.get("starter_code") or "").rstrip()
+        code = f"\n```python\n{starter}\n```" if starter else ""
+        prompt = f"{record['question'].strip()}{code}\n{CODE_BLOCK_INSTRUCTION}"
+        return task_row("taco", prompt, "code", record["input_output"], split, index)
     return _program_row("taco", record["prompt"], record["tests"], split, index)
