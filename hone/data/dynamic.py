@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hone.config.data import CustomClassConfig
 from hone.data.dataset import RLHFDataset
-from hone.data.loader import Stateful
+from hone.data.loader import is_stateful
 from hone.data.rows import DataError
 from hone.plugins import PluginError, load_extern_object
 from hone.plugins import load_object as load_object_by_path
@@ -62,10 +62,10 @@ class DynamicGenDataset(RLHFDataset):
         return list(self.generator.generate(self))
 
     def state_dict(self) -> Fields:
-        state = self.generator.state_dict() if isinstance(self.generator, Stateful) else None
+        state = self.generator.state_dict() if is_stateful(self.generator) else None
         return {**super().state_dict(), "generator": state}
 
     def load_state_dict(self, state: Settings) -> None:
         super().load_state_dict(state)
-        if state["generator"] is not None and isinstance(self.generator, Stateful):
+        if state["generator"] is not None and is_stateful(self.generator):
             self.generator.load_state_dict(state["generator"])

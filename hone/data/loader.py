@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from hone.data.prompts import Batch, PromptBatches, exhaust
 from hone.data.rows import DataError
@@ -33,13 +33,20 @@ class Dataset(Protocol):
     def __getitem__(self, index: int) -> Row: ...
 
 
-@runtime_checkable
 class Stateful(Protocol):
     """A sampler, dataset or generator whose state is saved in the checkpoint as plain values."""
 
     def state_dict(self) -> Fields: ...
 
     def load_state_dict(self, state: Settings) -> None: ...
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Returns whether the state of `value` is saved.
+
+    From Python 3.12 on, `isinstance` would not find the methods of a wrapper with `__getattr__`.
+    """
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 class PromptLoader(PromptBatches):
@@ -62,7 +69,7 @@ class PromptLoader(PromptBatches):
         self.order_name = str(getattr(self.sampler, "name", type(self.sampler).__qualname__))
         self._past_epoch_sizes: list[int] = []
         self.start_epoch(0)
-        if hasattr(self.sampler, "update") and not isinstance(sampler, Stateful):
+        if hasattr(self.sampler, "update") and not is_stateful(sampler):
             logger.warning(
                 "%s is updated by batches but has no state_dict(): a resumed run will not draw the"
                 " rows that an uninterrupted run would",
@@ -150,7 +157,7 @@ class PromptLoader(PromptBatches):
         `past` has the number of rows of each finished epoch, and `epoch_rows` that of this epoch;
         `drawn` and `counts` are the draws of this epoch, in total and by row.
         """
-        sampler = self.sampler if isinstance(self.sampler, Stateful) else None
+        sampler = self.sampler if is_stateful(self.sampler) else None
         return {
             "version": STATE_VERSION,
             "order": self.order_name,
@@ -160,7 +167,7 @@ class PromptLoader(PromptBatches):
             "epoch_rows": self._epoch_size,
             "counts": None if sampler is None else sorted(self._draw_counts.items()),
             "sampler": None if sampler is None else sampler.state_dict(),
-            "dataset": self.dataset.state_dict() if isinstance(self.dataset, Stateful) else None,
+            "dataset": self.dataset.state_dict() if is_stateful(self.dataset) else None,
         }
 
     def load_state_dict(self, state: Settings) -> None:
@@ -173,13 +180,13 @@ class PromptLoader(PromptBatches):
                 f" {self.order_name}; keep data.shuffle, data.seed, data.dataset_weights and"
                 " data.sampler as they were"
             )
-        if state["dataset"] is not None and isinstance(self.dataset, Stateful):
+        if state["dataset"] is not None and is_stateful(self.dataset):
             self.dataset.load_state_dict(state["dataset"])
         self.epoch = state["epoch"]
         self._num_drawn = state["drawn"]
         self._past_epoch_sizes = list(state["past"])
         self._epoch_size = state["epoch_rows"]
-        if state["sampler"] is not None and isinstance(self.sampler, Stateful):
+        if state["sampler"] is not None and is_stateful(self.sampler):
             self.sampler.load_state_dict(state["sampler"])
             self._draw_counts = Counter(dict(state["counts"] or ()))
             self._indices = None if self._is_epoch_over() else self._row_indices(self.epoch)

@@ -252,6 +252,28 @@ def test_too_few_rows_for_a_batch_says_so() -> None:
         make_loader("shuffled", 3, 4, drop_last=True)
 
 
+class Wrapped:
+    """Gives the methods of another data set by `__getattr__`."""
+
+    def __init__(self, data: Numbers) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.data[index]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.data, name)
+
+
+def test_the_state_of_a_wrapped_data_set_is_saved() -> None:
+    options: dict[str, Any] = {"shuffle": False, "seed": 0, "drop_last": True}
+    state = PromptLoader(Wrapped(Numbers(4)), 2, **options).state_dict()
+    assert state["dataset"] == Numbers(4).state_dict()
+
+
 def test_a_sampler_that_ends_early_is_named() -> None:
     class Short(SeededSampler):
         def __iter__(self) -> Iterator[int]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.config.convert import show_value
 from hone.data.files import copy_to_local
-from hone.data.loader import Dataset, Stateful
+from hone.data.loader import Dataset, is_stateful
 from hone.engine.saved_state import METADATA_FILE, read_metadata
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import STORAGE_ERRORS, make_folder, rename_folder, storage_errno, sync
@@ -375,7 +375,7 @@ class EarlierRun:
 
     def require_same_data(self, dataset: Dataset | None) -> None:
         """Raises an error if `dataset` is not the data set that the checkpoint was trained on."""
-        if self.checkpoint is None or not isinstance(dataset, Stateful):
+        if self.checkpoint is None or not is_stateful(dataset):
             return
         with contextlib.suppress(CheckpointError):  # loading the checkpoint reports an error
             state = read_state(self.checkpoint, "loader")["loader"]
