@@ -58,6 +58,15 @@ def _with_text_problem(row: JsonValue) -> tuple[JsonValue, tuple[str, str] | Non
     return row, ("invalid text", flaw) if flaw else None
 
 
+def _parse_document(text: str) -> Row | None:
+    """Returns the only row of a json file, which may span lines; None for a row per line."""
+    try:
+        row = read_json(text)
+    except BadText:
+        return None
+    return row if isinstance(row, dict) else None
+
+
 def _read_json(path: str, bad_rows: BadRowPolicy) -> FileRows:
     open_file: Callable[..., Any] = gzip.open if path.endswith(".gz") else open
     rows: list[Row] = []
@@ -69,6 +78,8 @@ def _read_json(path: str, bad_rows: BadRowPolicy) -> FileRows:
         text = file.read() if is_document else ""
         if text.lstrip().startswith("["):
             values = map(_with_text_problem, read_json(text))
+        elif is_document and (row := _parse_document(text)) is not None:
+            values = map(_with_text_problem, [row])
         else:  # a string may contain U+2028, so only "\n" ends a line
             lines = text.split("\n") if is_document else file
             values = map(_parse_json_line, (line for line in lines if line.strip()))

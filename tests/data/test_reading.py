@@ -316,6 +316,15 @@ def test_hostile_rows_of_a_json_list_are_named(tmp_path: Path) -> None:
         read_rows(str(path), BadRowPolicy("raise"))
 
 
+def test_a_json_file_of_one_object_is_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    for row in ({"prompt": "a"}, {"data": [{"prompt": "a"}]}):
+        path.write_text(json.dumps(row, indent=1))
+        assert list(read_rows(str(path), BadRowPolicy("raise")).scan()) == [row]
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert len(read_rows(str(path), BadRowPolicy("raise"))) == 2
+
+
 def test_a_parquet_file_without_a_good_row_is_not_called_unreadable(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
