@@ -70,7 +70,7 @@ class Corpus:
             if isinstance(contents, str):
                 return Passage(passage_id, contents)
             if isinstance(text, str):
-                title = str(record.get("title", "")).strip('"')
+                title = str(record.get("title") or "").strip('"')
                 return Passage(passage_id, f'"{title}"\n{text}')
         raise CorpusError(f'{self.file} line {index + 1} needs "contents", or "title" and "text"')
 

@@ -33,6 +33,11 @@ START_TIMEOUT_S = 120.0
 START_RETRIES = 2  # number of new attempts after a worker that died during its start
 MESSAGE_TIMEOUT_S = 60.0
 """A worker that does not read or finish a message for this long counts as dead."""
+# Python 3.10 ignores PYTHONSAFEPATH and adds the working directory, whose files would hide modules.
+_WORKER_PROGRAM = (
+    "import sys; sys.path[:1] = sys.path[:1] if sys.path[0] else [];"
+    " import runpy; runpy.run_module('hone.rewards.pool_worker', run_name='__main__')"
+)
 KILL_TIMEOUT_S = 10.0  # limit on the wait for the end of a killed process
 
 T = TypeVar("T")
@@ -54,7 +59,7 @@ class _Worker:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with worker_socket:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "hone.rewards.pool_worker", str(worker_socket.fileno())],
+                [sys.executable, "-c", _WORKER_PROGRAM, str(worker_socket.fileno())],
                 pass_fds=[worker_socket.fileno()],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,

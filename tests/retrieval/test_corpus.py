@@ -23,6 +23,12 @@ def test_both_layouts_are_read_plain_and_gzipped(tmp_path, layout, gzipped) -> N
     assert [passage.id for passage in corpus] == ["10", "11", "12", "13"]
 
 
+def test_a_passage_without_a_title_has_none(tmp_path) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_text('{"text": "a", "title": null}\n{"text": "b"}\n')
+    assert [passage.contents for passage in open_corpus(file, tmp_path)] == ['""\na', '""\nb']
+
+
 def test_a_corpus_that_grew_is_read_again(tmp_path) -> None:
     file = write_corpus(tmp_path)
     assert len(open_corpus(file, tmp_path / "index")) == 4

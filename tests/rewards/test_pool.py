@@ -146,6 +146,14 @@ def has_ended(pid: int) -> bool:
     return False
 
 
+def test_files_of_the_working_directory_hide_no_modules(
+    make_pool: Callable[..., DeadlinePool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('not the standard module')")
+    monkeypatch.chdir(tmp_path)
+    assert make_pool().run([{"action": "add", "value": 1}], 30.0) == [1]
+
+
 def test_results_are_in_the_order_of_the_jobs(make_pool: Callable[..., DeadlinePool]) -> None:
     pool = make_pool(size=2, base=100)
     assert pool.run([add(i) for i in range(50)], 60) == [100 + i for i in range(50)]
