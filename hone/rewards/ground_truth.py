@@ -29,6 +29,21 @@ def as_integer(value: JsonValue, name: str) -> int:
     return number
 
 
+def as_answer(value: JsonValue) -> str:
+    """Returns one answer as text; raises GroundTruthError for several answers.
+
+    A list may have one item, and 72.0, to which a column with missing values turns 72, is 72.
+    """
+    value = to_python(value)
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise ground_truth_error(f"ground_truth must be one answer; got {value!r:.80}")
+        value = value[0]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value)
+
+
 def as_integers(value: JsonValue, name: str) -> list[int]:
     """Returns `value` as a list of integers, or raises GroundTruthError."""
     if not isinstance(value, list):

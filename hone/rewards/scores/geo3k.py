@@ -2,6 +2,7 @@ r"""Geometry3K: 0.9 for the right boxed answer, 0.1 for `<think>…</think>` bef
 
 from __future__ import annotations
 
+from hone.rewards.ground_truth import as_answer
 from hone.rewards.scores.latex import boxed_answer
 from hone.rewards.scores.math_reward import is_equiv
 from hone.types import JsonValue
@@ -19,7 +20,7 @@ def format_reward(solution_str: str) -> float:
 def acc_reward(solution_str: str, ground_truth: JsonValue, use_boxed: bool = True) -> float:
     """Returns 1.0 if the boxed answer (or, without `use_boxed`, the whole text) is right."""
     answer = boxed_answer(solution_str) if use_boxed else solution_str
-    return float(is_equiv(answer, str(ground_truth)))
+    return float(is_equiv(answer, as_answer(ground_truth)))
 
 
 def score_details(

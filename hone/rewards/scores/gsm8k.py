@@ -9,6 +9,7 @@ import contextlib
 import re
 from decimal import Decimal, InvalidOperation
 
+from hone.rewards.ground_truth import as_answer
 from hone.types import JsonValue
 
 TAIL_CHARS = 300
@@ -42,7 +43,7 @@ def compute_score(
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
-    expected = _remove_commas(str(ground_truth).strip())
+    expected = _remove_commas(as_answer(ground_truth).strip())
     if answer == expected:
         return score
     with contextlib.suppress(InvalidOperation):  # the ground truth may be no number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from hone.rewards.ground_truth import as_answer
 from hone.rewards.scorer import INVALID_PREDICTION
 from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
 from hone.types import JsonObject, JsonValue
@@ -56,7 +57,7 @@ def compute_score(
     solution_str: str, ground_truth: JsonValue, strict_box_verify: bool = False
 ) -> JsonObject:
     """Returns `{"score": ±1.0, "acc": bool, "pred": text}`."""
-    is_correct, pred = verify(solution_str, str(ground_truth), strict_box_verify)
+    is_correct, pred = verify(solution_str, as_answer(ground_truth), strict_box_verify)
     return {"score": 1.0 if is_correct else -1.0, "acc": is_correct, "pred": pred}
 
 

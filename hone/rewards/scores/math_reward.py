@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from hone.rewards.ground_truth import as_answer
 from hone.rewards.scores.latex import (
     as_number,
     boxed_answer,
@@ -37,7 +38,7 @@ def compute_score(solution_str: str, ground_truth: JsonValue, symbolic: bool = T
     answer = boxed_answer(solution_str)
     if answer is None:
         return 0.0
-    return float(is_equiv(answer, str(ground_truth), symbolic=symbolic))
+    return float(is_equiv(answer, as_answer(ground_truth), symbolic=symbolic))
 
 
 def compute_score_batched(

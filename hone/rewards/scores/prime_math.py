@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from hone.rewards.ground_truth import as_answer
 from hone.rewards.scores.latex import as_number, boxed_answer, num_decimals, strip_string
 from hone.rewards.scores.math_reward import is_equiv
 from hone.types import JsonValue
@@ -61,4 +62,4 @@ def grade_answer(answer: str, truth: str) -> bool:
 def compute_score(solution_str: str, ground_truth: JsonValue) -> tuple[bool, bool, str]:
     """Returns whether the answer is right, whether the answer is marked, and the answer."""
     answer, is_marked = extract_answer(solution_str)
-    return bool(answer) and grade_answer(answer, str(ground_truth)), is_marked, answer
+    return bool(answer) and grade_answer(answer, as_answer(ground_truth)), is_marked, answer

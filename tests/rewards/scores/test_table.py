@@ -5,10 +5,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hone.data.prepare import DATASETS
 from hone.data.preprocess.sources import Source, UpstreamDataset
+from hone.rewards.ground_truth import GroundTruthError
 from hone.rewards.scorer import ScorerSignatureError
 from hone.rewards.scores import table
 from hone.rewards.scores.table import (
@@ -62,6 +64,27 @@ def test_every_entry_is_a_scorer_that_accepts_its_arguments() -> None:
             _, scorer = table.scorer_of(source)
             assert callable(scorer)
             assert {"solution_str", "ground_truth"} <= set(scorer.__code__.co_varnames)
+
+
+@pytest.mark.parametrize(
+    ("source", "response"),
+    [
+        ("openai/gsm8k", "#### 72"),
+        ("math500", r"\boxed{72}"),
+        ("hiyouga/geometry3k", r"<think></think>\boxed{72}"),
+        ("math_dapo", "Answer: 72"),
+        ("numina_olympiads", r"\boxed{72}"),
+    ],
+)
+def test_a_truth_may_be_a_float_or_a_list_of_one_answer(source: str, response: str) -> None:
+    def score(truth: Any) -> Any:
+        result = default_compute_score(source, response, truth)
+        return result["score"] if isinstance(result, dict) else result
+
+    assert [score(truth) for truth in (72, 72.0, ["72"], np.array([72.0]))] == [1.0] * 4
+    assert score(["73"]) < 1.0
+    with pytest.raises(GroundTruthError, match="must be one answer"):
+        score(["72", "73"])
 
 
 def test_an_unknown_source_is_an_error_with_suggestions() -> None:
