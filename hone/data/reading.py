@@ -78,8 +78,8 @@ def _read_json(path: str, bad_rows: BadRowPolicy) -> FileRows:
         text = file.read() if is_document else ""
         if text.lstrip().startswith("["):
             values = map(_with_text_problem, read_json(text))
-        elif is_document and (row := _parse_document(text)) is not None:
-            values = map(_with_text_problem, [row])
+        elif is_document and (document := _parse_document(text)) is not None:
+            values = map(_with_text_problem, [document])
         else:  # a string may contain U+2028, so only "\n" ends a line
             lines = text.split("\n") if is_document else file
             values = map(_parse_json_line, (line for line in lines if line.strip()))

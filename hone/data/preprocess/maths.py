@@ -131,8 +131,8 @@ def problem_and_answer(record: Row) -> tuple[JsonValue, JsonValue]:
     """Returns the problem and the answer in the columns of any benchmark; None for a missing one."""
     if isinstance(record.get("reward_model"), dict):  # DAPO's rows on the Hub have verl's schema
         prompt = str(record["prompt"][-1]["content"])
-        problem = prompt.removeprefix(_DAPO_START).removesuffix(_DAPO_END)
-        return problem, record["reward_model"].get("ground_truth")
+        dapo_problem = prompt.removeprefix(_DAPO_START).removesuffix(_DAPO_END)
+        return dapo_problem, record["reward_model"].get("ground_truth")
     problem, body, answer = (
         next((record[name] for name in names if record.get(name) not in (None, "")), None)
         for names in (_PROBLEM_COLUMNS, _BODY_COLUMNS, _ANSWER_COLUMNS)
