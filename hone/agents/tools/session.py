@@ -120,9 +120,10 @@ class ToolSession:
 
         async def create() -> str:
             kwargs = dict(self._kwargs_of(name, "create_kwargs"))
-            # verl passes the `create_kwargs` both as keyword arguments and as one dict.
+            # verl passes the `create_kwargs` as one dict; older versions passed its entries.
             if _accepts(tool.create, "create_kwargs"):
-                kwargs["create_kwargs"] = dict(kwargs)
+                entries = {key: kwargs[key] for key in kwargs if _accepts(tool.create, key)}
+                kwargs = {**entries, "create_kwargs": kwargs}
             result = await tool.create(uuid4().hex, **kwargs)
             return result[0] if isinstance(result, tuple) else result
 

@@ -98,6 +98,19 @@ def test_the_rows_arguments_reach_create_and_execute() -> None:
     assert created == {"truth": 7, "create_kwargs": {"truth": 7}}
 
 
+def test_create_may_take_the_rows_arguments_as_one_dict_only() -> None:
+    class OneDict(Echo):
+        async def create(  # type: ignore[override]
+            self, instance_id: str | None = None, create_kwargs: Any = None
+        ) -> Any:
+            return await super().create(instance_id, **create_kwargs)
+
+    tool = OneDict()
+    session = make_session(tool, {"echo": {"create_kwargs": {"truth": 7}}})
+    assert asyncio.run(session.run_calls([echo("hi")])) == ["hi"]
+    assert list(tool.alive.values()) == [{"truth": 7}]
+
+
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
