@@ -189,7 +189,7 @@ def _is_training_program(first: str, second: str) -> bool:
     """Whether two successive arguments are `hone train`, or `-m` and the module of an RL program."""
     if first == "-m":
         return _TRAINING_MODULE.fullmatch(second) is not None
-    return first in ("hone", "hone.cli") and second == "train"
+    return os.path.basename(first) in ("hone", "hone.cli") and second == "train"
 
 
 def _write_job_file(
@@ -275,7 +275,12 @@ def _run_jobs_verb(
 ) -> int:
     from hone.launch.jobs import SHORT_RETRY_DEADLINE_S, JobClient
 
-    client = JobClient(address)
+    try:
+        client = JobClient(address)
+    except ValueError as error:
+        raise ConfigError(
+            f"--address {address}: {error}; give the URL of a job server, as in http://127.0.0.1:8265"
+        ) from error
     client.retry_deadline_s = SHORT_RETRY_DEADLINE_S
     entries = client.list_jobs()
     if verb in (None, "list"):

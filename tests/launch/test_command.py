@@ -91,6 +91,8 @@ def test_a_training_command_gets_the_size_of_the_cluster_unless_it_sets_it() -> 
         *module,
         "trainer.nnodes=1",
     ]
+    installed = ["/env/bin/hone", "train", "a=1"]
+    assert _add_cluster_size(installed, 2, 8) == [*installed, *sizes]
     for module_name in (
         "verl.trainer.main_ppo",
         "recipe.dapo.main_dapo",
@@ -206,6 +208,13 @@ def test_jobs_without_a_launch_say_what_to_give(
     assert cli.main(["jobs"]) == 2
     output = capsys.readouterr()
     assert "give --address" in output.out + output.err
+
+
+def test_an_address_of_jobs_that_is_no_url_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["jobs", "--address", "head-node", "list"]) == 2
+    output = capsys.readouterr()
+    assert "--address head-node: " in output.out + output.err
+    assert "as in http://127.0.0.1:8265" in output.out + output.err
 
 
 @contextmanager
