@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from hone.agents.interactions.contract import BaseInteraction, Messages
+from hone.agents.interactions.environment import EnvironmentInteraction
 from hone.event_loop import DeadlineExceeded, run_with_deadline
 from hone.text import clean_text, error_text
 from hone.types import Settings
@@ -37,6 +38,11 @@ class InteractionSession:
     @property
     def name(self) -> str:
         return self._interaction.name
+
+    @property
+    def is_environment(self) -> bool:
+        """Whether the interaction is an environment, whose `step` also rewards the last turn at a limit."""
+        return isinstance(self._interaction, EnvironmentInteraction)
 
     async def start(self, remaining_s: float) -> str | None:
         """Starts the interaction; returns the first observation or None."""

@@ -211,12 +211,15 @@ class ToolAgentLoop(AgentLoopBase):
                 agent_data.assistant_turns == self.multi_turn.max_assistant_turns
                 or agent_data.user_turns == self.multi_turn.max_user_turns
             )
-            if not ids or is_last_turn or self._remaining_tokens(agent_data) <= 0:
+            is_unanswered = is_last_turn and not (interaction and interaction.is_environment)
+            if not ids or is_unanswered or self._remaining_tokens(agent_data) <= 0:
                 return
             if time.monotonic() > deadline:
                 tool_session.timeouts.append("trajectory")
                 return
             calls = await self._parse_calls(text, ids)
+            if calls and is_last_turn:
+                return
             if calls:
                 agent_data.turn_spans[-1]["calls"] = len(calls)
                 start_time = time.perf_counter()
@@ -229,7 +232,7 @@ class ToolAgentLoop(AgentLoopBase):
                 if len(interaction.turn_scores) > num_scores:
                     agent_data.turn_spans[-1]["score"] = interaction.turn_scores[-1]
                     agent_data.add_reward(interaction.name, interaction.turn_scores[-1])
-                if reply is None:
+                if reply is None or is_last_turn:
                     return
                 new_messages = [{"role": "user", "content": reply}]
             else:

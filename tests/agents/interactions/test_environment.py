@@ -63,6 +63,21 @@ def test_what_reset_says_ends_the_prompt_and_steps_answer(
     assert [r["token"] for r in fields["turn_rewards"]] == [1, 15]
 
 
+@pytest.mark.parametrize("limit", ["max_assistant_turns=2", "max_user_turns=1"])
+def test_the_turn_at_a_limit_is_a_step_too_and_its_reward_counts(
+    run_row: Callable[..., Any], tmp_path: Path, limit: str
+) -> None:
+    (tmp_path / "guess.py").write_text(GUESS)
+    listed = f"  - name: guess\n    class_name: {tmp_path / 'guess.py'}:Guess\n"
+    limit = f"actor_rollout_ref.rollout.multi_turn.{limit}"
+    for second, rewards in (("4", [-0.1, 1.0]), ("2", [-0.1, -0.1])):
+        row = {"name": "guess", "number": 4}
+        _, response, fields = run_row(listed, ["3", second, "never"], limit, **row)
+        assert response == f"3</s>\nu:higher\na:{second}</s>"
+        assert fields["turn_scores"] == rewards
+        assert fields["reward_scores"] == {"guess": pytest.approx(sum(rewards))}
+
+
 TALKS = """
 class Talks:
     def reset(self, text="", times=1):
