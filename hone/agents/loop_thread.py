@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 from typing import TypeVar
 
 from hone.event_loop import LoopThread, run_coroutine
-from hone.rollout.contract import DrivenEngine, RolloutEngine, RolloutError
+from hone.rollout.contract import RolloutEngine, RolloutError, is_driven
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ LOOPS_GRACE_S = 30.0
 
 def run_with_engine(engine: RolloutEngine, coroutine: Coroutine[None, None, T]) -> T:
     """Runs a coroutine and returns its result; a `DrivenEngine` decodes in this thread meanwhile."""
-    if not isinstance(engine, DrivenEngine):
+    if not is_driven(engine):
         return run_coroutine(coroutine)
     loop_thread = LoopThread(coroutine, engine.notify)
     loop_thread.start()

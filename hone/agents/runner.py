@@ -20,7 +20,7 @@ from hone.agents.loop_thread import LOOPS_GRACE_S
 from hone.config import PPOTrainerConfig
 from hone.event_loop import LoopThread, PhaseDeadlines, run_with_deadline
 from hone.protocol import DataProto
-from hone.rollout.contract import DrivenEngine, RolloutEngine, trajectory_seed
+from hone.rollout.contract import RolloutEngine, is_driven, trajectory_seed
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Row
 
@@ -162,7 +162,7 @@ class LoopRunner:
             return is_over()
 
         try:
-            if isinstance(self._engine, DrivenEngine):
+            if is_driven(self._engine):
                 self._engine.drive(should_stop)
                 if not is_over():  # the engine stopped and every request got an error
                     self._end_loops()
@@ -184,7 +184,7 @@ class LoopRunner:
     def start(self) -> None:
         """Starts a thread that decodes, so that `submit` and `pop_finished` need no `run_until`."""
         engine = self._engine
-        if self._decode_thread is not None or not isinstance(engine, DrivenEngine):
+        if self._decode_thread is not None or not is_driven(engine):
             return
 
         def should_stop() -> bool:
@@ -254,7 +254,7 @@ class LoopRunner:
         with self._condition:
             self._condition.notify_all()
             is_waiting = self._is_waiting_for_requests
-        if not is_waiting and isinstance(self._engine, DrivenEngine):
+        if not is_waiting and is_driven(self._engine):
             self._engine.notify()
 
     def _end_loops(self) -> None:

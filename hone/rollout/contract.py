@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -269,7 +269,6 @@ class RolloutEngine(Protocol):
         """Ends every request; later requests raise."""
 
 
-@runtime_checkable
 class DrivenEngine(Protocol):
     """An engine that computes in this process, in the thread that calls `drive`."""
 
@@ -282,3 +281,11 @@ class DrivenEngine(Protocol):
 
     def notify(self) -> None:
         """Makes the driving thread call `until` again; may be called from any thread."""
+
+
+def is_driven(engine: object) -> TypeGuard[DrivenEngine]:
+    """Whether an engine has the methods of `DrivenEngine`, itself or as a proxy of an engine.
+
+    From Python 3.12 on, `isinstance` with a protocol does not see methods that `__getattr__` returns.
+    """
+    return all(callable(getattr(engine, name, None)) for name in ("drive", "notify"))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hone.agents.loop_thread import run_with_engine
 from hone.models.policy import PolicyModel
-from hone.rollout.contract import DrivenEngine, RolloutEngine, Sampling, TokenOutput, Traits
+from hone.rollout.contract import RolloutEngine, Sampling, TokenOutput, Traits, is_driven
 
 T = TypeVar("T")
 DEADLINE_S = 120.0
@@ -88,7 +88,7 @@ class Factory(ABC):
 @contextmanager
 def driving(engine: RolloutEngine) -> Iterator[None]:
     """Drives a `DrivenEngine` in a thread while the block runs."""
-    if not isinstance(engine, DrivenEngine):
+    if not is_driven(engine):
         yield
         return
     ended = threading.Event()

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from hone.rollout.contract import Sampling
+from hone.rollout.contract import Sampling, is_driven
+from hone.rollout.hf import HFRollout
+from hone.rollout.native.engine import NativeRollout
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,15 @@ def test_unknown_names_are_refused() -> None:
         Sampling.from_mapping({"tempertaure": 1.0}, max_tokens=9, seed=0)
     with pytest.raises(ValueError, match="repetition_penalty"):
         Sampling.from_mapping({"repetition_penalty": 1.1}, max_tokens=9, seed=0)
+
+
+def test_an_engine_that_decodes_in_drive_is_known_also_behind_a_proxy() -> None:
+    class Proxy:
+        def __init__(self, engine: Any) -> None:
+            self._engine = engine
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+    for engine in (NativeRollout, HFRollout):
+        assert is_driven(Proxy(engine)) == is_driven(engine) == (engine is NativeRollout)
