@@ -25,7 +25,7 @@ from hone.config.rollout import RolloutConfig, SamplingConfig
 from hone.data.messages import Message, PromptError
 from hone.data.prompt_ids import initialize_system_prompt, render_prompt
 from hone.plugins import Table
-from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, StopReason, TokenOutput
+from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, StopReason, TokenOutput, ids_of
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, JsonValue, Row, Settings
 
@@ -81,9 +81,7 @@ class AgentLoopOutput:
 
     def __post_init__(self) -> None:
         for name in _TOKEN_FIELDS:
-            values = getattr(self, name)
-            if hasattr(values, "tolist"):  # a tensor or an array
-                setattr(self, name, values.tolist())
+            setattr(self, name, ids_of(getattr(self, name)))
 
     def truncate(self, max_tokens: int) -> None:
         """Truncates the response to `max_tokens`."""
@@ -167,7 +165,7 @@ class ServerManager:
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """Returns one completion; `on_tokens` is called with each sampled chunk of tokens."""
-        max_tokens = self._max_tokens
+        prompt_ids, max_tokens = ids_of(prompt_ids), self._max_tokens
         if self._max_model_len is not None:
             max_tokens = min(max_tokens, self._max_model_len - len(prompt_ids))
             if max_tokens < 1:  # the prompt fills the context

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
-from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -115,6 +115,15 @@ class Sampling:
             values["top_k"] = -1
         values["max_tokens"] = min(values["max_tokens"], max_tokens)
         return Sampling(**values)
+
+
+def ids_of(value: Any) -> Any:
+    """Returns the list of a tensor, an array or a BatchEncoding; returns other values unchanged.
+
+    In transformers 5, `tokenizer.apply_chat_template` returns a BatchEncoding, in 4 it returned a list.
+    """
+    value = getattr(value, "input_ids", value)
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 @dataclass(frozen=True)

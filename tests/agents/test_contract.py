@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hone.agents.contract import ServerManager
+from hone.agents.contract import AgentLoopOutput, ServerManager
 from hone.rollout.contract import Sampling, StopReason, TokenOutput
 from hone.rollout.scripted import ScriptedRollout
 
@@ -29,6 +29,16 @@ def test_a_response_ends_at_the_model_length(prompt: int, length: int) -> None:
     out = asyncio.run(manager.generate("a", prompt_ids=[3] * prompt, sampling_params={}))
     assert len(out.token_ids) == length
     assert out.stop_reason is StopReason.LENGTH
+
+
+def test_a_prompt_may_be_what_the_tokenizer_returns(tokenizer: Any) -> None:
+    encoding, ids = tokenizer("1+1="), tokenizer.encode("1+1=")
+    assert type(encoding) is not list
+    engine = ScriptedRollout(["2"], tokenizer=tokenizer)
+    manager = ServerManager(engine, seed=0, max_tokens=6, max_model_len=10)
+    asyncio.run(manager.generate("a", prompt_ids=encoding, sampling_params={}))
+    assert engine.requests[0].prompt_ids == ids
+    assert AgentLoopOutput(encoding, [1], [1]).prompt_ids == ids
 
 
 def test_a_response_ends_where_the_model_length_ends(
