@@ -19,6 +19,7 @@ from hone.agents.parsers.contract import (
 )
 
 _EXPECTED_FORMAT = "a call is <function=NAME><parameter=KEY>VALUE</parameter></function>"
+_EXPECTED_GLM_ARGUMENT = "an argument is <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
 
 
 class _TaggedParser(DelimitedParser):
@@ -34,8 +35,10 @@ class Qwen3XMLToolParser(_TaggedParser):
     """Named `qwen3_coder`: the tool's schema defines which arguments are strings."""
 
     def parse_body(self, body: str, tools: Schemas) -> list[ToolCall]:
-        bodies = texts_between(body, "<function=", "</function>")
-        return [_parse_qwen3_call(call, tools) for call in bodies] or [bad_call(_EXPECTED_FORMAT)]
+        bodies = list(texts_between(body, "<function=", "</function>"))
+        if not bodies or body.rfind("<parameter=") > body.rfind("</parameter>"):
+            return [bad_call(_EXPECTED_FORMAT)]
+        return [_parse_qwen3_call(call, tools) for call in bodies]
 
     def _parse_xml_function_call(
         self, function_call_str: str, tools: Schemas | None
@@ -52,9 +55,10 @@ def _parse_qwen3_call(body: str, tools: Schemas) -> ToolCall:
     arguments = {}
     for parameter in texts_between(parameters, "<parameter=", "</parameter>"):
         key, separator, value = parameter.partition(">")
-        if separator:
-            json_type = schemas.get(key, {}).get("type", "string")
-            arguments[key] = parse_value(value.removeprefix("\n").removesuffix("\n"), json_type)
+        if not separator:
+            return bad_call(_EXPECTED_FORMAT)
+        json_type = schemas.get(key, {}).get("type", "string")
+        arguments[key] = parse_value(value.removeprefix("\n").removesuffix("\n"), json_type)
     return ToolCall(name, arguments)
 
 
@@ -67,12 +71,13 @@ class GLMToolParser(_TaggedParser):
         name = body.partition("<arg_key>")[0].strip()
         schemas = parameter_schemas(name, tools)
         arguments = {}
+        if body.rfind("<arg_key>") > body.rfind("</arg_value>"):
+            return [bad_call(_EXPECTED_GLM_ARGUMENT)]
         for pair in texts_between(body, "<arg_key>", "</arg_value>"):
             key, separator, value = pair.partition("</arg_key>")
             value_start = value.lstrip()
             if not separator or not value_start.startswith("<arg_value>"):
-                expected_format = "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
-                return [bad_call(f"an argument is {expected_format}")]
+                return [bad_call(_EXPECTED_GLM_ARGUMENT)]
             key, value = key.strip(), value_start.removeprefix("<arg_value>").strip()
             arguments[key] = parse_value(value, schemas.get(key, {}).get("type"))
         return [ToolCall(name, arguments)]

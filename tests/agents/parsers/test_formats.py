@@ -134,6 +134,9 @@ def test_calls_of_other_formats_are_read(
 def test_what_is_broken_comes_back_with_an_error() -> None:
     for name, text in (
         ("qwen3_coder", "<tool_call><function=add</function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=add><parameter=a</parameter></function></tool_call>"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>"),
         ("kimi", KIMI.replace("1}", "1")),
         ("gpt-oss", GPT_OSS.replace("1}", "1")),
         ("llama3_json", "<|python_tag|>add(1)"),
